@@ -1,0 +1,90 @@
+# One environment for every target: .venv, with everything pinned in constraints.txt.
+PYTHON ?= python3
+SHORT ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+INSTALLED := $(VENV)/installed.stamp
+BUILT := $(VENV)/built.stamp
+CORE := $(wildcard minato/_core/*.pyx minato/_core/*.pxd minato/_core/*.h)
+COMPILED := $(patsubst minato/_core/%.pyx,minato._core.%,$(wildcard minato/_core/_*_c.pyx))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install build test test-pure test-checked stress lint format docs demo bench sdist wheel constraints clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) build  ## create .venv: pinned packages, minato compiled and editable
+
+$(INSTALLED): setup.py pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("minato needs Python 3.10 or newer; set PYTHON=" if sys.version_info < (3, 10) else 0)'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt setuptools Cython numpy
+	# The target 'build' compiles; pip would do it in a folder of its own, from the beginning each time.
+	MINATO_NO_EXTENSIONS=1 $(PIP) install --quiet -c constraints.txt --no-build-isolation --editable '.[all-dev]'
+	@touch $@
+
+build: $(BUILT)  ## compile what changed in minato/_core, in place
+
+ifneq ($(words $(wildcard minato/_core/_*_c.*.so)),$(words $(COMPILED)))
+.PHONY: $(BUILT)  # a compiled module is missing, whatever the stamp says
+endif
+$(BUILT): $(INSTALLED) $(CORE)
+	$(PY) setup.py --quiet build_ext --inplace
+	@touch $@
+
+test: build  ## run the whole test-suite
+	$(PY) -m pytest
+
+test-pure: install  ## the whole test-suite again, with the pure-Python core
+	MINATO_NO_EXTENSIONS=1 $(PY) -m pytest
+
+test-checked: install  ## tests of the core, compiled with bounds checks
+	MINATO_CHECKED=1 $(PY) setup.py --quiet build_ext --inplace --force \
+	    --build-lib build/checked --build-temp build/checked
+	rm $(BUILT)  # the checked modules must not stay in use
+	$(PY) -m pytest tests/core; status=$$?; rm minato/_core/*.so; exit $$status
+
+stress: build  ## random kills and long runs (SHORT=1: 20 s a test instead of 300 s)
+	$(PY) -m pytest -m stress --stress-s $(if $(SHORT),20,300)
+
+lint: build  ## ruff, cython-lint, mypy, stubtest, Cython's performance hints
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cython-lint minato
+	$(PY) -m mypy
+	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml --ignore-disjoint-bases \
+	    --allowlist tests/stubtest-allowlist.txt $(COMPILED)
+	$(PY) -m pytest -q tests/test_sourcecode.py
+
+format: $(INSTALLED)  ## let ruff rewrite the Python files
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+docs: build  ## build docs/_build/html; a warning is an error
+	$(PY) -m sphinx --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
+
+demo: build  ## train a small model on real data, with torch's loader and with minato
+	$(PY) -m demo
+
+bench: build  ## compare with torch's loader, and the compiled with the pure core (SHORT=1: smoke run)
+	$(PY) -m bench.macro $(if $(SHORT),--short)
+	$(PY) -m bench.micro $(if $(SHORT),--short)
+
+sdist: $(INSTALLED)  ## source distribution in dist/
+	$(PY) -m build --no-isolation --sdist
+
+wheel: sdist  ## wheel in dist/, built from the sdist
+	$(PIP) --no-cache-dir wheel --no-build-isolation --no-deps --wheel-dir dist "$$(ls -t dist/minatoloader-*.tar.gz | head -n 1)"
+
+constraints: $(INSTALLED)  ## write constraints.txt from what .venv holds now
+	@{ sed -n '/^#/p' constraints.txt; $(PIP) freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
+	@mv constraints.new constraints.txt
+
+clean:  ## remove everything that make creates, .venv included
+	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f minato/_core/*.so
+	find minato tests demo bench -name __pycache__ -type d -prune -exec rm -rf {} +

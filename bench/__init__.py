@@ -1,0 +1,1 @@
+"""Benchmarks: ``bench.macro`` measures whole loaders, ``bench.micro`` the compiled core."""

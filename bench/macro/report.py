@@ -1,0 +1,181 @@
+"""The report of a run as Markdown for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from bench.macro.loaders import CONTENDERS
+from bench.macro.rows import Goal
+from bench.macro.suite import Figures, RowResult, Spread
+
+HEAD = """\
+# Engine benchmark
+
+Written by `python -m bench.macro`; `bench/README.md` tells what each row is for.
+
+![Share of the bound reached by each loader](engine.png)
+
+Every loader gets the same dataset object, number of workers, `persistent_workers` and shuffles, and
+every other argument at its default. Within one repeat the loaders of a row run one after the other,
+each time starting with a different one. Every run is checked: each sample exactly once, in order
+where promised. Figures are medians of {repeats} repeats, with the least and the greatest in
+brackets. A ratio compares runs of the same repeat.
+
+* *Bound* of sleeping work: all sleep split evenly over the workers, or the consumer's own time if
+  that is longer. Of tensors: copying every sample once, warm, by one process, into one recycled
+  batch; two workers can in principle beat it. Of table rows: the calls of `dataset[i]` alone, split
+  over the workers.
+* *Time of sleeping work* is the whole run, from before the loader is built to the end of the last
+  epoch, start of the workers included. *Time of tensors and rows* is that of the epochs after the
+  first.
+* *First batch* is the time from `iter()` to the first batch, workers cold.
+* *Waiting* is the share of the run that the consumer spends waiting for batches.
+"""
+
+
+def markdown(results: Sequence[RowResult], conditions: Mapping[str, str], repeats: int) -> str:
+    """Lay out the whole report."""
+    parts = [HEAD.format(repeats=repeats), "## Conditions\n", _conditions(conditions)]
+    parts += ["## Share of the bound\n", _overview(results)]
+    if goals := _goals(results):
+        parts += ["## Goals\n", goals]
+    parts += ["## Where minato is slower than torch\n", _losses(results), "## Every figure\n"]
+    for result in results:
+        parts += [f"### {result.row.name}\n", f"{_capital(result.row.title)}.\n", _details(result)]
+    return "\n".join(parts)
+
+
+def json_text(results: Sequence[RowResult], conditions: Mapping[str, str], repeats: int) -> str:
+    """Return figures, bounds and raw clock readings as JSON; times in seconds unless named."""
+    rows = [
+        {
+            "name": result.row.name,
+            "title": result.row.title,
+            "samples": result.row.samples,
+            "batch_size": result.row.batch_size,
+            "workers": result.row.workers,
+            "epochs": result.row.epochs,
+            "shuffle": result.row.shuffle,
+            "persistent_workers": result.row.persistent,
+            "unit": result.row.unit,
+            "bounds": [asdict(bound) for bound in result.bounds],
+            "figures": [asdict(result.figures(loader)) for loader in result.trials],
+            "trials": {
+                loader: [
+                    {
+                        "whole_s": trial.whole_s,
+                        "first_batch_s": trial.first_batch_s,
+                        "epochs_s": trial.epochs_s,
+                    }
+                    for trial in trials
+                ]
+                for loader, trials in result.trials.items()
+            },
+        }
+        for result in results
+    ]
+    document = {"conditions": dict(conditions), "repeats": repeats, "rows": rows}
+    return json.dumps(document, indent=1) + "\n"
+
+
+def _conditions(conditions: Mapping[str, str]) -> str:
+    return _table(["", ""], [[name, value] for name, value in conditions.items()])
+
+
+def _overview(results: Sequence[RowResult]) -> str:
+    present = [name for name in CONTENDERS if any(name in result.trials for result in results)]
+    lines = []
+    for result in results:
+        shares = {name: result.figures(name).share.median for name in result.trials}
+        cells = [f"{shares[name]:.2f}" if name in shares else "" for name in present]
+        lines.append([result.row.name, result.row.title, *cells])
+    labels = [CONTENDERS[name].label for name in present]
+    return _table(["row", "work", *labels], lines)
+
+
+def _goals(results: Sequence[RowResult]) -> str:
+    lines = []
+    for result in results:
+        for goal in result.row.goals:
+            if goal.loader in result.trials:
+                value = _value(result.figures(goal.loader), goal)
+                if value is not None:
+                    verdict = "reached" if goal.holds(value) else "**missed**"
+                    label = CONTENDERS[goal.loader].label
+                    lines.append([result.row.name, label, str(goal), f"{value:.2f}", verdict])
+    return _table(["row", "loader", "goal", "measured", ""], lines) if lines else ""
+
+
+def _value(figures: Figures, goal: Goal) -> float | None:
+    spread: Spread | None = {
+        "share of the bound": figures.share,
+        "ratio to torch": figures.ratio,
+        "first batch ms": figures.first_batch_ms,
+        "own us/sample": figures.own_us,
+    }[goal.quantity]
+    return None if spread is None else spread.median
+
+
+def _losses(results: Sequence[RowResult]) -> str:
+    """List every median that is below torch's with the same promise about order."""
+    losses = []
+    for result in results:
+        for name in result.trials:
+            if not name.startswith("minato"):
+                continue
+            rival = "torch" if CONTENDERS[name].keeps_order else "torch-any-order"
+            if rival not in result.trials:
+                continue
+            ours, theirs = (result.figures(who).share.median for who in (name, rival))
+            if ours < theirs:
+                losses.append(
+                    f"* `{result.row.name}`: {CONTENDERS[name].label} {ours:.2f} of the bound, "
+                    f"{CONTENDERS[rival].label} {theirs:.2f}.\n"
+                )
+    return "".join(losses) or "On no row of this run.\n"
+
+
+def _details(result: RowResult) -> str:
+    unit = {"s/epoch": "s per epoch", "GB/s": "GB/s", "us/sample": "µs per sample"}[result.row.unit]
+    own = any(bound.call_s is not None for bound in result.bounds)
+    head = ["loader", unit, "share of the bound", "× torch", "first batch, ms"]
+    head += ["whole run, s", "waiting", "wait p50, ms", "wait p99, ms"]
+    lines = [["*bound*", _spread(result.bound_speed, 3), *[""] * 7]]
+    if own:
+        head.append("own, µs per sample")
+        lines[0].append("")
+    for name in result.trials:
+        figures = result.figures(name)
+        line = [
+            CONTENDERS[name].label,
+            _spread(figures.speed, 3),
+            _spread(figures.share, 2),
+            _spread(figures.ratio, 2) if figures.ratio else "",
+            _spread(figures.first_batch_ms, 0),
+            _spread(figures.whole_s, 2),
+            f"{100 * figures.waiting.median:.0f} %",
+            f"{figures.wait_p50_ms.median:.2f}",
+            f"{figures.wait_p99_ms.median:.1f}",
+        ]
+        if own:
+            line.append(_spread(figures.own_us, 2) if figures.own_us else "")
+        lines.append(line)
+    return _table(head, lines)
+
+
+def _spread(spread: Spread, digits: int) -> str:
+    low, middle, high = (
+        f"{value:.{digits}f}" for value in (spread.least, spread.median, spread.greatest)
+    )
+    return middle if low == high else f"{middle} ({low}–{high})"
+
+
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

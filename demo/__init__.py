@@ -1,0 +1,1 @@
+"""A small real training run, once per loader: ``python -m demo``."""

@@ -1,0 +1,52 @@
+"""``python -m demo``: train a small 3D U-Net with torch's loader and with minato, and compare."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+PACKAGES = ("nilearn", "scipy", "matplotlib", "rich")  # nilearn ships the volume
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
+    parser.add_argument("--epochs", type=_positive, default=6, help="passes per loader (default 6)")
+    parser.add_argument("--workers", type=_positive, default=2, help="per loader (default 2)")
+    parser.add_argument("--seed", type=int, default=0, help="of model and loaders (default 0)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("build/demo.png"), help="chart (default build/demo.png)"
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo; returns the exit status."""
+    options = _options(arguments)
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " ".join(missing)
+        print(f"demo: not installed: {names}; remedy: pip install {names}", file=sys.stderr)
+        return 2
+    # Imported here, so that a missing package gives the line above and not a traceback.
+    from demo.compare import compare
+    from demo.data import MissingData
+
+    try:
+        runs = compare(options.epochs, options.workers, options.seed, options.output)
+    except MissingData as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 2
+    return 0 if all(run.is_complete for run in runs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

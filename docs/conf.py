@@ -1,0 +1,19 @@
+"""Sphinx configuration. ``make docs`` treats every warning as an error."""
+
+from __future__ import annotations
+
+from minato._version import __version__
+
+project = "minato"
+author = "The minato authors"
+project_copyright = "2026, The minato authors"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+autodoc_typehints = "description"
+
+html_theme = "furo"
+html_title = f"minato {release}"

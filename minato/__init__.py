@@ -1,0 +1,20 @@
+"""minato: a data loader for PyTorch that schedules samples instead of batches."""
+
+from __future__ import annotations
+
+from minato._core import implementation
+from minato._version import __version__
+from minato.chain.rng import numpy_rng, python_rng, torch_rng
+from minato.errors import MinatoError, NotPicklableError
+from minato.loader import DataLoader
+
+__all__ = [
+    "DataLoader",
+    "MinatoError",
+    "NotPicklableError",
+    "__version__",
+    "implementation",
+    "numpy_rng",
+    "python_rng",
+    "torch_rng",
+]

@@ -1,0 +1,9 @@
+from typing import Any
+
+__all__ = ["Packer", "copy_array"]
+
+def copy_array(dst: Any, src: Any) -> None: ...
+
+class Packer:
+    def __init__(self, spec: tuple[Any, ...], n: int) -> None: ...
+    def pack(self, sample: Any, address: int, k: int) -> list[Any] | tuple[()] | None: ...

@@ -1,0 +1,285 @@
+"""Copies of samples to their place in a batch, and of whole arrays."""
+
+from cpython.dict cimport PyDict_Size
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.mem cimport PyMem_Calloc, PyMem_Free
+from cpython.object cimport PyObject
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
+from libc.stdint cimport int32_t, int64_t, uintptr_t
+
+cimport numpy as cnp
+
+from minato._core.leaf cimport (
+    ARRAY, BOOL, DICT, DLPackExchangeAPI, DLTensor, FLOAT, INT, LIST, MN_MAX_AXES, Node, Py_TYPE,
+    SCALAR, TENSOR, TEXT, TUPLE, describe_t, mn_nest, mn_nest_add, mn_nest_start, run, write_array,
+    write_number,
+)
+
+import numpy as np
+import torch
+
+from minato._core.sample_spec import flatten
+
+__all__ = ["Packer", "copy_array"]
+
+cnp.import_array()
+
+
+cdef extern from "Python.h":
+    PyObject *PyDict_GetItemWithError(object, object) except? NULL
+
+
+def copy_array(dst, src) -> None:
+    """Copy an array of any strides into another one, without the GIL if it is worth it.
+
+    Args:
+        dst: Writable array of any shape and strides; its memory must not overlap that of ``src``.
+        src: Array of the same shape and dtype. Arrays of Python objects are refused.
+
+    Raises:
+        TypeError: One of the two is no array.
+        ValueError: Shapes or dtypes differ, ``dst`` is read-only, or the arrays hold objects.
+    """
+    for array in (dst, src):
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"copy_array takes numpy arrays, not {type(array).__name__}")
+    if dst.dtype != src.dtype or dst.shape != src.shape:
+        raise ValueError(
+            f"cannot copy {src.dtype} of shape {src.shape} to {dst.dtype} of shape {dst.shape}"
+        )
+    if dst.dtype.hasobject:
+        raise ValueError(f"cannot copy {src.dtype}: it holds references to Python objects")
+    if not dst.flags.writeable:
+        raise ValueError(f"cannot copy to a read-only array ({dst.dtype} of shape {dst.shape})")
+    cdef cnp.ndarray to = dst
+    cdef cnp.ndarray source = src
+    cdef int ndim = cnp.PyArray_NDIM(to)
+    cdef int order[MN_MAX_AXES]
+    cdef int i, j
+    cdef mn_nest nest
+    if cnp.PyArray_SIZE(to) == 0:
+        return
+    for i in range(ndim):  # the destination is written in the order of its memory
+        j = i
+        while j > 0 and abs(to.strides[order[j - 1]]) < abs(to.strides[i]):
+            order[j] = order[j - 1]
+            j -= 1
+        order[j] = i
+    mn_nest_start(&nest, cnp.PyArray_ITEMSIZE(to))
+    for i in range(ndim):
+        j = order[i]
+        mn_nest_add(&nest, to.shape[j], to.strides[j], source.strides[j])
+    run(&nest, cnp.PyArray_BYTES(to), cnp.PyArray_BYTES(source), cnp.PyArray_NBYTES(to))
+
+
+cdef int32_t DLPACK_CPU = 1
+
+cdef describe_t find_describe() except? NULL:
+    """Torch's C function that describes a tensor, or NULL where torch is too old to offer it."""
+    cdef DLPackExchangeAPI *api
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return NULL
+    api = <DLPackExchangeAPI *> PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
+    return api.describe if api.major == 1 else NULL
+
+cdef describe_t torch_describe = find_describe()
+cdef object Tensor = torch.Tensor
+cdef object strided = torch.strided
+
+
+cdef bint describe(object x, DLTensor *view, int64_t *room) except -1:
+    """Fill in address, shape and strides of a dense tensor on the CPU; False if it is none."""
+    cdef Py_ssize_t i
+    if torch_describe is not NULL:
+        torch_describe(<PyObject *> x, view)
+        return view.device_type == DLPACK_CPU and view.ndim <= MN_MAX_AXES
+    if x.layout is not strided or not x.is_cpu:
+        return False
+    shape, strides = x.shape, x.stride()
+    view.ndim = PyTuple_GET_SIZE(shape)
+    if view.ndim > MN_MAX_AXES:
+        return False
+    view.data = <void *> <uintptr_t> x.data_ptr()
+    view.byte_offset = 0
+    view.shape = room
+    view.strides = room + MN_MAX_AXES
+    for i in range(view.ndim):
+        view.shape[i] = <object> PyTuple_GET_ITEM(shape, i)
+        view.strides[i] = <object> PyTuple_GET_ITEM(strides, i)
+    return True
+
+
+cdef dict KINDS = {
+    "tensor": TENSOR, "array": ARRAY, "scalar": SCALAR, "float": FLOAT, "int": INT, "bool": BOOL,
+    "text": TEXT, "list": LIST, "tuple": TUPLE, "namedtuple": TUPLE, "dict": DICT,
+}
+
+
+cdef bint write_tensor(const Node *node, object x, char *place) except -1:
+    cdef DLTensor view
+    cdef int64_t room[2 * MN_MAX_AXES]
+    cdef mn_nest nest
+    cdef int i
+    if <object> Py_TYPE(x) is not Tensor or x.requires_grad or x.is_neg():
+        return False
+    if <PyObject *> x.dtype is not node.exact or (node.is_complex and x.is_conj()):
+        return False
+    if not describe(x, &view, room) or view.ndim != node.ndim:
+        return False
+    mn_nest_start(&nest, node.itemsize)
+    for i in range(node.ndim):
+        if view.shape[i] != node.shape[i]:
+            return False
+        mn_nest_add(&nest, node.shape[i], node.steps[i], view.strides[i] * node.itemsize)
+    if node.nbytes:
+        if view.data is NULL:
+            return False
+        run(&nest, place, <char *> view.data + view.byte_offset, node.nbytes)
+    return True
+
+
+cdef class Packer:
+    """Writes samples of one known structure into the fields of a batch of ``n`` samples.
+
+    Args:
+        spec: What a sample looks like, as a tree of tuples. Offsets are in bytes from the start of
+            the batch's region to the field, which is a C-contiguous array of ``n`` items:
+
+            - ``("tensor", dtype_name, shape, offset)``: a plain ``torch.Tensor`` on the CPU, dense,
+              of any strides, that requires no gradient;
+            - ``("array", dtype_str, shape, offset)``: a ``numpy.ndarray`` that torch could view;
+            - ``("scalar", dtype_str, offset)``: a numpy scalar;
+            - ``("float" | "int" | "bool", offset)``: stored as float64, int64 or one byte;
+            - ``("text", type)``: a ``str`` or ``bytes``, which is handed back instead of written;
+            - ``("list" | "tuple" | "namedtuple", type, children)`` and
+              ``("dict", keys, children)``: a container with exactly these members.
+
+            All types are meant exactly: an instance of a subclass does not fit.
+        n: Number of samples in the batch.
+
+    Raises:
+        ValueError: A node of the spec has an unknown tag or the wrong arguments.
+    """
+
+    cdef Node *nodes       # in the order of the tree
+    cdef Py_ssize_t *axes  # shapes and steps of all nodes
+    cdef Py_ssize_t n
+    cdef bint has_texts
+    cdef list kept         # what the nodes borrow
+
+    def __cinit__(self, spec, Py_ssize_t n):
+        cdef Py_ssize_t i, step, next_axis = 0
+        cdef int axis
+        cdef Node *node
+        self.n = n
+        self.kept = flatten(spec)
+        self.nodes = <Node *> PyMem_Calloc(len(self.kept), sizeof(Node))
+        self.axes = <Py_ssize_t *> PyMem_Calloc(sum([2 * len(row.shape) for row in self.kept]), 8)
+        if self.nodes is NULL or self.axes is NULL:
+            raise MemoryError
+        for i, row in enumerate(self.kept):
+            node = self.nodes + i
+            node.kind = KINDS[row.tag]
+            node.exact = <PyObject *> row.exact
+            node.offset = row.offset
+            node.length = row.length
+            self.has_texts = self.has_texts or node.kind == TEXT
+            if row.dtype is None:
+                continue
+            node.type_num = row.dtype.num if node.kind == ARRAY else -1
+            node.is_complex = node.kind == TENSOR and row.dtype.is_complex
+            node.ndim = len(row.shape)
+            node.shape = self.axes + next_axis
+            node.steps = node.shape + node.ndim
+            next_axis += 2 * node.ndim
+            step = node.itemsize = row.dtype.itemsize
+            for axis in range(node.ndim - 1, -1, -1):
+                node.shape[axis] = row.shape[axis]
+                node.steps[axis] = step
+                step *= node.shape[axis]
+            node.nbytes = step
+
+    def __dealloc__(self):
+        PyMem_Free(self.nodes)
+        PyMem_Free(self.axes)
+
+    def pack(self, sample, address, Py_ssize_t k) -> list | tuple | None:
+        """Write a sample to its place in the region, and nowhere else.
+
+        Args:
+            sample: What the dataset returned.
+            address: Where the region starts in this process, in bytes; the caller keeps it mapped.
+            k: Number of the sample in the batch.
+
+        Returns:
+            The sample's texts in the order of the spec (an empty tuple if the spec has none), or
+            ``None`` if the sample does not fit; then parts of its place may have been written.
+
+        Raises:
+            IndexError: The batch has no sample ``k``.
+        """
+        cdef char *base = <char *> <uintptr_t> address
+        cdef list texts = None
+        if not 0 <= k < self.n:
+            raise IndexError(f"sample {k} in a batch of {self.n}")
+        if self.has_texts:
+            texts = []
+        try:
+            if self.write(0, sample, base, k, texts) < 0:
+                return None
+        except Exception:  # only what an unusual sample raises when it is looked at
+            return None
+        return texts if self.has_texts else ()
+
+    cdef Py_ssize_t write(
+        self, Py_ssize_t i, object x, char *base, Py_ssize_t k, list texts
+    ) except -2:
+        """Write from node i on; return the node that follows, or -1 if x does not fit."""
+        cdef const Node *node = self.nodes + i
+        cdef char *place = base + node.offset + k * node.nbytes
+        cdef Py_ssize_t child
+        cdef PyObject *found
+        cdef object value
+        i += 1
+        if node.kind == TENSOR:
+            return i if write_tensor(node, x, place) else -1
+        if node.kind == ARRAY:
+            return i if write_array(node, x, place) else -1
+        if node.kind in (SCALAR, FLOAT, INT, BOOL):
+            return i if write_number(node, x, place) else -1
+        if node.kind != DICT and <PyObject *> Py_TYPE(x) is not node.exact:
+            return -1
+        if node.kind == TEXT:
+            texts.append(x)
+        elif node.kind == LIST:
+            for child in range(node.length):
+                # looked up each time: the GIL may have been released for a copy
+                if PyList_GET_SIZE(x) != node.length:
+                    return -1
+                value = <object> PyList_GET_ITEM(x, child)
+                i = self.write(i, value, base, k, texts)
+                if i < 0:
+                    return -1
+            return i if PyList_GET_SIZE(x) == node.length else -1
+        elif node.kind == TUPLE:
+            if PyTuple_GET_SIZE(x) != node.length:
+                return -1
+            for child in range(node.length):
+                i = self.write(i, <object> PyTuple_GET_ITEM(x, child), base, k, texts)
+                if i < 0:
+                    return -1
+        else:
+            if type(x) is not dict or PyDict_Size(x) != node.length:
+                return -1
+            for child in range(node.length):
+                key = <object> PyTuple_GET_ITEM(<object> node.exact, child)
+                found = PyDict_GetItemWithError(x, key)
+                if found is NULL:
+                    return -1
+                value = <object> found
+                i = self.write(i, value, base, k, texts)
+                if i < 0:
+                    return -1
+        return i

@@ -1,0 +1,178 @@
+"""Copies of samples to their place in a batch, and of whole arrays."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+
+from minato._core.sample_spec import flatten
+
+__all__ = ["Packer", "copy_array"]
+
+_INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
+
+
+def copy_array(dst: Any, src: Any) -> None:
+    """Copy an array of any strides into another one, without the GIL if it is worth it.
+
+    Args:
+        dst: Writable array of any shape and strides; its memory must not overlap that of ``src``.
+        src: Array of the same shape and dtype. Arrays of Python objects are refused.
+
+    Raises:
+        TypeError: One of the two is no array.
+        ValueError: Shapes or dtypes differ, ``dst`` is read-only, or the arrays hold objects.
+    """
+    for array in (dst, src):
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"copy_array takes numpy arrays, not {type(array).__name__}")
+    if dst.dtype != src.dtype or dst.shape != src.shape:
+        raise ValueError(
+            f"cannot copy {src.dtype} of shape {src.shape} to {dst.dtype} of shape {dst.shape}"
+        )
+    if dst.dtype.hasobject:
+        raise ValueError(f"cannot copy {src.dtype}: it holds references to Python objects")
+    if not dst.flags.writeable:
+        raise ValueError(f"cannot copy to a read-only array ({dst.dtype} of shape {dst.shape})")
+    np.copyto(dst, src)
+
+
+class Packer:
+    """Writes samples of one known structure into the fields of a batch of ``n`` samples.
+
+    Args:
+        spec: What a sample looks like, as a tree of tuples. Offsets are in bytes from the start of
+            the batch's region to the field, which is a C-contiguous array of ``n`` items:
+
+            - ``("tensor", dtype_name, shape, offset)``: a plain ``torch.Tensor`` on the CPU, dense,
+              of any strides, that requires no gradient;
+            - ``("array", dtype_str, shape, offset)``: a ``numpy.ndarray`` that torch could view;
+            - ``("scalar", dtype_str, offset)``: a numpy scalar;
+            - ``("float" | "int" | "bool", offset)``: stored as float64, int64 or one byte;
+            - ``("text", type)``: a ``str`` or ``bytes``, which is handed back instead of written;
+            - ``("list" | "tuple" | "namedtuple", type, children)`` and
+              ``("dict", keys, children)``: a container with exactly these members.
+
+            All types are meant exactly: an instance of a subclass does not fit.
+        n: Number of samples in the batch.
+
+    Raises:
+        ValueError: A node of the spec has an unknown tag or the wrong arguments.
+    """
+
+    def __init__(self, spec: tuple[Any, ...], n: int) -> None:
+        flatten(spec)  # refuses what it does not know
+        self._spec = spec
+        self._n = n
+
+    def pack(self, sample: Any, address: int, k: int) -> list[Any] | tuple[()] | None:
+        """Write a sample to its place in the region, and nowhere else.
+
+        Args:
+            sample: What the dataset returned.
+            address: Where the region starts in this process, in bytes; the caller keeps it mapped.
+            k: Number of the sample in the batch.
+
+        Returns:
+            The sample's texts in the order of the spec (an empty tuple if the spec has none), or
+            ``None`` if the sample does not fit; then parts of its place may have been written.
+
+        Raises:
+            IndexError: The batch has no sample ``k``.
+        """
+        if not 0 <= k < self._n:
+            raise IndexError(f"sample {k} in a batch of {self._n}")
+        texts: list[Any] = []
+        try:
+            fits = _write(self._spec, sample, address, k, texts)
+        except Exception:  # only what an unusual sample raises when it is looked at
+            return None
+        return (texts or ()) if fits else None
+
+
+def _write(spec: tuple[Any, ...], x: Any, address: int, k: int, texts: list[Any]) -> bool:
+    """Write what one node of the spec describes; False if it does not fit."""
+    match spec:
+        case ("tensor", dtype, shape, offset):
+            return (
+                _is_plain(x)
+                and x.dtype is getattr(torch, dtype)
+                and x.shape == shape
+                and _put_tensor(x, address + offset, k)
+            )
+        case ("array", dtype, shape, offset):
+            return (
+                type(x) is np.ndarray
+                and x.dtype.num == np.dtype(dtype).num
+                and x.dtype.isnative
+                and x.shape == shape
+                and all(step >= 0 and step % x.itemsize == 0 for step in x.strides)
+                and _put(x, address + offset, k)
+            )
+        case ("scalar", dtype, offset):
+            return type(x) is np.dtype(dtype).type and _put(np.asarray(x), address + offset, k)
+        case ("float", offset):
+            return type(x) is float and _put(np.asarray(x, np.float64), address + offset, k)
+        case ("int", offset):
+            return (
+                type(x) is int
+                and _INT64_MIN <= x <= _INT64_MAX
+                and _put(np.asarray(x, np.int64), address + offset, k)
+            )
+        case ("bool", offset):
+            return type(x) is bool and _put(np.asarray(x), address + offset, k)
+        case ("text", kind):
+            if type(x) is kind:
+                texts.append(x)
+            return type(x) is kind
+        case ("dict", keys, children):
+            return (
+                type(x) is dict
+                and x.keys() == set(keys)
+                and all(
+                    _write(child, x[key], address, k, texts)
+                    for key, child in zip(keys, children, strict=True)
+                )
+            )
+        case (_, kind, children):
+            return (
+                type(x) is kind
+                and len(x) == len(children)
+                and all(
+                    _write(child, value, address, k, texts)
+                    for child, value in zip(children, x, strict=True)
+                )
+            )
+    raise AssertionError(spec)
+
+
+def _is_plain(x: Any) -> bool:
+    """Tell whether a tensor's memory holds its values just so, at its strides."""
+    return (
+        type(x) is torch.Tensor
+        and x.layout is torch.strided
+        and x.is_cpu
+        and not x.requires_grad
+        and not x.is_neg()
+        and not x.is_conj()
+        and (x.data_ptr() != 0 or x.numel() == 0)
+    )
+
+
+def _put_tensor(item: torch.Tensor, field: int, k: int) -> bool:
+    """Do what :func:`_put` does, with a tensor."""
+    if item.numel():
+        place = (ctypes.c_char * item.nbytes).from_address(field + k * item.nbytes)
+        torch.frombuffer(place, dtype=item.dtype).view(item.shape).copy_(item)
+    return True
+
+
+def _put(item: np.ndarray[Any, Any], field: int, k: int) -> bool:
+    """Copy an item to place ``k`` of the field at an absolute address; always True."""
+    if item.nbytes:
+        place = (ctypes.c_char * item.nbytes).from_address(field + k * item.nbytes)
+        np.copyto(np.frombuffer(place, item.dtype).reshape(item.shape), item)
+    return True

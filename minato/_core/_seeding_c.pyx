@@ -1,0 +1,142 @@
+"""Keys of samples, and the words of a generator's state grown from a key."""
+
+cimport cython
+from cpython.long cimport PyLong_AsUnsignedLongLongMask
+from cpython.mem cimport PyMem_Calloc, PyMem_Free
+from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
+
+
+cdef extern from "seeding.h" nogil:
+    uint64_t mn_mix(uint64_t seed, uint64_t epoch, uint64_t index)
+    void mn_fill(void *to, uint32_t words, uint64_t key, uint64_t stream, int width, int wide)
+    bint mn_cpu_has_avx2()
+
+
+__all__ = ["StateWriter", "fill", "mix"]
+
+cdef bint WIDE_VECTORS = mn_cpu_has_avx2()
+
+
+def mix(seed, epoch, index) -> int:
+    """Return the 64-bit key of a sample; every input bit reaches every output bit.
+
+    The inputs count modulo 2**64. For a given seed and epoch no two indices share a key.
+    """
+    return mn_mix(
+        PyLong_AsUnsignedLongLongMask(seed),
+        PyLong_AsUnsignedLongLongMask(epoch),
+        PyLong_AsUnsignedLongLongMask(index),
+    )
+
+
+def fill(uintptr_t address, long words, key, stream, int width) -> None:
+    """Write ``words`` 32-bit values, a function of key, stream and place alone, to ``address``.
+
+    Args:
+        address: Writable memory of ``words * width`` bytes, aligned to ``width``.
+        words: How many values.
+        key: Usually a result of :func:`mix`; counts modulo 2**64.
+        stream: Different streams of one key are independent; counts modulo 2**64.
+        width: 4 stores uint32; 8 stores the same values as uint64.
+
+    The top bit of the first value is always set: the state is never all zero.
+
+    Raises:
+        ValueError: ``width`` is neither 4 nor 8, or ``words`` is out of range.
+    """
+    check_block(words, width)
+    mn_fill(
+        <void *>address,
+        <uint32_t>words,
+        PyLong_AsUnsignedLongLongMask(key),
+        PyLong_AsUnsignedLongLongMask(stream),
+        width,
+        WIDE_VECTORS,
+    )
+
+
+cdef int check_block(long words, int width) except -1:
+    if width != 4 and width != 8:
+        raise ValueError(f"width is 4 or 8 bytes, not {width}")
+    if words < 0 or words > 0x7FFFFFFF:
+        raise ValueError(f"words is between 0 and 2**31 - 1, not {words}")
+    return 0
+
+
+cdef struct Block:
+    void *address
+    uint32_t words
+    int width
+    uint64_t stream
+
+
+cdef struct Cell:
+    int32_t *address
+    int32_t value
+
+
+@cython.final
+cdef class StateWriter:
+    """Rewrites the states of several generators for one sample, in one call.
+
+    Args:
+        seed: First input of :func:`mix`.
+        blocks: ``(address, words, stream, width)`` of each state, as for :func:`fill`.
+        cells: ``(address, value)`` of int32 words that are reset too (positions, caches).
+
+    The memory must outlive the writer.
+    """
+
+    cdef Block *blocks
+    cdef Cell *cells
+    cdef Py_ssize_t block_count, cell_count
+    cdef uint64_t seed
+
+    def __cinit__(
+        self,
+        seed,
+        list blocks,
+        list cells,
+    ):
+        cdef Py_ssize_t i
+        cdef uintptr_t where
+        cdef long words
+        self.seed = PyLong_AsUnsignedLongLongMask(seed)
+        self.blocks = <Block *>PyMem_Calloc(len(blocks) + 1, sizeof(Block))
+        self.cells = <Cell *>PyMem_Calloc(len(cells) + 1, sizeof(Cell))
+        if self.blocks is NULL or self.cells is NULL:
+            raise MemoryError
+        for i, (address, length, stream, width) in enumerate(blocks):
+            words = length
+            check_block(words, width)
+            where = address
+            self.blocks[i] = Block(
+                <void *>where, <uint32_t>words, width, PyLong_AsUnsignedLongLongMask(stream)
+            )
+        for i, (address, value) in enumerate(cells):
+            where = address
+            self.cells[i] = Cell(<int32_t *>where, value)
+        self.block_count = len(blocks)
+        self.cell_count = len(cells)
+
+    def __dealloc__(self):
+        PyMem_Free(self.blocks)
+        PyMem_Free(self.cells)
+
+    def write(self, epoch, index) -> None:
+        """Fill every block from ``mix(seed, epoch, index)`` and set every cell."""
+        cdef uint64_t key = mn_mix(
+            self.seed,
+            PyLong_AsUnsignedLongLongMask(epoch),
+            PyLong_AsUnsignedLongLongMask(index),
+        )
+        cdef Py_ssize_t i
+        cdef Block *block
+        # The GIL stays held: to other Python threads the new states appear all at once.
+        for i in range(self.block_count):
+            block = &self.blocks[i]
+            mn_fill(
+                block.address, block.words, key, block.stream, block.width, WIDE_VECTORS
+            )
+        for i in range(self.cell_count):
+            self.cells[i].address[0] = self.cells[i].value

@@ -1,0 +1,128 @@
+"""Keys of samples, and the words of a generator's state grown from a key."""
+
+from __future__ import annotations
+
+import ctypes
+from operator import index as as_integer
+from typing import final
+
+import numpy as np
+
+__all__ = ["StateWriter", "fill", "mix"]
+
+_MASK = 0xFFFFFFFFFFFFFFFF
+_GOLDEN = 0x9E3779B97F4A7C15
+_COUNTERS = np.arange(624, dtype=np.uint32)
+_SHIFT_16, _SHIFT_15 = np.uint32(16), np.uint32(15)
+_FACTOR_1, _FACTOR_2 = np.uint32(0x21F0AAAD), np.uint32(0xD35A2D97)
+_TOP_BIT = np.uint32(0x80000000)
+
+
+def _avalanche(z: int) -> int:
+    z &= _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def mix(seed: int, epoch: int, index: int) -> int:
+    """Return the 64-bit key of a sample; every input bit reaches every output bit.
+
+    The inputs count modulo 2**64. For a given seed and epoch no two indices share a key.
+    """
+    key = _avalanche(as_integer(seed) + _GOLDEN)
+    key = _avalanche((key ^ (as_integer(epoch) & _MASK)) + _GOLDEN)
+    return _avalanche((key ^ (as_integer(index) & _MASK)) + _GOLDEN)
+
+
+def fill(address: int, words: int, key: int, stream: int, width: int) -> None:
+    """Write ``words`` 32-bit values, a function of key, stream and place alone, to ``address``.
+
+    Args:
+        address: Writable memory of ``words * width`` bytes, aligned to ``width``.
+        words: How many values.
+        key: Usually a result of :func:`mix`; counts modulo 2**64.
+        stream: Different streams of one key are independent; counts modulo 2**64.
+        width: 4 stores uint32; 8 stores the same values as uint64.
+
+    The top bit of the first value is always set: the state is never all zero.
+
+    Raises:
+        ValueError: ``width`` is neither 4 nor 8, or ``words`` is out of range.
+    """
+    _check_block(words, width)
+    if words:
+        grown = _grow(as_integer(key), [as_integer(stream)], words)
+        _array_at(address, words, width)[:] = grown[0]
+
+
+def _check_block(words: int, width: int) -> None:
+    if width not in (4, 8):
+        raise ValueError(f"width is 4 or 8 bytes, not {width}")
+    if not 0 <= words <= 0x7FFFFFFF:
+        raise ValueError(f"words is between 0 and 2**31 - 1, not {words}")
+
+
+def _array_at(address: int, words: int, width: int) -> np.ndarray:
+    memory = memoryview((ctypes.c_uint8 * (words * width)).from_address(address))
+    return np.frombuffer(memory, dtype=np.dtype(f"u{width}"))
+
+
+def _grow(key: int, streams: list[int], words: int) -> np.ndarray:
+    """Return uint32 of shape (streams, words): one call of numpy for all rows of each operation."""
+    opened = []
+    for stream in streams:
+        low = _avalanche(key + (stream + 1) * _GOLDEN)
+        high = _avalanche(low + _GOLDEN)
+        opened.append((low & 0xFFFFFFFF, (high & 0xFFFFFFFF) | 1, low >> 32, high >> 32))
+    start, step, first, second = np.array(opened, dtype=np.uint32).T[:, :, np.newaxis]
+    counters = _COUNTERS if words == 624 else np.arange(words, dtype=np.uint32)
+    x: np.ndarray = counters * step
+    x += start
+    x ^= x >> _SHIFT_16
+    x *= _FACTOR_1
+    x ^= first
+    x ^= x >> _SHIFT_15
+    x *= _FACTOR_2
+    x ^= second
+    x ^= x >> _SHIFT_15
+    x[:, :1] |= _TOP_BIT
+    return x
+
+
+@final
+class StateWriter:
+    """Rewrites the states of several generators for one sample, in one call.
+
+    Args:
+        seed: First input of :func:`mix`.
+        blocks: ``(address, words, stream, width)`` of each state, as for :func:`fill`.
+        cells: ``(address, value)`` of int32 words that are reset too (positions, caches).
+
+    The memory must outlive the writer.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        blocks: list[tuple[int, int, int, int]],
+        cells: list[tuple[int, int]],
+    ) -> None:
+        self._seed = as_integer(seed)
+        for _, words, _, width in blocks:
+            _check_block(words, width)
+        blocks = [block for block in blocks if block[1] > 0]
+        self._arrays = [_array_at(address, words, width) for address, words, _, width in blocks]
+        self._streams = [as_integer(stream) for _, _, stream, _ in blocks]
+        self._words = max((words for _, words, _, _ in blocks), default=0)
+        self._cells = [(ctypes.c_int32.from_address(where), value) for where, value in cells]
+
+    def write(self, epoch: int, index: int) -> None:
+        """Fill every block from ``mix(seed, epoch, index)`` and set every cell."""
+        key = mix(self._seed, epoch, index)
+        if self._arrays:
+            rows = _grow(key, self._streams, self._words)
+            for array, row in zip(self._arrays, rows, strict=True):
+                array[:] = row[: len(array)]
+        for cell, value in self._cells:
+            cell.value = value

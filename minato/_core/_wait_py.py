@@ -1,0 +1,101 @@
+"""Sleeping until another process says that something has changed (pure Python)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+__all__ = ["GATE_NBYTES", "Gate"]
+
+GATE_NBYTES = 8
+
+_FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
+_FUTEX_WAIT, _FUTEX_WAKE_OP = 0, 5
+_ADD_ONE = 1 << 28 | 1 << 12 | 0xFFF
+"""FUTEX_OP(FUTEX_OP_ADD, 1, FUTEX_OP_CMP_EQ, -1): add 1 to the word."""
+_IS_KNOWN = sys.platform == "linux" and sys.maxsize > 1 << 32
+_FUTEX = _FUTEX_NUMBERS.get(platform.machine()) if _IS_KNOWN else None
+_FALLBACK_SLEEP_S = 0.0005
+_syscall = ctypes.CDLL(None, use_errno=True).syscall if _FUTEX is not None else None
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+class Gate:
+    """An event counter in shared memory that processes and threads can sleep on.
+
+    Read ``events``, test your condition, then ``wait(seen)``: an event between the reading and the sleep is
+    never missed. The memory must be zero at first and stay mapped for as long as the gate lives.
+
+    Args:
+        buffer: Writable memory that every party maps.
+        offset: Where the gate's ``GATE_NBYTES`` start; a multiple of 8.
+    """
+
+    # Python has no atomic addition. A word that is read, raised and written back can fall to a number that it had
+    # before, and whoever saw that number then sleeps through an event; so the kernel adds. Sleepers are not registered
+    # here: each event pays the system call.
+
+    def __init__(self, buffer: Any, offset: int) -> None:
+        view = memoryview(buffer)
+        if view.readonly:
+            raise BufferError("a gate needs memory that can be written")
+        size = view.nbytes
+        if offset < 0 or offset % 8 or offset + GATE_NBYTES > size:
+            raise ValueError(f"offset {offset} is no place for a gate in {size} bytes")
+        self._words = np.frombuffer(buffer, np.uint32, 2, offset)
+        self._address = self._words.ctypes.data
+
+    @property
+    def events(self) -> int:
+        """How many events there have been, modulo 2**32."""
+        return int(self._words[0])
+
+    @property
+    def sleepers(self) -> int:
+        """How many are registered as asleep; only the compiled twin registers them."""
+        return int(self._words[1])
+
+    def notify(self, sleepers: int = 2**31 - 1) -> None:
+        """Count one event and wake up to ``sleepers`` sleepers."""
+        if _syscall is None:
+            self._words[0] = int.from_bytes(os.urandom(4), "little")  # surely another number
+            return
+        word = ctypes.c_void_p(self._address)
+        if _syscall(_FUTEX, word, _FUTEX_WAKE_OP, sleepers, None, word, _ADD_ONE) < 0:
+            raise OSError(ctypes.get_errno(), "the kernel did not count an event")
+
+    def wait(self, seen: int, timeout_s: float) -> bool:
+        """Sleep until there has been an event since ``seen``.
+
+        Returns:
+            True if there was one; False after ``timeout_s`` seconds or a signal. The caller tests its condition
+            and whether its peers live, and waits again.
+        """
+        if self.events != seen:
+            return True
+        if _syscall is not None:
+            whole = int(timeout_s)
+            limit = _Timespec(whole, int((timeout_s - whole) * 1e9))
+            _syscall(
+                _FUTEX,
+                ctypes.c_void_p(self._address),
+                _FUTEX_WAIT,
+                ctypes.c_uint32(seen),
+                ctypes.byref(limit),
+                None,
+                0,
+            )
+        else:
+            deadline = time.monotonic() + timeout_s
+            while self.events == seen and time.monotonic() < deadline:
+                time.sleep(_FALLBACK_SLEEP_S)
+        return self.events != seen

@@ -1,0 +1,71 @@
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from minato._core.atomics cimport mn_gate
+
+
+cdef extern from "layout.h" nogil:
+    uint64_t MN_MAGIC
+    enum:
+        MN_LAYOUT_VERSION
+        MN_PASSES
+
+    ctypedef struct mn_pass:
+        uint64_t cursor
+        uint64_t limit
+
+    ctypedef struct mn_header:
+        uint64_t magic
+        uint32_t version
+        uint32_t compiled
+        uint32_t num_workers
+        uint32_t batch_capacity
+        uint64_t position_capacity
+        uint64_t slow_ns
+        uint32_t shutdown
+        uint32_t stranded
+        uint64_t waiting
+        uint64_t head
+        uint64_t tail
+        mn_gate work
+        mn_gate ready
+        mn_pass passes[8]
+
+    ctypedef struct mn_position:
+        uint64_t ticket
+        uint64_t place
+        uint64_t blob
+        uint64_t blob_nbytes
+        int64_t key
+        uint64_t cost_ns
+        uint64_t position
+        uint32_t batch
+
+    ctypedef struct mn_batch:
+        uint64_t state
+        uint64_t first
+        uint32_t count
+        uint32_t pass_index
+        uint64_t slot
+        uint64_t slot_end
+        uint64_t cursor
+        uint64_t layout
+        uint64_t flags
+        uint64_t hint
+        uint64_t result
+        uint64_t result_nbytes
+        uint64_t keys
+        uint64_t keys_nbytes
+        int64_t epoch
+        int64_t seed
+        uint64_t bound
+
+    ctypedef struct mn_worker:
+        uint64_t position
+        uint64_t started_ns
+        int64_t step
+        uint64_t samples
+        uint64_t busy_ns
+        uint64_t idle_ns
+
+    size_t offset_work "offsetof(mn_header, work)"
+    size_t offset_ready "offsetof(mn_header, ready)"

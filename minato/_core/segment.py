@@ -1,0 +1,85 @@
+"""One anonymous stretch of memory that a loader shares with its workers."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+import weakref
+from typing import Any
+
+import numpy as np
+from multiprocessing import reduction
+
+__all__ = ["Segment"]
+
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+"""Linux's MAP_NORESERVE, which the mmap module does not name."""
+
+
+def _anonymous_file(nbytes: int) -> int:
+    """Open a file without a name and give it a size; its pages exist once they are written."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("minato", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile(prefix="minato") as file:
+            descriptor = os.dup(file.fileno())
+    try:
+        os.ftruncate(descriptor, nbytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class Segment:
+    """Memory without a name, mapped by every process that inherits or receives it.
+
+    It does not count against the size of ``/dev/shm``, cannot be left behind there, and is gone with the last process
+    that maps it, however that process ends. The mapping lives as long as the last array made from it. It is passed
+    on by ``fork``, or by pickling it while a child is spawned.
+
+    Args:
+        nbytes: Size of the address range in bytes; only written pages take memory.
+        least_bytes: Smallest useful size: where address space is limited, the size is halved down to it.
+
+    Raises:
+        OSError: Not even ``least_bytes`` can be mapped.
+    """
+
+    def __init__(self, nbytes: int, least_bytes: int | None = None) -> None:
+        least_bytes = nbytes if least_bytes is None else least_bytes
+        while True:
+            try:
+                self._map(_anonymous_file(nbytes), nbytes)
+                return
+            except (OSError, ValueError):
+                if nbytes // 2 < max(least_bytes, 1):
+                    raise
+                nbytes //= 2
+
+    def _map(self, descriptor: int, nbytes: int) -> None:
+        try:
+            self._memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NO_RESERVE)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.descriptor = descriptor
+        self.nbytes = nbytes
+        self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self._memory, np.uint8)
+        self.address: int = self.array.ctypes.data
+        weakref.finalize(self, os.close, descriptor)
+
+    def discard(self, start: int, end: int) -> None:
+        """Give the pages of [start, end) back to the system; they read as zero afterwards."""
+        page = mmap.PAGESIZE
+        start, end = -(-start // page) * page, end // page * page
+        if end > start and hasattr(mmap, "MADV_REMOVE"):
+            self._memory.madvise(mmap.MADV_REMOVE, start, end - start)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"descriptor": reduction.DupFd(self.descriptor), "nbytes": self.nbytes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._map(state["descriptor"].detach(), state["nbytes"])

@@ -1,0 +1,14 @@
+"""Sleeping until another process says that something has changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minato._core import USE_EXTENSIONS
+
+if TYPE_CHECKING or not USE_EXTENSIONS:
+    from minato._core._wait_py import GATE_NBYTES, Gate
+else:
+    from minato._core._wait_c import GATE_NBYTES, Gate
+
+__all__ = ["GATE_NBYTES", "Gate"]

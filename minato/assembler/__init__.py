@@ -1,0 +1,1 @@
+"""Where batches are built: their layout, and the memory they are written to."""

@@ -1,0 +1,105 @@
+"""Slots of shared memory in which batches are built, handed out and recycled."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minato._core.segment import Segment
+
+__all__ = ["Arena", "Slot"]
+
+_RESERVE_BYTES = 1 << 43
+"""Address space of an arena: 8 TiB leave room for a dozen loaders in 47 bits. It takes no memory."""
+_LEAST_RESERVE_BYTES = 1 << 30
+_ROOMY_SLOTS = 256
+"""So many slots get an equal, very large range; later ones what the batches seen so far suggest."""
+_LEAST_SLOT_BYTES = 1 << 21
+_HEADROOM = 8
+"""A later slot has room for a batch so many times the largest one seen."""
+_SPARE_SLOTS = 4
+"""So many free slots beyond the number in flight keep their pages."""
+
+
+class Slot(NamedTuple):
+    """A range of the arena, [start, end) in bytes, that one batch uses at a time."""
+
+    start: int
+    end: int
+
+
+class Arena:
+    """Recycles slots, so that batches are written to pages that are already warm.
+
+    A slot is free again when its batch is abandoned, or when the last tensor that views the delivered batch is
+    garbage-collected. If the user keeps batches, new slots are made; nobody ever waits for one.
+
+    Args:
+        segment: Memory to carve up; by default a fresh sparse one that workers can map.
+    """
+
+    def __init__(self, segment: Segment | None = None) -> None:
+        self.segment = segment or Segment(_RESERVE_BYTES, _LEAST_RESERVE_BYTES)
+        self._stride = max(self.segment.nbytes // (2 * _ROOMY_SLOTS), _LEAST_SLOT_BYTES)
+        self._used = 0
+        self._largest = 0
+        self._warm: deque[Slot] = deque()
+        self._cold: deque[Slot] = deque()
+        self._leases: dict[int, weakref.ref[Any]] = {}  # by the slot's start
+        self.num_slots = 0
+
+    @property
+    def num_leased(self) -> int:
+        """Slots whose batches are still alive in the user's hands."""
+        return len(self._leases)
+
+    def acquire(self) -> Slot:
+        """Take a free slot, the most recently used one if there is a choice.
+
+        Raises:
+            MemoryError: The address space is used up.
+        """
+        for free in (self._warm, self._cold):
+            if free:
+                return free.pop()
+        return self._carve()
+
+    def _carve(self) -> Slot:
+        if self.num_slots >= _ROOMY_SLOTS:
+            wanted = _HEADROOM * max(self._largest, _LEAST_SLOT_BYTES)
+            self._stride = 1 << (wanted - 1).bit_length()
+        start, end = self._used, self._used + self._stride
+        if end > self.segment.nbytes:
+            raise MemoryError(
+                f"{self.num_slots} batches are alive and use up the loader's address space of "
+                f"{self.segment.nbytes} bytes: drop some, or raise the limit on address space (ulimit -v)"
+            )
+        self._used = end
+        self.num_slots += 1
+        return Slot(start, end)
+
+    def release(self, slot: Slot, used_bytes: int = 0) -> None:
+        """Give a slot back; ``used_bytes`` of it were written."""
+        self._largest = max(self._largest, used_bytes)
+        self._warm.append(slot)
+
+    def lease(self, slot: Slot, used_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """A view of the slot, shape (bytes,), uint8; when it and all that was made from it are gone, the slot is free."""
+        view = self.segment.array[slot.start : slot.end]
+
+        def returned(reference: weakref.ref[Any]) -> None:
+            self._leases.pop(slot.start, None)
+            self.release(slot, used_bytes)
+
+        self._leases[slot.start] = weakref.ref(view, returned)
+        return view
+
+    def trim(self, in_flight: int) -> None:
+        """Give the pages of the longest unused slot back to the system, if more are free than are in flight."""
+        if len(self._warm) > in_flight + _SPARE_SLOTS:
+            slot = self._warm.popleft()
+            self.segment.discard(slot.start, min(slot.end, slot.start + self._largest))
+            self._cold.append(slot)

@@ -1,0 +1,367 @@
+"""What a batch looks like in memory, by the rules of torch's ``default_collate``."""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data._utils import collate
+
+from minato._core.copy import Packer
+from minato._core.sample_spec import flatten
+
+__all__ = ["Layout"]
+
+Spec: TypeAlias = "tuple[Any, ...]"
+"""A sample as a tree of tuples; see :class:`minato._core.copy.Packer`."""
+Buffer: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
+_ALIGNMENT_BYTES = 64
+"""Each field of a batch starts on a cache line of its own."""
+_MAX_DEPTH = 32
+_MAX_NDIM = 64
+_KEPT_LAYOUTS = 256
+_KEPT_BATCH_SIZES = 64
+"""A loader needs one or two of each, unless shapes or batch sizes vary all the time."""
+
+_NUMPY_DTYPES = {
+    np.dtype(name).str: getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+"""Numpy's native dtypes that torch can view."""
+_TENSOR_DTYPES = {
+    *_NUMPY_DTYPES.values(),
+    *(torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz),
+    *(torch.float8_e5m2, torch.float8_e5m2fnuz),
+}
+_NUMBER_DTYPES = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
+_KEY_TYPES = (str, int, bool, bytes, type(None))
+"""Exact types of dictionary keys; others may mean another thing in another process."""
+
+_COLLATE_FN_MAP = {
+    torch.Tensor: collate.collate_tensor_fn,
+    np.ndarray: collate.collate_numpy_array_fn,
+    (np.bool_, np.number, np.object_): collate.collate_numpy_scalar_fn,
+    float: collate.collate_float_fn,
+    int: collate.collate_int_fn,
+    str: collate.collate_str_fn,
+    bytes: collate.collate_str_fn,
+}
+"""What torch's map holds as long as no program has changed it. Its rules are the ones below."""
+
+
+class _Field(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    numel: int
+    """Elements of an item."""
+    nbytes: int
+    """Bytes of an item."""
+
+
+class _Plan(NamedTuple):
+    """A layout for one batch size; offsets are in bytes from the start of the region."""
+
+    packer: Packer
+    tensors: list[tuple[torch.dtype, int, int, tuple[int, ...]]]
+    """Of each field, dtype, number of elements, offset and shape with the batch's dimension."""
+
+
+class Layout:
+    """Where each part of each sample of a batch stands, for samples of one structure.
+
+    The numbers of the samples become contiguous *fields* in shared memory; texts stay outside.
+    Layouts are made by :meth:`infer` and :meth:`from_bytes`; two are equal if their bytes are.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._bytes = data
+        self._spec: Spec = pickle.loads(data)
+        nodes = flatten(self._spec)
+        self._fields = [
+            _field(node.tag, node.shape, node.dtype) for node in nodes if node.dtype is not None
+        ]
+        self._plans: dict[int, _Plan] = {}
+        self.num_texts = sum(node.tag == "text" for node in nodes)
+        """Number of ``str`` and ``bytes`` in a sample."""
+
+    @staticmethod
+    def infer(sample: Any) -> Layout | None:
+        """Derive the layout of batches from a first sample.
+
+        Returns:
+            The layout, or ``None`` if torch's own collate function has to build the batch: because
+            the sample holds something else than plain tensors and arrays in main memory, numbers,
+            texts and the standard containers, because torch would refuse it, or because the
+            program has changed how torch collates.
+        """
+        if collate.default_collate_fn_map != _COLLATE_FN_MAP:
+            return None
+        if torch.get_default_device().type != "cpu":
+            return None
+        spec = _infer(sample, _MAX_DEPTH)
+        if spec is None:
+            return None
+        try:
+            return Layout.from_bytes(_dump(spec))
+        except Exception:  # a type that cannot be pickled, for whatever reason
+            return None
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Layout:
+        """Return the layout that :meth:`to_bytes` wrote, the same object for the same bytes."""
+        return _load(data)
+
+    def to_bytes(self) -> bytes:
+        """Return the layout as bytes: the same ones in each process, named tuples by reference."""
+        return self._bytes
+
+    def __eq__(self, other: object) -> bool:
+        return self._bytes == other._bytes if isinstance(other, Layout) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._bytes)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Layout], tuple[bytes]]:
+        return Layout.from_bytes, (self._bytes,)
+
+    def fields_nbytes(self, n: int) -> int:
+        """Return the size in bytes of the region that holds the fields of ``n`` samples."""
+        return sum(_aligned(field.nbytes * n) for field in self._fields)
+
+    def packer(self, n: int) -> Packer:
+        """Return the packer of batches of ``n`` samples."""
+        return self._plan(n).packer
+
+    def batch(
+        self, buffer: Buffer, offset: int, n: int, texts: Sequence[Sequence[str | bytes]]
+    ) -> Any:
+        """Build the batch that ``default_collate`` would have built, without copying.
+
+        Args:
+            buffer: Writable memory, shape (bytes,), uint8. Each tensor keeps it alive.
+            offset: Where in the buffer the region starts, in bytes; a multiple of 64.
+            n: Number of samples, all of them packed.
+            texts: Of each sample, what the packer handed back; ignored if there are no texts.
+
+        Returns:
+            Tensors of shape (n, *item's shape), each with a storage of its own in the buffer, in
+            the containers of a sample, except that tuples become lists.
+        """
+        tensors = [
+            _viewed(buffer, dtype, numel, offset + start, shape)
+            for dtype, numel, start, shape in self._plan(n).tensors
+        ]
+        columns = zip(*texts, strict=True) if self.num_texts else ()
+        return _collated(self._spec, iter(tensors), iter(columns), list)
+
+    def sample(
+        self, buffer: Buffer, offset: int, n: int, k: int, texts: Sequence[str | bytes]
+    ) -> Any:
+        """Rebuild sample ``k`` of a batch as the dataset returned it.
+
+        Args:
+            buffer: As for :meth:`batch`.
+            offset: As for :meth:`batch`.
+            n: Number of samples that the region was laid out for.
+            k: Number of the sample, already packed.
+            texts: What the packer handed back for it.
+
+        Returns:
+            The sample. Its tensors and arrays are contiguous views of the buffer.
+        """
+        items = (
+            buffer[start : start + field.nbytes]
+            for field, (_, _, first, _) in zip(self._fields, self._plan(n).tensors, strict=True)
+            for start in [offset + first + k * field.nbytes]
+        )
+        return _restored(self._spec, items, iter(texts))
+
+    def _plan(self, n: int) -> _Plan:
+        plan = self._plans.get(n)
+        if plan is None:
+            if len(self._plans) >= _KEPT_BATCH_SIZES:
+                self._plans.clear()
+            offsets, tensors, end = [], [], 0
+            for field in self._fields:
+                offsets.append(end)
+                tensors.append((field.dtype, n * field.numel, end, (n, *field.shape)))
+                end += _aligned(n * field.nbytes)
+            packer = Packer(_placed(self._spec, iter(offsets)), n)
+            plan = self._plans[n] = _Plan(packer, tensors)
+        return plan
+
+
+def _infer(x: Any, depth: int) -> Spec | None:
+    """Describe a sample as a spec with all offsets 0."""
+    kind = type(x)
+    if kind is torch.Tensor:
+        return ("tensor", _name(x.dtype), tuple(x.shape), 0) if _is_plain_tensor(x) else None
+    if kind is np.ndarray:
+        return ("array", x.dtype.str, x.shape, 0) if _is_plain_array(x) else None
+    if kind in (float, bool):
+        return (kind.__name__, 0)
+    if kind is int:
+        return ("int", 0) if -(1 << 63) <= x < 1 << 63 else None
+    if kind in (str, bytes):
+        return ("text", kind)
+    if isinstance(x, np.generic):
+        # torch reads no uint64 scalar; types such as longlong share the name of another one
+        dtype = x.dtype.str
+        known = dtype in _NUMPY_DTYPES and dtype != np.dtype(np.uint64).str
+        return ("scalar", dtype, 0) if known and np.dtype(dtype).type is kind else None
+    return _infer_container(x, depth - 1) if depth else None
+
+
+def _infer_container(x: Any, depth: int) -> Spec | None:
+    kind = type(x)
+    tag: str
+    exact: Any
+    if kind is dict:
+        if not all(type(key) in _KEY_TYPES for key in x):
+            return None
+        tag, exact, members = "dict", tuple(x), x.values()
+    elif kind in (list, tuple):
+        tag, exact, members = kind.__name__, kind, x
+    elif _is_namedtuple(x):
+        tag, exact, members = "namedtuple", kind, x
+    else:
+        return None
+    children = []
+    for member in members:
+        child = _infer(member, depth)
+        if child is None:
+            return None
+        children.append(child)
+    return (tag, exact, tuple(children))
+
+
+def _is_plain_tensor(x: torch.Tensor) -> bool:
+    """Tell whether a packer can copy a tensor as it stands in memory."""
+    return (
+        x.dtype in _TENSOR_DTYPES
+        and x.layout is torch.strided
+        and not x.is_nested
+        and x.is_cpu
+        and x.dim() <= _MAX_NDIM
+        and not x.requires_grad
+        and not x.is_neg()
+        and not x.is_conj()
+        and (x.data_ptr() != 0 or x.numel() == 0)
+    )
+
+
+def _is_plain_array(x: np.ndarray[Any, Any]) -> bool:
+    """Tell whether torch can view an array; unsigned longlong, a name of uint64, it cannot."""
+    return (
+        x.dtype.str in _NUMPY_DTYPES
+        and x.dtype.num == np.dtype(x.dtype.str).num
+        and all(stride >= 0 and stride % x.itemsize == 0 for stride in x.strides)
+    )
+
+
+def _is_namedtuple(x: Any) -> bool:
+    """Tell whether torch builds a named tuple again, and reads it as the tuple it is."""
+    kind = type(x)
+    return (
+        isinstance(x, tuple)
+        and hasattr(x, "_fields")
+        and all(getattr(kind, name) is getattr(tuple, name) for name in ("__iter__", "__len__"))
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dump(spec: Spec) -> bytes:
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream, protocol=5)
+    pickler.fast = True  # else the bytes would depend on which equal strings are one object
+    pickler.dump(spec)
+    return stream.getvalue()
+
+
+@functools.lru_cache(_KEPT_LAYOUTS)
+def _load(data: bytes) -> Layout:
+    return Layout(data)
+
+
+def _field(tag: str, shape: tuple[int, ...], dtype: Any) -> _Field:
+    torch_dtype = dtype if tag == "tensor" else _NUMPY_DTYPES[dtype.str]
+    numel = math.prod(shape)
+    return _Field(torch_dtype, shape, numel, numel * torch_dtype.itemsize)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _placed(spec: Spec, offsets: Iterator[int]) -> Spec:
+    """Fill the fields' offsets into a spec."""
+    if spec[0] == "text":
+        return spec
+    if isinstance(spec[-1], int):
+        return (*spec[:-1], next(offsets))
+    return (*spec[:-1], tuple([_placed(child, offsets) for child in spec[-1]]))
+
+
+def _viewed(
+    buffer: Buffer, dtype: torch.dtype, numel: int, offset: int, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Make a tensor of a part of the buffer."""
+    if numel == 0:  # torch.frombuffer makes no empty tensors
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    flat = torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset)
+    # twice as fast as a view; and the result is no view of another tensor, as in torch
+    return flat.resize_(*shape) if shape else flat.resize_(shape)
+
+
+def _collated(spec: Spec, tensors: Iterator[Any], texts: Iterator[Any], sequence: type) -> Any:
+    """Put tensors into containers; texts come in the sequence in which torch gathers them."""
+    match spec:
+        case ("text", _):
+            return sequence(next(texts))
+        case ("dict", keys, children):
+            return {
+                key: _collated(child, tensors, texts, list)
+                for key, child in zip(keys, children, strict=True)
+            }
+        case ("list" | "tuple", _, children):
+            return [_collated(child, tensors, texts, tuple) for child in children]
+        case ("namedtuple", kind, children):
+            return kind(*[_collated(child, tensors, texts, tuple) for child in children])
+    return next(tensors)
+
+
+def _restored(spec: Spec, items: Iterator[Buffer], texts: Iterator[str | bytes]) -> Any:
+    """Rebuild one sample from the bytes of its items."""
+    match spec:
+        case ("text", _):
+            return next(texts)
+        case ("dict", keys, children):
+            return {
+                key: _restored(child, items, texts)
+                for key, child in zip(keys, children, strict=True)
+            }
+        case ("list" | "tuple" | "namedtuple", kind, children):
+            members = [_restored(child, items, texts) for child in children]
+            return members if kind is list else tuple.__new__(kind, members)
+        case ("tensor", name, shape, _):
+            return _viewed(next(items), getattr(torch, name), math.prod(shape), 0, shape)
+        case ("array", dtype, shape, _):
+            return next(items).view(dtype).reshape(shape)
+        case ("scalar", dtype, _):
+            return next(items).view(dtype)[0]
+        case (tag, _):
+            return next(items).view(_name(_NUMBER_DTYPES[tag]))[0].item()
+    raise AssertionError(spec)

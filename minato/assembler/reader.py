@@ -1,0 +1,64 @@
+"""The consumer's side of a batch: from a full slot to what the training loop gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minato._core.ledger import ERROR_BLOB, FAILED, KIND_MASK, TEXT_BLOB, TEXTS, Ledger
+from minato.assembler.arena import Arena, Slot
+from minato.assembler.transport import Store
+from minato.assembler.writer import SampleError, read_layout
+
+__all__ = ["BatchReader"]
+
+
+class BatchReader:
+    """Makes the delivered object of a published batch, without copying its arrays."""
+
+    def __init__(self, ledger: Ledger, arena: Arena, store: Store) -> None:
+        self._ledger = ledger
+        self._arena = arena
+        self._store = store
+
+    def read(self, batch: int, slot: Slot) -> Any:
+        """The batch in ``slot``; the slot is leased to it, or free again if nothing in it is needed.
+
+        Raises:
+            Exception: What a sample of the batch, or its collation, raised.
+        """
+        flags, layout_offset, result, result_nbytes, count, used = self._ledger.contents(batch)
+        kind, result = result & KIND_MASK, result & ~KIND_MASK
+        if flags & FAILED or kind == ERROR_BLOB:
+            error: SampleError = (
+                self._first_error(batch)
+                if flags & FAILED
+                else self._store.get(result, result_nbytes)
+            )
+            self.discard(batch, slot)
+            error.reraise()
+        lease = self._arena.lease(slot, used)
+        if result:
+            return self._store.get(result, result_nbytes, lease)
+        fields, layout = read_layout(self._arena.segment, layout_offset)
+        texts: list[Any] = []
+        if flags & TEXTS:
+            texts = [
+                self._store.get(offset, nbytes) if kind == TEXT_BLOB else []
+                for kind, offset, nbytes in self._ledger.blobs(batch)
+            ]
+        return layout.batch(lease, fields - slot.start, count, texts)
+
+    def discard(self, batch: int, slot: Slot) -> None:
+        """Drop a batch that nobody wants any more."""
+        _, _, result, _, _, used = self._ledger.contents(batch)
+        self._store.drop(result & ~KIND_MASK)
+        for _, offset, _ in self._ledger.blobs(batch):
+            self._store.drop(offset)
+        self._arena.release(slot, used)
+
+    def _first_error(self, batch: int) -> SampleError:
+        return next(
+            self._store.get(offset, nbytes)
+            for kind, offset, nbytes in self._ledger.blobs(batch)
+            if kind == ERROR_BLOB
+        )

@@ -1,0 +1,173 @@
+"""The workers' side of a batch: each finished sample goes straight to its final place."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils.collate import default_collate
+
+from minato._core.copy import Packer
+from minato._core.ledger import (
+    ERROR_BLOB,
+    MUST_COLLATE,
+    SAMPLE_BLOB,
+    TEXT_BLOB,
+    Ledger,
+)
+from minato._core.segment import Segment
+from minato.assembler.layout import Layout
+from minato.assembler.transport import Store
+
+__all__ = ["BatchWriter", "SampleError", "read_layout"]
+
+_LAYOUT_HEAD = struct.Struct("<QQ")
+
+
+class SampleError:
+    """An exception on its way to the consumer, and the key of the sample that raised it.
+
+    Args:
+        error: The exception itself (workers in this process) or torch's wrapper of it.
+        key: Dataset index, or None when the batch as a whole failed (its collation).
+    """
+
+    def __init__(self, error: ExceptionWrapper | BaseException, key: Any = None) -> None:
+        self.error = error
+        self.key = key
+
+    def reraise(self) -> None:
+        """Raise the exception with torch's type and text, and a note that names the sample."""
+        try:
+            if isinstance(self.error, BaseException):
+                raise self.error
+            self.error.reraise()
+        except BaseException as error:
+            if self.key is not None and hasattr(error, "add_note"):
+                error.add_note(f"raised by the sample with index {self.key!r}")
+            raise
+
+
+def read_layout(segment: Segment, offset: int) -> tuple[int, Layout]:
+    """Arena offset of the fields of a batch whose layout is published at ``offset``, and the layout."""
+    fields, nbytes = _LAYOUT_HEAD.unpack_from(segment.array, offset)
+    start = offset + _LAYOUT_HEAD.size
+    return fields, Layout.from_bytes(segment.array[start : start + nbytes].tobytes())
+
+
+class BatchWriter:
+    """Writes samples, errors and collated batches of one worker.
+
+    A sample that fits the batch's layout is copied to its place in the fields, once. Any other sample is kept as an
+    object, and whoever completes the batch collates it by torch's rules.
+
+    Args:
+        worker: The worker's number.
+        collate_fn: Called with the list of samples, or with the sample if ``auto_collation`` is off.
+        describe_error: Turns an exception that is being handled into what the consumer raises.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        ledger: Ledger,
+        segment: Segment,
+        store: Store,
+        collate_fn: Callable[[Any], Any],
+        auto_collation: bool,
+        describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
+    ) -> None:
+        self._worker = worker
+        self._ledger = ledger
+        self._segment = segment
+        self._store = store
+        self._collate_fn = collate_fn
+        self._auto_collation = auto_collation
+        self._describe_error = describe_error
+        self.collates = collate_fn is not default_collate or not auto_collation
+        """Whether batches are built by calling ``collate_fn`` rather than in fields."""
+        self._open: dict[int, tuple[int, Packer, int]] = {}
+
+    def write(self, batch: int, k: int, place: int, sample: Any) -> None:
+        """Put a sample at a place, which is number k of the batch; the caller fills the place afterwards."""
+        if self.collates:
+            self._attach(batch, place, sample, SAMPLE_BLOB)
+            return
+        packing = self._packing(batch, sample)
+        texts = packing[1].pack(sample, packing[2], k) if packing is not None else None
+        if texts is None:
+            self._attach(batch, place, sample, SAMPLE_BLOB)
+        elif texts:
+            self._attach(batch, place, texts, TEXT_BLOB)
+
+    def write_error(self, batch: int, place: int, error: BaseException, key: Any) -> None:
+        """Like ``write``, for a sample that raised."""
+        self._attach(batch, place, SampleError(self._describe_error(error), key), ERROR_BLOB)
+
+    def write_collated(self, batch: int, samples: list[Any]) -> None:
+        """Collate all samples of a batch that this worker holds; the caller fills their places afterwards."""
+        self._ledger.set_result(batch, *self._collated(batch, samples))
+
+    def finished(self, batch: int, outcome: int) -> None:
+        """Act on the answer of ``Ledger.fill``."""
+        if outcome == MUST_COLLATE:
+            self.collate(batch)
+
+    def collate(self, batch: int) -> None:
+        """Collate a full batch from what its workers wrote and publish it."""
+        _, layout_offset, _, _, count, _ = self._ledger.contents(batch)
+        fields, layout = read_layout(self._segment, layout_offset) if layout_offset else (0, None)
+        samples = []
+        for k, (kind, offset, nbytes) in enumerate(self._ledger.blobs(batch)):
+            value = self._store.get(offset, nbytes) if kind else []
+            if kind != SAMPLE_BLOB:
+                assert layout is not None
+                value = layout.sample(self._segment.array, fields, count, k, value)
+            samples.append(value)
+        self._ledger.set_ready(batch, *self._collated(batch, samples))
+
+    def _collated(self, batch: int, samples: list[Any]) -> tuple[int, int]:
+        try:
+            result = self._collate_fn(samples if self._auto_collation else samples[0])
+            offset, nbytes = self._put(batch, result)
+            return offset | SAMPLE_BLOB, nbytes
+        except Exception as error:
+            offset, nbytes = self._put(batch, SampleError(self._describe_error(error)))
+            return offset | ERROR_BLOB, nbytes
+
+    def _packing(self, batch: int, sample: Any) -> tuple[int, Packer, int] | None:
+        """``(generation, packer, address of the fields)`` of the batch; None if this sample cannot start it."""
+        generation, offset, count = self._ledger.fields(batch)
+        packing = self._open.get(batch)
+        if packing is not None and packing[0] == generation:
+            return packing
+        if not offset:
+            layout = Layout.infer(sample)
+            if layout is None:
+                return None
+            data = layout.to_bytes()
+            fields = self._ledger.allocate(batch, layout.fields_nbytes(count))
+            offset = self._ledger.allocate(batch, _LAYOUT_HEAD.size + len(data))
+            start = offset + _LAYOUT_HEAD.size
+            _LAYOUT_HEAD.pack_into(self._segment.array, offset, fields, len(data))
+            self._segment.array[start : start + len(data)] = np.frombuffer(data, np.uint8)
+            offset = self._ledger.publish_layout(batch, offset)
+        fields, layout = read_layout(self._segment, offset)
+        packing = generation, layout.packer(count), self._segment.address + fields
+        self._open[batch] = packing
+        return packing
+
+    def _attach(self, batch: int, place: int, value: Any, kind: int) -> None:
+        try:
+            offset, nbytes = self._put(batch, value)
+        except Exception as error:
+            # What cannot travel becomes the error that says so.
+            kind = ERROR_BLOB
+            offset, nbytes = self._put(batch, SampleError(self._describe_error(error)))
+        self._ledger.attach(place, offset | kind, nbytes)
+
+    def _put(self, batch: int, value: Any) -> tuple[int, int]:
+        return self._store.put(lambda nbytes: self._ledger.allocate(batch, nbytes), value)

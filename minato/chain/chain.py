@@ -1,0 +1,132 @@
+"""The transforms of a sample, as a list that can be left and entered between any two of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from minato._core.steps import run_steps
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Chain"]
+
+Step = Callable[[Any], Any]
+
+
+class Chain:
+    """Transforms applied, in order, to what ``dataset[i]`` returned.
+
+    Args:
+        steps: The transforms, each a callable of one argument. Use :meth:`of` for user input.
+
+    Attributes:
+        steps: The transforms.
+        names: A readable name of each, for reports.
+    """
+
+    __slots__ = ("names", "steps")
+
+    def __init__(self, steps: tuple[Step, ...] = ()) -> None:
+        self.steps = steps
+        self.names = tuple(_name(step) for step in steps)
+
+    @classmethod
+    def of(cls, transforms: Any) -> Chain:
+        """Build a chain from what a user passes as ``transforms=``.
+
+        Args:
+            transforms: ``None``; a list or tuple of callables; a plain container with a list
+                ``.transforms``; or one callable. A ``Compose`` which does nothing but call its
+                ``transforms`` in turn, at any depth, is replaced by them. Other callables stay one
+                step each, also if they have ``.transforms`` (as ``RandomApply`` or ``OneOf``).
+
+        Raises:
+            TypeError: An element is not callable.
+        """
+        if transforms is None:
+            return cls()
+        if isinstance(transforms, (list, tuple)):
+            elements = list(transforms)
+        elif callable(transforms):
+            elements = [transforms]
+        elif isinstance(getattr(transforms, "transforms", None), (list, tuple)):
+            elements = list(transforms.transforms)
+        else:
+            raise TypeError(
+                "transforms must be a list of callables, or an object with a list .transforms, "
+                f"not {_show(transforms)}; for one transform, pass transforms=[it]"
+            )
+        steps: list[Step] = []
+        for position, element in enumerate(elements):
+            _append(steps, element, f"transforms[{position}]")
+        return cls(tuple(steps))
+
+    def run(self, value: Any) -> Any:
+        """Return ``value`` after all transforms."""
+        for step in self.steps:
+            value = step(value)
+        return value
+
+    def resume(
+        self,
+        value: Any,
+        index: int,
+        deadline_ns: int,
+        laps: Buffer | None = None,
+        cursor: Buffer | None = None,
+    ) -> tuple[Any, int]:
+        """Apply the transforms from ``index`` on, until done or past the deadline.
+
+        The arguments, results and errors are those of :func:`minato._core.steps.run_steps`.
+        """
+        return run_steps(self.steps, value, index, deadline_ns, laps, cursor)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __repr__(self) -> str:
+        return f"Chain({' -> '.join(self.names)})"
+
+
+def _append(steps: list[Step], element: Any, where: str) -> None:
+    if _is_plain_compose(element):
+        for position, inner in enumerate(element.transforms):
+            _append(steps, inner, f"{where}.transforms[{position}]")
+    elif callable(element):
+        steps.append(element)
+    else:
+        remedy = "pass the instance or function that transforms a sample"
+        if element is None:
+            remedy = "leave it out of the list"
+        raise TypeError(f"{where} is not callable: {_show(element)}; {remedy}")
+
+
+def _is_plain_compose(element: Any) -> bool:
+    """Tell whether ``element`` is taken to do nothing but call its ``transforms`` in turn.
+
+    The attribute alone proves nothing: ``RandomApply`` and ``OneOf`` have it too. And a ``Compose``
+    with settings of its own (a probability, lazy evaluation) must see the sample itself.
+    """
+    if type(element).__name__ != "Compose" or not callable(element):
+        return False
+    state = getattr(element, "__dict__", {})
+    # nn.Module keeps its bookkeeping in `training` and in names with an underscore.
+    settings = {name for name in state if name != "training" and not name.startswith("_")}
+    return settings == {"transforms"} and isinstance(element.transforms, (list, tuple))
+
+
+def _name(step: Step) -> str:
+    if isinstance(step, functools.partial):
+        return _name(step.func)
+    name: str = getattr(step, "__qualname__", None) or type(step).__qualname__
+    return name.replace("<locals>.", "")
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    if len(text) > 80:
+        text = text[:77] + "..."
+    return f"{text} of type {type(value).__name__}"

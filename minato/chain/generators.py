@@ -1,0 +1,277 @@
+"""The three global generators of a process, each as memory that can be rewritten for a sample.
+
+All three are Mersenne Twisters: 624 words and a position. Calling their ``seed`` for every sample
+costs microseconds, so a fresh state is written instead: torch's through ``set_state``, the other
+two where they keep it. Where that is, is found out on private instances and verified in both
+directions, once per process; if that fails, their ``setstate`` gives the same numbers slowly.
+
+A state is written with its position at the *start* of the fresh words: the first 624 draws are
+these words, tempered, and need no twist. A position inside the words is also harmless to a thread
+that draws from numpy at this very moment without the GIL.
+"""
+
+from __future__ import annotations
+
+import _random
+import ctypes
+import functools
+import random
+import struct
+import sys
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+__all__ = ["GlobalGenerator", "numpy_generator", "python_generator", "torch_generator"]
+
+WORDS = 624
+PYTHON_STREAM, NUMPY_STREAM, TORCH_STREAM = 0, 1, 2
+
+
+class GlobalGenerator(Protocol):
+    """Memory to fill for a sample, and what makes it the state of a generator."""
+
+    blocks: list[tuple[int, int, int, int]]
+    """``(address, words, stream, width)``, as ``StateWriter`` takes them."""
+    cells: list[tuple[int, int]]
+
+    def publish(self) -> None:
+        """Make the filled memory the generator's state."""
+
+    def save(self) -> Any:
+        """Return a picklable copy of the whole state."""
+
+    def load(self, saved: Any) -> None:
+        """Return to a state that :meth:`save` returned in a process of the same kind."""
+
+
+# --- random ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def _python_position_offset() -> int | None:
+    """Return where a ``random.Random`` keeps its position, which its 624 words follow."""
+    if sys.implementation.name != "cpython":
+        return None
+    probe = random.Random()
+    states = [np.arange(n, n + WORDS + 1, dtype=np.uint32) for n in (0x1234567, 0x2345678)]
+    states[0][0], states[1][0] = 77, 78
+    memory = _set_python_state(probe, states[0])
+    offset = memory.find(states[0].tobytes())
+    if offset < 0:
+        return None
+    ctypes.memmove(id(probe) + offset, states[1].tobytes(), states[1].nbytes)
+    expected = (*states[1][1:].tolist(), int(states[1][0]))
+    return offset if probe.getstate() == (3, expected, None) else None
+
+
+def _set_python_state(generator: random.Random, state: np.ndarray) -> bytes:
+    generator.setstate((3, (*state[1:].tolist(), int(state[0])), None))
+    return ctypes.string_at(id(generator), _random.Random.__basicsize__)
+
+
+class PythonInMemory:
+    """The state of ``random``, where CPython keeps it."""
+
+    def __init__(self, generator: random.Random, position_offset: int) -> None:
+        self._generator: Any = generator
+        self._address = id(generator) + position_offset
+        self.blocks = [(self._address + 4, WORDS, PYTHON_STREAM, 4)]
+        self.cells = [(self._address, 0)]
+
+    def publish(self) -> None:
+        self._generator.gauss_next = None
+
+    def save(self) -> Any:
+        return ctypes.string_at(self._address, 4 + 4 * WORDS), self._generator.gauss_next
+
+    def load(self, saved: Any) -> None:
+        state, self._generator.gauss_next = saved
+        ctypes.memmove(self._address, state, len(state))
+
+
+class PythonByCall:
+    """The state of ``random``, through its methods."""
+
+    def __init__(self, generator: random.Random) -> None:
+        self._generator = generator
+        self._words = np.zeros(WORDS, np.uint32)
+        self.blocks = [(self._words.ctypes.data, WORDS, PYTHON_STREAM, 4)]
+        self.cells: list[tuple[int, int]] = []
+
+    def publish(self) -> None:
+        self._generator.setstate((3, (*self._words.tolist(), 0), None))
+
+    def save(self) -> Any:
+        return self._generator.getstate()
+
+    def load(self, saved: Any) -> None:
+        self._generator.setstate(saved)
+
+
+def python_generator() -> GlobalGenerator:
+    """Return the generator behind the functions of ``random``."""
+    generator = random.random.__self__  # type: ignore[attr-defined]
+    offset = _python_position_offset()
+    if offset is None or type(generator) is not random.Random:
+        return PythonByCall(generator)
+    return PythonInMemory(generator, offset)
+
+
+# --- numpy ----------------------------------------------------------------------------------
+
+_SAVED_GAUSS = struct.Struct("=i4xd")
+
+
+@functools.cache
+def _numpy_gauss_offset() -> int | None:
+    """Return where a ``RandomState`` keeps ``has_gauss``; the value follows 8 bytes later."""
+    if sys.implementation.name != "cpython":
+        return None
+    probe: Any = np.random.RandomState()
+    first, second = (np.arange(n, n + WORDS, dtype=np.uint32) for n in (0x1234567, 0x2345678))
+    gauss = 0.8190348
+    probe.set_state(("MT19937", first, 7, 1, gauss))
+    address = probe._bit_generator.ctypes.state_address
+    if ctypes.string_at(address, 4 * WORDS + 4) != first.tobytes() + struct.pack("=i", 7):
+        return None
+    memory = ctypes.string_at(id(probe), type(probe).__basicsize__)
+    offset = memory.find(_SAVED_GAUSS.pack(1, gauss)[8:]) - 8
+    if offset < object.__basicsize__ or memory[offset : offset + 4] != struct.pack("=i", 1):
+        return None
+    ctypes.memmove(address, second.tobytes() + struct.pack("=i", 9), 4 * WORDS + 4)
+    ctypes.c_int32.from_address(id(probe) + offset).value = 0
+    _, words, position, has_gauss, kept = probe.get_state()
+    verified = np.array_equal(words, second) and (position, has_gauss, kept) == (9, 0, gauss)
+    return offset if verified else None
+
+
+class NumpyInMemory:
+    """The legacy state of numpy: an MT19937 at its documented address, and a cached normal."""
+
+    def __init__(self, generator: Any, gauss_offset: int) -> None:
+        self._words_address: int = generator._bit_generator.ctypes.state_address
+        self._gauss_address = id(generator) + gauss_offset
+        self._kept_alive = generator, generator._bit_generator
+        self.blocks = [(self._words_address, WORDS, NUMPY_STREAM, 4)]
+        self.cells = [(self._words_address + 4 * WORDS, 0), (self._gauss_address, 0)]
+
+    def publish(self) -> None:
+        """Nothing is left to do."""
+
+    def save(self) -> Any:
+        words = ctypes.string_at(self._words_address, 4 * WORDS + 4)
+        return words, ctypes.string_at(self._gauss_address, _SAVED_GAUSS.size)
+
+    def load(self, saved: Any) -> None:
+        words, gauss = saved
+        ctypes.memmove(self._words_address, words, len(words))
+        ctypes.memmove(self._gauss_address, gauss, len(gauss))
+
+
+class NumpyByCall:
+    """The legacy global state of numpy through ``set_state``, over any bit generator."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self._words = np.zeros(WORDS, np.uint32)
+        self._twister = type(generator._bit_generator) is np.random.MT19937
+        words = WORDS if self._twister else 8
+        self.blocks = [(self._words.ctypes.data, words, NUMPY_STREAM, 4)]
+        self.cells: list[tuple[int, int]] = []
+
+    def publish(self) -> None:
+        if self._twister:
+            self._generator.set_state(("MT19937", self._words, 0, 0, 0.0))
+        else:
+            fresh = type(self._generator._bit_generator)(self._words[:8].tolist())
+            self._generator.set_state(fresh.state)
+
+    def save(self) -> Any:
+        return self._generator.get_state(legacy=False)
+
+    def load(self, saved: Any) -> None:
+        self._generator.set_state(saved)
+
+
+def numpy_generator() -> GlobalGenerator:
+    """Return the generator behind the functions of ``numpy.random``."""
+    generator: Any = np.random.mtrand._rand
+    offset = _numpy_gauss_offset()
+    if (
+        offset is None
+        or type(generator) is not np.random.RandomState
+        or type(generator._bit_generator) is not np.random.MT19937
+    ):
+        return NumpyByCall(generator)
+    return NumpyInMemory(generator, offset)
+
+
+# --- torch ----------------------------------------------------------------------------------
+
+# Of get_state(): the_initial_seed, left, seeded, next; then the words; then cached normals.
+_TORCH_HEADER = struct.Struct("=QiiQ")
+_TORCH_STATE_BYTES = 5056
+
+
+@functools.cache
+def _torch_layout_is_known() -> bool:
+    """Compare a seeded generator's state, byte for byte, with what it should be."""
+    seed = 0x123456787654321
+    state = torch.Generator().manual_seed(seed).get_state().numpy().tobytes()
+    reference: Any = np.random.RandomState(seed & 0xFFFFFFFF)
+    words: bytes = reference.get_state()[1].astype(np.uint64).tobytes()
+    expected = _TORCH_HEADER.pack(seed, 1, 1, 0) + words
+    return state == expected.ljust(_TORCH_STATE_BYTES, b"\0")
+
+
+class TorchByState:
+    """The state of torch's default CPU generator; ``torch.initial_seed()`` keeps its answer."""
+
+    def __init__(self) -> None:
+        self._generator = torch.default_generator
+        self._memory = np.zeros(_TORCH_STATE_BYTES // 8, np.uint64)
+        self._state = torch.from_numpy(self._memory.view(np.uint8))
+        self.adopt_initial_seed()
+        self.blocks = [
+            (self._memory.ctypes.data + _TORCH_HEADER.size, WORDS, TORCH_STREAM, 8),
+        ]
+        self.cells: list[tuple[int, int]] = []
+
+    def adopt_initial_seed(self) -> None:
+        """Let later states answer ``initial_seed()`` as the generator does now."""
+        # As if one word was drawn already: torch accepts no state between the twist and that draw.
+        header = _TORCH_HEADER.pack(self._generator.initial_seed(), WORDS, 1, 1)
+        self._memory[:3] = np.frombuffer(header, np.uint64)
+
+    def publish(self) -> None:
+        self._generator.set_state(self._state)
+
+    def save(self) -> Any:
+        return self._generator.get_state().numpy().tobytes()
+
+    def load(self, saved: Any) -> None:
+        state = torch.frombuffer(bytearray(saved), dtype=torch.uint8)
+        self._generator.set_state(state)
+
+
+class TorchBySeed(TorchByState):
+    """For a torch that keeps its state otherwise: seeded, hence with numbers of its own."""
+
+    def __init__(self) -> None:
+        self._generator = torch.default_generator
+        self._words = np.zeros(1, np.uint64)
+        self.blocks = [(self._words.ctypes.data, 2, TORCH_STREAM, 4)]
+        self.cells = []
+
+    def adopt_initial_seed(self) -> None:
+        """Nothing to do: here the initial seed is that of the sample."""
+
+    def publish(self) -> None:
+        self._generator.manual_seed(int(self._words[0]))
+
+
+def torch_generator() -> TorchByState:
+    """Return torch's default CPU generator."""
+    return TorchByState() if _torch_layout_is_known() else TorchBySeed()

@@ -1,0 +1,224 @@
+"""Randomness of a sample: a function of (seed, epoch, index), whoever runs it and when.
+
+Before a sample, :meth:`SampleRandomness.bind` gives ``random``, ``numpy.random`` and torch's
+default CPU generator fresh states. They are real states: every way to draw sees them, compiled code
+and names imported long ago included, and ``seed``, ``getstate`` and ``setstate`` inside a sample
+work as always.
+
+Worker threads share the three global generators, so there these cannot be bound to a sample. Code
+that asks :func:`python_rng`, :func:`numpy_rng` or :func:`torch_rng` for a generator gets the same
+numbers in threads, in processes and in line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import operator
+import pickle
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from minato._core.seeding import StateWriter, mix
+from minato.chain import generators
+
+__all__ = [
+    "Binding",
+    "SampleRandomness",
+    "current",
+    "key_word",
+    "numpy_rng",
+    "python_rng",
+    "torch_rng",
+]
+
+
+class Binding(NamedTuple):
+    """What the randomness of the sample in hand is a function of."""
+
+    seed: int
+    epoch: int
+    key: object
+
+
+class _ThreadState(threading.local):
+    binding: tuple[int, int, object] | None = None
+    generators_made: int = 0
+
+
+_this_thread = _ThreadState()
+
+
+class SampleRandomness:
+    """Binds a process's global generators, and the helpers of this module, to samples.
+
+    Args:
+        base_seed: The loader's seed; counts modulo 2**64.
+        bind_globals: False in worker threads, which share the global generators: then only
+            :func:`current` and the helpers are bound.
+
+    Create it in the process (after its ``torch.manual_seed``, whose seed ``torch.initial_seed()``
+    keeps answering) and use it from one thread.
+    """
+
+    def __init__(self, base_seed: int, *, bind_globals: bool = True) -> None:
+        self.base_seed = base_seed
+        self._bind_globals = bind_globals
+        self._all: tuple[generators.GlobalGenerator, ...] = ()
+        if bind_globals:
+            self._attach()
+
+    def _attach(self) -> None:
+        """Find the global generators, and where each keeps its state."""
+        self._rand: Any = np.random.mtrand._rand
+        self._bit_generator = self._rand._bit_generator
+        self._torch = generators.torch_generator()
+        self._all = (generators.python_generator(), generators.numpy_generator(), self._torch)
+        writer = StateWriter(
+            self.base_seed,
+            [block for generator in self._all for block in generator.blocks],
+            [cell for generator in self._all for cell in generator.cells],
+        )
+        self._write = writer.write
+        self._publish_python, self._publish_numpy, self._publish_torch = (
+            generator.publish for generator in self._all
+        )
+
+    def bind(self, epoch: int, key: object) -> None:
+        """Start a sample: its draws become a function of (seed, epoch, key).
+
+        Args:
+            epoch: Counts modulo 2**64.
+            key: The sample's index in the dataset; an integer, or anything that
+                :func:`key_word` can turn into one.
+        """
+        _this_thread.binding = (self.base_seed, epoch, key)
+        _this_thread.generators_made = 0
+        if not self._bind_globals:
+            return
+        if self._rand._bit_generator is not self._bit_generator:  # np.random.set_bit_generator
+            self._attach()
+        self._write(epoch, key if type(key) is int else key_word(key))
+        self._publish_python()
+        self._publish_numpy()
+        self._publish_torch()
+
+    def capture(self) -> object:
+        """Return the randomness of a sample that is to be continued later, perhaps elsewhere.
+
+        The result can be pickled, for processes with the same versions of Python, numpy and torch.
+        """
+        states = tuple(generator.save() for generator in self._all)
+        return _this_thread.binding, _this_thread.generators_made, states
+
+    def restore(self, captured: Any) -> None:
+        """Go on exactly where :meth:`capture` was called."""
+        _this_thread.binding, _this_thread.generators_made, states = captured
+        for generator, state in zip(self._all, states, strict=True):
+            generator.load(state)
+
+    @contextmanager
+    def saved(self) -> Iterator[None]:
+        """Leave the generators as if nothing had been drawn or bound inside the ``with`` block."""
+        if self._bind_globals:
+            if self._rand._bit_generator is not self._bit_generator:
+                self._attach()
+            self._torch.adopt_initial_seed()
+        held, before = self._all, self.capture()
+        try:
+            yield
+        finally:
+            attached, self._all = self._all, held
+            self.restore(before)
+            self._all = attached
+
+
+def key_word(key: object) -> int:
+    """Return the integer that stands for a sample's key; the same in every process.
+
+    Integers, numpy's and one-element tensors included, stand for themselves. Anything else becomes
+    a 64-bit hash of its content: text, bytes, tuples, lists, sets, and whatever can be pickled;
+    what cannot is known by its ``repr``.
+    """
+    try:
+        return operator.index(key)  # type: ignore[arg-type]
+    except TypeError:
+        return int.from_bytes(_digest(key), "little")
+
+
+def _digest(key: object) -> bytes:
+    if isinstance(key, str):
+        content = b"str" + key.encode("utf-8", "surrogatepass")
+    elif isinstance(key, bytes):
+        content = b"bytes" + key
+    elif isinstance(key, (tuple, list)):
+        content = b"sequence" + b"".join(map(_digest, key))
+    elif isinstance(key, (set, frozenset)):
+        content = b"set" + b"".join(sorted(map(_digest, key)))
+    else:
+        content = b"object" + _pickled(key)
+    return hashlib.blake2b(content, digest_size=8).digest()
+
+
+def _pickled(key: object) -> bytes:
+    to = io.BytesIO()
+    pickler = pickle.Pickler(to, 4)
+    # Without the memo, equal keys give equal bytes whether or not their parts are one object.
+    pickler.fast = True
+    try:
+        pickler.dump(key)
+    except Exception:  # whatever a key's own reduction raises
+        return repr(key).encode("utf-8", "surrogatepass")
+    return to.getvalue()
+
+
+def current() -> Binding | None:
+    """Return what the sample being run in this thread is bound to; ``None`` outside of samples."""
+    binding = _this_thread.binding
+    return None if binding is None else Binding(*binding)
+
+
+_PYTHON, _NUMPY, _TORCH = 1, 2, 3
+
+
+def _next_seed(kind: int) -> int | None:
+    """Return a seed for the next generator made in this sample; ``None`` outside of samples."""
+    if _this_thread.binding is None:
+        return None
+    seed, epoch, key = _this_thread.binding
+    made = _this_thread.generators_made
+    _this_thread.generators_made = made + 1
+    return mix(mix(seed, epoch, key_word(key)), kind, made)
+
+
+def python_rng() -> random.Random:
+    """Return a new ``random.Random`` for the sample being run in this thread.
+
+    Each call within a sample begins an independent stream, a function of (seed, epoch, index) and
+    of how many generators the sample asked for before. Outside of samples the generator is seeded
+    from the global one.
+    """
+    seed = _next_seed(_PYTHON)
+    return random.Random(random.getrandbits(64) if seed is None else seed)
+
+
+def numpy_rng() -> np.random.Generator:
+    """Return a new ``numpy.random.Generator``; as for :func:`python_rng`."""
+    seed = _next_seed(_NUMPY)
+    if seed is None:
+        seed = int(np.random.randint(0, 2**63, dtype=np.int64))
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+def torch_rng() -> torch.Generator:
+    """Return a new ``torch.Generator`` on the CPU; as for :func:`python_rng`."""
+    seed = _next_seed(_TORCH)
+    if seed is None:
+        seed = int(torch.randint(0, 2**63 - 1, ()).item())
+    return torch.Generator().manual_seed(seed)

@@ -1,0 +1,102 @@
+"""What ``iter(loader)`` gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torch.autograd import profiler
+from torch.utils.data import _utils
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+__all__ = ["BatchIterator", "BatchSource", "Pass"]
+
+
+class BatchSource(Protocol):
+    """Where batches come from (the engine)."""
+
+    def begin(
+        self,
+        batches: Iterator[list[Any]],
+        epoch: int,
+        seed: int,
+        expected: Callable[[], Any],
+    ) -> bool:
+        """Start a pass; False if what was loaded ahead for it was in vain."""
+
+    def next(self) -> Any:
+        """The next batch."""
+
+    def shut_down(self) -> Any:
+        """End the workers."""
+
+
+class Pass(Protocol):
+    """One run over the sampler, as the loader sees it."""
+
+    epoch: int
+    seed: int
+
+    def batches(self, indices: Iterator[Any]) -> Iterator[list[Any]]:
+        """The keys of each batch."""
+
+    def expected(self) -> Any:
+        """``(batches, epoch, seed)`` of the next pass, or None."""
+
+    def foretold_wrongly(self) -> None:
+        """Learn that the pass was not the expected one."""
+
+
+class BatchIterator(_BaseDataLoaderIter):
+    """Iterates over a loader's batches; the torch class it extends is what trainers look for.
+
+    Args:
+        source: Made for this iterator; its workers end when the iterator is exhausted, unless they persist.
+        new_pass: ``base_seed -> Pass``, called once per pass.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        make_source: Callable[[int], BatchSource],
+        new_pass: Callable[[int], Pass],
+    ) -> None:
+        super().__init__(loader)
+        if self._num_workers > 0:
+            super()._reset(loader, first_iter=True)  # as torch, which asks the sampler twice
+        self._new_pass = new_pass
+        self._source: BatchSource | None = make_source(self._base_seed)
+        self._begin()
+
+    def _begin(self) -> None:
+        assert self._source is not None
+        this = self._new_pass(self._base_seed)
+        batches = this.batches(self._sampler_iter)
+        if not self._source.begin(batches, this.epoch, this.seed, this.expected):
+            this.foretold_wrongly()
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)
+        self._begin()
+
+    def __next__(self) -> Any:
+        # The same range that torch records, but only while somebody is profiling: it costs more than a small batch.
+        if profiler._is_profiler_enabled:
+            with profiler.record_function(self._profile_name):
+                return self._next_data()
+        return self._next_data()
+
+    def _next_data(self) -> Any:
+        if self._source is None:
+            raise StopIteration
+        try:
+            batch = self._source.next()
+        except StopIteration:
+            if not self._persistent_workers:
+                self._source.shut_down()
+                self._source = None
+            raise
+        self._num_yielded += 1
+        if self._pin_memory:
+            batch = _utils.pin_memory.pin_memory(batch, self._pin_memory_device)
+        return batch

@@ -1,0 +1,13 @@
+"""What minato raises of its own. Everything else keeps the type that torch or the user's code gave it."""
+
+from __future__ import annotations
+
+__all__ = ["MinatoError", "NotPicklableError"]
+
+
+class MinatoError(Exception):
+    """Base of minato's own exceptions."""
+
+
+class NotPicklableError(MinatoError, TypeError):
+    """Something must be sent to workers that are not forked, and a part of it cannot be pickled."""

@@ -1,0 +1,215 @@
+"""``minato.DataLoader``: torch's loader on minato's engine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+from torch.utils.data.datapipes.datapipe import MapDataPipe
+
+from minato._machine import available_memory_bytes
+from minato.assembler.arena import Arena
+from minato.chain.chain import Chain
+from minato.delivery.iterator import BatchIterator
+from minato.engine import Engine, Plan
+from minato.options import Options
+from minato.scheduler.dispatcher import Order
+from minato.source.passes import SeededSampler, batches_of, next_sampler
+
+__all__ = ["DataLoader"]
+
+_SHARE_OF_MEMORY = 4
+"""The default budget is available memory divided by this."""
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class DataLoader(torch.utils.data.DataLoader[T_co]):
+    """A drop-in replacement of ``torch.utils.data.DataLoader`` that schedules samples instead of batches.
+
+    All arguments of torch's class have torch's meaning and defaults
+    (https://docs.pytorch.org/docs/stable/data.html); the following are minato's own.
+
+    Args:
+        transforms: Callables applied one after the other to ``dataset[i]``, or an object with such a list in its
+            attribute ``transforms`` (torchvision's ``Compose``).
+        order: ``"strict"``: batches as torch's, in torch's order (default). ``"batch"``: batches as torch's, each as
+            soon as it is complete. ``"arrival"``: whichever samples are ready go into the oldest open batch.
+            ``"fast_first"``: as arrival, but slow samples wait for the newest open batch while the consumer has enough.
+            With ``in_order=False`` the default is ``"arrival"``, or ``"batch"`` if there is a ``batch_sampler``.
+        max_lag: Number of batches by which a sample may be delivered late in the last two orders.
+        seed: Makes shuffling and all randomness of samples functions of (seed, epoch, index). Without it torch's
+            generator decides, as in torch.
+        memory_budget_bytes: What batches that are loaded ahead may take; by default a quarter of the memory that is
+            available when iteration starts.
+        worker_method: ``"process"`` or ``"thread"``.
+        rng: ``"sample"``: the global generators are re-seeded for each sample by (seed, epoch, index), so that content
+            does not depend on the number of workers; ``"worker"``: torch's streams, one per worker.
+
+    Raises:
+        ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
+
+    The tensors of a batch view memory that is recycled when they are no longer referenced; they stay valid for as
+    long as anything refers to them.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        transforms: Any = None,
+        order: str | None = None,
+        max_lag: int | None = None,
+        seed: int | None = None,
+        memory_budget_bytes: int | None = None,
+        worker_method: str = "process",
+        rng: str = "sample",
+    ) -> None:
+        self._options = Options.of(
+            in_order=in_order,
+            has_batch_sampler=batch_sampler is not None,
+            order=order,
+            max_lag=max_lag,
+            seed=seed,
+            memory_budget_bytes=memory_budget_bytes,
+            worker_method=worker_method,
+            rng=rng,
+        )
+        self._chain = Chain.of(transforms)
+        self._epoch = -1
+        self._foretells = True
+        self._fixed_prefetch = prefetch_factor is not None
+        self._spare_arenas: list[Arena] = []
+        if seed is not None and shuffle and sampler is None and batch_sampler is None:
+            if not isinstance(dataset, IterableDataset):
+                shuffle, sampler = None, SeededSampler(dataset, seed)
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next ``iter()`` starts; by default each starts the one after the last."""
+        self._epoch = epoch - 1
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        if self._dataset_kind == _DatasetKind.Iterable or isinstance(self.dataset, MapDataPipe):
+            if self._chain.steps:
+                raise ValueError(
+                    "transforms= is for map-style datasets, and this one is iterable: apply the transforms "
+                    "in its __iter__"
+                )
+            return super()._get_iterator()
+        if self.num_workers > 0:
+            self.check_worker_number_rationality()
+        elif self.timeout != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        return BatchIterator(self, self._make_engine, self._new_pass)
+
+    def _make_engine(self, base_seed: int) -> Engine:
+        options = self._options
+        window: int | None = None
+        if self.num_workers == 0:
+            window = 1
+        elif self._fixed_prefetch:
+            window = self.num_workers * cast(int, self.prefetch_factor)
+        arena = self._spare_arenas.pop() if self._spare_arenas else Arena()
+        engine = Engine(
+            Plan(
+                dataset=self.dataset,
+                chain=self._chain,
+                collate_fn=self.collate_fn,
+                batched=self._auto_collation,
+                num_workers=self.num_workers,
+                worker_method=options.worker_method,
+                context=self.multiprocessing_context or torch.multiprocessing.get_context(),
+                worker_init_fn=self.worker_init_fn,
+                base_seed=base_seed,
+                seeds_samples=options.rng == "sample",
+                order=Order(options.order, options.max_lag),
+                window_batches=window,
+                budget_bytes=options.memory_budget_bytes
+                or available_memory_bytes() // _SHARE_OF_MEMORY,
+                largest_batch=self.batch_size or 1,
+                timeout_s=self.timeout,
+                persistent=self.persistent_workers,
+            ),
+            arena,
+        )
+        # The next iterator writes to this one's warm pages.
+        weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
+        return engine
+
+    def _new_pass(self, base_seed: int) -> _Pass:
+        self._epoch += 1
+        if isinstance(self.sampler, SeededSampler):
+            self.sampler.set_epoch(self._epoch)
+        return _Pass(self, base_seed)
+
+
+class _Pass:
+    """One run of a loader over its sampler.
+
+    Attributes:
+        epoch: Its number.
+        seed: What the randomness of its samples starts from.
+    """
+
+    def __init__(self, loader: DataLoader[Any], base_seed: int) -> None:
+        self._loader = loader
+        self.epoch = loader._epoch
+        self.seed = base_seed if loader._options.seed is None else loader._options.seed
+
+    def batches(self, indices: Iterator[Any]) -> Iterator[list[Any]]:
+        """The keys of each batch, from what the index sampler yields."""
+        return batches_of(indices, self._loader._auto_collation)
+
+    def expected(self) -> tuple[Iterator[list[Any]], int, int] | None:
+        """``(batches, epoch, seed)`` of the pass after this one, where it is known and can be prepared."""
+        loader = self._loader
+        if not (loader.persistent_workers and loader._foretells):
+            return None
+        later = next_sampler(loader._index_sampler)
+        if later is None:
+            return None
+        # Persistent workers keep their base seed, as with torch, so it is the same in the next pass.
+        return batches_of(later, loader._auto_collation), self.epoch + 1, self.seed
+
+    def foretold_wrongly(self) -> None:
+        """Load nothing ahead for the next passes of this loader."""
+        self._loader._foretells = False

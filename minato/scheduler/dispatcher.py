@@ -1,0 +1,351 @@
+"""The consumer's side of the schedule: which batches are open, and which one comes next."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from minato._core.ledger import NUM_PASSES, READY, Ledger
+from minato._core.wait import Gate
+from minato.scheduler.window import Window
+
+__all__ = ["Dispatcher", "InFlight", "Order", "Pool", "Slots"]
+
+_LIVENESS_S = 0.1
+"""How long the consumer sleeps at most before it looks whether its workers live."""
+_INT64 = 1 << 63
+
+
+@dataclass(frozen=True)
+class Order:
+    """What decides the place of a sample and the turn of a batch.
+
+    Attributes:
+        name: ``strict``, ``batch``, ``arrival`` or ``fast_first``.
+        max_lag: Batches by which a sample may be late where membership is free.
+    """
+
+    name: str
+    max_lag: int
+
+    @property
+    def bound(self) -> bool:
+        """Whether each sample has its own place."""
+        return self.name in ("strict", "batch") or self.max_lag == 0
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A batch between its opening and its end."""
+
+    record: int
+    keys: list[Any]
+    slot: Any
+    keys_slot: Any
+    keys_offset: int
+    pass_index: int
+    epoch: int
+    seed: int
+    retired: bool = False
+
+
+class Pool(Protocol):
+    """The workers, as the dispatcher sees them."""
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Sleep, or work, until the ready gate has had an event since ``seen``."""
+
+    def check(self) -> None:
+        """Raise if a worker is gone."""
+
+
+class Slots(Protocol):
+    """Where slots come from (the assembler's arena)."""
+
+    def acquire(self) -> Any:
+        """Take a slot, a pair of arena offsets."""
+
+    def release(self, slot: Any, used_bytes: int = 0) -> None:
+        """Give it back."""
+
+
+class KeyStore(Protocol):
+    """Where keys lie that are no integers (the assembler's store)."""
+
+    def put(self, allocate: Callable[[int], int], value: Any) -> tuple[int, int]:
+        """Keep the keys of a batch; returns their offset and size."""
+
+    def drop(self, offset: int) -> None:
+        """Forget them."""
+
+
+class Dispatcher:
+    """Opens batches for the workers, in the sampler's order, and hands finished ones to the consumer.
+
+    Args:
+        slots: Where slots come from.
+        keys: Keeps keys that are no integers.
+        discard: Called with ``(record, slot)`` of a batch that nobody wants any more.
+        timeout_s: torch's ``timeout``; 0: none.
+        one_pass: Whether the workers may leave when they find nothing more to do in the first pass.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        gate: Gate,
+        pool: Pool,
+        slots: Slots,
+        window: Window,
+        order: Order,
+        keys: KeyStore,
+        discard: Callable[[int, Any], None],
+        timeout_s: float = 0.0,
+        one_pass: bool = False,
+    ) -> None:
+        self._ledger = ledger
+        self._gate = gate
+        self._pool = pool
+        self._slots = slots
+        self._window = window
+        self._order = order
+        self._keys = keys
+        self._discard = discard
+        self._timeout_s = timeout_s
+        self._one_pass = one_pass
+        self._open: deque[InFlight] = deque()
+        self._ahead: deque[InFlight] = deque()  # of the pass that is expected next
+        self._recent: deque[InFlight] = deque()  # the last max_lag + 1 opened of this pass
+        self._delivered: list[InFlight] = []  # some of their samples are still running
+        self._cancelled: list[InFlight] = []
+        self._batches: Iterator[list[Any]] = iter(())
+        self._drawn: deque[list[Any]] = deque()
+        self._expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None] = lambda: None
+        self._pass = (0, 0, 0)
+        self._exhausted = True  # the present pass has no more batches to open
+        self._foretold = False  # what is drawn belongs to the next pass
+        self._dry = True  # nothing is left to open, in this pass and in what is known of the next
+
+    @property
+    def num_open(self) -> int:
+        """Batches in flight of the present pass and the next."""
+        return len(self._open) + len(self._ahead)
+
+    # ---- passes -----------------------------------------------------------------------------
+
+    def begin(
+        self,
+        batches: Iterable[list[Any]],
+        epoch: int,
+        seed: int,
+        expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None],
+    ) -> bool:
+        """Start a pass over the sampler's batches, each a list of keys.
+
+        Args:
+            expected: Foretells ``(batches, epoch, seed)`` of the pass after this one, or None if they are not known.
+
+        Returns:
+            False if batches had been opened ahead for this pass and were not the right ones; they are dropped.
+        """
+        self.cancel(self._open)
+        ahead, self._ahead = self._ahead, deque()
+        self._batches = iter(batches)
+        self._drawn = deque()
+        self._expected = expected
+        self._exhausted = self._foretold = self._dry = False
+        right = all((item.epoch, item.seed) == (epoch, seed) for item in ahead)
+        if right:
+            self._drawn.extend(itertools.islice(self._batches, len(ahead)))
+            right = [item.keys for item in ahead] == list(self._drawn)
+        if ahead and right:
+            self._pass = ahead[0].pass_index, epoch, seed
+            self._open = ahead
+            self._drawn.clear()
+        else:
+            self.cancel(ahead)
+            self._recent.clear()
+            self._open_pass(epoch, seed)
+        return right
+
+    def cancel(self, batches: deque[InFlight]) -> None:
+        """Abandon batches: what has not begun never will, what runs ends unseen."""
+        for item in batches:
+            self._ledger.cancel(item.record)
+        self._cancelled.extend(batches)
+        batches.clear()
+        self._sweep()
+
+    def cancel_all(self) -> None:
+        """Abandon everything in flight."""
+        self.cancel(self._open)
+        self.cancel(self._ahead)
+
+    def _open_pass(self, epoch: int, seed: int) -> None:
+        while True:
+            used = {
+                item.pass_index
+                for item in (*self._open, *self._ahead, *self._delivered, *self._cancelled)
+            }
+            free = next((index for index in range(NUM_PASSES) if index not in used), None)
+            if free is not None:
+                break
+            # So many abandoned passes still run that the ledger cannot tell another one from them.
+            self._sleep(time.monotonic() + _LIVENESS_S)
+            self._sweep()
+        self._ledger.open_pass(free)
+        self._pass = free, epoch, seed
+
+    # ---- batches ----------------------------------------------------------------------------
+
+    def next(self) -> InFlight:
+        """Wait for the next batch in this order; ``done`` must be called when it has been read.
+
+        Raises:
+            StopIteration: The pass is over.
+            RuntimeError: A worker died, or torch's ``timeout`` is over.
+        """
+        deadline = time.monotonic() + self._timeout_s if self._timeout_s else None
+        while True:
+            self.refill()
+            seen = self._gate.events
+            found = self._ready()
+            if found is not None:
+                self._open.remove(found)
+                return found
+            if not self._open and self._exhausted:
+                raise StopIteration
+            self._ledger.waiting = True
+            try:
+                if self._dry or self._ledger.unclaimed() or not self._window.grow():
+                    self._sleep(deadline, seen)
+            finally:
+                self._ledger.waiting = False
+            if deadline is not None and time.monotonic() > deadline and self._ready() is None:
+                raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
+
+    def done(self, item: InFlight, batch_bytes: int) -> None:
+        """Say that a batch has been read and its slot leased or released."""
+        self._window.observe(batch_bytes)
+        self._delivered.append(item)
+        self._sweep()
+
+    def _sleep(self, deadline: float | None, seen: int | None = None) -> None:
+        limit = _LIVENESS_S
+        if deadline is not None:
+            limit = min(limit, max(deadline - time.monotonic(), 0.0))
+        self._pool.wait(self._gate.events if seen is None else seen, limit)
+        self._pool.check()
+
+    def _ready(self) -> InFlight | None:
+        # Where membership is free, the oldest batch is waited for: overtaking it would break max_lag.
+        oldest_only = self._order.name != "batch"
+        candidates = itertools.islice(self._open, 1 if oldest_only else None)
+        return next((item for item in candidates if self._ledger.state(item.record) == READY), None)
+
+    def refill(self) -> None:
+        """Open as many batches as the window allows."""
+        while self._window.has_room(self.num_open):
+            keys = self._draw()
+            if keys is None:
+                self._run_dry()
+                return
+            if not self._ledger.has_room(len(keys)):
+                self._check_capacity(len(keys))
+                self._drawn.appendleft(keys)
+                return
+            (self._ahead if self._foretold else self._open).append(self._publish(keys))
+
+    def _run_dry(self) -> None:
+        if not self._dry:
+            self._dry = True
+            if self._one_pass:
+                self._ledger.shut_down(drain=True)
+
+    def _draw(self) -> list[Any] | None:
+        """Keys of the next batch: of this pass, then of the one after it where that is known."""
+        if self._drawn:
+            return self._drawn.popleft()
+        keys = next(self._batches, None)
+        if keys is not None or self._exhausted:
+            return keys
+        self._exhausted = True
+        foretold = self._expected()
+        if foretold is None:
+            return None
+        batches, epoch, seed = foretold
+        self._batches = iter(batches)
+        self._foretold = True
+        self._recent.clear()
+        self._open_pass(epoch, seed)
+        return next(self._batches, None)
+
+    def _publish(self, keys: list[Any]) -> InFlight:
+        slot = self._slots.acquire()
+        plain = all(type(key) is int and -_INT64 <= key < _INT64 for key in keys)
+        keys_slot, offset, nbytes = None, 0, 0
+        if not plain:
+            keys_slot = self._slots.acquire()
+            offset, nbytes = self._keys.put(lambda size: _fitting(keys_slot, size), keys)
+        index, epoch, seed = self._pass
+        record = self._ledger.publish(
+            keys if plain else None,
+            len(keys),
+            (slot.start, slot.start, slot.end),
+            index,
+            epoch,
+            seed,
+            self._order.bound,
+            offset,
+            nbytes,
+            len(keys),
+        )
+        item = InFlight(record, keys, slot, keys_slot, offset, index, epoch, seed)
+        if not self._order.bound:
+            self._recent.append(item)
+            if len(self._recent) > self._order.max_lag:
+                overdue = self._recent.popleft()
+                if not overdue.retired:
+                    self._ledger.bind_late(overdue.record, record)
+        return item
+
+    def _check_capacity(self, count: int) -> None:
+        _, positions = self._ledger.capacity
+        if count > positions:
+            raise ValueError(
+                f"a batch of {count} samples is more than the {positions} that can be in flight: pass the "
+                "size of the largest batch as batch_size, or split it"
+            )
+
+    def _sweep(self) -> None:
+        """Free the records of batches that are delivered, or cancelled, and that nobody works on any more."""
+        for item in self._delivered[:]:
+            if self._order.bound or self._ledger.settled(item.record):
+                self._delivered.remove(item)
+                self._retire(item)
+        # Samples of a cancelled pass may take places in any of its batches, so it ends as a whole.
+        if self._cancelled and all(
+            self._ledger.settled(item.record) and self._ledger.close(item.record)
+            for item in self._cancelled
+        ):
+            for item in self._cancelled:
+                self._discard(item.record, item.slot)
+                self._retire(item)
+            self._cancelled.clear()
+
+    def _retire(self, item: InFlight) -> None:
+        item.retired = True
+        self._ledger.retire(item.record)
+        if item.keys_slot is not None:
+            self._keys.drop(item.keys_offset)
+            self._slots.release(item.keys_slot)
+
+
+def _fitting(slot: Any, nbytes: int) -> int:
+    if slot.start + nbytes > slot.end:
+        raise MemoryError(f"the keys of one batch take {nbytes} bytes, more than a slot holds")
+    return int(slot.start)

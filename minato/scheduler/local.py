@@ -1,0 +1,116 @@
+"""Workers in this process: threads, or the consumer itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch._utils import ExceptionWrapper
+
+from minato._core.wait import Gate
+from minato.scheduler.worker import Worker
+
+__all__ = ["InlinePool", "ThreadPool", "wrapped_in_thread"]
+
+_GRACE_S = 5.0
+"""How long the end of a loader waits for its threads; one that is stuck in user code cannot be ended."""
+
+
+class ThreadPool:
+    """Starts worker threads and ends them.
+
+    Args:
+        make_worker: Called in each thread with its number.
+        stop: Tells the workers to leave.
+        may_leave: Whether they may leave by themselves.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        make_worker: Callable[[int], Worker],
+        ready: Gate,
+        stop: Callable[[], None],
+        may_leave: Callable[[], bool],
+    ) -> None:
+        self._may_leave = may_leave
+        self._make_worker = make_worker
+        self._ready = ready
+        self._stop = stop
+        self.threads = [
+            threading.Thread(target=self._run, args=(number,), name=f"minato-{number}", daemon=True)
+            for number in range(num_workers)
+        ]
+
+    def start(self) -> None:
+        """Start all threads."""
+        for thread in self.threads:
+            thread.start()
+
+    def _run(self, number: int) -> None:
+        consumer = threading.main_thread()
+        self._make_worker(number).loop(consumer.is_alive)
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Sleep until the ready gate has had an event since ``seen``."""
+        self._ready.wait(seen, timeout_s)
+
+    def check(self) -> None:
+        """Raise if a thread is gone."""
+        gone = [thread.name for thread in self.threads if not thread.is_alive()]
+        if gone and not self._may_leave():
+            raise RuntimeError(f"DataLoader worker thread(s) {', '.join(gone)} ended unexpectedly")
+
+    def shut_down(self) -> None:
+        """Ask the threads to leave and wait a while for them."""
+        self._stop()
+        for thread in self.threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(_GRACE_S)
+
+
+class InlinePool:
+    """``num_workers=0``: whoever waits for a batch works on it.
+
+    Args:
+        undisturbed: Context in which the worker works: the consumer must find its generators as it left them.
+    """
+
+    def __init__(
+        self,
+        make_worker: Callable[[int], Worker],
+        undisturbed: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._make_worker = make_worker
+        self._undisturbed = undisturbed
+        self._worker: Worker | None = None
+
+    def start(self) -> None:
+        """Prepare the one worker."""
+        self._worker = self._make_worker(0)
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Work."""
+        assert self._worker is not None
+        with self._undisturbed():
+            self._worker.step()
+
+    def check(self) -> None:
+        """Nobody can die here."""
+
+    def shut_down(self) -> None:
+        """Nobody has to leave."""
+
+
+def wrapped_in_thread(number: int) -> Callable[[BaseException], ExceptionWrapper]:
+    """How exceptions of a worker thread travel: torch's wrapper, so that text and traceback read alike."""
+
+    def wrap(error: BaseException) -> Any:
+        return ExceptionWrapper(
+            (type(error), error, error.__traceback__),
+            where=f"in DataLoader worker thread {number}",
+        )
+
+    return wrap

@@ -1,0 +1,140 @@
+"""Workers in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from multiprocessing import connection
+from typing import Any
+
+import numpy as np
+import numpy.random  # noqa: F401  (numpy imports it at first use: once here, not once per worker)
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils import signal_handling
+from torch.utils.data._utils import worker as torch_worker
+
+from minato._core.wait import Gate
+
+__all__ = ["ProcessPool", "enter_worker_process", "parent_watch", "wrapped_in_process"]
+
+_GRACE_S = 5.0
+"""How long a worker may take to leave by itself at the end, as with torch."""
+
+
+class ProcessPool:
+    """Starts worker processes, notices when one dies, and ends them.
+
+    Args:
+        context: A multiprocessing context; its start method is used.
+        target: Run in each worker as ``target(number, *args)``.
+        stop: Tells the workers to leave.
+        may_leave: Whether worker number i may have left by itself.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        num_workers: int,
+        target: Callable[..., None],
+        args: tuple[Any, ...],
+        ready: Gate,
+        stop: Callable[[], None],
+        may_leave: Callable[[int], bool],
+    ) -> None:
+        self._ready = ready
+        self._stop = stop
+        self._may_leave = may_leave
+        self._owner = os.getpid()
+        self.processes = [
+            context.Process(target=target, args=(number, *args), daemon=True)
+            for number in range(num_workers)
+        ]
+
+    def start(self) -> None:
+        """Start one process after the other; each works as soon as it can."""
+        for process in self.processes:
+            process.start()
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Sleep until the ready gate has had an event since ``seen``."""
+        self._ready.wait(seen, timeout_s)
+
+    def check(self) -> None:
+        """Raise torch's RuntimeError if a worker is gone."""
+        gone = connection.wait([process.sentinel for process in self.processes], timeout=0)
+        if not gone:
+            return
+        dead = []
+        for number, process in enumerate(self.processes):
+            if process.sentinel in gone:
+                process.join()
+                if not (self._may_leave(number) and process.exitcode == 0):
+                    dead.append(process)
+        if not dead:
+            return
+        first = dead[0]
+        how = f"exited unexpectedly with exit code {first.exitcode}"
+        if first.exitcode is not None and first.exitcode < 0:
+            how = f"is killed by signal: {signal.strsignal(-first.exitcode)}"
+        cause = RuntimeError(f"DataLoader worker (pid {first.pid}) {how}.")
+        pids = ", ".join(str(process.pid) for process in dead)
+        raise RuntimeError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly") from cause
+
+    def shut_down(self) -> None:
+        """End all workers: by request, and by signals if they do not follow it."""
+        if os.getpid() != self._owner:
+            return  # a forked child of the user's holds a copy of this pool
+        self._stop()
+        started = [process for process in self.processes if process.pid is not None]
+        waiting = {process.sentinel: process for process in started}
+        for end in (_GRACE_S, _GRACE_S):
+            while waiting:
+                gone = connection.wait(list(waiting), timeout=end)
+                if not gone:
+                    break
+                for sentinel in gone:
+                    waiting.pop(sentinel).join()
+            for process in waiting.values():
+                process.terminate()
+        for process in waiting.values():
+            process.kill()
+            process.join()
+
+
+def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:
+    """Make this process what torch makes of a worker: signal handlers, one thread, seeds, worker info."""
+    signal_handling._set_worker_signal_handlers()
+    torch.multiprocessing._set_thread_name("minato_worker")
+    torch.set_num_threads(1)
+    seed = base_seed + number
+    random.seed(seed)
+    if torch.version.cuda or torch.version.hip:
+        torch.manual_seed(seed)
+    else:
+        # The same without the other devices' generators, whose seeding records a stack trace: 2 ms per worker.
+        torch.default_generator.manual_seed(seed)
+    np.random.seed(torch_worker._generate_state(base_seed, number))
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=number, num_workers=num_workers, seed=seed, dataset=dataset
+    )
+
+
+def parent_watch() -> Callable[[], bool]:
+    """A function that tells whether the process that is now the parent still lives."""
+    parent = os.getppid()
+    return lambda: os.getppid() == parent
+
+
+def wrapped_in_process(number: int) -> Callable[[BaseException], ExceptionWrapper]:
+    """How exceptions of a worker process travel: torch's wrapper with torch's words."""
+
+    def wrap(error: BaseException) -> ExceptionWrapper:
+        return ExceptionWrapper(
+            (type(error), error, error.__traceback__),
+            where=f"in DataLoader worker process {number}",
+        )
+
+    return wrap

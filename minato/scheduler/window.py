@@ -1,0 +1,60 @@
+"""How many batches may be in flight."""
+
+from __future__ import annotations
+
+import warnings
+
+__all__ = ["Window"]
+
+_DEPTH = 2
+"""Batches per worker to start with, as torch's default ``prefetch_factor``."""
+
+
+class Window:
+    """Bounds the batches in flight: by a fixed number if one is asked for, by their bytes otherwise.
+
+    Unless fixed, the window starts at two batches per worker and grows when the consumer waits while every sample in
+    flight is taken: that is when a straggler at the head keeps finished batches back.
+
+    Args:
+        num_workers: Workers that need something to do.
+        fixed: Number of batches, or None.
+        budget_bytes: What the batches in flight may take together.
+    """
+
+    def __init__(self, num_workers: int, fixed: int | None, budget_bytes: int) -> None:
+        self.limit = _DEPTH * max(num_workers, 1) if fixed is None else fixed
+        self.budget_bytes = budget_bytes
+        self._step = max(num_workers, 1)
+        self._fixed = fixed is not None
+        self._batch_bytes = 0.0
+        self._warned = False
+
+    def has_room(self, in_flight: int) -> bool:
+        """Whether another batch may be opened; the first always may."""
+        if in_flight >= self.limit:
+            return False
+        return not in_flight or self._fits(in_flight + 1)
+
+    def grow(self) -> bool:
+        """Allow more batches, because workers have nothing to do while the consumer waits."""
+        if self._fixed or not self._fits(self.limit + 1):
+            return False
+        self.limit += self._step
+        return True
+
+    def observe(self, batch_bytes: int) -> None:
+        """Learn the size of a delivered batch."""
+        if batch_bytes > self.budget_bytes and not self._warned and not self._fixed:
+            self._warned = True
+            warnings.warn(
+                f"one batch takes {batch_bytes} bytes, more than memory_budget_bytes="
+                f"{self.budget_bytes}: batches are loaded one at a time. Raise memory_budget_bytes to at "
+                "least twice the size of a batch.",
+                ResourceWarning,
+                stacklevel=2,
+            )
+        self._batch_bytes = max(float(batch_bytes), 0.9 * self._batch_bytes)
+
+    def _fits(self, batches: int) -> bool:
+        return self._fixed or batches * self._batch_bytes <= self.budget_bytes

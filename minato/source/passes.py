@@ -1,0 +1,69 @@
+"""The order of keys: permutations that are functions of (seed, epoch), and what the next pass will be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler, SequentialSampler
+
+from minato._core.seeding import mix
+
+__all__ = ["SeededSampler", "batches_of", "next_sampler"]
+
+
+class SeededSampler(Sampler[int]):
+    """Shuffles by (seed, epoch) alone, so that the order of any epoch is known at any time.
+
+    Args:
+        data_source: Anything with a length.
+        seed: Any integer.
+
+    Attributes:
+        epoch: The epoch whose permutation ``iter()`` gives; set it with ``set_epoch``.
+    """
+
+    def __init__(self, data_source: Sized, seed: int) -> None:
+        self.data_source = data_source
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation that the next ``iter()`` gives."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator()
+        generator.manual_seed(mix(self.seed, self.epoch, 0) >> 1)
+        yield from torch.randperm(len(self.data_source), generator=generator).tolist()
+
+    def __len__(self) -> int:
+        return len(self.data_source)
+
+
+def batches_of(index_sampler: Any, batched: bool) -> Iterator[list[Any]]:
+    """The keys of each batch; without batching each key is a batch of its own."""
+    for index in index_sampler:
+        yield list(index) if batched else [index]
+
+
+def next_sampler(index_sampler: Any) -> Any | None:
+    """What the index sampler will be in the next epoch, or None if that is not certain to be known.
+
+    Known are sequences, ``SeededSampler`` and ``DistributedSampler`` (whose epoch is expected to be raised by one),
+    alone or in a plain ``BatchSampler``.
+    """
+    if type(index_sampler) is BatchSampler:
+        inner = next_sampler(index_sampler.sampler)
+        if inner is None:
+            return None
+        return BatchSampler(inner, index_sampler.batch_size, index_sampler.drop_last)
+    if type(index_sampler) is SequentialSampler:
+        return index_sampler
+    if type(index_sampler) in (SeededSampler, DistributedSampler):
+        later = copy.copy(index_sampler)
+        later.set_epoch(index_sampler.epoch + 1)
+        return later
+    return None

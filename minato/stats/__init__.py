@@ -1,0 +1,1 @@
+"""What is measured: clocks and histograms, written by every stage, read by reports."""

@@ -1,0 +1,145 @@
+"""What all tests share: options, the header, and the check that a test leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import os
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import psutil
+import pytest
+
+SHARED_MEMORY = Path("/dev/shm")
+LEFTOVER_GRACE_S = 2.0
+"""How long a test's processes and threads may take to end once the test has returned."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("minato")
+    group.addoption(
+        "--no-extensions",
+        action="store_true",
+        help="deselect the tests of the compiled core (parameter 'compiled')",
+    )
+    group.addoption(
+        "--stress-s",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="how long one stress test runs (default: 2)",
+    )
+
+
+def pytest_report_header() -> str:
+    import minato
+
+    kind, reason = minato.implementation()
+    torch_version = importlib.metadata.version("torch")
+    return f"minato: {kind} core ({reason}), torch {torch_version}, {os.cpu_count()} CPUs"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    stress_s = config.getoption("--stress-s")
+    for item in items:
+        if item.get_closest_marker("stress") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(3 * stress_s + 60))
+    if config.getoption("--no-extensions"):
+        compiled = [item for item in items if _is_compiled(item)]
+        config.hook.pytest_deselected(items=compiled)
+        items[:] = [item for item in items if not _is_compiled(item)]
+
+
+def _is_compiled(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and "compiled" in callspec.id.split("-")
+
+
+@pytest.fixture
+def stress_s(request: pytest.FixtureRequest) -> float:
+    """How long a stress test is to run, in seconds (``--stress-s``)."""
+    return float(request.config.getoption("--stress-s"))
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a child process, a thread or an entry of ``/dev/shm`` behind.
+
+    A test that failed already is not blamed twice: its traceback keeps its objects alive.
+    """
+    failed_before = request.session.testsfailed
+    processes, threads, entries = _processes(), set(threading.enumerate()), _shared_memory()
+    yield
+    if request.session.testsfailed > failed_before:
+        return
+    deadline = time.monotonic() + LEFTOVER_GRACE_S
+    while leftovers := [
+        *(f"process {pid}: {_describe(pid)}" for pid in _processes() - processes),
+        *(f"thread {thread.name}" for thread in set(threading.enumerate()) - threads),
+        *(f"/dev/shm/{name}" for name in _shared_memory() - entries if _is_ours(name)),
+    ]:
+        if time.monotonic() > deadline:
+            pytest.fail("left behind:\n  " + "\n  ".join(leftovers), pytrace=False)
+        gc.collect()
+        time.sleep(0.02)
+
+
+def _processes() -> set[int]:
+    """Descendants of this process, without the helpers that multiprocessing keeps for itself."""
+    helpers = {
+        getattr(resource_tracker._resource_tracker, "_pid", None),
+        getattr(forkserver._forkserver, "_forkserver_pid", None),
+    }
+    found: set[int] = set()
+    parents = [os.getpid()]
+    while parents:
+        children = _children(parents.pop())
+        found.update(children)
+        parents += children
+    return found - helpers
+
+
+def _children(pid: int) -> list[int]:
+    # Where the kernel tells, this is far cheaper than psutil, which reads every process there is.
+    if Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        try:
+            lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        except OSError:
+            return []  # it ended meanwhile
+        return [int(child) for line in lists for child in line.split()]
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _describe(pid: int) -> str:
+    try:
+        process = psutil.Process(pid)
+        return f"{process.status()} {' '.join(process.cmdline())[:200]}"
+    except psutil.ZombieProcess:
+        return "ended, but nobody waited for it"
+    except psutil.NoSuchProcess:
+        return "ended meanwhile"
+
+
+def _shared_memory() -> set[str]:
+    return set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
+
+
+def _is_ours(name: str) -> bool:
+    """Tell whether an entry of ``/dev/shm`` exists and is mapped by no process but ours."""
+    path = str(SHARED_MEMORY / name)
+    ours = {os.getpid(), *_processes()}
+    for process in psutil.process_iter():
+        if process.pid not in ours:
+            try:
+                if any(mapping.path == path for mapping in process.memory_maps()):
+                    return False
+            except (psutil.Error, OSError):
+                continue  # it ended meanwhile, or is not ours to look at
+    return Path(path).exists()

@@ -1,0 +1,551 @@
+"""Copies: of whole arrays, and of samples to their places. Every test runs on both twins."""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+N = 3
+GUARD = 0xA5
+GUARD_BYTES = 64
+
+
+def load(half: str) -> ModuleType:
+    return importlib.import_module(f"minato._core._copy_{half}")
+
+
+@pytest.fixture(params=["pure", "compiled"])
+def copy(request: pytest.FixtureRequest) -> ModuleType:
+    return load("py" if request.param == "pure" else "c")
+
+
+# ---------------------------------------------------------------------------------- whole arrays
+
+
+def strided(
+    shape: tuple[int, ...], dtype: str, order: list[int], steps: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """A large array of random bytes, and a view of it of the given shape, permuted and stepped."""
+    extents = [shape[axis] * abs(steps[axis]) for axis in order]
+    itemsize = np.dtype(dtype).itemsize
+    whole = np.random.default_rng(1).integers(0, 256, (*extents, itemsize), np.uint8)
+    items = whole.view(dtype)[..., 0]
+    view = items[(..., *(slice(None, None, steps[axis]) for axis in order))]
+    return whole, view.transpose(np.argsort(order).tolist())
+
+
+def noise(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """An array of random bytes."""
+    itemsize = np.dtype(dtype).itemsize
+    return (
+        np.random.default_rng(0).integers(0, 256, (*shape, itemsize), np.uint8).view(dtype)[..., 0]
+    )
+
+
+@st.composite
+def strided_arrays(draw: st.DrawFn) -> list[tuple[np.ndarray, np.ndarray]]:
+    """A source and a destination of the same shape and dtype, each with the memory it views."""
+    dtype = draw(st.sampled_from(["u1", "f2", "f4", "i8", "c16", "S3", "V12", "S40"]))
+    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 1, 2, 3, 5, 18]), max_size=4)))
+    step = st.sampled_from([1, 1, 1, 2, 3, -1, -2])
+    return [
+        strided(
+            shape,
+            dtype,
+            list(draw(st.permutations(range(len(shape))))),
+            draw(st.lists(step, min_size=len(shape), max_size=len(shape))),
+        )
+        for _ in range(2)
+    ]
+
+
+@given(arrays=strided_arrays())
+def test_copy_array_equals_numpy(arrays: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    (_, src), (whole, dst) = arrays
+    before = whole.copy()
+    np.copyto(dst, src)
+    expected = whole.tobytes()
+    for half in ("py", "c"):
+        whole[...] = before
+        load(half).copy_array(dst, src)
+        assert whole.tobytes() == expected
+
+
+@pytest.mark.parametrize("dtype", ["u1", "f2", "f4", "f8", "c16", "S3", "S6", "S12", "S64", "S80"])
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((224, 225, 3), (2, 0, 1)),
+        ((3, 224, 225), (1, 2, 0)),
+        ((256, 128), (1, 0)),
+        ((131, 257), (1, 0)),
+        ((2, 66, 5, 67), (3, 2, 1, 0)),
+        ((4, 33, 3, 65), (0, 3, 1, 2)),
+    ],
+)
+def test_copy_array_in_tiles(copy: ModuleType, dtype: str, shape: Any, order: Any) -> None:
+    src = noise(shape, dtype).transpose(order)
+    dst = np.zeros(src.shape, dtype)
+    copy.copy_array(dst, src)
+    assert dst.tobytes() == src.tobytes()
+    back = np.zeros(shape, dtype).transpose(order)
+    copy.copy_array(back, dst)
+    assert back.tobytes() == src.tobytes()
+
+
+def test_copy_array_of_broadcast_and_unaligned(copy: ModuleType) -> None:
+    src = np.broadcast_to(np.arange(5, dtype=np.int32), (7, 5))
+    dst = np.zeros(4 * 35 + 1, np.uint8)[1:].view(np.int32).reshape(7, 5)
+    copy.copy_array(dst, src)
+    assert np.array_equal(dst, src)
+
+
+@pytest.mark.parametrize(
+    ("dst", "src", "error", "message"),
+    [
+        (np.zeros(3), np.zeros(4), ValueError, r"float64 of shape \(4,\) to float64 of shape \(3,"),
+        (np.zeros(3, "f4"), np.zeros(3), ValueError, "float64 .* to float32"),
+        (np.zeros(3, ">f4"), np.zeros(3, "<f4"), ValueError, "float32 .* to >f4"),
+        (np.zeros((1, 3)), np.zeros(3), ValueError, r"\(3,\) to float64 of shape \(1, 3\)"),
+        (np.zeros(2, object), np.zeros(2, object), ValueError, "references"),
+        (np.broadcast_to(0.0, 3), np.zeros(3), ValueError, "read-only"),
+        (np.zeros(3), [0.0] * 3, TypeError, "not list"),
+        (bytearray(3), np.zeros(3, "u1"), TypeError, "not bytearray"),
+    ],
+)
+def test_copy_array_refuses(
+    copy: ModuleType, dst: Any, src: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        copy.copy_array(dst, src)
+
+
+def test_large_copies_release_the_gil() -> None:
+    compiled = load("c")
+    src, dst = np.ones(1 << 26, np.uint8), np.zeros(1 << 26, np.uint8)
+    stop, ticks = threading.Event(), collections.deque[int](maxlen=1 << 20)
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(time.perf_counter_ns())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        for _ in range(50):
+            start = time.perf_counter_ns()
+            compiled.copy_array(dst, src)
+            end = time.perf_counter_ns()
+            margin = (end - start) // 4
+            if any(start + margin < at < end - margin for at in list(ticks)):
+                return
+    finally:
+        stop.set()
+        thread.join()
+    pytest.fail("no other thread ran during 50 copies of 64 MiB")
+
+
+# ---------------------------------------------------------------------------------------- samples
+
+
+class Region:
+    """Fields of ``N`` samples between guards, and a check of who wrote where."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = np.full(nbytes + 2 * GUARD_BYTES, GUARD, np.uint8)
+        self.bytes = self._memory[GUARD_BYTES:-GUARD_BYTES]
+        self.address = self.bytes.ctypes.data
+
+    def written(self) -> list[int]:
+        changed = np.flatnonzero(self._memory != GUARD) - GUARD_BYTES
+        return list(map(int, changed))
+
+    def field(self, offset: int, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+        count = int(np.prod(shape))
+        return np.frombuffer(self.bytes, dtype, N * count, offset).reshape(N, *shape)
+
+
+class Point(collections.namedtuple("Point", ["x", "y"])):
+    __slots__ = ()
+
+
+class SubTensor(torch.Tensor):
+    pass
+
+
+class SubFloat(float):
+    pass
+
+
+def quietly(make: Callable[[], Any]) -> Any:
+    """Make one of the tensors of which torch warns that they are new, or old."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
+
+
+IMAGE = np.arange(2 * 5 * 3, dtype=np.float32).reshape(5, 2, 3)
+HALF = torch.arange(12, dtype=torch.float32).to(torch.bfloat16).reshape(3, 4)
+COMPLEX = torch.tensor([1 + 2j, 3 - 4j])
+
+# spec, sample, the item that must stand in the field at offset 64, the texts
+FITS: dict[str, tuple[Any, Any, Any, Any]] = {
+    "tensor": (("tensor", "float32", (5, 2, 3), 64), torch.from_numpy(IMAGE), IMAGE, ()),
+    "0-dim tensor": (("tensor", "int64", (), 64), torch.tensor(-5), np.int64(-5), ()),
+    "bool tensor": (
+        ("tensor", "bool", (2,), 64), torch.tensor([True, False]), np.array([True, False]), (),
+    ),
+    "permuted tensor": (
+        ("tensor", "float32", (3, 5, 2), 64),
+        torch.from_numpy(IMAGE).permute(2, 0, 1), IMAGE.transpose(2, 0, 1), (),
+    ),
+    "stepped tensor": (
+        ("tensor", "float32", (3, 2, 2), 64), torch.from_numpy(IMAGE)[::2, :, 1:],
+        IMAGE[::2, :, 1:], (),
+    ),
+    "expanded tensor": (
+        ("tensor", "int32", (4, 3), 64), torch.arange(3, dtype=torch.int32).expand(4, 3),
+        np.tile(np.arange(3, dtype=np.int32), (4, 1)), (),
+    ),
+    "bfloat16 tensor": (
+        ("tensor", "bfloat16", (4, 3), 64), HALF.t(), HALF.t().contiguous().view(torch.int16), (),
+    ),
+    "float8 tensor": (
+        ("tensor", "float8_e5m2", (3, 4), 64), HALF.to(torch.float8_e5m2),
+        HALF.to(torch.float8_e5m2).view(torch.uint8), (),
+    ),
+    "uint16 tensor": (
+        ("tensor", "uint16", (2,), 64), torch.tensor([1, 65535], dtype=torch.uint16),
+        np.array([1, 65535], np.uint16), (),
+    ),
+    "complex tensor": (("tensor", "complex64", (2,), 64), COMPLEX, COMPLEX, ()),
+    "resolved conjugate": (
+        ("tensor", "complex64", (2,), 64), COMPLEX.conj().resolve_conj(),
+        np.array([1 - 2j, 3 + 4j], np.complex64), (),
+    ),
+    "inference tensor": (
+        ("tensor", "float32", (2,), 64), torch.inference_mode()(torch.ones)(2),
+        np.ones(2, "f4"), (),
+    ),
+    "empty tensor": (
+        ("tensor", "float32", (0, 3), 64), torch.zeros(0, 3), np.zeros((0, 3), "f4"), (),
+    ),
+    "array": (("array", "<f4", (5, 2, 3), 64), IMAGE, IMAGE, ()),
+    "0-dim array": (("array", "<f8", (), 64), np.array(2.5), np.array(2.5), ()),
+    "transposed array": (("array", "<f4", (3, 2, 5), 64), IMAGE.T, IMAGE.T, ()),
+    "stepped array": (("array", "<f4", (3, 2, 3), 64), IMAGE[::2], IMAGE[::2], ()),
+    "read-only array": (
+        ("array", "<i4", (2, 3), 64), np.broadcast_to(np.int32(7), (2, 3)),
+        np.full((2, 3), 7, np.int32), (),
+    ),
+    "unaligned array": (
+        ("array", "<f4", (2,), 64), np.arange(9, dtype=np.uint8)[1:].view("<f4"),
+        np.arange(9, dtype=np.uint8)[1:].view("<f4").copy(), (),
+    ),
+    "empty array": (("array", "|u1", (0,), 64), np.zeros(0, "u1"), np.zeros(0, "u1"), ()),
+    "float32 scalar": (("scalar", "<f4", 64), np.float32(0.1), np.float32(0.1), ()),
+    "float64 scalar": (("scalar", "<f8", 64), np.float64(0.1), np.float64(0.1), ()),
+    "bool scalar": (("scalar", "|b1", 64), np.True_, np.True_, ()),
+    "uint8 scalar": (("scalar", "|u1", 64), np.uint8(200), np.uint8(200), ()),
+    "complex128 scalar": (("scalar", "<c16", 64), np.complex128(1 - 2j), np.complex128(1 - 2j), ()),
+    "float": (("float", 64), 0.1, np.float64(0.1), ()),
+    "nan": (("float", 64), float("nan"), np.float64("nan"), ()),
+    "least int": (("int", 64), -(1 << 63), np.int64(-(1 << 63)), ()),
+    "largest int": (("int", 64), (1 << 63) - 1, np.int64((1 << 63) - 1), ()),
+    "bool": (("bool", 64), True, np.True_, ()),
+    "text": (("text", str), "a", None, ["a"]),
+    "bytes": (("text", bytes), b"", None, [b""]),
+    "list": (("list", list, (("text", str), ("int", 64))), ["a", 1], np.int64(1), ["a"]),
+    "tuple": (("tuple", tuple, (("int", 64), ("text", str))), (1, "b"), np.int64(1), ["b"]),
+    "namedtuple": (
+        ("namedtuple", Point, (("int", 64), ("text", str))), Point(1, "b"), np.int64(1), ["b"],
+    ),
+    "dict": (
+        ("dict", ("a", 2, None), (("int", 64), ("text", str), ("text", bytes))),
+        {None: b"", 2: "b", "a": 1}, np.int64(1), ["b", b""],
+    ),
+    "empty containers": (
+        ("tuple", tuple, (("list", list, ()), ("dict", (), ()), ("int", 64))), ([], {}, 3),
+        np.int64(3), (),
+    ),
+    "nested": (
+        ("list", list, (("dict", ("x",), (("tuple", tuple, (("text", str), ("bool", 64))),)),)),
+        [{"x": ("t", False)}], np.False_, ["t"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FITS)
+@pytest.mark.parametrize("k", [0, N - 1])
+def test_pack_writes_its_place_only(copy: ModuleType, case: str, k: int) -> None:
+    spec, sample, item, texts = FITS[case]
+    item = b"" if item is None else np.asarray(item).tobytes()
+    region = Region(64 + N * len(item))
+    assert copy.Packer(spec, N).pack(sample, region.address, k) == texts
+    place = 64 + k * len(item)
+    assert region.bytes[place : place + len(item)].tobytes() == item
+    assert set(region.written()) <= set(range(place, place + len(item)))
+
+
+class Hostile:
+    """A key that is as good as ``"a"``, until it is compared."""
+
+    def __hash__(self) -> int:
+        return hash("a")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("compared")
+
+
+FLOATS = ("tensor", "float32", (3,), 0)
+FLOAT_ARRAY = ("array", "<f4", (3,), 0)
+PAIR = ("tuple", tuple, (("int", 0), ("text", str)))
+NAMED = ("namedtuple", Point, (("int", 0), ("text", str)))
+LIST = ("list", list, (("int", 0),))
+DICT = ("dict", ("a", "b"), (("int", 0), ("text", str)))
+
+MISFITS: dict[str, tuple[Any, Any]] = {
+    "tensor: other dtype": (FLOATS, torch.zeros(3, dtype=torch.float64)),
+    "tensor: other dtype of equal size": (FLOATS, torch.zeros(3, dtype=torch.int32)),
+    "tensor: uint1 for uint8": (
+        ("tensor", "uint8", (3,), 0), torch.zeros(3, dtype=torch.uint8).view(torch.uint1),
+    ),
+    "tensor: longer": (FLOATS, torch.zeros(4)),
+    "tensor: another axis": (FLOATS, torch.zeros(3, 1)),
+    "tensor: 0-dim": (FLOATS, torch.tensor(1.0)),
+    "tensor: empty one differs": (("tensor", "float32", (0, 3), 0), torch.zeros(0, 2)),
+    "tensor: array": (FLOATS, np.zeros(3, np.float32)),
+    "tensor: list": (FLOATS, [0.0, 0.0, 0.0]),
+    "tensor: None": (FLOATS, None),
+    "tensor: subclass": (FLOATS, torch.zeros(3).as_subclass(SubTensor)),
+    "tensor: parameter": (FLOATS, torch.nn.Parameter(torch.zeros(3), requires_grad=False)),
+    "tensor: requires grad": (FLOATS, torch.zeros(3, requires_grad=True)),
+    "tensor: meta": (FLOATS, torch.zeros(3, device="meta")),
+    "tensor: sparse": (FLOATS, torch.ones(3).to_sparse()),
+    "tensor: csr": (
+        ("tensor", "float32", (3, 3), 0), quietly(lambda: torch.ones(3, 3).to_sparse_csr()),
+    ),
+    "tensor: mkldnn": (FLOATS, torch.ones(3).to_mkldnn()),
+    "tensor: quantised": (
+        ("tensor", "uint8", (3,), 0),
+        quietly(lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)),
+    ),
+    "tensor: nested": (FLOATS, quietly(lambda: torch.nested.nested_tensor([torch.ones(3)]))),
+    "tensor: zero tensor": (FLOATS, torch._efficientzerotensor(3)),
+    "tensor: conjugated": (("tensor", "complex64", (2,), 0), COMPLEX.conj()),
+    "tensor: negated": (("tensor", "float32", (2,), 0), COMPLEX.conj().imag),
+    "array: other dtype": (FLOAT_ARRAY, np.zeros(3, np.int32)),
+    "array: other byte order": (FLOAT_ARRAY, np.zeros(3, ">f4")),
+    "array: alias that torch refuses": (("array", "<u8", (3,), 0), np.zeros(3, np.ulonglong)),
+    "array: longer": (FLOAT_ARRAY, np.zeros(4, np.float32)),
+    "array: another axis": (FLOAT_ARRAY, np.zeros((1, 3), np.float32)),
+    "array: negative stride": (FLOAT_ARRAY, np.zeros(3, np.float32)[::-1]),
+    "array: negative stride of one": (
+        ("array", "<f4", (1,), 0), np.zeros(3, np.float32)[::-1][:1],
+    ),
+    "array: stride between elements": (
+        FLOAT_ARRAY, np.zeros(3, dtype=[("a", "u1"), ("b", "<f4")])["b"],
+    ),
+    "array: memmap": (FLOAT_ARRAY, np.zeros(3, np.float32).view(np.memmap)),
+    "array: masked": (FLOAT_ARRAY, np.ma.masked_array(np.zeros(3, np.float32))),
+    "array: tensor": (FLOAT_ARRAY, torch.zeros(3)),
+    "array: scalar": (("array", "<f4", (), 0), np.float32(1)),
+    "scalar: other dtype": (("scalar", "<f4", 0), np.float64(1)),
+    "scalar: float": (("scalar", "<f8", 0), 1.0),
+    "scalar: alias": (("scalar", "<i8", 0), np.longlong(1)),
+    "scalar: array": (("scalar", "<f4", 0), np.array(1, np.float32)),
+    "float: int": (("float", 0), 1),
+    "float: numpy": (("float", 0), np.float64(1)),
+    "float: subclass": (("float", 0), SubFloat(1)),
+    "int: bool": (("int", 0), True),
+    "int: float": (("int", 0), 1.0),
+    "int: numpy": (("int", 0), np.int64(1)),
+    "int: too large": (("int", 0), 1 << 63),
+    "int: too small": (("int", 0), -(1 << 63) - 1),
+    "bool: int": (("bool", 0), 1),
+    "bool: numpy": (("bool", 0), np.True_),
+    "text: bytes": (("text", str), b"a"),
+    "text: numpy": (("text", str), np.str_("a")),
+    "bytes: str": (("text", bytes), "a"),
+    "list: longer": (LIST, [1, 2]),
+    "list: empty": (LIST, []),
+    "list: tuple": (LIST, (1,)),
+    "list: wrong member": (LIST, ["a"]),
+    "tuple: shorter": (PAIR, (1,)),
+    "tuple: longer": (PAIR, (1, "a", 2)),
+    "tuple: list": (PAIR, [1, "a"]),
+    "tuple: namedtuple": (PAIR, Point(1, "a")),
+    "tuple: wrong last member": (PAIR, (1, 2)),
+    "namedtuple: tuple": (NAMED, (1, "a")),
+    "namedtuple: another": (NAMED, collections.namedtuple("Point", ["x", "y"])(1, "a")),
+    "dict: missing key": (DICT, {"a": 1}),
+    "dict: extra key": (DICT, {"a": 1, "b": "b", "c": 3}),
+    "dict: other key": (DICT, {"a": 1, "c": "b"}),
+    "dict: subclass": (DICT, collections.OrderedDict(a=1, b="b")),
+    "dict: pairs": (DICT, [("a", 1), ("b", "b")]),
+    "dict: key that cannot be compared": (DICT, {Hostile(): 1, "b": "b"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_pack_refuses_what_does_not_fit(copy: ModuleType, case: str) -> None:
+    spec, sample = MISFITS[case]
+    region = Region(N * 64)
+    assert copy.Packer(spec, N).pack(sample, region.address, 1) is None
+    own = range(8, 16)  # only ints in containers were met before what did not fit
+    assert set(region.written()) <= set(own)
+
+
+def test_fields_stand_side_by_side(copy: ModuleType) -> None:
+    spec = (
+        "dict",
+        ("x", "y", "z"),
+        (("tensor", "float32", (2,), 0), ("int", 64), ("list", list, (("bool", 128),))),
+    )
+    region = Region(192)
+    packer = copy.Packer(spec, N)
+    for k in range(N):
+        sample = {"x": torch.full((2,), float(k)), "y": -k, "z": [k == 1]}
+        assert packer.pack(sample, region.address, k) == ()
+    assert region.field(0, "<f4", (2,)).tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert region.field(64, "<i8", ()).tolist() == [0, -1, -2]
+    assert region.field(128, "?", ()).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_strided_samples(copy: ModuleType, large: bool) -> None:
+    """Both sides of the size from which the GIL is released, tensors and arrays alike."""
+    height, width = (160, 130) if large else (4, 5)
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    shape = (3, height, width)
+    nbytes = 3 * height * width
+    for tag, dtype, image in (
+        ("tensor", "uint8", torch.from_numpy(pixels).permute(2, 0, 1)),
+        ("array", "|u1", pixels.transpose(2, 0, 1)),
+    ):
+        region = Region(N * nbytes)
+        assert copy.Packer((tag, dtype, shape, 0), N).pack(image, region.address, 1) == ()
+        assert np.array_equal(region.field(0, np.uint8, shape)[1], pixels.transpose(2, 0, 1))
+        assert set(region.written()) <= set(range(nbytes, 2 * nbytes))
+
+
+@pytest.mark.parametrize("k", [-1, N, 1 << 40])
+def test_pack_refuses_places_outside(copy: ModuleType, k: int) -> None:
+    region = Region(64)
+    with pytest.raises(IndexError, match=f"sample {k} in a batch of {N}"):
+        copy.Packer(("int", 0), N).pack(1, region.address, k)
+    assert region.written() == []
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ("complex", 0),
+        ("int",),
+        ("text", int),
+        ("list", tuple, ()),
+        ("tuple", list, ()),
+        ("dict", ("a",), ()),
+        ("dict", ["a"], (("int", 0),)),
+        ("list", list, (("list", list, (("object", 0),)),)),
+    ],
+    ids=repr,
+)
+def test_packer_refuses_what_is_no_spec(copy: ModuleType, spec: Any) -> None:
+    with pytest.raises(ValueError, match="not a node of a spec"):
+        copy.Packer(spec, N)
+
+
+def test_interrupts_pass(copy: ModuleType) -> None:
+    class Interrupting(Hostile):
+        __hash__ = Hostile.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copy.Packer(DICT, N).pack({Interrupting(): 1, "b": "b"}, Region(64).address, 0)
+
+
+def test_pack_keeps_no_references(copy: ModuleType) -> None:
+    array, tensor, text = np.zeros(3, "f4"), torch.zeros(3), "".join(["un", "shared"])
+    sample = [array, tensor, text]
+    packer = copy.Packer(
+        ("list", list, (FLOAT_ARRAY, ("tensor", "float32", (3,), 64), ("text", str))), N
+    )
+    region = Region(128)
+    counts = [sys.getrefcount(x) for x in (sample, array, tensor, text, list)]
+    for misfit in (None, [array], [array, tensor, 1], [array, tensor.int(), text]):
+        for _ in range(100):
+            assert packer.pack(sample, region.address, 1) == [text]
+            assert packer.pack(misfit, region.address, 1) is None
+    del misfit
+    assert [sys.getrefcount(x) for x in (sample, array, tensor, text, list)] == counts
+
+
+def test_pack_leaves_tensors_resizable(copy: ModuleType) -> None:
+    tensor = torch.zeros(3)
+    copy.Packer(FLOATS, N).pack(tensor, Region(64).address, 0)
+    assert tensor.resize_(5).shape == (5,)
+
+
+# ------------------------------------------------------------------------------------- both twins
+
+SPECS = sorted(
+    {repr(spec): spec for spec, *_ in (*FITS.values(), *MISFITS.values())}.items(),
+    key=lambda item: item[0],
+)
+SAMPLES = [case[1] for case in (*FITS.values(), *MISFITS.values())]
+
+
+@given(spec=st.sampled_from([spec for _, spec in SPECS]), sample=st.sampled_from(SAMPLES))
+def test_twins_agree(spec: Any, sample: Any) -> None:
+    results = []
+    for half in ("py", "c"):
+        region = Region(1024)
+        results.append((load(half).Packer(spec, N).pack(sample, region.address, 1), region))
+    (pure, one), (compiled, other) = results
+    assert pure == compiled
+    assert type(pure) is type(compiled)
+    if pure is not None:
+        assert one.bytes.tobytes() == other.bytes.tobytes()
+
+
+OLDER_TORCH = """
+import sys, torch
+del torch.Tensor.__dlpack_c_exchange_api__
+import pytest
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--no-header", sys.argv[1],
+                      "-k", "compiled and (place or refuses or strided)"]))
+"""
+
+
+def test_compiled_twin_on_older_torch() -> None:
+    """Where torch has no exchange functions of DLPack, tensors are described in Python."""
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch is one of those, and all other tests have shown it")
+    done = subprocess.run(
+        [sys.executable, "-c", OLDER_TORCH, __file__],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import array
+import importlib
+import math
+import mmap
+import multiprocessing
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+TOP = 2**48 - 1
+
+
+def form(suffix: str) -> ModuleType:
+    return importlib.import_module(f"minato._core._histogram_{suffix}")
+
+
+@pytest.fixture(scope="module", params=["pure", "compiled"])
+def twin(request: pytest.FixtureRequest) -> ModuleType:
+    """The module under test, once in each form."""
+    return form("py" if request.param == "pure" else "c")
+
+
+@pytest.fixture(scope="module", params=["pure-compiled"])
+def twins() -> tuple[ModuleType, ModuleType]:
+    """Both forms of the module under test, pure first, to be compared."""
+    return form("py"), form("c")
+
+
+durations = st.lists(
+    st.one_of(st.integers(0, 100), st.integers(0, 2**36), st.integers(2**47, 2**70)), max_size=200
+)
+shares = st.one_of(st.sampled_from([0.0, 0.5, 0.75, 0.9, 0.99, 1.0]), st.floats(0, 1))
+
+
+def exact(values: list[int], q: float) -> int:
+    """The smallest value with at least the share ``q`` of all values up to it."""
+    return sorted(min(value, TOP) for value in values)[max(math.ceil(q * len(values)), 1) - 1]
+
+
+def recorded(twin: ModuleType, values: list[int]) -> Any:
+    histogram = twin.Histogram()
+    for value in values:
+        histogram.record(value)
+    return histogram
+
+
+def summary(histogram: Any) -> tuple[Any, ...]:
+    points = [histogram.percentile(q) for q in (0, 0.1, 0.5, 0.75, 0.9, 0.99, 1)]
+    return (histogram.count, histogram.total, histogram.max, histogram.mean, *points)
+
+
+@given(values=durations.filter(len), q=shares)
+def test_percentiles_are_within_one_part_in_32(
+    twin: ModuleType, values: list[int], q: float
+) -> None:
+    expected = exact(values, q)
+    assert abs(recorded(twin, values).percentile(q) - expected) <= expected / 32
+
+
+def test_percentiles_agree_with_numpy_on_many_values(twin: ModuleType) -> None:
+    values = np.random.default_rng(3).lognormal(16, 1.5, 5000).astype(np.int64)
+    histogram = recorded(twin, values.tolist())
+    for q in (0.01, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999):
+        expected = np.quantile(values, q, method="inverted_cdf")
+        assert histogram.percentile(q) == pytest.approx(expected, rel=1 / 32)
+
+
+@given(exponent=st.integers(5, 47), offset=st.integers(0, 2**47))
+def test_the_worst_value_of_a_bucket_is_within_one_part_in_32(
+    twin: ModuleType, exponent: int, offset: int
+) -> None:
+    value = 2**exponent + offset % 2**exponent
+    histogram = recorded(twin, [value, TOP])
+    assert abs(histogram.percentile(0) - value) <= value / 32
+
+
+@given(values=durations)
+def test_count_total_max_and_mean_are_exact(twin: ModuleType, values: list[int]) -> None:
+    histogram = recorded(twin, values)
+    kept = [min(value, TOP) for value in values]
+    assert histogram.count == len(values)
+    assert histogram.total == sum(kept)
+    assert histogram.max == max(kept, default=0)
+    assert histogram.mean == (sum(kept) / len(kept) if kept else 0.0)
+    assert histogram.percentile(1) == histogram.max
+
+
+@given(values=st.lists(st.integers(0, 31), min_size=1), q=shares)
+def test_small_values_are_exact(twin: ModuleType, values: list[int], q: float) -> None:
+    assert recorded(twin, values).percentile(q) == exact(values, q)
+
+
+def test_an_empty_histogram_answers_zero(twin: ModuleType) -> None:
+    assert set(summary(twin.Histogram())) == {0}
+
+
+@given(first=durations, second=durations)
+def test_merging_is_recording_both(twin: ModuleType, first: list[int], second: list[int]) -> None:
+    merged = recorded(twin, first)
+    merged.merge(recorded(twin, second))
+    assert summary(merged) == summary(recorded(twin, first + second))
+
+
+@given(older=durations, newer=durations)
+def test_subtracting_leaves_the_window(
+    twin: ModuleType, older: list[int], newer: list[int]
+) -> None:
+    histogram = recorded(twin, older)
+    before = histogram.snapshot()
+    for value in newer:
+        histogram.record(value)
+    window, expected = histogram.subtract(before), recorded(twin, newer)
+    assert (window.count, window.total) == (expected.count, expected.total)
+    assert abs(window.max - expected.max) <= expected.max / 32
+    for q in (0.1, 0.5, 0.9):
+        expected_ns = exact(newer, q) if newer else 0
+        assert abs(window.percentile(q) - expected_ns) <= expected_ns / 32
+    assert histogram.count == len(older) + len(newer)
+    assert before.count == len(older)
+
+
+def test_a_histogram_cleared_since_the_snapshot_is_all_window(twin: ModuleType) -> None:
+    histogram = recorded(twin, [5, 5, 9])
+    before = histogram.snapshot()
+    histogram.clear()
+    assert summary(histogram) == summary(twin.Histogram())
+    histogram.record(700)
+    assert summary(histogram.subtract(before)) == summary(recorded(twin, [700]))
+    histogram.record(5)
+    histogram.record(5)
+    assert histogram.subtract(before).count == 3
+
+
+@given(values=durations)
+def test_twins_write_the_same_bytes(
+    twins: tuple[ModuleType, ModuleType], values: list[int]
+) -> None:
+    pure, compiled = twins
+    assert pure.NBYTES == compiled.NBYTES
+    memories = [bytearray(pure.NBYTES), bytearray(pure.NBYTES)]
+    for twin, memory in zip(twins, memories, strict=True):
+        histogram = twin.Histogram(memory)
+        for value in values:
+            histogram.record(value)
+        histogram.merge(histogram.snapshot())
+    assert memories[0] == memories[1]
+
+
+@given(values=durations, older=durations, q=shares)
+def test_twins_read_the_same_answers(
+    twins: tuple[ModuleType, ModuleType], values: list[int], older: list[int], q: float
+) -> None:
+    answers = []
+    for twin in twins:
+        histogram = recorded(twin, older)
+        before = histogram.snapshot()
+        histogram.merge(recorded(twin, values))
+        window = histogram.subtract(before)
+        answers.append((summary(histogram), summary(window), window.percentile(q)))
+    assert answers[0] == answers[1]
+
+
+def _record_into(module: str, memory: mmap.mmap, values: list[int]) -> None:
+    twin = __import__(module, fromlist=["Histogram"])
+    histogram = twin.Histogram(memory)
+    for value in values:
+        histogram.record(value)
+
+
+def test_another_process_records_into_shared_memory(twin: ModuleType) -> None:
+    values = [3, 1000, 250_000]
+    with mmap.mmap(-1, twin.NBYTES) as memory:
+        reader = twin.Histogram(memory)
+        worker = multiprocessing.get_context("fork").Process(
+            target=_record_into, args=(twin.__name__, memory, values)
+        )
+        worker.start()
+        worker.join()
+        assert summary(reader) == summary(recorded(twin, values))
+        del reader
+
+
+def test_it_adopts_what_the_memory_holds(twin: ModuleType) -> None:
+    memory = bytearray(twin.NBYTES)
+    twin.Histogram(memory).record(77_000)
+    assert summary(twin.Histogram(memory)) == summary(recorded(twin, [77_000]))
+
+
+@pytest.mark.parametrize(
+    ("difference", "error"), [(-8, ValueError), (8, ValueError)], ids=["short", "long"]
+)
+def test_memory_of_another_size_is_refused(
+    twin: ModuleType, difference: int, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=str(twin.NBYTES)):
+        twin.Histogram(bytearray(twin.NBYTES + difference))
+
+
+def test_unaligned_memory_is_refused(twin: ModuleType) -> None:
+    memory = memoryview(array.array("Q", bytes(twin.NBYTES + 8))).cast("B")
+    with pytest.raises(ValueError, match="aligned to 8"):
+        twin.Histogram(memory[4 : 4 + twin.NBYTES])
+
+
+def test_read_only_memory_is_refused(twin: ModuleType) -> None:
+    with pytest.raises(BufferError):
+        twin.Histogram(bytes(twin.NBYTES))
+
+
+@pytest.mark.parametrize("value", [-1, -(2**80)])
+def test_a_negative_duration_is_refused(twin: ModuleType, value: int) -> None:
+    histogram = twin.Histogram()
+    with pytest.raises(ValueError, match="negative"):
+        histogram.record(value)
+    assert histogram.count == 0
+
+
+@pytest.mark.parametrize("value", [1.5, "1", None])
+def test_a_duration_is_an_integer(twin: ModuleType, value: object) -> None:
+    with pytest.raises(TypeError):
+        twin.Histogram().record(value)
+
+
+@pytest.mark.parametrize("q", [-0.1, 1.1, math.nan])
+def test_a_share_outside_0_to_1_is_refused(twin: ModuleType, q: float) -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        twin.Histogram().percentile(q)
+
+
+@pytest.mark.parametrize("method", ["merge", "subtract"])
+@pytest.mark.parametrize("other", [None, 3])
+def test_only_histograms_are_combined(twin: ModuleType, method: str, other: object) -> None:
+    with pytest.raises(TypeError):
+        getattr(twin.Histogram(), method)(other)

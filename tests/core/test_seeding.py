@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+WORDS = 624
+
+
+def form(suffix: str) -> ModuleType:
+    return importlib.import_module(f"minato._core._seeding_{suffix}")
+
+
+@pytest.fixture(scope="module", params=["pure", "compiled"])
+def twin(request: pytest.FixtureRequest) -> ModuleType:
+    """The module under test, once in each form."""
+    return form("py" if request.param == "pure" else "c")
+
+
+@pytest.fixture(scope="module", params=["pure-compiled"])
+def twins() -> tuple[ModuleType, ModuleType]:
+    """Both forms of the module under test, pure first, to be compared."""
+    return form("py"), form("c")
+
+
+integers = st.one_of(st.integers(-5, 5), st.integers(-(2**63), 2**64 - 1), st.integers())
+widths = st.sampled_from([4, 8])
+
+
+def filled(twin: ModuleType, key: int, stream: int = 0, words: int = WORDS, width: int = 4) -> Any:
+    guard = 0x5A
+    memory = np.full(words * width + 8, guard, np.uint8)
+    twin.fill(memory.ctypes.data, words, key, stream, width)
+    assert (memory[words * width :] == guard).all()
+    return memory[: words * width].view(f"u{width}")
+
+
+def bits(words: Any) -> Any:
+    """The 32 bits of each word, one row a word."""
+    return np.unpackbits(words.astype("<u4").view(np.uint8).reshape(-1, 4), axis=1)
+
+
+@given(seed=integers, epoch=integers, index=integers)
+def test_twins_mix_alike(
+    twins: tuple[ModuleType, ModuleType], seed: int, epoch: int, index: int
+) -> None:
+    pure, compiled = twins
+    key = pure.mix(seed, epoch, index)
+    assert 0 <= key < 2**64
+    assert compiled.mix(seed, epoch, index) == key
+
+
+@given(key=integers, stream=integers, words=st.integers(0, 700), width=widths)
+def test_twins_fill_alike(
+    twins: tuple[ModuleType, ModuleType], key: int, stream: int, words: int, width: int
+) -> None:
+    pure, compiled = (filled(twin, key, stream, words, width) for twin in twins)
+    assert np.array_equal(pure, compiled)
+
+
+def test_results_are_the_same_in_every_release(twin: ModuleType) -> None:
+    """A seed that was written down must give the same samples with the next version."""
+    assert twin.mix(1, 2, 3) == 0xD0734750FDE362B3
+    assert filled(twin, 0x0123456789ABCDEF, 2)[[0, 1, 623]].tolist() == [
+        3465342382,
+        2999012114,
+        2402068380,
+    ]
+
+
+def test_one_index_has_one_key_in_an_epoch(twin: ModuleType) -> None:
+    keys = {twin.mix(7, 0, index) for index in range(20_000)}
+    assert len(keys) == 20_000
+
+
+def test_every_input_bit_reaches_every_key_bit(twin: ModuleType) -> None:
+    rng = np.random.default_rng(1)
+    inputs = [tuple(int(x) for x in row) for row in rng.integers(0, 2**63, (40, 3))]
+    for which in range(3):
+        for bit in range(64):
+            flips = np.zeros(64)
+            for values in inputs:
+                flipped = list(values)
+                flipped[which] ^= 1 << bit
+                changed = twin.mix(*values) ^ twin.mix(*flipped)
+                flips += [(changed >> i) & 1 for i in range(64)]
+            # 40 fair coins: fewer than 4 or more than 36 heads is one case in 10^8 or rarer.
+            assert flips.min() >= 4
+            assert flips.max() <= 36
+
+
+@given(key=integers, stream=integers)
+def test_wide_words_hold_the_same_values(twin: ModuleType, key: int, stream: int) -> None:
+    narrow, wide = filled(twin, key, stream, width=4), filled(twin, key, stream, width=8)
+    assert np.array_equal(narrow, wide)
+
+
+@given(key=integers, stream=integers, words=st.integers(1, WORDS))
+def test_a_word_depends_on_its_place_and_not_on_the_length(
+    twin: ModuleType, key: int, stream: int, words: int
+) -> None:
+    assert np.array_equal(filled(twin, key, stream, words), filled(twin, key, stream)[:words])
+
+
+@given(key=integers, stream=integers, words=st.integers(1, 10), width=widths)
+def test_a_state_is_never_all_zero(
+    twin: ModuleType, key: int, stream: int, words: int, width: int
+) -> None:
+    assert filled(twin, key, stream, words, width)[0] >= 0x80000000
+
+
+def test_the_words_of_one_key_look_random(twin: ModuleType) -> None:
+    ones = np.concatenate([bits(filled(twin, key)[1:]) for key in range(60)])
+    count = len(ones)
+    # Six standard deviations, for each bit by itself and for each pair of neighbours in place.
+    assert abs(ones.mean(axis=0) - 0.5).max() < 3 / count**0.5
+    assert abs((ones[1:] == ones[:-1]).mean(axis=0) - 0.5).max() < 3 / count**0.5
+
+
+@pytest.mark.parametrize("place", [1, 2, 300, 623])
+def test_one_place_looks_random_over_consecutive_samples(twin: ModuleType, place: int) -> None:
+    words = np.array([filled(twin, twin.mix(5, 0, index))[place] for index in range(2000)])
+    ones = bits(words)
+    assert abs(ones.mean(axis=0) - 0.5).max() < 3 / 2000**0.5
+    assert abs((ones[1:] == ones[:-1]).mean(axis=0) - 0.5).max() < 3 / 2000**0.5
+    counts = np.bincount(words >> 27, minlength=32)
+    chi_square = ((counts - 62.5) ** 2 / 62.5).sum()
+    assert chi_square < 80  # 31 degrees of freedom: exceeded once in 300,000
+
+
+@given(key=integers)
+def test_streams_and_keys_are_unrelated(twin: ModuleType, key: int) -> None:
+    words = filled(twin, key, 0)
+    for other in (filled(twin, key, 1), filled(twin, key, 2), filled(twin, key + 1, 0)):
+        # 624 words of 32 fair coins: 71 differ from the mean by one standard deviation.
+        assert abs((bits(words) == bits(other)).sum() - 9984) < 6 * 71
+        assert len(np.intersect1d(words, other)) <= 3
+
+
+@pytest.mark.parametrize("width", [0, 2, 16, -4])
+def test_other_widths_are_refused(twin: ModuleType, width: int) -> None:
+    memory = np.zeros(8, np.uint64)
+    with pytest.raises(ValueError, match="width"):
+        twin.fill(memory.ctypes.data, 1, 1, 1, width)
+    with pytest.raises(ValueError, match="width"):
+        twin.StateWriter(1, [(memory.ctypes.data, 1, 1, width)], [])
+
+
+@pytest.mark.parametrize("words", [-1, 2**31])
+def test_impossible_lengths_are_refused(twin: ModuleType, words: int) -> None:
+    memory = np.zeros(8, np.uint64)
+    with pytest.raises(ValueError, match="words"):
+        twin.fill(memory.ctypes.data, words, 1, 1, 4)
+    with pytest.raises(ValueError, match="words"):
+        twin.StateWriter(1, [(memory.ctypes.data, words, 1, 4)], [])
+
+
+@pytest.mark.parametrize("value", [1.0, "1", None])
+def test_keys_are_integers(twin: ModuleType, value: object) -> None:
+    memory = np.zeros(8, np.uint64)
+    with pytest.raises(TypeError):
+        twin.mix(value, 0, 0)
+    with pytest.raises(TypeError):
+        twin.fill(memory.ctypes.data, 1, value, 0, 4)
+    with pytest.raises(TypeError):
+        twin.StateWriter(value, [], [])
+    with pytest.raises(TypeError):
+        twin.StateWriter(1, [], []).write(0, value)
+
+
+@given(seed=integers, epoch=integers, index=integers, data=st.data())
+def test_a_state_writer_fills_every_block_and_cell(
+    twin: ModuleType, seed: int, epoch: int, index: int, data: st.DataObject
+) -> None:
+    shapes = data.draw(st.lists(st.tuples(st.integers(0, 650), integers, widths), max_size=4))
+    values = data.draw(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3))
+    memories = [np.zeros(words + 1, f"u{width}") for words, _, width in shapes]
+    cells = np.full(4, 99, np.int32)
+    writer = twin.StateWriter(
+        seed,
+        [(m.ctypes.data, *shape) for m, shape in zip(memories, shapes, strict=True)],
+        [(cells.ctypes.data + 4 * i, value) for i, value in enumerate(values)],
+    )
+    writer.write(epoch, index)
+    key = twin.mix(seed, epoch, index)
+    for memory, (words, stream, width) in zip(memories, shapes, strict=True):
+        assert np.array_equal(memory[:words], filled(twin, key, stream, words, width))
+        assert memory[words] == 0
+    assert cells.tolist() == [*values, *[99] * (4 - len(values))]

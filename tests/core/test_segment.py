@@ -1,0 +1,195 @@
+"""Anonymous memory: passed on by every start method, never left behind."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from minato._core.segment import Segment
+from tests.stress.bare import ROOT
+
+MIB = 1 << 20
+PAGE = mmap.PAGESIZE
+
+
+def allocated_bytes(segment: Segment) -> int:
+    """Memory that the segment takes."""
+    return os.fstat(segment.descriptor).st_blocks * 512
+
+
+def num_descriptors() -> int:
+    gc.collect()
+    return psutil.Process().num_fds()
+
+
+def run(script: str) -> list[str]:
+    """Run a program that imports the core alone; returns the words it prints."""
+    command = [sys.executable, "-c", "from tests.stress.bare import core, fork\n" + script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.split()
+
+
+def double(segment: Segment, count: int) -> None:
+    segment.array[:count] *= 2
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_process_gets_the_same_memory(method: str) -> None:
+    segment = Segment(MIB)
+    segment.array[:100] = np.arange(100)
+    process = multiprocessing.get_context(method).Process(target=double, args=(segment, 100))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert segment.array[:101].tolist() == [*range(0, 200, 2), 0]
+
+
+def test_it_has_no_name() -> None:
+    names = set(os.listdir("/dev/shm")), set(os.listdir(tempfile.gettempdir()))
+    segment = Segment(MIB)
+    segment.array[:] = 1
+    assert (set(os.listdir("/dev/shm")), set(os.listdir(tempfile.gettempdir()))) == names
+
+
+def test_only_written_pages_take_memory() -> None:
+    segment = Segment(1 << 36)
+    assert segment.array.nbytes == segment.nbytes == 1 << 36
+    assert allocated_bytes(segment) == 0
+    segment.array[1 << 35] = 1
+    assert 0 < allocated_bytes(segment) <= 2 * MIB
+
+
+def test_discarded_pages_are_given_back_and_read_as_zero() -> None:
+    segment = Segment(8 * MIB)
+    segment.array[:] = 7
+    before = allocated_bytes(segment)
+    segment.discard(MIB + 1, 7 * MIB - 1)
+    assert allocated_bytes(segment) == before - (6 * MIB - 2 * PAGE)
+    assert segment.array[: MIB + PAGE].min() == 7
+    assert segment.array[MIB + PAGE : 7 * MIB - PAGE].max() == 0
+    assert segment.array[7 * MIB - PAGE :].min() == 7
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 0), (1, PAGE - 1), (1, 2 * PAGE - 1), (PAGE, 0)])
+def test_discarding_less_than_a_page_changes_nothing(start: int, end: int) -> None:
+    segment = Segment(4 * PAGE)
+    segment.array[:] = 7
+    segment.discard(start, end)
+    assert segment.array.min() == 7
+
+
+def test_its_descriptors_are_closed_with_the_last_array() -> None:
+    before = num_descriptors()
+    segment = Segment(MIB)
+    array = segment.array[10:20]
+    assert num_descriptors() > before
+    del segment
+    array[:] = 1
+    assert array.sum() == 10
+    del array
+    assert num_descriptors() == before
+
+
+def test_a_failed_attempt_leaves_no_descriptor() -> None:
+    before = num_descriptors()
+    for nbytes in (0, -1):
+        with pytest.raises((OSError, ValueError)):
+            Segment(nbytes)
+    with pytest.raises((OSError, ValueError)):
+        Segment(1 << 62)
+    assert num_descriptors() == before
+
+
+def test_it_takes_what_the_limit_on_address_space_leaves() -> None:
+    kept, failed = run("""
+import resource
+Segment = core("segment").Segment
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit = used + (96 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+segment = Segment(1 << 40, 1 << 20)
+segment.array[-1] = 1
+print(segment.nbytes)
+try:
+    Segment(1 << 40, 1 << 30)
+except OSError as error:
+    print(error.errno)
+""")
+    assert int(kept) == 64 * MIB
+    assert int(failed) == 12  # ENOMEM
+
+
+def test_it_outlives_a_killed_parent_and_then_is_gone(tmp_path: Path) -> None:
+    script = f"""
+import os, signal, time
+segment = core("segment").Segment(64 << 20)
+segment.array[:] = 1
+parent = os.getpid()
+def child():
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    with open({str(tmp_path / "sum.new")!r}, "w") as file:
+        file.write(str(int(segment.array.sum())))
+    os.rename({str(tmp_path / "sum.new")!r}, {str(tmp_path / "sum")!r})
+pid = fork(child)
+print(os.fstat(segment.descriptor).st_ino, pid, flush=True)
+os.kill(parent, signal.SIGKILL)
+"""
+    command = [sys.executable, "-c", "from tests.stress.bare import core, fork\n" + script]
+    names = set(os.listdir("/dev/shm"))
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=30)
+    assert done.returncode == -signal.SIGKILL
+    inode, pid = done.stdout.split()
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "sum").exists() or psutil.pid_exists(int(pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert int((tmp_path / "sum").read_text()) == 64 * MIB
+    assert set(os.listdir("/dev/shm")) == names
+    assert not any(mapped(inode))
+
+
+def mapped(inode: str) -> list[str]:
+    """Mappings of a nameless file in all processes."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines += path.read_text().splitlines()
+        except OSError:
+            continue  # it ended meanwhile, or is not ours to look at
+    return [line for line in lines if "/memfd:minato" in line and line.split()[4] == inode]
+
+
+def test_it_works_without_memfd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    segment = Segment(MIB)
+    segment.array[:100] = np.arange(100)
+    process = multiprocessing.get_context("fork").Process(target=double, args=(segment, 100))
+    process.start()
+    process.join()
+    assert segment.array[99] == 198
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_child_does_not_close_its_parents_descriptor() -> None:
+    segment = Segment(MIB)
+    process = multiprocessing.get_context("fork").Process(target=segment.__dict__.clear)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert os.fstat(segment.descriptor).st_size == MIB
+    segment.array[:] = 1

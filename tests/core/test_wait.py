@@ -1,0 +1,293 @@
+"""Gates: nobody sleeps through an event. Every test runs on both twins."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.stress.bare import fork
+
+TWIN = "wait"
+
+PATIENCE_S = 20.0
+"""How long a player waits: so long that one lost wake-up fails the test."""
+ROUNDS = 20_000
+PLAY_S = 3.0
+STOP = -1
+
+
+@pytest.fixture
+def memory() -> mmap.mmap:
+    return mmap.mmap(-1, 4096)
+
+
+@pytest.fixture
+def children() -> Iterator[list[int]]:
+    """Processes that the test forks; none of them outlives it."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def counters(memory: mmap.mmap, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Numbers in shared memory, each on its own cache line."""
+    return np.frombuffer(memory, np.int64, 8 * count, 1024)[::8]
+
+
+def hold_until(gate: Any, is_true: Callable[[], bool]) -> None:
+    """Wait at a gate as every user of a gate does, and fail where an event was slept through."""
+    while True:
+        seen = gate.events
+        if is_true():
+            return
+        begun = time.monotonic()
+        if not gate.wait(seen, PATIENCE_S) and time.monotonic() - begun > PATIENCE_S / 2:
+            raise AssertionError("slept through an event" if is_true() else "the others stand still")
+
+
+def busy(random_s: random.Random) -> None:
+    """Do nothing for up to 20 µs: notifiers then hit every moment between looking and sleeping."""
+    end = time.perf_counter() + random_s.random() * 20e-6
+    while time.perf_counter() < end:
+        pass
+
+
+def reap(pid: int, children: list[int]) -> None:
+    children.remove(pid)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_no_wake_up_is_lost_between_two_processes(
+    twin: ModuleType, memory: mmap.mmap, children: list[int]
+) -> None:
+    gates = [twin.Gate(memory, 0), twin.Gate(memory, 64)]
+    balls = counters(memory, 2)
+
+    def answer() -> None:
+        delay = random.Random(1)
+        for number in range(1, ROUNDS + 1):
+            hold_until(gates[1], lambda number=number: balls[1] in (number, STOP))
+            if balls[1] == STOP:
+                return
+            if number % 2:
+                busy(delay)
+            balls[0] = number
+            gates[0].notify()
+
+    pid = fork(answer)
+    children.append(pid)
+    delay, deadline = random.Random(2), time.monotonic() + PLAY_S
+    for number in range(1, ROUNDS + 1):
+        if number % 3:
+            busy(delay)
+        balls[1] = number if time.monotonic() < deadline else STOP
+        gates[1].notify()
+        if balls[1] == STOP:
+            break
+        hold_until(gates[0], lambda number=number: balls[0] == number)
+    assert balls[0] > 1000
+    reap(pid, children)
+
+
+def test_no_wake_up_is_lost_between_many_notifiers_and_sleepers(
+    twin: ModuleType, memory: mmap.mmap, children: list[int]
+) -> None:
+    """Three processes count up; each round begins for all at once and ends with the last of them."""
+    start, finish = twin.Gate(memory, 0), twin.Gate(memory, 64)
+    players = 3
+    numbers = counters(memory, players + 1)
+
+    def play(me: int) -> None:
+        delay = random.Random(me)
+        for number in range(1, ROUNDS + 1):
+            hold_until(start, lambda number=number: numbers[players] in (number, STOP))
+            if numbers[players] == STOP:
+                return
+            busy(delay)
+            numbers[me] = number
+            finish.notify()
+
+    children.extend(fork(lambda me=me: play(me)) for me in range(players))
+    deadline = time.monotonic() + PLAY_S
+    for number in range(1, ROUNDS + 1):
+        numbers[players] = number if time.monotonic() < deadline else STOP
+        start.notify()
+        if numbers[players] == STOP:
+            break
+        hold_until(finish, lambda number=number: bool((numbers[:players] == number).all()))
+    assert numbers[0] > 300
+    for pid in children[:]:
+        reap(pid, children)
+
+
+def test_no_event_is_lost_between_notifiers(
+    twin: ModuleType, memory: mmap.mmap, children: list[int]
+) -> None:
+    """Numbers of events never repeat: whoever sees the same number again has missed nothing."""
+    gate = twin.Gate(memory, 0)
+    notifiers, each = 4, 5000
+
+    def notify() -> None:
+        for _ in range(each):
+            gate.notify()
+
+    children.extend(fork(notify) for _ in range(notifiers))
+    for pid in children[:]:
+        reap(pid, children)
+    assert gate.events == notifiers * each
+
+
+def test_threads_hand_over_without_the_interpreter_lock(
+    twin: ModuleType, memory: mmap.mmap
+) -> None:
+    gates = [twin.Gate(memory, 0), twin.Gate(memory, 64)]
+    turn = [0]
+
+    def play(me: int) -> None:
+        for number in range(me, 1000, 2):
+            hold_until(gates[me], lambda number=number: turn[0] == number)
+            turn[0] = number + 1
+            gates[1 - me].notify()
+
+    thread = threading.Thread(target=play, args=(1,))
+    thread.start()
+    play(0)
+    thread.join()
+    assert turn[0] == 1000
+
+
+def test_an_event_before_the_sleep_is_not_missed(twin: ModuleType, memory: mmap.mmap) -> None:
+    gate = twin.Gate(memory, 0)
+    seen = gate.events
+    gate.notify()
+    begun = time.monotonic()
+    assert gate.wait(seen, PATIENCE_S) is True
+    assert time.monotonic() - begun < PATIENCE_S / 2
+
+
+def test_waiting_ends_after_the_timeout(twin: ModuleType, memory: mmap.mmap) -> None:
+    gate = twin.Gate(memory, 0)
+    begun = time.monotonic()
+    assert gate.wait(gate.events, 0.05) is False
+    assert 0.05 <= time.monotonic() - begun < PATIENCE_S / 2
+    assert gate.sleepers == 0
+
+
+def test_a_signal_ends_the_waiting(twin: ModuleType, memory: mmap.mmap) -> None:
+    gate = twin.Gate(memory, 0)
+    caught = []
+    previous = signal.signal(signal.SIGUSR1, lambda *_: caught.append(time.monotonic()))
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
+    try:
+        timer.start()
+        begun = time.monotonic()
+        while not caught:
+            assert gate.wait(gate.events, PATIENCE_S) is False
+        assert caught[0] - begun < PATIENCE_S / 2
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def test_events_are_counted_round_the_end_of_32_bits(twin: ModuleType, memory: mmap.mmap) -> None:
+    memory[0:4] = b"\xff" * 4
+    gate = twin.Gate(memory, 0)
+    assert gate.events == 2**32 - 1
+    gate.notify()
+    assert gate.events == 0
+    assert gate.wait(2**32 - 1, PATIENCE_S) is True
+    assert gate.wait(0, 0.01) is False
+
+
+def test_two_gates_do_not_disturb_each_other(twin: ModuleType, memory: mmap.mmap) -> None:
+    first, second = twin.Gate(memory, 0), twin.Gate(memory, twin.GATE_NBYTES)
+    first.notify()
+    assert (first.events, second.events) == (1, 0)
+    assert memory[: 2 * twin.GATE_NBYTES] == b"\x01" + bytes(15)
+
+
+def sleeping(pids: list[int]) -> bool:
+    """Whether all of these processes sleep, and not just for a moment."""
+    for _ in range(10):
+        if any(psutil.Process(pid).status() != psutil.STATUS_SLEEPING for pid in pids):
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def sleepers(gate: Any, woken: Any, children: list[int], count: int) -> None:
+    """Fork processes that sleep at a gate and then say that they woke up."""
+
+    def sleep(me: int) -> None:
+        gate.wait(0, PATIENCE_S)
+        woken[me] = 1
+
+    children.extend(fork(lambda me=me: sleep(me)) for me in range(count))
+    while not sleeping(children):
+        pass
+
+
+def test_as_many_are_woken_as_asked_for(
+    twin: ModuleType, memory: mmap.mmap, children: list[int]
+) -> None:
+    gate, woken = twin.Gate(memory, 0), counters(memory, 3)
+    sleepers(gate, woken, children, 3)
+    gate.notify(1)
+    deadline = time.monotonic() + PATIENCE_S / 2
+    while not woken.any() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert woken.sum() == 1
+    gate.notify()
+    for pid in children[:]:
+        reap(pid, children)
+    assert woken.tolist() == [1, 1, 1]
+
+
+def test_a_killed_sleeper_disturbs_nobody(
+    twin: ModuleType, memory: mmap.mmap, children: list[int]
+) -> None:
+    gate, woken = twin.Gate(memory, 0), counters(memory, 2)
+    sleepers(gate, woken, children, 2)
+    killed, other = children
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
+    children.remove(killed)
+    gate.notify()
+    reap(other, children)
+    assert woken.tolist() == [0, 1]
+    assert gate.wait(0, PATIENCE_S) is True
+
+
+@pytest.mark.parametrize("offset", [-8, 4, 4096, 4092])
+def test_a_place_that_is_none_is_refused(
+    twin: ModuleType, memory: mmap.mmap, offset: int
+) -> None:
+    with pytest.raises(ValueError, match=f"offset {offset} is no place for a gate in 4096 bytes"):
+        twin.Gate(memory, offset)
+
+
+def test_memory_that_cannot_be_written_is_refused(twin: ModuleType) -> None:
+    with pytest.raises(BufferError):
+        twin.Gate(bytes(64), 0)
+
+
+def test_a_gate_keeps_its_memory(twin: ModuleType, memory: mmap.mmap) -> None:
+    gate = twin.Gate(memory, 0)
+    with pytest.raises(BufferError):
+        memory.close()
+    del gate
+    memory.close()

@@ -1,0 +1,225 @@
+"""Datasets and helpers that several tests use, importable by workers that are not forked."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler, get_worker_info
+
+ORDERS = ("strict", "batch", "arrival", "fast_first")
+TOO_MANY_WORKERS = "ignore:This DataLoader will create:UserWarning"
+"""torch's advice for machines with few cores, which the tests do not take."""
+
+
+class Numbers(Dataset[int]):
+    """``dataset[i]`` is i."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Sleepy(Numbers):
+    """As ``Numbers``, but each sample takes ``seconds`` and some take longer."""
+
+    def __init__(self, size: int, seconds: float, slower: Mapping[int, float] | None = None):
+        super().__init__(size)
+        self.seconds = seconds
+        self.slower = dict(slower or {})
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.slower.get(index, self.seconds))
+        return index
+
+
+class Filled(Numbers):
+    """Arrays of float32 that hold nothing but their index."""
+
+    def __init__(self, size: int, *shape: int) -> None:
+        super().__init__(size)
+        self.shape = shape
+
+    def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
+        return np.full(self.shape, index, np.float32)
+
+
+class Samples(Dataset[Any]):
+    """Ready-made samples; callables among them are called for the sample."""
+
+    def __init__(self, samples: Iterable[Any]) -> None:
+        self.samples = list(samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.samples[index]
+        return sample() if callable(sample) else sample
+
+
+class Journal(Numbers):
+    """As ``Numbers``, and counts how often each sample was begun, for threads and forked processes."""
+
+    def __init__(self, size: int, seconds: float = 0.0) -> None:
+        super().__init__(size)
+        self.seconds = seconds
+        self._counts = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
+
+    def __getitem__(self, index: int) -> int:
+        self._counts[index] += 1
+        time.sleep(self.seconds)
+        return index
+
+    def begun(self) -> list[int]:
+        """Indices that were begun, as often as they were."""
+        return [i for i in range(self.size) for _ in range(int(self._counts[i]))]
+
+    def forget(self) -> None:
+        """Begin to count anew."""
+        self._counts[:] = 0
+
+
+class Draws(Numbers):
+    """Three draws of each global generator, after the index."""
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [float(index), *three_draws()]
+
+
+class Pair(NamedTuple):
+    """A named tuple at the top level of a module."""
+
+    image: Any
+    label: Any
+
+
+def three_draws() -> list[float]:
+    """A draw from each of the three global generators, and one that caches (a normal)."""
+    return [
+        random.random(),
+        float(np.random.random()),
+        float(torch.rand(()).item()),
+        float(np.random.standard_normal()),
+    ]
+
+
+def add_draws(sample: list[float]) -> list[float]:
+    """A transform that draws."""
+    return sample + three_draws()
+
+
+def add_noise(sample: Any) -> Any:
+    """Another transform that draws."""
+    return [value + random.random() for value in sample]
+
+
+def double(sample: Any) -> Any:
+    """A transform."""
+    return sample * 2
+
+
+def plus_one(sample: Any) -> Any:
+    """Another transform, which does not commute with the first."""
+    return sample + 1
+
+
+def worker_number() -> int:
+    """Number of the worker that runs this, -1 in the main process."""
+    info = get_worker_info()
+    return -1 if info is None else info.id
+
+
+class Shuffled(Sampler[int]):
+    """Draws from torch's global generator for each index."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.size):
+            yield int(torch.randint(self.size, ()).item())
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def indices(batches: Iterable[torch.Tensor]) -> list[list[int]]:
+    """Batches of integers as lists."""
+    return [batch.tolist() for batch in batches]
+
+
+def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
+    """All samples of all batches."""
+    return [sample for batch in batches for sample in batch]
+
+
+def lags(batches: list[list[int]], batch_size: int) -> dict[int, int]:
+    """By how many batches each sample came later than a sequential sampler wants."""
+    return {i: number - i // batch_size for number, batch in enumerate(batches) for i in batch}
+
+
+def outcomes(iterator: Iterator[Any], most: int = 100) -> list[Any]:
+    """What each ``next`` gave: ``("batch", value)`` or ``("raised", type, message)``, up to the end."""
+    found: list[Any] = []
+    for _ in range(most):
+        try:
+            found.append(("batch", next(iterator)))
+        except StopIteration as end:
+            if not end.args:
+                return found
+            found.append(("raised", StopIteration, str(end)))
+        except Exception as error:
+            found.append(("raised", type(error), str(error)))
+    raise AssertionError(f"no end after {most} batches")
+
+
+def assert_same(ours: Any, theirs: Any, where: str = "batch") -> None:
+    """Compare two delivered objects: types, dtypes, shapes, values, at any depth."""
+    assert type(ours) is type(theirs), f"{where}: {type(ours)} is not {type(theirs)}"
+    if isinstance(theirs, torch.Tensor):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
+        assert ours.stride() == theirs.stride(), where
+        assert torch.equal(ours, theirs) or same_nan(ours, theirs), f"{where}: {ours} {theirs}"
+    elif isinstance(theirs, np.ndarray):
+        assert ours.dtype == theirs.dtype, where
+        np.testing.assert_array_equal(ours, theirs, where)
+    elif isinstance(theirs, Mapping):
+        assert list(ours) == list(theirs), where
+        for key in theirs:
+            assert_same(ours[key], theirs[key], f"{where}[{key!r}]")
+    elif isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs), where
+        for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(one, other, f"{where}[{i}]")
+    else:
+        assert ours == theirs or (ours != ours and theirs != theirs), where
+
+
+def same_nan(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two tensors are equal where nan equals nan."""
+    return bool(torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Poll until something holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not true after {timeout_s} s"
+        time.sleep(0.005)
+
+
+def tally(batches: Iterable[Iterable[Any]]) -> Counter[Any]:
+    """How often each batch occurs, as a tuple."""
+    return Counter(tuple(batch) for batch in batches)

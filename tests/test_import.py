@@ -1,0 +1,123 @@
+"""Importing: each module alone, no side effects, no extras, and the core that one asked for."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "minato"
+OPTIONAL = ["IPython", "matplotlib", "nibabel", "nilearn", "rich", "scipy", "sklearn"]
+
+EACH_ALONE = """
+# A fork per module: torch is imported once, and no module finds another one of minato loaded. The
+# package's own __init__ is left out, because it imports most modules in one fixed order.
+import importlib, os, sys, traceback, types, warnings
+import numpy, psutil, torch.utils.data, torch.multiprocessing
+for module in sys.argv[1:]:
+    pid = os.fork()
+    if pid == 0:
+        package = types.ModuleType("minato")
+        package.__path__ = [os.path.join(os.getcwd(), "minato")]
+        sys.modules["minato"] = package
+        warnings.simplefilter("error")
+        try:
+            importlib.import_module(module)
+        except BaseException as error:
+            print(module, *traceback.format_exception_only(error), sep=": ", end="", flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
+"""
+
+SIDE_EFFECTS = """
+import json, os, sys, threading
+import torch.utils.data, torch.multiprocessing
+before = set(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+import minato
+import multiprocessing, psutil
+print(json.dumps({
+    "processes": [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)],
+    "threads": [t.name for t in threading.enumerate()],
+    "descriptors": sorted(set(os.listdir("/proc/self/fd")) - before[0]),
+    "native threads": len(os.listdir("/proc/self/task")) - before[1],
+    "modules": sorted(sys.modules),
+    "start method": multiprocessing.get_start_method(allow_none=True),
+    "implementation": minato.implementation(),
+}))
+"""
+
+
+def run(script: str, *arguments: str, **variables: str) -> str:
+    """Run a script in a fresh interpreter at the root, warnings being errors; return its output."""
+    environment = {**os.environ, **variables}
+    if not variables:
+        environment.pop("MINATO_NO_EXTENSIONS", None)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, *arguments],
+        cwd=PACKAGE.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def modules() -> list[str]:
+    """Dotted names of all modules but the package itself, dispatchers and pure twins included."""
+    names = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return [name for name in names if name != "minato"]
+
+
+def missing_extensions() -> list[str]:
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    sources = (PACKAGE / "_core").glob("_*_c.pyx")
+    return [path.name for path in sources if not path.with_name(path.stem + suffix).exists()]
+
+
+needs_extensions = pytest.mark.skipif(
+    bool(missing_extensions()), reason=f"not compiled: {missing_extensions()}"
+)
+
+
+@needs_extensions
+def test_every_module_imports_alone() -> None:
+    assert run(EACH_ALONE, *modules()).splitlines() == []
+
+
+def test_every_module_imports_alone_in_pure_python() -> None:
+    assert run(EACH_ALONE, *modules(), MINATO_NO_EXTENSIONS="1").splitlines() == []
+
+
+@needs_extensions
+def test_import_has_no_side_effects() -> None:
+    seen = json.loads(run(SIDE_EFFECTS))
+    assert seen["processes"] == []
+    assert seen["threads"] == ["MainThread"]
+    assert seen["native threads"] == 0
+    assert seen["descriptors"] == []
+    assert seen["start method"] is None
+    assert [name for name in OPTIONAL if name in seen["modules"]] == []
+
+
+@needs_extensions
+def test_compiled_core_is_the_default() -> None:
+    kind, reason = json.loads(run(SIDE_EFFECTS))["implementation"]
+    assert (kind, bool(reason)) == ("compiled", True)
+
+
+def test_pure_core_on_demand() -> None:
+    seen = json.loads(run(SIDE_EFFECTS, MINATO_NO_EXTENSIONS="1"))
+    assert seen["implementation"] == ["pure", "MINATO_NO_EXTENSIONS is set"]
+    ours = [name for name in seen["modules"] if name.startswith("minato.")]
+    assert [name for name in ours if name.endswith("_c")] == []

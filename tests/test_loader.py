@@ -1,0 +1,286 @@
+"""``minato.DataLoader`` as torch's: every sample once, the same batches, and everything that may be in one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import multiprocessing
+import os
+import pickle
+import threading
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.utils.data
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, get_worker_info
+
+import minato
+from minato import DataLoader
+from tests.datasets import (
+    ORDERS,
+    TOO_MANY_WORKERS,
+    Filled,
+    Numbers,
+    Pair,
+    Samples,
+    assert_same,
+    double,
+    flat,
+    indices,
+    plus_one,
+    tally,
+    wait_until,
+    worker_number,
+)
+
+pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
+
+TorchLoader = torch.utils.data.DataLoader
+
+WORKERS = {
+    "inline": {"num_workers": 0},
+    "1-process": {"num_workers": 1},
+    "2-processes": {"num_workers": 2},
+    "7-processes": {"num_workers": 7},
+    "1-thread": {"num_workers": 1, "worker_method": "thread"},
+    "2-threads": {"num_workers": 2, "worker_method": "thread"},
+    "7-threads": {"num_workers": 7, "worker_method": "thread"},
+}
+FEW = {name: WORKERS[name] for name in ("inline", "2-processes", "2-threads")}
+
+
+def each(workers: dict[str, dict[str, Any]]) -> Any:
+    return pytest.mark.parametrize("workers", workers.values(), ids=workers.keys())
+
+
+# ---- exactly once ---------------------------------------------------------------------------
+
+# size, drop_last, persistent
+ROUGHLY = [(13, False, True), (13, True, False)]
+THOROUGHLY = [
+    *((0, False, False), (0, True, True), (1, False, True), (1, True, False)),
+    *((15, False, True), (15, True, False), (13, False, False), (13, True, True), *ROUGHLY),
+]
+
+
+@each(WORKERS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_sample_once_per_epoch(order: str, workers: dict[str, Any]) -> None:
+    processes = workers["num_workers"] if "worker_method" not in workers else 0
+    for size, drop_last, persistent in ROUGHLY if processes == 7 else THOROUGHLY:
+        persistent = persistent and workers["num_workers"] > 0
+        loader = DataLoader(
+            Numbers(size),
+            5,
+            shuffle=size > 1,
+            drop_last=drop_last,
+            order=order,
+            persistent_workers=persistent,
+            **workers,
+        )
+        kept = size // 5 * 5 if drop_last else size
+        sizes = sorted(len(range(size)[i : i + 5]) for i in range(0, kept, 5))
+        assert len(loader) == len(sizes)
+        for _ in range(3 if persistent or not processes else 1):
+            batches = indices(loader)
+            assert sorted(map(len, batches)) == sizes
+            delivered = flat(batches)
+            assert len(delivered) == len(set(delivered)) == kept
+            assert set(delivered) <= set(range(size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_are_not_forked(method: str) -> None:
+    loader = DataLoader(
+        Filled(13, 2),
+        3,
+        num_workers=2,
+        multiprocessing_context=method,
+        persistent_workers=True,
+        transforms=[double, plus_one],
+        worker_init_fn=no_op,
+        seed=3,
+    )
+    for _ in range(2):
+        seen = [row.tolist() for batch in loader for row in batch]
+        assert sorted(seen) == [[2 * i + 1.0] * 2 for i in range(13)]
+    del loader
+
+
+def no_op(_: int) -> None:
+    """A ``worker_init_fn`` at the top level."""
+
+
+@each(FEW)
+def test_break_and_begin_again(workers: dict[str, Any]) -> None:
+    loader = DataLoader(Numbers(40), 4, **workers)
+    for _ in range(3):
+        for batch in loader:
+            if batch[0] == 8:
+                break
+        assert indices(loader) == [list(range(i, i + 4)) for i in range(0, 40, 4)]
+
+
+@each({name: FEW[name] for name in ("2-processes", "2-threads")})
+@pytest.mark.parametrize("order", ORDERS)
+def test_break_and_begin_again_with_persistent_workers(order: str, workers: dict[str, Any]) -> None:
+    loader = DataLoader(Numbers(40), 4, order=order, persistent_workers=True, **workers)
+    for number in range(20):
+        for _ in zip(range(number % 6), loader, strict=False):
+            pass
+        assert sorted(flat(indices(loader))) == list(range(40))
+
+
+@each(FEW)
+def test_two_iterators_at_once(workers: dict[str, Any]) -> None:
+    loader = DataLoader(Numbers(24), 4, **workers)
+    expected = [list(range(i, i + 4)) for i in range(0, 24, 4)]
+    first, second = iter(loader), iter(loader)
+    begin = [next(first).tolist(), next(first).tolist()]
+    other = indices(second)
+    assert begin + indices(first) == expected
+    assert other == expected
+    assert next(first, None) is None
+
+
+def test_persistent_workers_have_one_iterator_as_with_torch() -> None:
+    for kind in (TorchLoader, DataLoader):
+        loader = kind(Numbers(6), 2, num_workers=1, persistent_workers=True)
+        first = iter(loader)
+        assert next(first).tolist() == [0, 1]
+        assert iter(loader) is first
+        assert indices(first) == [[0, 1], [2, 3], [4, 5]]
+        assert next(first, None) is None
+        pids = {process.pid for process in multiprocessing.active_children()}
+        assert indices(loader) == [[0, 1], [2, 3], [4, 5]]
+        assert {process.pid for process in multiprocessing.active_children()} == pids
+        del loader, first
+        gc.collect()
+
+
+@each({name: FEW[name] for name in ("2-processes", "2-threads")})
+def test_iterator_dropped_while_workers_run(workers: dict[str, Any]) -> None:
+    iterator = iter(DataLoader(Numbers(1000), 1, **workers))
+    assert next(iterator).tolist() == [0]
+    names = {thread.name for thread in threading.enumerate()}
+    busy = len(multiprocessing.active_children()) or sum("minato" in name for name in names)
+    assert busy == 2
+    del iterator
+    wait_until(lambda: not multiprocessing.active_children())
+    wait_until(lambda: not any("minato" in thread.name for thread in threading.enumerate()))
+
+
+@each({name: FEW[name] for name in ("2-processes", "2-threads")})
+def test_workers_end_with_the_epoch(workers: dict[str, Any]) -> None:
+    loader = DataLoader(Numbers(8), 2, **workers)
+    iterator = iter(loader)
+    assert len(indices(iterator)) == 4
+    assert multiprocessing.active_children() == []
+    assert not any("minato" in thread.name for thread in threading.enumerate())
+    assert next(iterator, None) is None
+
+
+def test_length_is_torchs() -> None:
+    for size in (0, 1, 9, 10):
+        for options in ({}, {"drop_last": True}, {"batch_size": None}):
+            options = {"batch_size": 5, **options}
+            ours, theirs = (kind(Numbers(size), **options) for kind in (DataLoader, TorchLoader))
+            assert len(ours) == len(theirs)
+            assert len(iter(ours)) == len(iter(theirs))
+
+
+def test_it_is_torchs_class() -> None:
+    loader = DataLoader(Numbers(4), 2)
+    assert isinstance(loader, TorchLoader)
+    assert isinstance(iter(loader), torch.utils.data.dataloader._BaseDataLoaderIter)
+    assert DataLoader[int](Numbers(4)).batch_size == 1
+    with pytest.raises(NotImplementedError):
+        pickle.dumps(iter(loader))
+    with pytest.raises(ValueError, match="attribute should not be set after"):
+        loader.batch_size = 3
+
+
+@each(FEW)
+def test_loader_can_be_copied_and_pickled(workers: dict[str, Any]) -> None:
+    loader = DataLoader(Numbers(6), 3, transforms=[plus_one], seed=4, **workers)
+    assert indices(loader) == [[1, 2, 3], [4, 5, 6]]
+    for twin in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
+        assert indices(twin) == [[1, 2, 3], [4, 5, 6]]
+
+
+# ---- workers --------------------------------------------------------------------------------
+
+
+class Surroundings(Numbers):
+    """What a sample sees of the process that it runs in."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        info = get_worker_info()
+        return {
+            "pid": os.getpid(),
+            "threads": torch.get_num_threads(),
+            "worker": -1 if info is None else info.id,
+            "workers": -1 if info is None else info.num_workers,
+            "seed": -1 if info is None else info.seed,
+            "dataset": info is not None and info.dataset is self,
+            "initial_seed": torch.initial_seed(),
+            "mark": os.environ.get("MINATO_TEST_MARK", "none"),
+        }
+
+
+def mark(worker: int) -> None:
+    """A ``worker_init_fn``; it also sees the worker that it initialises."""
+    assert worker == worker_number()
+    os.environ["MINATO_TEST_MARK"] = f"worker {worker}"
+
+
+def test_worker_processes_are_as_torchs() -> None:
+    generator = torch.Generator()
+    seen: list[Any] = []
+    for kind in (TorchLoader, DataLoader):
+        generator.manual_seed(5)
+        loader = kind(
+            Surroundings(40), None, num_workers=2, worker_init_fn=mark, generator=generator
+        )
+        seen.append({sample["worker"]: sample for sample in loader})
+    theirs, ours = seen
+    assert set(ours) == {0, 1}
+    for number in (0, 1):
+        assert ours[number].pop("pid") != os.getpid()
+        theirs[number].pop("pid")
+    assert ours == theirs
+    assert ours[1]["threads"] == 1
+    assert ours[1]["dataset"] is True
+    assert ours[1]["mark"] == "worker 1"
+
+
+def test_nothing_changes_in_the_main_process() -> None:
+    before = torch.get_num_threads(), torch.initial_seed(), get_worker_info()
+    for workers in FEW.values():
+        list(DataLoader(Numbers(20), 2, transforms=[plus_one], **workers))
+    assert (torch.get_num_threads(), torch.initial_seed(), get_worker_info()) == before
+
+
+@each({"2-processes": FEW["2-processes"], "2-threads": FEW["2-threads"]})
+def test_first_workers_do_not_wait_for_the_others(workers: dict[str, Any]) -> None:
+    class Late:
+        """A worker that needs long to start."""
+
+        def __call__(self, number: int) -> None:
+            if number == 1:
+                threading.Event().wait(0.6)
+
+    loader = DataLoader(Numbers(40), 2, worker_init_fn=Late(), **workers)
+    iterator = iter(loader)
+    clock = multiprocessing.get_context("fork").Event()
+    threading.Timer(0.5, clock.set).start()
+    assert indices(next(iterator).unsqueeze(0) for _ in range(10))
+    assert not clock.is_set()
+    del iterator

@@ -1,0 +1,120 @@
+"""What is shipped: the sdist, the compiled wheel built from it, and the pure wheel."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+IMPORT = """
+import json, minato
+print(json.dumps([minato.__file__, minato.implementation()[0], minato.__version__]))
+"""
+
+
+def run(*command: object, cwd: Path, **variables: str) -> str:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MINATO_")}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def build_wheel(source: Path, to: Path, **variables: str) -> Path:
+    run(
+        *(sys.executable, "-m", "pip", "--no-cache-dir", "wheel", "--no-build-isolation"),
+        *("--no-deps", "--no-index", "--wheel-dir", to, source),
+        cwd=to.parent,
+        **variables,
+    )
+    [wheel] = to.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, built from a copy of the checkout that has been compiled before."""
+    work = tmp_path_factory.mktemp("sdist")
+    checkout = work / "checkout"
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, checkout, ignore=ignored)
+    (checkout / "minato/_core/_left_over_c.c").write_text("int left_over;\n")
+    script = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", script, work, cwd=checkout)
+    [archive] = work.glob("minatoloader-*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(sdist, tmp_path_factory.mktemp("wheel") / "dist")
+
+
+def test_sdist_has_every_source_and_nothing_generated(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    suffixes = {".py", ".pyx", ".pxd", ".pyi", ".h"}
+    wanted = [path for path in (ROOT / "minato").rglob("*") if path.suffix in suffixes]
+    assert {str(path.relative_to(ROOT)) for path in wanted} <= names
+    assert {"minato/py.typed", "setup.py", "pyproject.toml", "LICENSE", "README.md"} <= names
+    assert [name for name in names if name.endswith((".c", ".so", ".pyc", ".html"))] == []
+
+
+def test_wheel_holds_what_runs_and_no_more(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "minato").rglob("*.py")}
+    stubs = {str(path.relative_to(ROOT)) for path in (ROOT / "minato").rglob("*.pyi")}
+    assert modules | stubs | {"minato/py.typed"} <= names
+    compiled = {Path(name).name.partition(".")[0] for name in names if name.endswith(".so")}
+    assert compiled == {path.stem for path in (ROOT / "minato/_core").glob("_*_c.pyx")}
+    assert [name for name in names if name.endswith((".pyx", ".pxd", ".h", ".c"))] == []
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {
+        "minato",
+        "minatoloader",
+    }
+
+
+def test_wheel_runs_compiled_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    file, kind, version = json.loads(
+        run(sys.executable, "-W", "error", "-c", IMPORT, cwd=tmp_path, PYTHONPATH=str(site))
+    )
+    assert Path(file).is_relative_to(site)
+    assert kind == "compiled"
+    assert wheel.name.startswith(f"minatoloader-{version}-cp")
+
+
+def test_pure_wheel(sdist: Path, tmp_path: Path) -> None:
+    wheel = build_wheel(sdist, tmp_path / "dist", MINATO_NO_EXTENSIONS="1")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    archive = zipfile.ZipFile(wheel)
+    assert [name for name in archive.namelist() if name.endswith(".so")] == []
+    site = tmp_path / "site"
+    archive.extractall(site)
+    output = run(
+        *(sys.executable, "-W", "error", "-c", IMPORT),
+        cwd=tmp_path,
+        PYTHONPATH=str(site),
+        MINATO_NO_EXTENSIONS="1",
+    )
+    assert '"pure"' in output
+    assert str(site) in output

@@ -1,0 +1,193 @@
+"""Rules of the source text itself: public names, docstrings, twins, and Cython's own advice."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "minato"
+CORE = PACKAGE / "_core"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+TWINS = sorted(path.stem.removeprefix("_").removesuffix("_c") for path in CORE.glob("_*_c.pyx"))
+
+MAX_LINES = {".py": 400, ".pyx": 300}
+LONGER = {"_core/_ledger_c.pyx", "_core/_ledger_py.py"}
+"""One state machine each: its transitions are only checked against each other side by side."""
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def exported(tree: ast.Module) -> list[str] | None:
+    """The literal ``__all__`` of a module, or None."""
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                return ast.literal_eval(value)
+    return None
+
+
+def rank(name: str) -> tuple[bool, bool, str]:
+    """Constants, then classes, then the rest: the order that ``ruff check --fix`` gives."""
+    constant = len(name) > 1 and name.isupper()
+    return not constant, not name[:1].isupper(), name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_all_is_sorted_and_defined(path: Path) -> None:
+    tree = parse(path)
+    names = exported(tree)
+    defines = any(isinstance(node, ast.ClassDef | ast.FunctionDef) for node in tree.body)
+    if defines and (path.name == "__init__.py" or not path.name.startswith("_")):
+        assert names is not None, "a module that defines something says what of it is public"
+    assert names is None or names == sorted(set(names), key=rank)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_public_names_have_docstrings(path: Path) -> None:
+    tree = parse(path)
+    public = exported(tree) or []
+    missing = [] if ast.get_docstring(tree) or not tree.body else ["the module"]
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in public:
+            if not ast.get_docstring(node):
+                missing.append(node.name)
+            if isinstance(node, ast.ClassDef):
+                missing += [
+                    f"{node.name}.{method.name}"
+                    for method in node.body
+                    if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+                    and not method.name.startswith("_")
+                    and not ast.get_docstring(method)
+                    and not is_override(method)
+                ]
+    assert missing == []
+
+
+def is_override(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Tell whether a method needs no docstring of its own: a setter or a typing overload."""
+    return any(
+        ast.unparse(decorator).endswith((".setter", "overload", "override"))
+        for decorator in method.decorator_list
+    )
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *sorted(CORE.glob("*.pyx"))], ids=relative)
+def test_modules_stay_small(path: Path) -> None:
+    num_lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert num_lines <= MAX_LINES[path.suffix] or relative(path) in LONGER
+
+
+def test_public_names_exist() -> None:
+    import minato
+
+    assert [name for name in minato.__all__ if not hasattr(minato, name)] == []
+
+
+def test_twins_are_listed() -> None:
+    from minato import _core
+
+    assert list(_core.TWINS) == TWINS
+
+
+def load(name: str, half: str) -> ModuleType:
+    return importlib.import_module(f"minato._core._{name}_{half}")
+
+
+def dispatched(name: str) -> list[str]:
+    """What the dispatcher of a core module offers, whichever half it picks."""
+    names = exported(parse(CORE / f"{name}.py"))
+    assert names, f"_core/{name}.py has no __all__"
+    return names
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_twins_have_a_dispatcher_and_a_stub(name: str) -> None:
+    public = dispatched(name)
+    for half in (load(name, "py"), load(name, "c")):
+        assert getattr(half, "__all__", public) == public
+        assert [missing for missing in public if not hasattr(half, missing)] == []
+    assert (CORE / f"_{name}_c.pyi").exists()
+
+
+def documentation(thing: object) -> str:
+    """Docstring without the line that Cython's ``embedsignature`` puts before it.
+
+    That line is ``f(a, b)`` or ``Class.f(self, a)`` for a function, ``Class.f: type`` for the rest.
+    """
+    text = inspect.getdoc(thing) or ""
+    first, _, rest = text.partition("\n")
+    name = getattr(thing, "__name__", "")
+    embedded = name and re.match(rf"([\w.]+\.)?{name}(\(|: )", first)
+    return inspect.cleandoc(rest) if embedded else text
+
+
+def members(thing: object) -> dict[str, object]:
+    """Public methods and properties that a class defines itself."""
+    return {
+        name: member
+        for name, member in vars(thing).items()
+        if not name.startswith("_") and (callable(member) or inspect.isdatadescriptor(member))
+    }
+
+
+def signature(thing: object) -> list[tuple[str, object]] | None:
+    """Names and defaults of the parameters; annotations are the stub's and mypy's business."""
+    try:
+        parameters = inspect.signature(thing).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    return [(p.name, p.default if p.default is not p.empty else "required") for p in parameters]
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_twins_agree(name: str) -> None:
+    pure, compiled = load(name, "py"), load(name, "c")
+    differences = []
+
+    def compare(path: str, ours: object, theirs: object) -> None:
+        if documentation(ours) != documentation(theirs):
+            differences.append(f"{path}: {documentation(ours)!r} and {documentation(theirs)!r}")
+        if callable(ours) and signature(theirs) not in (None, signature(ours)):
+            differences.append(f"{path}: {signature(ours)} and {signature(theirs)}")
+
+    for public in dispatched(name):
+        ours, theirs = getattr(pure, public), getattr(compiled, public)
+        if not callable(ours):
+            if ours != theirs:
+                differences.append(f"{public}: {ours!r} and {theirs!r}")
+            continue
+        compare(public, ours, theirs)
+        if isinstance(ours, type):
+            own, other = members(ours), members(theirs)
+            differences += [f"{public}.{extra}: in one twin" for extra in own.keys() ^ other.keys()]
+            for member in own.keys() & other.keys():
+                compare(f"{public}.{member}", own[member], other[member])
+    assert differences == []
+
+
+def test_cython_has_no_performance_hint(tmp_path: Path) -> None:
+    script = "import sys, setup; setup.extensions(build_dir=sys.argv[1], force=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = (done.stdout + done.stderr).splitlines()
+    assert [line for line in lines if "hint" in line or "warning" in line] == []
