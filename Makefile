@@ -8,7 +8,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed.stamp
 BUILT := $(VENV)/built.stamp
 CORE := $(wildcard minato/_core/*.pyx minato/_core/*.pxd minato/_core/*.h)
-COMPILED := $(patsubst minato/_core/%.pyx,minato._core.%,$(wildcard minato/_core/_*_c.pyx))
+COMPILED := $(basename $(notdir $(wildcard minato/_core/_*_c.pyx)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -29,7 +29,7 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 
 build: $(BUILT)  ## compile what changed in minato/_core, in place
 
-ifneq ($(words $(wildcard minato/_core/_*_c.*.so)),$(words $(COMPILED)))
+ifneq ($(strip $(foreach name,$(COMPILED),$(if $(wildcard minato/_core/$(name).*.so),,$(name)))),)
 .PHONY: $(BUILT)  # a compiled module is missing, whatever the stamp says
 endif
 $(BUILT): $(INSTALLED) $(CORE)
@@ -57,7 +57,7 @@ lint: build  ## ruff, cython-lint, mypy, stubtest, Cython's performance hints
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cython-lint minato
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml --ignore-disjoint-bases \
-	    --allowlist tests/stubtest-allowlist.txt $(COMPILED)
+	    --allowlist tests/stubtest-allowlist.txt $(COMPILED:%=minato._core.%)
 	$(PY) -m pytest -q tests/test_sourcecode.py
 
 format: $(INSTALLED)  ## let ruff rewrite the Python files

@@ -19,7 +19,7 @@ def _positive(text: str) -> int:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
-    parser.add_argument("--epochs", type=_positive, default=6, help="passes per loader (default 6)")
+    parser.add_argument("--epochs", type=_positive, default=5, help="passes per loader (default 5)")
     parser.add_argument("--workers", type=_positive, default=2, help="per loader (default 2)")
     parser.add_argument("--seed", type=int, default=0, help="of model and loaders (default 0)")
     parser.add_argument(

@@ -78,7 +78,7 @@ class SidePickler(pickle.Pickler):
         offset = value.storage_offset()
         if value.untyped_storage().nbytes() > 2 * value.nbytes and not value.requires_grad:
             # A small view of a large storage: only what is seen travels.
-            value, offset = value.contiguous().clone(), 0
+            value, offset = value.clone(), 0
         data = None
         if value.untyped_storage().nbytes():
             key = value.untyped_storage().data_ptr()

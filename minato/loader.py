@@ -127,6 +127,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Say which epoch the next ``iter()`` starts; by default each starts the one after the last."""
         self._epoch = epoch - 1
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy must not write to the same arenas.
+        return {**self.__dict__, "_spare_arenas": []}
+
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self._dataset_kind == _DatasetKind.Iterable or isinstance(self.dataset, MapDataPipe):
             if self._chain.steps:

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+import time
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -223,6 +224,7 @@ class Surroundings(Numbers):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         info = get_worker_info()
+        time.sleep(0.01)  # for both workers to get something
         return {
             "pid": os.getpid(),
             "threads": torch.get_num_threads(),

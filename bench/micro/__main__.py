@@ -1,7 +1,7 @@
-"""Runs every ``bench_NAME.py`` beside it and collects their tables; ``python -m bench.micro --help``.
+"""Runs every ``bench_NAME.py`` beside it and collects their tables.
 
-A micro benchmark is a module with ``--impl py|c|both`` and, for smoke runs, ``--short`` or ``--rounds``.
-It prints one table: heads in the first line, then a label and right-aligned figures in each line.
+A micro benchmark has ``--impl py|c|both`` and, for smoke runs, ``--short`` or ``--rounds``.
+It prints one table: heads in the first line, then in each a label and figures in columns of 12.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ DEFAULT_OUT = record.ROOT / "docs" / "benchmarks"
 SMOKE_FLAGS = (["--short"], ["--rounds", "1"])
 USAGE_ERROR = 2
 STUCK_AFTER_S = 300.0
+COLUMN_WIDTH = 12
 FORMS = {"c": "compiled", "py": "pure"}
 
 
@@ -41,17 +42,16 @@ def parse(module: str, text: str) -> list[Line]:
         ValueError: ``text`` holds no table of at least one line with one figure.
     """
     head, *rows = text.strip("\n").splitlines() or [""]
-    columns = [(match.end(), match.group(1)) for match in re.finditer(r"\s{2,}(\S+)", head)]
+    columns = [(match.end(), match[1]) for match in re.finditer(r"\s{2,}(\S+)", head)]
     lines = []
     for row in rows:
-        first = columns[0][0] if columns else 0
-        cells, begin = {}, first - len(row[:first]) + len(row[:first].rstrip(" 0123456789.,"))
-        label, start = row[:begin].strip(), begin
-        for end, name in columns:
-            if cell := row[start:end].strip():
-                cells[FORMS.get(name, name)] = float(cell.replace(",", ""))
-            start = end
-        lines.append(Line(module, label, cells))
+        cells = {
+            FORMS.get(name, name): float(cell.replace(",", ""))
+            for end, name in columns
+            if (cell := row[end - COLUMN_WIDTH : end].strip())
+        }
+        label = row[: columns[0][0] - COLUMN_WIDTH] if columns else row
+        lines.append(Line(module, label.strip(), cells))
     if not any(line.ns for line in lines):
         raise ValueError(f"{module} printed no table:\n{text}")
     return lines

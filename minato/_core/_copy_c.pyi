@@ -1,9 +1,12 @@
-from typing import Any
+from typing import Any, final
+
+from typing_extensions import Self
 
 __all__ = ["Packer", "copy_array"]
 
 def copy_array(dst: Any, src: Any) -> None: ...
 
+@final
 class Packer:
-    def __init__(self, spec: tuple[Any, ...], n: int) -> None: ...
+    def __new__(cls, spec: tuple[Any, ...], n: int) -> Self: ...
     def pack(self, sample: Any, address: int, k: int) -> list[Any] | tuple[()] | None: ...

@@ -8,6 +8,7 @@ from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 
+cimport cython
 cimport numpy as cnp
 
 from minato._core.leaf cimport (
@@ -140,6 +141,7 @@ cdef bint write_tensor(const Node *node, object x, char *place) except -1:
     return True
 
 
+@cython.final
 cdef class Packer:
     """Writes samples of one known structure into the fields of a batch of ``n`` samples.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ def copy_array(dst: Any, src: Any) -> None:
     np.copyto(dst, src)
 
 
+@final
 class Packer:
     """Writes samples of one known structure into the fields of a batch of ``n`` samples.
 
@@ -174,5 +175,5 @@ def _put(item: np.ndarray[Any, Any], field: int, k: int) -> bool:
     """Copy an item to place ``k`` of the field at an absolute address; always True."""
     if item.nbytes:
         place = (ctypes.c_char * item.nbytes).from_address(field + k * item.nbytes)
-        np.copyto(np.frombuffer(place, item.dtype).reshape(item.shape), item)
+        np.copyto(np.frombuffer(memoryview(place), item.dtype).reshape(item.shape), item)
     return True

@@ -77,6 +77,23 @@ cdef class Histogram:
             raise ValueError(f"a duration cannot be negative: {value}")
         mn_histogram_record(self.h, MN_HISTOGRAM_TOP if overflow else <uint64_t>number)
 
+    def record_all(self, values, Py_ssize_t count) -> None:
+        """Count the first ``count`` values of int64 memory, none of them negative.
+
+        Raises:
+            ValueError: The memory holds fewer values.
+        """
+        cdef Py_buffer view
+        cdef Py_ssize_t i
+        PyObject_GetBuffer(values, &view, 0)
+        try:
+            if count < 0 or view.len < 8 * count:
+                raise ValueError(f"{view.len} bytes hold no {count} values")
+            for i in range(count):
+                mn_histogram_record(self.h, (<uint64_t *>view.buf)[i])
+        finally:
+            PyBuffer_Release(&view)
+
     def merge(self, Histogram other not None) -> None:
         """Add the counts of ``other``."""
         mn_histogram_add(self.h, other.h)

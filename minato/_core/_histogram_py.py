@@ -86,6 +86,18 @@ class Histogram:
             words[_MAX] = value
         words[_COUNT] += 1
 
+    def record_all(self, values: Buffer, count: int) -> None:
+        """Count the first ``count`` values of int64 memory, none of them negative.
+
+        Raises:
+            ValueError: The memory holds fewer values.
+        """
+        memory = memoryview(values).cast("B")
+        if count < 0 or memory.nbytes < 8 * count:
+            raise ValueError(f"{memory.nbytes} bytes hold no {count} values")
+        for value in memory[: 8 * count].cast("q"):
+            self.record(value)
+
     def merge(self, other: Histogram) -> None:
         """Add the counts of ``other``."""
         if not isinstance(other, Histogram):

@@ -416,10 +416,10 @@ cdef class Ledger:
                 if mn_load_acquire_u64(&there.place) != BOUND | (seq + 1):
                     mn_store_release_u64(&position.ticket, DONE | place)
                     continue
-                there.blob = there.blob_nbytes = 0
+                there.blob = 0
             batch = &self.batches[position.batch]
             if batch.bound:
-                batch.result = batch.result_nbytes = 0
+                batch.result = 0
             mn_store_seq_cst_u64(&position.ticket, FREE | place)
             self._lower(&self.header.head, seq)
             released += 1
@@ -527,12 +527,10 @@ cdef class Ledger:
         cdef uint64_t seq, first = self.batches[batch].first + k
         return [self.positions[seq & self.mask].key for seq in range(first, first + count)]
 
-    def begin(self, uint32_t worker, uint64_t position, uint64_t started_ns):
-        """Note which sample the worker starts now (read by the watchdog and after a death)."""
-        cdef mn_worker *record = &self.workers[worker]
-        record.started_ns = started_ns
-        record.step = -1
-        mn_store_release_u64(&record.position, position + 1)
+    def lease_words(self, uint32_t worker):
+        """What ``lease`` reads, as int64 memory for ``run_samples``: position + 1, started_ns, step."""
+        cdef Py_ssize_t start = <char *>&self.workers[worker] - <char *>self.view.buf
+        return memoryview(<object>self.view.obj).cast("B")[start : start + 24].cast("q")
 
     def end(self, uint32_t worker, uint64_t samples, uint64_t busy_ns, uint64_t idle_ns):
         """Note that the worker is between two leases, and add to its activity."""

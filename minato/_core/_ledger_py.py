@@ -130,7 +130,10 @@ class Ledger:
     def __init__(
         self, buffer: Any, sizes: tuple[int, int, int] | None = None, lock_fd: int = -1
     ) -> None:
-        size = memoryview(buffer).nbytes
+        view = memoryview(buffer)
+        if view.readonly:
+            raise BufferError("a ledger needs memory that can be written")
+        size = view.nbytes
         if size < _HEADER.itemsize:
             raise ValueError(f"{size} bytes are no ledger: its header alone is larger")
         header: Any = np.frombuffer(buffer, _HEADER, 1)[0]
@@ -492,12 +495,9 @@ class Ledger:
                 int(self._positions[seq & self._mask]["key"]) for seq in range(first, first + count)
             ]
 
-    def begin(self, worker: int, position: int, started_ns: int) -> None:
-        """Note which sample the worker starts now (read by the watchdog and after a death)."""
-        record = self._workers[worker]
-        record["started_ns"] = started_ns
-        record["step"] = -1
-        record["position"] = position + 1
+    def lease_words(self, worker: int) -> memoryview:
+        """What ``lease`` reads, as int64 memory for ``run_samples``: position + 1, started_ns, step."""
+        return memoryview(self._workers[worker : worker + 1]).cast("B")[:24].cast("q")
 
     def end(self, worker: int, samples: int, busy_ns: int, idle_ns: int) -> None:
         """Note that the worker is between two leases, and add to its activity."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections import deque
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ class Arena:
     def __init__(self, segment: Segment | None = None) -> None:
         self.segment = segment or Segment(_RESERVE_BYTES, _LEAST_RESERVE_BYTES)
         self._stride = max(self.segment.nbytes // (2 * _ROOMY_SLOTS), _LEAST_SLOT_BYTES)
-        self._used = 0
+        self._used = mmap.PAGESIZE  # no slot starts at offset 0, which means "nothing"
         self._largest = 0
         self._warm: deque[Slot] = deque()
         self._cold: deque[Slot] = deque()

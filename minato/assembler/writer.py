@@ -91,17 +91,23 @@ class BatchWriter:
         """Whether batches are built by calling ``collate_fn`` rather than in fields."""
         self._open: dict[int, tuple[int, Packer, int]] = {}
 
-    def write(self, batch: int, k: int, place: int, sample: Any) -> None:
-        """Put a sample at a place, which is number k of the batch; the caller fills the place afterwards."""
-        if self.collates:
-            self._attach(batch, place, sample, SAMPLE_BLOB)
+    def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
+        """Put samples at consecutive places, the first of which is number k of the batch.
+
+        The caller fills the places afterwards.
+        """
+        packing = None if self.collates else self._packing(batch, samples[0])
+        if packing is None:
+            for i, sample in enumerate(samples):
+                self._attach(batch, place + i, sample, SAMPLE_BLOB)
             return
-        packing = self._packing(batch, sample)
-        texts = packing[1].pack(sample, packing[2], k) if packing is not None else None
-        if texts is None:
-            self._attach(batch, place, sample, SAMPLE_BLOB)
-        elif texts:
-            self._attach(batch, place, texts, TEXT_BLOB)
+        _, packer, address = packing
+        for i, sample in enumerate(samples):
+            texts = packer.pack(sample, address, k + i)
+            if texts is None:
+                self._attach(batch, place + i, sample, SAMPLE_BLOB)
+            elif texts:
+                self._attach(batch, place + i, texts, TEXT_BLOB)
 
     def write_error(self, batch: int, place: int, error: BaseException, key: Any) -> None:
         """Like ``write``, for a sample that raised."""

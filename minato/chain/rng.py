@@ -70,7 +70,11 @@ class SampleRandomness:
     def __init__(self, base_seed: int, *, bind_globals: bool = True) -> None:
         self.base_seed = base_seed
         self._bind_globals = bind_globals
+        self.watches = bind_globals
+        """Whether ``drawn`` can tell."""
         self._all: tuple[generators.GlobalGenerator, ...] = ()
+        self._marked: list[Any] = []
+        self._asked = 0
         if bind_globals:
             self._attach()
 
@@ -108,6 +112,20 @@ class SampleRandomness:
         self._publish_python()
         self._publish_numpy()
         self._publish_torch()
+
+    def mark(self, unbind: bool = True) -> None:
+        """Begin to watch for draws; unless the sample in hand goes on, what runs now is bound to none."""
+        if unbind:
+            _this_thread.binding = None
+        self._asked = _this_thread.generators_made
+        self._marked = [generator.save() for generator in self._all]
+
+    def drawn(self) -> bool:
+        """Whether anything drew from the global generators, or asked for a generator, since ``mark``."""
+        # A generator that is asked for outside of samples is seeded from a global one, which shows there.
+        return self._asked != _this_thread.generators_made or self._marked != [
+            generator.save() for generator in self._all
+        ]
 
     def capture(self) -> object:
         """Return the randomness of a sample that is to be continued later, perhaps elsewhere.

@@ -254,7 +254,7 @@ class Dispatcher:
             if keys is None:
                 self._run_dry()
                 return
-            if not self._ledger.has_room(len(keys)):
+            if not self._ledger.has_room(len(keys) or 1):
                 self._check_capacity(len(keys))
                 self._drawn.appendleft(keys)
                 return
@@ -286,7 +286,8 @@ class Dispatcher:
 
     def _publish(self, keys: list[Any]) -> InFlight:
         slot = self._slots.acquire()
-        plain = all(type(key) is int and -_INT64 <= key < _INT64 for key in keys)
+        count = len(keys) or 1  # an empty batch has a place too: for what is collated of nothing
+        plain = bool(keys) and all(type(key) is int and -_INT64 <= key < _INT64 for key in keys)
         keys_slot, offset, nbytes = None, 0, 0
         if not plain:
             keys_slot = self._slots.acquire()
@@ -294,7 +295,7 @@ class Dispatcher:
         index, epoch, seed = self._pass
         record = self._ledger.publish(
             keys if plain else None,
-            len(keys),
+            count,
             (slot.start, slot.start, slot.end),
             index,
             epoch,
@@ -302,7 +303,7 @@ class Dispatcher:
             self._order.bound,
             offset,
             nbytes,
-            len(keys),
+            count,
         )
         item = InFlight(record, keys, slot, keys_slot, offset, index, epoch, seed)
         if not self._order.bound:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from minato._core.clock import now_ns
 from minato._core.histogram import Histogram
 from minato._core.ledger import Ledger
+from minato._core.run import run_samples
 from minato._core.wait import Gate
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
@@ -20,6 +22,11 @@ _COLLATED_RUN_NS = 4_000_000
 """The same where batches are collated by a function: samples of one worker need no transport."""
 _PATIENCE_S = 1.0
 """How long a worker sleeps at most before it looks whether its parent lives."""
+_WHOLE_BATCH = 1 << 31
+_PROBES = 16
+"""Samples that are watched for draws at first."""
+_WORTH_BINDING_NS = 50_000
+"""Samples that cost more are always bound: it takes about a microsecond."""
 _RISE, _FALL = 0.2, 0.7
 """Smoothing of a worker's mean cost per sample."""
 
@@ -29,8 +36,8 @@ class Sink(Protocol):
 
     collates: bool
 
-    def write(self, batch: int, k: int, place: int, sample: Any) -> None:
-        """Put a sample at a place, which is number k of the batch."""
+    def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
+        """Put samples at consecutive places, the first of which is number k of the batch."""
 
     def write_error(self, batch: int, place: int, error: BaseException, key: Any) -> None:
         """The same for a sample that raised."""
@@ -64,10 +71,10 @@ class Fetcher:
         sample = self._dataset[key]
         return sample if self._run is None else self._run(sample)
 
-    def many(self, keys: list[Any]) -> list[Any]:
-        """All samples of a list of keys, fetched by one call of the dataset."""
+    def many(self, keys: list[Any]) -> Any:
+        """What the dataset returns for a list of keys, normally the list of their samples, after the chain."""
         samples = self._dataset.__getitems__(keys)
-        return list(samples) if self._run is None else [self._run(sample) for sample in samples]
+        return samples if self._run is None else [self._run(sample) for sample in samples]
 
 
 class Worker:
@@ -109,6 +116,10 @@ class Worker:
         self._run_ns = _COLLATED_RUN_NS if sink.collates else _RUN_NS
         self._mean_ns = float(_COLLATED_RUN_NS)
         self._idle_since = now_ns()
+        self._lease = ledger.lease_words(number)
+        self._durations = array("q")
+        self._draws: bool | None = None  # not yet known
+        self._probes = 0
 
     def loop(self, parent_lives: Callable[[], bool]) -> None:
         """Work until the loader shuts down or its process is gone."""
@@ -125,8 +136,7 @@ class Worker:
 
     def step(self) -> bool:
         """Do one lease; False if there is nothing to do."""
-        longest = 1 << 31 if self._fetcher.takes_lists else int(self._run_ns / self._mean_ns) or 1
-        lease = self._ledger.claim(self._number, longest)
+        lease = self._ledger.claim(self._number, self._longest_run())
         if lease is None:
             return False
         batch, k, count = lease
@@ -135,15 +145,20 @@ class Worker:
             return True
         started = now_ns()
         _, first, size, bound, epoch, seed, _, _ = self._ledger.describe(batch)
-        keys = self._read_keys(batch, k, count)
+        keys = list(self._read_keys(batch, k, count))
         if self._make_randomness is not None and (
             self._randomness is None or self._randomness.base_seed != seed
         ):
             self._randomness = self._make_randomness(seed)
-        if bound:
-            self._run_bound(batch, first, k, epoch, keys, whole=count == size)
+        whole = bound and count == size
+        if whole and (self._fetcher.takes_lists or not keys):
+            self._run_list(batch, first, count, epoch, keys)
         else:
-            self._run_unbound(first + k, epoch, keys)
+            samples, error = self._run(first + k, epoch, keys, self._fetch(keys))
+            if bound:
+                self._deliver_bound(batch, first + k, k, keys, samples, error, whole)
+            else:
+                self._deliver(first + k, keys, samples, error)
         now = now_ns()
         self._ledger.end(self._number, count, now - started, started - self._idle_since)
         self._idle_since = now
@@ -152,72 +167,117 @@ class Worker:
         self._mean_ns += (_RISE if cost_ns > self._mean_ns else _FALL) * (cost_ns - self._mean_ns)
         return True
 
-    def _run_bound(
-        self, batch: int, first: int, k: int, epoch: int, keys: Sequence[Any], whole: bool
-    ) -> None:
-        """Run samples whose places are their own; all are filled at once at the end."""
-        ledger, sink = self._ledger, self._sink
-        together: list[Any] | None = [] if whole and sink.collates else None
-        position = first + k
-        for key, sample, error, _ in self._results(position, epoch, keys):
-            if error is not None:
-                # The batch is lost, as with torch, which does not run the samples after a bad one either.
-                sink.write_error(batch, position, error, key)
-                together = None
-                break
-            if together is None:
-                sink.write(batch, position - first, position, sample)
-            else:
-                together.append(sample)
-            position += 1
-        if together is not None:
-            sink.write_collated(batch, together)
-        sink.finished(batch, ledger.fill_run(self._number, batch, k, len(keys)))
-
-    def _run_unbound(self, position: int, epoch: int, keys: Sequence[Any]) -> None:
-        """Run samples that take a place when they are finished."""
-        ledger, sink = self._ledger, self._sink
-        for key, sample, error, cost_ns in self._results(position, epoch, keys):
-            late = cost_ns > ledger.slow_ns > 0
-            place, batch, k = ledger.reserve(self._number, position, late)
-            if error is not None:
-                sink.write_error(batch, place, error, key)
-            else:
-                sink.write(batch, k, place, sample)
-            sink.finished(batch, ledger.fill(self._number, position, place, cost_ns))
-            position += 1
-
-    def _results(
-        self, position: int, epoch: int, keys: Sequence[Any]
-    ) -> Iterator[tuple[Any, Any, BaseException | None, int]]:
-        """Run samples one after the other; yields ``(key, sample, error, cost_ns)`` of each."""
-        ledger, randomness, fetch = self._ledger, self._randomness, self._fetcher.one
+    def _longest_run(self) -> int:
         if self._fetcher.takes_lists:
-            fetch = self._listed(list(keys))
-        for key in keys:
-            started = now_ns()
-            ledger.begin(self._number, position, started)
-            if randomness is not None:
-                randomness.bind(epoch, key)
-            sample, error = None, None
-            try:
-                if self._failure is not None:
-                    raise self._failure
-                sample = fetch(key)
-            except self._catches as caught:
-                error = caught
-            cost_ns = now_ns() - started
-            self._times.record(cost_ns)
-            yield key, sample, error, cost_ns
-            position += 1
+            return _WHOLE_BATCH
+        return 1 if self._draws is None else int(self._run_ns / self._mean_ns) or 1
 
-    def _listed(self, keys: list[Any]) -> Callable[[Any], Any]:
-        """A fetch that calls ``__getitems__`` once, for the first key, and then deals out its samples."""
-        samples: list[Any] = []
+    def _run(
+        self, position: int, epoch: int, keys: list[Any], fetch: Callable[[Any], Any]
+    ) -> tuple[list[Any], BaseException | None]:
+        """Run samples until one raises; returns them and what it raised."""
+        if self._failure is not None:
+            return [], self._failure
+        if len(keys) > len(self._durations):
+            self._durations = array("q", bytes(8 * len(keys)))
 
-        def deal(key: Any) -> Any:
-            if not samples:
-                samples.extend(reversed(self._fetcher.many(keys)))
-            return samples.pop()
+        def run(bind: Callable[[int, Any], None] | None) -> tuple[list[Any], BaseException | None]:
+            return run_samples(
+                fetch, keys, position, self._lease, self._durations, bind, epoch, self._catches
+            )
+
+        randomness = self._randomness
+        if randomness is None:
+            samples, error = run(None)
+        elif self._draws is None and len(keys) == 1:
+            randomness.bind(epoch, keys[0])
+            randomness.mark(unbind=False)
+            samples, error = run(None)
+            self._probes += 1
+            if randomness.drawn():
+                self._draws = True
+            elif self._probes == _PROBES:
+                self._draws = not randomness.watches
+        elif self._draws is False and self._mean_ns < _WORTH_BINDING_NS:
+            # Binding would cost as much as these samples do, and they do not seem to draw. Should one draw after all,
+            # these few are run again, bound, and so are all later ones.
+            randomness.mark()
+            samples, error = run(None)
+            if randomness.drawn():
+                self._draws = True
+                samples, error = run(randomness.bind)
+        else:
+            samples, error = run(randomness.bind)
+        self._times.record_all(self._durations, len(samples))
+        return samples, error
+
+    def _deliver_bound(
+        self,
+        batch: int,
+        position: int,
+        k: int,
+        keys: list[Any],
+        samples: list[Any],
+        error: BaseException | None,
+        whole: bool,
+    ) -> None:
+        """Put samples in their own places and fill all of them at once."""
+        sink = self._sink
+        if error is not None:
+            # The batch is lost, as with torch, which does not run the samples after a bad one either.
+            failed = len(samples)
+            sink.write_error(batch, position + failed, error, keys[failed])
+        elif whole and sink.collates:
+            sink.write_collated(batch, samples)
+        else:
+            sink.write_run(batch, k, position, samples)
+        sink.finished(batch, self._ledger.fill_run(self._number, batch, k, len(keys)))
+
+    def _run_list(self, batch: int, first: int, count: int, epoch: int, keys: list[Any]) -> None:
+        """Run a whole batch by one call of the dataset, or an empty one; the dataset may return what it likes."""
+        fetch = self._fetcher.many if self._fetcher.takes_lists else list
+        results, error = self._run(first, epoch, [keys], fetch)
+        if error is not None:
+            self._sink.write_error(batch, first, error, keys)
+        elif self._sink.collates or type(results[0]) is not list or len(results[0]) != count:
+            self._sink.write_collated(batch, results[0])
+        else:
+            self._sink.write_run(batch, 0, first, results[0])
+        self._sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, count))
+
+    def _deliver(
+        self, position: int, keys: list[Any], samples: list[Any], error: BaseException | None
+    ) -> None:
+        """Find a place for each sample; the one that raised, and those that did not run because of it, take one too."""
+        ledger, sink = self._ledger, self._sink
+        for i, key in enumerate(keys):
+            cost_ns = self._durations[i]
+            place, batch, k = ledger.reserve(
+                self._number, position + i, cost_ns > ledger.slow_ns > 0
+            )
+            if i < len(samples):
+                sink.write_run(batch, k, place, samples[i : i + 1])
+            else:
+                assert error is not None
+                sink.write_error(batch, place, error, key)
+            sink.finished(batch, ledger.fill(self._number, position + i, place, cost_ns))
+
+    def _fetch(self, keys: Sequence[Any]) -> Callable[[Any], Any]:
+        """How to get each of these samples; where one call fetches all, the first key's does, and they are dealt out."""
+        if not self._fetcher.takes_lists:
+            return self._fetcher.one
+        samples: Iterator[Any] | None = None
+
+        def deal(_: Any) -> Any:
+            nonlocal samples
+            if samples is None:
+                fetched = self._fetcher.many(list(keys))
+                if len(fetched) != len(keys):
+                    raise ValueError(
+                        f"__getitems__ returned {len(fetched)} samples for {len(keys)} keys: with order='arrival' "
+                        "and 'fast_first' it must return one for each (use order='batch')"
+                    )
+                samples = iter(fetched)
+            return next(samples)
 
         return deal

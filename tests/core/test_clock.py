@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib
 import time
 from types import ModuleType
 
@@ -8,21 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-
-def form(suffix: str) -> ModuleType:
-    return importlib.import_module(f"minato._core._clock_{suffix}")
-
-
-@pytest.fixture(scope="module", params=["pure", "compiled"])
-def twin(request: pytest.FixtureRequest) -> ModuleType:
-    """The module under test, once in each form."""
-    return form("py" if request.param == "pure" else "c")
-
-
-@pytest.fixture(scope="module", params=["pure-compiled"])
-def twins() -> tuple[ModuleType, ModuleType]:
-    """Both forms of the module under test, pure first, to be compared."""
-    return form("py"), form("c")
+TWIN = "clock"
 
 
 def test_now_is_the_monotonic_clock_of_the_system(twin: ModuleType) -> None:

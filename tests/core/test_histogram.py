@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import array
-import importlib
 import math
 import mmap
 import multiprocessing
@@ -13,23 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+TWIN = "histogram"
 TOP = 2**48 - 1
-
-
-def form(suffix: str) -> ModuleType:
-    return importlib.import_module(f"minato._core._histogram_{suffix}")
-
-
-@pytest.fixture(scope="module", params=["pure", "compiled"])
-def twin(request: pytest.FixtureRequest) -> ModuleType:
-    """The module under test, once in each form."""
-    return form("py" if request.param == "pure" else "c")
-
-
-@pytest.fixture(scope="module", params=["pure-compiled"])
-def twins() -> tuple[ModuleType, ModuleType]:
-    """Both forms of the module under test, pure first, to be compared."""
-    return form("py"), form("c")
 
 
 durations = st.lists(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 from typing import Any
 
@@ -9,23 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+TWIN = "seeding"
 WORDS = 624
-
-
-def form(suffix: str) -> ModuleType:
-    return importlib.import_module(f"minato._core._seeding_{suffix}")
-
-
-@pytest.fixture(scope="module", params=["pure", "compiled"])
-def twin(request: pytest.FixtureRequest) -> ModuleType:
-    """The module under test, once in each form."""
-    return form("py" if request.param == "pure" else "c")
-
-
-@pytest.fixture(scope="module", params=["pure-compiled"])
-def twins() -> tuple[ModuleType, ModuleType]:
-    """Both forms of the module under test, pure first, to be compared."""
-    return form("py"), form("c")
 
 
 integers = st.one_of(st.integers(-5, 5), st.integers(-(2**63), 2**64 - 1), st.integers())

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import time
 from types import ModuleType
 from typing import Any
@@ -11,17 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+TWIN = "steps"
 FAR_NS = 2**62
-
-
-def form(suffix: str) -> ModuleType:
-    return importlib.import_module(f"minato._core._steps_{suffix}")
-
-
-@pytest.fixture(scope="module", params=["pure", "compiled"])
-def twin(request: pytest.FixtureRequest) -> ModuleType:
-    """The module under test, once in each form."""
-    return form("py" if request.param == "pure" else "c")
 
 
 class Recorder:

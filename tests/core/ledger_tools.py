@@ -1,0 +1,144 @@
+"""A ledger in plain memory, its records as arrays, and workers that are steps of the test."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from minato._core import _ledger_py as spec
+
+CLAIMED, DONE, CANCELLED = 1 << 62, 2 << 62, 3 << 62
+BOUND, FILLED = 1 << 62, 2 << 62
+NUMBER = (1 << 48) - 1
+SLOT = (4096, 4160, 1 << 20)
+"""Start, first free byte and end of every slot: no test of the ledger writes to it."""
+LAYOUT = 4096
+
+
+class Desk:
+    """One ledger and everything a test does with it.
+
+    Args:
+        twin: Half of the module ``ledger``.
+        memory: Where the ledger lies; None: in new memory of its own.
+    """
+
+    def __init__(
+        self,
+        twin: ModuleType,
+        workers: int = 3,
+        batches: int = 4,
+        positions: int = 16,
+        memory: Any = None,
+        lock_fd: int = -1,
+    ) -> None:
+        self.twin = twin
+        self.sizes = workers, batches, positions
+        self.memory = memory if memory is not None else mmap.mmap(-1, 1 << 16)
+        self.ledger = twin.Ledger(self.memory, self.sizes, lock_fd)
+        self.nbytes = twin.Ledger.nbytes(*self.sizes)
+        self.header = np.frombuffer(self.memory, spec._HEADER, 1)[0]
+        offset = spec._HEADER.itemsize
+        self.workers = np.frombuffer(self.memory, spec._WORKER, workers, offset)
+        offset += self.workers.nbytes
+        self.batches = np.frombuffer(self.memory, spec._BATCH, batches, offset)
+        offset += self.batches.nbytes
+        self.positions = np.frombuffer(self.memory, spec._POSITION, positions, offset)
+        self.next_key = 100
+
+    def image(self) -> bytes:
+        """The ledger's bytes without what the twins may do differently."""
+        image = np.frombuffer(self.memory, np.uint8, self.nbytes).copy()
+        header = image[: spec._HEADER.itemsize].view(spec._HEADER)
+        header["compiled"] = 0
+        header["head"] &= NUMBER  # the compiled twin keeps versions above the numbers
+        header["passes"]["cursor"] &= NUMBER
+        start = spec._HEADER.itemsize + self.workers.nbytes
+        image[start : start + self.batches.nbytes].view(spec._BATCH)["hint"] = 0
+        return image.tobytes()
+
+    # ---- the consumer
+
+    def publish(self, count: int, bound: bool = True, pass_index: int = 0) -> int:
+        keys = list(range(self.next_key, self.next_key + count))
+        self.next_key += count
+        return self.ledger.publish(keys, count, SLOT, pass_index, 7, 8, bound)
+
+    def deliver(self, batch: int) -> list[int]:
+        """Take a ready batch; returns the positions of the samples in it."""
+        assert self.ledger.state(batch) == self.twin.READY
+        occupants = self.ledger.occupants(batch)
+        assert len(set(occupants)) == len(occupants)
+        return occupants
+
+    # ---- workers
+
+    def claim(self, worker: int, max_run: int = 1) -> tuple[int, int, int] | None:
+        return self.ledger.claim(worker, max_run)
+
+    def claim_position(self, worker: int) -> int:
+        """Claim one sample and return its position."""
+        lease = self.claim(worker)
+        assert lease is not None
+        batch, k, count = lease
+        assert count == 1
+        return self.first(batch) + k
+
+    def first(self, batch: int) -> int:
+        return self.ledger.describe(batch)[1]
+
+    def fill(self, worker: int, position: int, late: bool = False, blob: int = 0) -> int:
+        """Reserve a place for a claimed sample and fill it, as a worker does; ``blob`` is a kind."""
+        place, batch, k = self.ledger.reserve(worker, position, late)
+        assert 0 <= k < self.ledger.describe(batch)[2]
+        if blob:
+            self.ledger.attach(place, 8192 | blob, 10)
+        else:
+            assert self.ledger.publish_layout(batch, LAYOUT) == LAYOUT
+        outcome = self.ledger.fill(worker, position, place)
+        if outcome == self.twin.MUST_COLLATE:
+            self.collate(batch)
+        return outcome
+
+    def collate(self, batch: int) -> None:
+        self.ledger.set_ready(batch, 16384 | self.twin.SAMPLE_BLOB, 20)
+
+    def work(self, worker: int, max_run: int = 1, late: bool = False) -> list[int]:
+        """Do everything there is to do; returns the positions worked on."""
+        worked = []
+        while (lease := self.claim(worker, max_run)) is not None:
+            batch, k, count = lease
+            if count == 0:
+                self.collate(batch)
+            for position in range(self.first(batch) + k, self.first(batch) + k + count):
+                self.fill(worker, position, late)
+                worked.append(position)
+        return worked
+
+    # ---- words
+
+    def ticket(self, position: int) -> int:
+        return int(self.positions[position % self.sizes[2]]["ticket"])
+
+    def place(self, position: int) -> int:
+        return int(self.positions[position % self.sizes[2]]["place"])
+
+    def set_ticket(self, position: int, word: int) -> None:
+        self.positions[position % self.sizes[2]]["ticket"] = word
+
+    def set_place(self, position: int, word: int) -> None:
+        self.positions[position % self.sizes[2]]["place"] = word
+
+
+def claimed(worker: int, place: int | None = None) -> int:
+    """Ticket of a sample that a worker runs, with the place that it has said it takes."""
+    return CLAIMED | worker << 48 | (0 if place is None else place + 1)
+
+
+def exactly(positions: Iterable[int], expected: Iterable[int]) -> bool:
+    """Whether these are the expected positions, each once."""
+    return sorted(positions) == sorted(expected)

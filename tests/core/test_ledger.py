@@ -1,0 +1,802 @@
+"""What each operation of the ledger does, in one process. Every test runs on both twins."""
+
+from __future__ import annotations
+
+import array
+import importlib
+import mmap
+from types import ModuleType
+
+import pytest
+
+from tests.core.ledger_tools import (
+    BOUND,
+    CANCELLED,
+    DONE,
+    FILLED,
+    LAYOUT,
+    SLOT,
+    Desk,
+    claimed,
+    exactly,
+)
+
+TWIN = "ledger"
+
+
+@pytest.fixture
+def desk(twin: ModuleType) -> Desk:
+    desk = Desk(twin)
+    desk.ledger.open_pass(0)
+    return desk
+
+
+# ------------------------------------------------------------------------------- creating, attaching
+
+
+def test_sizes_are_checked(twin: ModuleType) -> None:
+    memory = mmap.mmap(-1, 1 << 16)
+    for positions in (0, 3, 12, -4):
+        with pytest.raises(ValueError, match=f"position_capacity {positions} is not a power of two"):
+            twin.Ledger(memory, (1, 1, positions))
+    for workers in (0, 4097):
+        with pytest.raises(ValueError, match=f"num_workers {workers} is not between 1 and 4096"):
+            twin.Ledger(memory, (workers, 1, 4))
+    needed = twin.Ledger.nbytes(4, 4, 1024)
+    with pytest.raises(ValueError, match=f"a ledger of {needed} bytes does not fit 65536"):
+        twin.Ledger(memory, (4, 4, 1024))
+
+
+def test_memory_that_was_used_before_is_fine(twin: ModuleType) -> None:
+    memory = mmap.mmap(-1, 1 << 16)
+    memory[:] = b"\xff" * len(memory)
+    desk = Desk(twin, memory=memory)
+    assert desk.claim(0) is None
+    desk.ledger.open_pass(0)
+    batch = desk.publish(4)
+    assert exactly(desk.work(1), range(4))
+    assert desk.deliver(batch) == [0, 1, 2, 3]
+
+
+def test_a_second_party_sees_the_same_ledger(desk: Desk) -> None:
+    batch = desk.publish(2)
+    other = desk.twin.Ledger(desk.memory)
+    assert other.capacity == desk.ledger.capacity == (4, 16)
+    assert other.claim(1, 5) == (batch, 0, 2)
+    assert desk.ledger.unclaimed() == 0
+
+
+def test_too_little_memory_is_refused(desk: Desk) -> None:
+    whole = bytearray(desk.memory[:])
+    for nbytes in (0, 8, 447):
+        with pytest.raises(ValueError, match=f"{nbytes} bytes are no ledger"):
+            desk.twin.Ledger(whole[:nbytes])
+    with pytest.raises(ValueError, match=f"a ledger of {desk.nbytes} bytes does not fit"):
+        desk.twin.Ledger(whole[: desk.nbytes - 1])
+    assert desk.twin.Ledger(whole[: desk.nbytes]).capacity == (4, 16)
+
+
+def test_memory_that_cannot_be_written_is_refused(desk: Desk) -> None:
+    with pytest.raises(BufferError):
+        desk.twin.Ledger(desk.memory[:])
+
+
+@pytest.mark.parametrize("at", [0, 8])
+def test_foreign_memory_is_refused(desk: Desk, at: int) -> None:
+    memory = bytearray(desk.memory[:])
+    memory[at] ^= 0x40
+    with pytest.raises(RuntimeError, match="no ledger of this version of minato"):
+        desk.twin.Ledger(memory)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "text"),
+    [("c", "py", "the pure implementation"), ("py", "c", "the compiled implementation")],
+    ids=["compiled-pure", "pure-compiled"],
+)
+def test_processes_with_different_twins_refuse_each_other(
+    ours: str, theirs: str, text: str
+) -> None:
+    desk = Desk(importlib.import_module(f"minato._core._ledger_{theirs}"))
+    with pytest.raises(RuntimeError, match=f"{text} of minato .* set MINATO_NO_EXTENSIONS alike"):
+        importlib.import_module(f"minato._core._ledger_{ours}").Ledger(desk.memory)
+
+
+def test_it_keeps_its_memory(twin: ModuleType) -> None:
+    memory = mmap.mmap(-1, 1 << 16)
+    ledger = twin.Ledger(memory, (1, 1, 4))
+    with pytest.raises(BufferError):
+        memory.close()
+    del ledger
+    memory.close()
+
+
+# ------------------------------------------------------------------------------------------ claiming
+
+
+def test_samples_are_claimed_oldest_first(desk: Desk) -> None:
+    first, second = desk.publish(3), desk.publish(3)
+    leases = [desk.claim(worker % 2) for worker in range(7)]
+    assert leases == [*((first, k, 1) for k in range(3)), *((second, k, 1) for k in range(3)), None]
+
+
+def test_runs_are_as_long_as_asked_for_and_end_with_their_batch(desk: Desk) -> None:
+    first, second = desk.publish(5), desk.publish(3)
+    assert desk.claim(0, 2) == (first, 0, 2)
+    assert desk.claim(1, 100) == (first, 2, 3)
+    assert desk.claim(0, 100) == (second, 0, 3)
+    assert desk.claim(1, 100) is None
+
+
+def test_a_run_ends_where_somebody_else_is_at_work(desk: Desk) -> None:
+    batch = desk.publish(6)
+    desk.claim(0, 6)
+    desk.ledger.release(0)
+    desk.set_ticket(3, claimed(1, 3))
+    assert desk.claim(0, 6) == (batch, 0, 3)
+    assert desk.claim(0, 6) == (batch, 4, 2)
+
+
+def test_unclaimed_counts_what_is_left(desk: Desk) -> None:
+    assert desk.ledger.unclaimed() == 0
+    desk.publish(4)
+    desk.publish(2)
+    assert desk.ledger.unclaimed() == 6
+    desk.claim(0, 3)
+    assert desk.ledger.unclaimed() == 3
+    desk.ledger.release(0)
+    assert desk.ledger.unclaimed() == 6
+
+
+def test_a_worker_learns_what_it_has_claimed(desk: Desk) -> None:
+    desk.publish(2)
+    batch = desk.ledger.publish([-1, 2**63 - 1, -(2**63)], 3, SLOT, 0, -4, -5, False)
+    generation, *rest = desk.ledger.describe(batch)
+    assert generation == 1
+    assert rest == [2, 3, False, -4, -5, 0, 0]
+    assert desk.ledger.keys(batch, 0, 3) == [-1, 2**63 - 1, -(2**63)]
+    assert desk.ledger.keys(batch, 1, 1) == [2**63 - 1]
+    pickled = desk.ledger.publish(None, 2, SLOT, 0, 1, 2, True, 4096, 77, 0)
+    assert desk.ledger.describe(pickled) == (1, 5, 2, True, 1, 2, 4096, 77)
+
+
+def test_leases_and_activity(desk: Desk) -> None:
+    ledger = desk.ledger
+    assert ledger.lease(1) == (None, 0, 0)
+    ledger.lease_words(1)[:] = array.array("q", [8, 1234, -1])
+    assert desk.twin.Ledger(desk.memory).lease(1) == (7, 1234, -1)
+    assert (ledger.lease(0), ledger.lease(2)) == ((None, 0, 0), (None, 0, 0))
+    ledger.end(1, 3, 100, 20)
+    ledger.end(1, 1, 50, 7)
+    assert ledger.lease(1)[0] is None
+    assert ledger.activity(1) == (4, 150, 27)
+    assert ledger.activity(0) == (0, 0, 0)
+
+
+# ----------------------------------------------------------------------------------- filling, places
+
+
+def test_a_bound_batch_is_published_when_its_last_place_is_filled(desk: Desk) -> None:
+    batch = desk.publish(3)
+    desk.claim(0, 3)
+    outcomes = [desk.fill(0, position) for position in (2, 0, 1)]
+    assert outcomes == [desk.twin.NOT_COMPLETE, desk.twin.NOT_COMPLETE, desk.twin.PUBLISHED]
+    assert desk.deliver(batch) == [0, 1, 2]
+    assert desk.ledger.settled(batch)
+
+
+def test_a_run_is_filled_at_once(desk: Desk) -> None:
+    batch = desk.publish(5)
+    assert desk.claim(0, 3) == (batch, 0, 3)
+    assert desk.claim(1, 3) == (batch, 3, 2)
+    desk.ledger.publish_layout(batch, LAYOUT)
+    assert desk.ledger.fill_run(1, batch, 3, 2, 9) == desk.twin.NOT_COMPLETE
+    assert desk.ledger.fill_run(0, batch, 0, 3, 8) == desk.twin.PUBLISHED
+    assert desk.deliver(batch) == [0, 1, 2, 3, 4]
+    assert [int(record["cost_ns"]) for record in desk.positions[:5]] == [8, 8, 8, 9, 9]
+    assert desk.ledger.settled(batch)
+
+
+def test_publishing_wakes_the_workers_and_a_ready_batch_the_consumer(desk: Desk) -> None:
+    gate = importlib.import_module(desk.twin.__name__.replace("ledger", "wait")).Gate
+    work = gate(desk.memory, desk.ledger.work_gate_offset)
+    ready = gate(desk.memory, desk.ledger.ready_gate_offset)
+    for kind, events in ((0, 1), (desk.twin.SAMPLE_BLOB, 2)):
+        batch = desk.publish(1)
+        assert work.events == events
+        position = desk.claim_position(0)
+        assert ready.events == events - 1
+        desk.fill(0, position, blob=kind)
+        assert ready.events == events
+        assert desk.ledger.state(batch) == desk.twin.READY
+    desk.ledger.release(0)
+    assert work.events == 3
+    desk.ledger.shut_down()
+    assert work.events == 4
+
+
+def test_a_worker_without_work_wakes_a_waiting_consumer_only(desk: Desk) -> None:
+    gate = importlib.import_module(desk.twin.__name__.replace("ledger", "wait")).Gate
+    ready = gate(desk.memory, desk.ledger.ready_gate_offset)
+    assert desk.ledger.waiting is False
+    desk.ledger.hungry()
+    assert ready.events == 0
+    desk.ledger.waiting = True
+    assert desk.ledger.waiting is True
+    desk.ledger.hungry()
+    assert ready.events == 1
+
+
+def test_shutting_down_is_seen(desk: Desk) -> None:
+    other = desk.twin.Ledger(desk.memory)
+    assert (other.stopping, other.draining) == (False, False)
+    desk.ledger.shut_down(drain=True)
+    assert (other.stopping, other.draining) == (False, True)
+    desk.ledger.shut_down()
+    assert (other.stopping, other.draining) == (True, False)
+
+
+def test_the_slow_threshold_is_shared(desk: Desk) -> None:
+    assert desk.ledger.slow_ns == 0
+    desk.ledger.slow_ns = 5_000_000_000
+    assert desk.twin.Ledger(desk.memory).slow_ns == 5_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("kinds", "layout", "outcome"),
+    [
+        ("", True, "PUBLISHED"),
+        ("", False, "MUST_COLLATE"),
+        ("SAMPLE_BLOB", True, "MUST_COLLATE"),
+        ("SAMPLE_BLOB", False, "MUST_COLLATE"),
+        ("TEXT_BLOB", True, "PUBLISHED"),
+        ("ERROR_BLOB", False, "PUBLISHED"),
+        ("ERROR_BLOB SAMPLE_BLOB", True, "PUBLISHED"),
+        ("TEXT_BLOB SAMPLE_BLOB", True, "MUST_COLLATE"),
+    ],
+)
+def test_what_lies_at_the_places_says_what_is_left_to_do(
+    desk: Desk, kinds: str, layout: bool, outcome: str
+) -> None:
+    twin, ledger = desk.twin, desk.ledger
+    batch = desk.publish(3)
+    desk.claim(0, 3)
+    if layout:
+        ledger.publish_layout(batch, LAYOUT)
+    for place, name in enumerate(kinds.split()):
+        ledger.attach(place, 8192 + 64 * place | getattr(twin, name), 10 + place)
+    assert ledger.fill_run(0, batch, 0, 3) == getattr(twin, outcome)
+    expected = [(getattr(twin, name), 8192 + 64 * k, 10 + k) for k, name in enumerate(kinds.split())]
+    assert ledger.blobs(batch) == [*expected, *[(0, 0, 0)] * (3 - len(expected))]
+    if outcome == "MUST_COLLATE":
+        assert ledger.state(batch) == twin.COLLATING
+        ledger.set_ready(batch, 16384 | twin.SAMPLE_BLOB, 20)
+    assert ledger.state(batch) == twin.READY
+    flags, at, result, nbytes, count, used = ledger.contents(batch)
+    names = {"SAMPLE_BLOB": twin.RAGGED, "ERROR_BLOB": twin.FAILED, "TEXT_BLOB": twin.TEXTS}
+    for name, flag in names.items():
+        assert bool(flags & flag) == (name in kinds)
+    assert (at, count, used) == (LAYOUT if layout else 0, 3, 64)
+    assert (result, nbytes) == ((16385, 20) if outcome == "MUST_COLLATE" else (0, 0))
+
+
+def test_a_batch_collated_by_one_worker_needs_nothing_else(desk: Desk) -> None:
+    batch = desk.publish(2)
+    desk.claim(0, 2)
+    desk.ledger.set_result(batch, 16384 | desk.twin.SAMPLE_BLOB, 20)
+    assert desk.ledger.fill_run(0, batch, 0, 2) == desk.twin.PUBLISHED
+    assert desk.ledger.contents(batch)[2:4] == (16385, 20)
+
+
+def test_samples_take_the_oldest_open_place(desk: Desk) -> None:
+    first, second = desk.publish(2, bound=False), desk.publish(2, bound=False)
+    for _ in range(4):
+        desk.claim(0)
+    for position in (3, 1, 2, 0):
+        desk.fill(0, position)
+    assert (desk.deliver(first), desk.deliver(second)) == ([3, 1], [2, 0])
+
+
+def test_late_samples_take_the_newest_open_place_unless_the_consumer_waits(desk: Desk) -> None:
+    first, second = desk.publish(2, bound=False), desk.publish(2, bound=False)
+    for _ in range(4):
+        desk.claim(0)
+    desk.fill(0, 0, late=True)
+    desk.ledger.waiting = True
+    desk.fill(0, 1, late=True)
+    desk.ledger.waiting = False
+    desk.fill(0, 2, late=True)
+    desk.fill(0, 3, late=True)
+    assert (desk.deliver(first), desk.deliver(second)) == ([1, 3], [2, 0])
+
+
+def test_reserving_twice_gives_the_same_place(desk: Desk) -> None:
+    batch = desk.publish(4, bound=False)
+    position = desk.claim_position(0)
+    assert desk.ledger.reserve(0, position) == desk.ledger.reserve(0, position, True) == (0, batch, 0)
+
+
+def test_a_bound_sample_reserves_its_own_place(desk: Desk) -> None:
+    desk.publish(2)
+    batch = desk.publish(2)
+    desk.claim(0, 4)
+    desk.claim(0, 4)
+    assert desk.ledger.reserve(0, 3, True) == (3, batch, 1)
+
+
+def test_passes_do_not_mix(desk: Desk) -> None:
+    """Two runs over the sampler at once, their batches in turn."""
+    desk.ledger.open_pass(1)
+    batches = [desk.publish(2, bound=False, pass_index=i % 2) for i in range(4)]
+    claims = [desk.claim_position(0) for _ in range(8)]
+    for position in reversed(claims):
+        desk.fill(0, position, late=position % 3 == 0)
+    members = [desk.deliver(batch) for batch in batches]
+    assert exactly([*members[0], *members[2]], [0, 1, 4, 5])
+    assert exactly([*members[1], *members[3]], [2, 3, 6, 7])
+
+
+def test_a_new_pass_takes_no_place_of_an_old_one(desk: Desk) -> None:
+    old = desk.publish(4, bound=False)
+    desk.claim_position(0)
+    desk.ledger.open_pass(1)
+    new = desk.publish(4, bound=False, pass_index=1)
+    desk.ledger.cancel(old)
+    assert exactly(desk.work(1), range(4, 8))
+    assert desk.deliver(new) == [4, 5, 6, 7]
+    assert desk.ledger.state(old) == desk.twin.OPEN
+
+
+def test_a_place_far_behind_is_not_taken_for_the_one_that_has_its_record(twin: ModuleType) -> None:
+    """Late samples do not move the cursor of open places; it falls behind by rounds of the ring."""
+    desk = Desk(twin, positions=8)
+    desk.ledger.open_pass(0)
+    for _ in range(5):
+        batches = [desk.publish(3, bound=False), desk.publish(3, bound=False)]
+        desk.work(0, late=True)
+        for batch in batches:
+            desk.deliver(batch)
+            desk.ledger.retire(batch)
+    batch = desk.publish(3, bound=False)
+    desk.work(0, late=False)
+    assert desk.deliver(batch) == [30, 31, 32]
+
+
+# ---------------------------------------------------------------------------------------- late samples
+
+
+def test_overdue_samples_are_bound_to_the_new_batch(desk: Desk) -> None:
+    old = desk.publish(3, bound=False)
+    desk.claim(0, 2)  # 0 and 1 run, 2 is free
+    desk.fill(0, 1)
+    new = desk.publish(4, bound=False)
+    desk.ledger.bind_late(old, new)
+    assert [desk.ledger.reserve(0, 0)[0], desk.ticket(2) & 0xFFFF] == [3, 5]
+    for position in range(2, 7):
+        assert desk.claim_position(1) == position
+    for position in (6, 5, 4, 3, 2, 0):
+        desk.fill(1 if position else 0, position)
+    assert desk.deliver(old) == [1, 6, 5]
+    assert desk.deliver(new) == [0, 2, 4, 3]
+
+
+def test_overdue_samples_beyond_the_new_batch_take_the_oldest_places(desk: Desk) -> None:
+    old = desk.publish(4, bound=False)
+    new = desk.publish(1, bound=False)
+    desk.ledger.bind_late(old, new)
+    desk.work(0)
+    assert (desk.deliver(old), desk.deliver(new)) == ([1, 2, 3, 4], [0])
+
+
+def test_binding_late_leaves_placed_and_cancelled_samples_alone(desk: Desk) -> None:
+    old = desk.publish(3, bound=False)
+    desk.claim(0, 2)
+    desk.fill(0, 0)
+    desk.ledger.reserve(0, 1)
+    desk.ledger.cancel(old)
+    new = desk.publish(2, bound=False)
+    words = [desk.ticket(position) for position in range(3)]
+    desk.ledger.bind_late(old, new)
+    assert [desk.ticket(position) for position in range(3)] == words
+    assert [desk.place(position) for position in (3, 4)] == [4, 5]
+
+
+def test_no_sample_is_later_than_the_bound(twin: ModuleType) -> None:
+    """One straggler in each batch, never finished before it is overdue."""
+    max_lag, size, total = 2, 3, 30
+    desk = Desk(twin, batches=8, positions=32)
+    desk.ledger.open_pass(0)
+    opened: list[int] = []
+    number_of: dict[int, int] = {}
+    stragglers: list[int] = []
+    lags = []
+    live: list[int] = []
+    for number in range(total):
+        batch = desk.publish(size, bound=False)
+        opened.append(batch)
+        live.append(batch)
+        for position in range(desk.first(batch), desk.first(batch) + size):
+            number_of[position] = number
+        if number >= max_lag:
+            desk.ledger.bind_late(opened[number - max_lag], batch)
+        for _ in range(size):
+            position = desk.claim_position(0)
+            if position % size == 0:
+                stragglers.append(position)
+            else:
+                desk.fill(0, position)
+        if len(stragglers) > max_lag:
+            desk.fill(0, stragglers.pop(0))
+        while live and desk.ledger.state(live[0]) == twin.READY:
+            members = desk.deliver(live[0])
+            ordinal = desk.first(live[0]) // size
+            lags += [ordinal - number_of[position] for position in members]
+            if not desk.ledger.settled(live[0]):
+                break
+            desk.ledger.retire(live.pop(0))
+    assert max(lags) == max_lag
+    assert len(lags) > total
+
+
+# ---------------------------------------------------------------------------------------- dead workers
+
+
+def delivered_exactly_once(desk: Desk, batches: list[int]) -> bool:
+    """Let another worker do what is left; whether each sample then lies at one place."""
+    desk.work(2)
+    members = [position for batch in batches for position in desk.deliver(batch)]
+    count = sum(desk.ledger.describe(batch)[2] for batch in batches)
+    return exactly(members, range(count)) and all(map(desk.ledger.settled, batches))
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_killed_after_the_claim(desk: Desk, bound: bool) -> None:
+    batches = [desk.publish(4, bound), desk.publish(4, bound)]
+    desk.claim(0, 3)
+    desk.claim(1, 1)
+    desk.claim(0, 2)
+    desk.ledger.lease_words(0)[0] = 5
+    assert desk.ledger.release(0) == 5
+    assert desk.ledger.lease(0)[0] is None
+    assert desk.ticket(3) == claimed(1, 3 if bound else None)
+    desk.fill(1, 3)
+    assert delivered_exactly_once(desk, batches)
+
+
+def test_killed_before_the_ticket_says_which_place(desk: Desk) -> None:
+    batches = [desk.publish(2, bound=False), desk.publish(2, bound=False)]
+    desk.claim_position(0)
+    desk.set_place(0, BOUND | 1)
+    assert desk.claim_position(1) == 1
+    assert desk.ledger.reserve(1, 1)[0] == 1
+    assert desk.ledger.release(0) == 1
+    assert desk.place(0) == 1
+    desk.fill(1, 1)
+    assert delivered_exactly_once(desk, batches)
+
+
+def test_killed_after_the_ticket_says_which_place(desk: Desk) -> None:
+    batches = [desk.publish(2, bound=False), desk.publish(2, bound=False)]
+    desk.claim_position(0)
+    desk.ledger.reserve(0, 0, True)
+    assert desk.ledger.release(0) == 1
+    assert desk.ticket(0) == 4
+    assert delivered_exactly_once(desk, batches)
+    assert desk.deliver(batches[1])[1] == 0
+
+
+@pytest.mark.parametrize("kind", ["SAMPLE_BLOB", "ERROR_BLOB", "TEXT_BLOB"])
+@pytest.mark.parametrize("bound", [True, False])
+def test_what_a_dead_worker_attached_is_forgotten(desk: Desk, kind: str, bound: bool) -> None:
+    batch = desk.publish(2, bound)
+    desk.claim_position(0)
+    place = desk.ledger.reserve(0, 0)[0]
+    desk.ledger.attach(place, 8192 | getattr(desk.twin, kind), 10)
+    desk.ledger.release(0)
+    assert delivered_exactly_once(desk, [batch])
+    assert desk.ledger.contents(batch)[0] & (desk.twin.RAGGED | desk.twin.FAILED) == 0
+    assert [blob[0] for blob in desk.ledger.blobs(batch)] == [0, 0]
+
+
+def test_the_result_of_a_dead_worker_is_forgotten(desk: Desk) -> None:
+    batch = desk.publish(2)
+    desk.claim(0, 2)
+    desk.ledger.set_result(batch, 16384 | desk.twin.SAMPLE_BLOB, 20)
+    desk.ledger.release(0)
+    assert delivered_exactly_once(desk, [batch])
+    assert desk.ledger.contents(batch)[2] == 0
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_killed_between_the_place_and_the_ticket(desk: Desk, bound: bool) -> None:
+    batch = desk.publish(2, bound)
+    desk.claim_position(0)
+    desk.ledger.reserve(0, 0)
+    desk.ledger.publish_layout(batch, LAYOUT)
+    desk.set_place(0, FILLED | 1)
+    assert desk.ledger.release(0) == 0
+    assert desk.ticket(0) == DONE | 1
+    assert delivered_exactly_once(desk, [batch])
+
+
+def test_killed_between_place_and_ticket_and_found_when_the_place_has_gone_round(
+    twin: ModuleType,
+) -> None:
+    """The batch is delivered, its record used again, and only then somebody notices the death."""
+    desk = Desk(twin, batches=3, positions=4)
+    desk.ledger.open_pass(0)
+    first, second = desk.publish(2, bound=False), desk.publish(2, bound=False)
+    for position in range(4):
+        assert desk.claim_position(0 if position == 2 else 1) == position
+    desk.fill(1, 0)
+    place = desk.ledger.reserve(0, 2)[0]  # a sample of the second batch at a place of the first
+    assert place == 1
+    desk.set_place(place, FILLED | 3)
+    desk.fill(1, 1)
+    desk.fill(1, 3)
+    desk.ledger.release(2)  # of another worker: the full first batch is found and published
+    assert desk.claim(1) is None
+    assert desk.deliver(first) == [0, 2]
+    desk.ledger.retire(first)
+    third = desk.publish(2, bound=False)
+    assert desk.place(place) == 6
+    assert desk.ledger.release(0) == 0
+    assert desk.ticket(2) == DONE | 2
+    assert desk.ledger.settled(second)
+    assert desk.work(2) == [4, 5]
+    assert (desk.deliver(second), desk.deliver(third)) == ([1, 3], [4, 5])
+
+
+def test_a_killed_workers_full_batch_is_published_by_the_next(desk: Desk) -> None:
+    batch = desk.publish(2)
+    desk.claim(0, 2)
+    desk.ledger.publish_layout(batch, LAYOUT)
+    for position in range(2):  # everything but the look whether the batch is full
+        desk.set_place(position, FILLED | (position + 1))
+        desk.set_ticket(position, DONE | (position + 1))
+    assert desk.ledger.release(0) == 0
+    assert desk.ledger.state(batch) == desk.twin.OPEN
+    assert desk.claim(1) is None
+    assert desk.deliver(batch) == [0, 1]
+
+
+def collating(desk: Desk, worker: int) -> int:
+    """A batch that this worker has to collate."""
+    batch = desk.publish(2)
+    desk.claim(worker, 2)
+    outcome = desk.ledger.fill_run(worker, batch, 0, 2)
+    assert outcome == desk.twin.MUST_COLLATE
+    return batch
+
+
+def test_batches_of_a_killed_collator_are_adopted_once(desk: Desk) -> None:
+    batches = [collating(desk, 0), collating(desk, 0), collating(desk, 1)]
+    assert desk.claim(1) is None
+    assert desk.ledger.release(0) == 0
+    adopted = [desk.claim(worker) for worker in (1, 2, 1, 2)]
+    assert adopted == [(batches[0], 0, 0), (batches[1], 0, 0), None, None]
+    assert [desk.ledger.state(batch) for batch in batches] == [desk.twin.COLLATING] * 3
+    for batch in batches:
+        desk.collate(batch)
+        desk.deliver(batch)
+
+
+def test_a_collator_killed_before_it_said_ready_has_collated(desk: Desk) -> None:
+    batch = collating(desk, 0)
+    desk.ledger.set_result(batch, 16384 | desk.twin.SAMPLE_BLOB, 20)
+    desk.ledger.release(0)
+    assert desk.claim(1) is None
+    assert desk.deliver(batch) == [0, 1]
+    assert desk.ledger.contents(batch)[2:4] == (16385, 20)
+
+
+def test_an_adopted_batch_is_adopted_again_when_its_new_collator_dies(desk: Desk) -> None:
+    batch = collating(desk, 0)
+    for worker in (1, 2, 0):
+        desk.ledger.release((worker - 1) % 3)
+        assert desk.claim(worker) == (batch, 0, 0)
+    desk.collate(batch)
+    desk.deliver(batch)
+
+
+def test_the_release_of_an_idle_worker_changes_nothing(desk: Desk) -> None:
+    batch = desk.publish(4)
+    desk.claim(1, 2)
+    words = [desk.ticket(position) for position in range(4)]
+    assert desk.ledger.release(0) == 0
+    assert [desk.ticket(position) for position in range(4)] == words
+    assert desk.claim(0, 2) == (batch, 2, 2)
+
+
+def test_an_overdue_sample_keeps_one_place_of_the_two_taken_for_it(desk: Desk) -> None:
+    """Its worker is killed before it says its place; meanwhile the consumer binds it."""
+    old = desk.publish(2, bound=False)
+    desk.claim_position(0)
+    desk.set_place(0, BOUND | 1)
+    new = desk.publish(2, bound=False)
+    desk.ledger.bind_late(old, new)
+    assert desk.ticket(0) & 0xFFFF  # the pure twin finds the first place, the compiled one takes another
+    desk.ledger.release(0)
+    assert delivered_exactly_once(desk, [old, new])
+
+
+def test_an_overdue_sample_gets_a_place_though_its_dead_worker_holds_the_last_one(
+    desk: Desk,
+) -> None:
+    old, new = desk.publish(2, bound=False), desk.publish(2, bound=False)
+    for position in range(4):
+        assert desk.claim_position(0 if position == 0 else 1) == position
+    for position in (1, 2, 3):
+        desk.fill(1, position)
+    desk.set_place(3, BOUND | 1)  # the worker of 0 took it, and is killed
+    desk.ledger.bind_late(old, new)
+    assert desk.ticket(0) == claimed(0, 3)
+    assert desk.ledger.release(0) == 1
+    assert delivered_exactly_once(desk, [old, new])
+
+
+def test_a_place_taken_twice_for_a_dead_workers_sample_is_of_use_to_others(
+    twins: tuple[ModuleType, ModuleType],
+) -> None:
+    """Only the compiled twin can take two: the pure one finds the first."""
+    desk = Desk(twins[1])
+    desk.ledger.open_pass(0)
+    old, new = desk.publish(2, bound=False), desk.publish(2, bound=False)
+    for position in range(4):
+        assert desk.claim_position(0 if position == 0 else 1) == position
+    desk.set_place(0, BOUND | 1)
+    desk.ledger.bind_late(old, new)
+    assert desk.ticket(0) == claimed(0, 2)
+    for position in (1, 2, 3):
+        desk.fill(1, position)  # 1 is bound to 3; for 2 and 3 there are 1 and the place of 0
+    assert desk.ledger.release(0) == 1
+    assert delivered_exactly_once(desk, [old, new])
+
+
+# ----------------------------------------------------------------------------- cancelling, the ring
+
+
+def test_cancelled_samples_are_not_claimed(desk: Desk) -> None:
+    first, second = desk.publish(3), desk.publish(2)
+    running = desk.claim_position(0)
+    desk.ledger.cancel(first)
+    assert [desk.ticket(position) for position in (1, 2)] == [CANCELLED] * 2
+    assert desk.claim(1, 5) == (second, 0, 2)
+    assert not desk.ledger.settled(first)
+    desk.fill(0, running)
+    assert desk.ledger.settled(first)
+    assert not desk.ledger.settled(second)
+    assert desk.ledger.state(first) == desk.twin.OPEN
+
+
+def test_a_closed_batch_is_never_published(desk: Desk) -> None:
+    batch = desk.publish(2)
+    desk.claim(0, 2)
+    desk.fill(0, 0)
+    assert desk.ledger.close(batch) is True
+    assert desk.fill(0, 1) == desk.twin.NOT_COMPLETE
+    desk.ledger.release(0)
+    assert desk.claim(1) is None
+    assert desk.ledger.state(batch) == desk.twin.CLOSED
+    assert desk.ledger.close(batch) is True
+    desk.ledger.retire(batch)
+    assert desk.ledger.state(batch) == desk.twin.VACANT
+
+
+def test_a_batch_is_not_closed_while_it_is_collated(desk: Desk) -> None:
+    batch = collating(desk, 0)
+    assert desk.ledger.close(batch) is False
+    assert desk.ledger.state(batch) == desk.twin.COLLATING
+    desk.collate(batch)
+    assert desk.ledger.close(batch) is True
+    assert desk.ledger.state(batch) == desk.twin.READY
+
+
+def test_a_collator_that_was_killed_does_not_keep_its_batch_from_being_closed(desk: Desk) -> None:
+    batch = collating(desk, 0)
+    desk.ledger.release(0)
+    assert desk.ledger.close(batch) is True
+    assert desk.claim(1) is None
+    assert desk.ledger.state(batch) == desk.twin.CLOSED
+
+
+def test_room_ends_with_the_records_and_with_the_positions(twin: ModuleType) -> None:
+    desk = Desk(twin, batches=2, positions=16)
+    desk.ledger.open_pass(0)
+    assert desk.ledger.has_room(16)
+    assert not desk.ledger.has_room(17)
+    batches = [desk.publish(1), desk.publish(1)]
+    assert not desk.ledger.has_room(1)
+    with pytest.raises(ValueError, match="there is no room for a batch of 1 samples"):
+        desk.publish(1)
+    desk.work(0)
+    desk.ledger.retire(batches[1])
+    assert desk.ledger.has_room(14)
+    assert not desk.ledger.has_room(15)  # the older batch still holds its place in the ring
+    desk.ledger.retire(batches[0])
+    assert desk.ledger.has_room(16)
+
+
+def test_retiring_twice_is_an_error(desk: Desk) -> None:
+    batch = desk.publish(1)
+    desk.work(0)
+    desk.ledger.retire(batch)
+    assert desk.publish(1) == batch
+    other = desk.publish(1)
+    desk.work(0)
+    desk.ledger.retire(other)
+    with pytest.raises(KeyError):
+        desk.ledger.retire(other)
+    assert desk.ledger.state(batch) == desk.twin.READY
+
+
+@pytest.mark.parametrize("bound", [True, False])
+@pytest.mark.parametrize("late", [True, False])
+def test_records_are_used_round_the_ring(twin: ModuleType, bound: bool, late: bool) -> None:
+    desk = Desk(twin, batches=3, positions=8)
+    desk.ledger.open_pass(0)
+    live: list[int] = []
+    seen: list[int] = []
+    for count in [1, 3, 2, 4, 1, 1, 5, 3] * 8:
+        while not desk.ledger.has_room(count):
+            batch = live.pop(0)
+            seen += desk.deliver(batch)
+            desk.ledger.retire(batch)
+        live.append(desk.publish(count, bound))
+        desk.work(len(seen) % 3, max_run=2, late=late and len(seen) % 2 == 0)
+    for batch in live:
+        seen += desk.deliver(batch)
+    assert exactly(seen, range(160))
+
+
+def test_each_use_of_a_record_has_its_own_generation(desk: Desk) -> None:
+    generations = []
+    for _ in range(3):
+        batch = desk.publish(2)
+        generations.append((batch, desk.ledger.describe(batch)[0]))
+        assert desk.ledger.fields(batch) == (generations[-1][1], 0, 2)
+        desk.work(0)
+        assert desk.ledger.fields(batch) == (generations[-1][1], LAYOUT, 2)
+        desk.ledger.retire(batch)
+    assert generations == [(0, 1), (0, 2), (0, 3)]
+
+
+@pytest.mark.parametrize("keys", [[1, "x", 3], [1, 2], [1, 2**63, 3], [1, None, 3]])
+def test_keys_that_are_none_publish_nothing(desk: Desk, keys: list[object]) -> None:
+    with pytest.raises((TypeError, ValueError, IndexError, OverflowError)):
+        desk.ledger.publish(keys, 3, SLOT, 0, 0, 0, False)
+    assert desk.claim(0) is None
+    assert desk.ledger.has_room(16)
+    batch = desk.publish(16, bound=False)
+    assert exactly(desk.work(0), range(16))
+    assert desk.deliver(batch) == list(range(16))
+
+
+# --------------------------------------------------------------------------------------- slots, layouts
+
+
+def test_the_first_layout_holds(desk: Desk) -> None:
+    batch = desk.publish(2)
+    assert desk.ledger.fields(batch)[1] == 0
+    assert desk.ledger.publish_layout(batch, 4096) == 4096
+    assert desk.ledger.publish_layout(batch, 8192) == 4096
+    assert desk.ledger.fields(batch)[1] == 4096
+
+
+def test_bytes_of_a_slot_are_given_out_once_and_aligned(desk: Desk) -> None:
+    batch = desk.ledger.publish([1], 1, (4096, 4160, 8192), 0, 0, 0, True)
+    offsets = [desk.ledger.allocate(batch, nbytes) for nbytes in (1, 64, 65, 0, 128)]
+    assert offsets == [4160, 4224, 4288, 4416, 4416]
+    assert desk.ledger.contents(batch)[5] == 4544 - 4096
+
+
+def test_a_slot_that_is_too_small_says_so_and_stays_as_it_was(desk: Desk) -> None:
+    batch = desk.ledger.publish([1], 1, (4096, 4160, 8192), 0, 0, 0, True)
+    for nbytes in (4097, 1 << 40, (1 << 63) - 1):
+        with pytest.raises(MemoryError, match=r"more than the 4096 bytes .*ulimit -v"):
+            desk.ledger.allocate(batch, nbytes)
+    assert desk.ledger.contents(batch)[5] == 64
+    assert desk.ledger.allocate(batch, 4032) == 4160
+    with pytest.raises(MemoryError):
+        desk.ledger.allocate(batch, 1)
+    assert desk.ledger.allocate(batch, 0) == 8192
