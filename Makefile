@@ -19,11 +19,11 @@ help:  ## list the targets
 
 install: $(INSTALLED) build  ## create .venv: pinned packages, minato compiled and editable
 
+# Without extensions: the target 'build' compiles them; pip would start from the beginning each time.
 $(INSTALLED): setup.py pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit("minato needs Python 3.10 or newer; set PYTHON=" if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit("constraints.txt is for Python 3.11: set PYTHON" if sys.version_info < (3, 11) else 0)'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt setuptools Cython numpy
-	# The target 'build' compiles; pip would do it in a folder of its own, from the beginning each time.
 	MINATO_NO_EXTENSIONS=1 $(PIP) install --quiet -c constraints.txt --no-build-isolation --editable '.[all-dev]'
 	@touch $@
 

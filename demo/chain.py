@@ -93,7 +93,7 @@ class RandomFlip:
         self.probability = probability
 
     def __call__(self, sample: Sample) -> Sample:
-        axes = [axis for axis in range(3) if random.random() < self.probability]
+        axes = tuple(axis for axis in range(3) if random.random() < self.probability)
         if not axes:
             return sample
         return sample._replace(image=np.flip(sample.image, axes), label=np.flip(sample.label, axes))

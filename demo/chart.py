@@ -16,7 +16,7 @@ COLOURS = ("#8c8c8c", "#d08a2e", "#1f6fb4")
 
 def _draw_costs(axes: matplotlib.axes.Axes, runs: list[Run]) -> None:
     costs_ms = 1e3 * np.concatenate([run.costs_s for run in runs])
-    edges = np.geomspace(max(0.01, costs_ms.min()), costs_ms.max() * 1.01, 41)
+    edges = np.geomspace(max(0.01, costs_ms.min()), costs_ms.max() * 1.01, 41).tolist()
     axes.hist(costs_ms, edges, color="#6a8caf", edgecolor="white", linewidth=0.4)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")

@@ -35,13 +35,13 @@ class Sample(NamedTuple):
     """One training sample on its way through the chain; collated field by field.
 
     Attributes:
-        index: The index that was asked of the dataset.
+        key: The index that was asked of the dataset (a tuple has an ``index`` of its own).
         image: float32, ``(D, H, W)``; before the last transform possibly a view of the volume.
         label: uint8, same shape, one of ``BACKGROUND``, ``GREY``, ``WHITE`` per voxel.
         cost_s: Processor time that the chain has spent on this sample so far, in seconds.
     """
 
-    index: int
+    key: int
     image: np.ndarray
     label: np.ndarray
     cost_s: float

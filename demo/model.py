@@ -46,7 +46,8 @@ class UNet(nn.Module):
         bottom = self.bottom(self.down(middle))
         middle = self.join_middle(torch.cat([self.up_middle(bottom), middle], 1))
         top = self.join_top(torch.cat([self.up_top(middle), top], 1))
-        return self.head(top)
+        scores: Tensor = self.head(top)
+        return scores
 
 
 class Trainer:
@@ -60,7 +61,8 @@ class Trainer:
     def __init__(self, seed: int, num_steps: int) -> None:
         torch.manual_seed(seed)
         # Channels last: about a third less time per step on a CPU.
-        self.model = UNet().to(memory_format=torch.channels_last_3d)
+        self.model = UNet()
+        self.model.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.optimiser, max_lr=1e-2, total_steps=num_steps
@@ -83,11 +85,11 @@ class Trainer:
             image = torch.from_numpy(held_out.image.copy())
             guess = self.model(image[None, None]).argmax(1)[0]
         truth = torch.from_numpy(held_out.label.copy())
-        scores = []
+        scores: list[float] = []
         for tissue in range(len(CLASS_NAMES)):
             if tissue == BACKGROUND:
                 continue
             found, there = guess == tissue, truth == tissue
-            overlap = (found & there).sum().item()
-            scores.append(2 * overlap / max(1, found.sum().item() + there.sum().item()))
+            overlap = int((found & there).sum())
+            scores.append(2 * overlap / max(1, int(found.sum()) + int(there.sum())))
         return sum(scores) / len(scores)

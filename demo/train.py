@@ -138,7 +138,7 @@ def train(
             run.waits_s.append(got_s - asked_s)
             if run.first_batch_s == 0.0:
                 run.first_batch_s = got_s - start_s
-            seen.update(batch.index.tolist())
+            seen.update(batch.key.tolist())
             run.costs_s += batch.cost_s.tolist()
             cpu_s = time.thread_time()
             run.losses.append(trainer.step(batch.image, batch.label))

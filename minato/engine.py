@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch._utils import ExceptionWrapper
 
@@ -23,6 +23,7 @@ from minato.assembler.transport import LocalStore, SharedStore, Store
 from minato.assembler.writer import BatchWriter
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
+from minato.scheduler.assignment import AnyWorker, RoundRobin
 from minato.scheduler.dispatcher import Dispatcher, Order
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
 from minato.scheduler.process import (
@@ -32,7 +33,7 @@ from minato.scheduler.process import (
     wrapped_in_process,
 )
 from minato.scheduler.window import Window
-from minato.scheduler.worker import Fetcher, Worker
+from minato.scheduler.worker import Fetcher, StreamFetcher, Worker
 
 __all__ = ["Engine", "Plan"]
 
@@ -54,6 +55,9 @@ class Plan:
         seeds_samples: Randomness is bound to each sample rather than to the worker.
         window_batches: Batches in flight, None to let the budget decide.
         persistent: The workers stay for further passes.
+        streams: The dataset is iterable.
+        round_robin: Batch k is for worker k mod n, as with torch.
+        drop_last: Whether a stream's incomplete batch is dropped.
         largest_batch: Samples in the largest batch, as far as it is known.
     """
 
@@ -73,6 +77,9 @@ class Plan:
     largest_batch: int
     timeout_s: float
     persistent: bool
+    streams: bool
+    round_robin: bool
+    drop_last: bool
 
 
 class Engine:
@@ -104,6 +111,11 @@ class Engine:
             self.arena,
             Window(plan.num_workers, plan.window_batches, plan.budget_bytes),
             plan.order,
+            RoundRobin(
+                max(plan.num_workers, 1), plan.order.name == "strict", cast(int, plan.window_batches)
+            )
+            if plan.round_robin
+            else AnyWorker(),
             store,
             self._reader.discard,
             plan.timeout_s,
@@ -219,7 +231,7 @@ class _Bench:
         plan, store = self.plan, self.store
 
         def read_keys(batch: int, k: int, count: int) -> Sequence[Any]:
-            *_, offset, nbytes = ledger.describe(batch)
+            *_, offset, nbytes, _ = ledger.describe(batch)
             if not offset:
                 return ledger.keys(batch, k, count)
             keys: list[Any] = store.peek(offset, nbytes)
@@ -232,13 +244,16 @@ class _Bench:
             number,
             ledger,
             Gate(self.segment.array, ledger.work_gate_offset),
-            Fetcher(plan.dataset, plan.chain, plan.batched),
+            StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last)
+            if plan.streams
+            else Fetcher(plan.dataset, plan.chain, plan.batched),
             BatchWriter(
                 number, ledger, self.arena, store, plan.collate_fn, plan.batched, describe_error
             ),
             read_keys,
             make_randomness if plan.seeds_samples else None,
             self.histogram(number),
+            plan.round_robin,
             failure,
             catches,
         )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
-from torch.utils.data.datapipes.datapipe import MapDataPipe
+from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minato._machine import available_memory_bytes
 from minato.assembler.arena import Arena
@@ -18,7 +18,7 @@ from minato.delivery.iterator import BatchIterator
 from minato.engine import Engine, Plan
 from minato.options import Options
 from minato.scheduler.dispatcher import Order
-from minato.source.passes import SeededSampler, batches_of, next_sampler
+from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_of
 
 __all__ = ["DataLoader"]
 
@@ -47,8 +47,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         memory_budget_bytes: What batches that are loaded ahead may take; by default a quarter of the memory that is
             available when iteration starts.
         worker_method: ``"process"`` or ``"thread"``.
-        rng: ``"sample"``: the global generators are re-seeded for each sample by (seed, epoch, index), so that content
-            does not depend on the number of workers; ``"worker"``: torch's streams, one per worker.
+        rng: ``"sample"`` (default): the global generators are re-seeded for each sample by (seed, epoch, index), so
+            that content does not depend on the number of workers; ``"worker"``: torch's streams, one per worker, as
+            always with iterable datasets.
+        schedule: ``"dynamic"``: samples go to whoever is free. ``"round_robin"``: batch k to worker k mod n, with torch's
+            seeds, so that all content is bit for bit torch's, random augmentations included.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -83,17 +86,20 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         seed: int | None = None,
         memory_budget_bytes: int | None = None,
         worker_method: str = "process",
-        rng: str = "sample",
+        rng: str | None = None,
+        schedule: str = "dynamic",
     ) -> None:
         self._options = Options.of(
             in_order=in_order,
             has_batch_sampler=batch_sampler is not None,
+            is_stream=isinstance(dataset, IterableDataset),
             order=order,
             max_lag=max_lag,
             seed=seed,
             memory_budget_bytes=memory_budget_bytes,
             worker_method=worker_method,
             rng=rng,
+            schedule=schedule,
         )
         self._chain = Chain.of(transforms)
         self._epoch = -1
@@ -132,25 +138,34 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return {**self.__dict__, "_spare_arenas": []}
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
-        if self._dataset_kind == _DatasetKind.Iterable or isinstance(self.dataset, MapDataPipe):
+        if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
+            # torch shards and seeds data pipes by its own protocol.
             if self._chain.steps:
-                raise ValueError(
-                    "transforms= is for map-style datasets, and this one is iterable: apply the transforms "
-                    "in its __iter__"
-                )
+                raise ValueError("transforms= is not for data pipes: use their .map(...)")
             return super()._get_iterator()
+        if self._dataset_kind == _DatasetKind.Iterable and self._in_threads:
+            raise ValueError(
+                "worker_method='thread' cannot split an iterable dataset, which does so by torch's get_worker_info() "
+                "and that knows processes only: use worker_method='process'"
+            )
         if self.num_workers > 0:
             self.check_worker_number_rationality()
         elif self.timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         return BatchIterator(self, self._make_engine, self._new_pass)
 
+    @property
+    def _in_threads(self) -> bool:
+        return self.num_workers > 0 and self._options.worker_method == "thread"
+
     def _make_engine(self, base_seed: int) -> Engine:
         options = self._options
+        streams = self._dataset_kind == _DatasetKind.Iterable
+        round_robin = streams or options.schedule == "round_robin"
         window: int | None = None
         if self.num_workers == 0:
             window = 1
-        elif self._fixed_prefetch:
+        elif self._fixed_prefetch or round_robin:
             window = self.num_workers * cast(int, self.prefetch_factor)
         arena = self._spare_arenas.pop() if self._spare_arenas else Arena()
         engine = Engine(
@@ -163,8 +178,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 worker_method=options.worker_method,
                 context=self.multiprocessing_context or torch.multiprocessing.get_context(),
                 worker_init_fn=self.worker_init_fn,
-                base_seed=base_seed,
-                seeds_samples=options.rng == "sample",
+                base_seed=base_seed if options.seed is None else options.seed,
+                seeds_samples=options.rng == "sample" and not streams,
                 order=Order(options.order, options.max_lag),
                 window_batches=window,
                 budget_bytes=options.memory_budget_bytes
@@ -172,6 +187,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 largest_batch=self.batch_size or 1,
                 timeout_s=self.timeout,
                 persistent=self.persistent_workers,
+                streams=streams,
+                round_robin=round_robin,
+                drop_last=self.drop_last,
             ),
             arena,
         )
@@ -201,12 +219,14 @@ class _Pass:
 
     def batches(self, indices: Iterator[Any]) -> Iterator[list[Any]]:
         """The keys of each batch, from what the index sampler yields."""
+        if self._loader._dataset_kind == _DatasetKind.Iterable:
+            return sizes_of(indices, self._loader._auto_collation)
         return batches_of(indices, self._loader._auto_collation)
 
     def expected(self) -> tuple[Iterator[list[Any]], int, int] | None:
         """``(batches, epoch, seed)`` of the pass after this one, where it is known and can be prepared."""
         loader = self._loader
-        if not (loader.persistent_workers and loader._foretells):
+        if not (loader.persistent_workers and loader._foretells and loader._options.rng == "sample"):
             return None
         later = next_sampler(loader._index_sampler)
         if later is None:

@@ -22,6 +22,7 @@ class Options:
         memory_budget_bytes: Bytes of batches loaded ahead, None for a share of what is available.
         worker_method: ``process`` or ``thread``.
         rng: ``sample`` or ``worker``.
+        schedule: ``dynamic`` or ``round_robin``.
     """
 
     order: str
@@ -30,6 +31,7 @@ class Options:
     memory_budget_bytes: int | None
     worker_method: str
     rng: str
+    schedule: str
 
     @classmethod
     def of(
@@ -37,12 +39,14 @@ class Options:
         *,
         in_order: bool,
         has_batch_sampler: bool,
+        is_stream: bool,
         order: str | None,
         max_lag: int | None,
         seed: int | None,
         memory_budget_bytes: int | None,
         worker_method: str,
-        rng: str,
+        rng: str | None,
+        schedule: str,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -52,21 +56,31 @@ class Options:
         """
         _choice("order", order, (None, *ORDERS))
         _choice("worker_method", worker_method, ("process", "thread"))
-        _choice("rng", rng, ("sample", "worker"))
+        _choice("rng", rng, (None, "sample", "worker"))
+        _choice("schedule", schedule, ("dynamic", "round_robin"))
         _whole("max_lag", max_lag, 0)
         _whole("memory_budget_bytes", memory_budget_bytes, 1)
         _whole("seed", seed, None)
         if order is None:
-            free = "batch" if has_batch_sampler else "arrival"
+            whole = has_batch_sampler or is_stream or schedule == "round_robin"
+            free = "batch" if whole else "arrival"
             order = "strict" if in_order else free
-        elif order != "strict" and in_order is True and order in ORDERS:
-            pass  # an explicit order says more than torch's default of in_order
         if order == "strict" and not in_order:
             raise ValueError("order='strict' contradicts in_order=False: give one of the two")
         if order in ("arrival", "fast_first") and has_batch_sampler:
             raise ValueError(
                 f"order={order!r} mixes the batches that a batch_sampler makes: use order='batch' to get each "
                 "of them as soon as it is complete"
+            )
+        if order in ("arrival", "fast_first") and (is_stream or schedule == "round_robin"):
+            cause = "an iterable dataset" if is_stream else f"schedule={schedule!r}"
+            raise ValueError(
+                f"order={order!r} mixes batches, but with {cause} each batch is one worker's: use order='batch' to "
+                "get each of them as soon as it is complete"
+            )
+        if schedule == "round_robin" and rng == "sample":
+            raise ValueError(
+                "rng='sample' contradicts schedule='round_robin', which gives torch's own streams: leave rng out"
             )
         if max_lag is not None and order not in ("arrival", "fast_first"):
             raise ValueError(
@@ -79,7 +93,8 @@ class Options:
             seed=seed,
             memory_budget_bytes=memory_budget_bytes,
             worker_method=worker_method,
-            rng=rng,
+            rng=rng or ("worker" if schedule == "round_robin" else "sample"),
+            schedule=schedule,
         )
 
 

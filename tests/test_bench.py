@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench.macro import report
+from bench.macro import breakdown, report
 from bench.macro.__main__ import main
 from bench.macro.bounds import Bound, bound_of
 from bench.macro.loaders import CONTENDERS, Contender
-from bench.macro.rows import ALL_ROWS, BALANCED, LOGNORMAL, STRAGGLERS, Goal
+from bench.macro.rows import ALL_ROWS, BALANCED, LOGNORMAL, STRAGGLERS, TABULAR, Goal
 from bench.macro.suite import RowResult, measure
 from bench.macro.trial import Trial, WrongDeliveryError, check_content, check_labels, run_trial
 from bench.macro.work import (
@@ -24,6 +24,7 @@ from bench.macro.work import (
     lognormal_costs_s,
     straggler_costs_s,
 )
+from bench.micro import __main__ as micro
 
 TINY = replace(
     STRAGGLERS,
@@ -146,6 +147,30 @@ def test_short_rows_are_smaller_and_judge_nothing():
         short = row.short()
         assert short.samples * short.epochs <= row.samples * row.epochs
         assert short.goals == ()
+
+
+def test_the_breakdown_adds_up_to_the_whole():
+    costs = breakdown.measure(repeats=1, row=replace(TABULAR, samples=2048, epochs=2))
+    parts = (*breakdown.STAGES, breakdown.LOOP)
+    assert sum(costs[part] for part in parts) == pytest.approx(costs[breakdown.INLINE])
+    assert all(costs[name] > 0 for name in (breakdown.PACK, breakdown.DELIVERY))
+    assert all(f"| {part} | {costs[part]:.3f} |" in breakdown.table(costs) for part in parts)
+
+
+def test_micro_tables_are_collected():
+    table = (
+        f"{'thing, ns per call':48}{'compiled':>12}{'pure':>12}{'numpy':>12}\n"
+        f"{'fill, 624 uint32':48}{1234.5:12,.1f}{'9,876':>12}\n"
+        f"{'copy':48}{2.0:12.1f}{'':12}{3.5:12.1f}\n"
+    )
+    fill, copy = micro.parse("thing", table)
+    assert fill == micro.Line("thing", "fill, 624 uint32", {"compiled": 1234.5, "pure": 9876.0})
+    assert copy.ns == {"compiled": 2.0, "numpy": 3.5}
+    assert "| thing | fill, 624 uint32 | 1,234 | 9,876 |  | 8.0 |" in micro.markdown(
+        [fill, copy], {}
+    )
+    with pytest.raises(ValueError, match="printed no table"):
+        micro.parse("thing", "nothing here\n")
 
 
 def test_an_unknown_row_is_refused(capsys):

@@ -73,7 +73,7 @@ def test_no_window_reaches_the_held_out_box(volume):
 
 def test_windows_are_views_of_the_volume(volume):
     sample = Windows(volume, num_windows=3)[2]
-    assert sample.index == 2
+    assert sample.key == 2
     assert sample.image.shape == (WINDOW,) * 3
     assert np.shares_memory(sample.image, volume.image)
 
@@ -189,8 +189,8 @@ def test_lost_and_repeated_samples_are_noticed():
             return 0.0
 
     def batch(*indices: int) -> Sample:
-        index = torch.tensor(indices)
-        return Sample(index, index, index, torch.zeros(len(indices)))
+        keys = torch.tensor(indices)
+        return Sample(keys, keys, keys, torch.zeros(len(indices)))
 
     epochs = [batch(0, 1), batch(1, 3)]  # 2 is lost and 1 comes twice
     run = train("careless", lambda: epochs, Still(), num_samples=4, num_epochs=2)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import record
-from bench.macro import breakdown, chart, report
+from bench.macro import chart, report
 from bench.macro.loaders import CONTENDERS
 from bench.macro.rows import ALL_ROWS, Row
 from bench.macro.suite import measure
@@ -21,28 +21,37 @@ DEFAULT_OUT = record.ROOT / "docs" / "benchmarks"
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    repeats = options.repeats or (1 if options.short else 5)
     if options.breakdown:
-        print(breakdown.table(breakdown.measure(repeats=options.repeats or 5)))
+        print(_stages(repeats)[0])
         return 0
     by_name = {row.name: row for row in ALL_ROWS}
     rows: list[Row] = [by_name[name] for name in options.rows or by_name]
     if options.short:
         rows = [row.short() for row in rows]
-    repeats = options.repeats or (1 if options.short else 5)
     conditions = record.environment()
     _say(f"{len(rows)} rows, {repeats} repeats")
     results = measure(rows, options.loaders, repeats, say=_say)
-    faulthandler.cancel_dump_traceback_later()
-    print(report.markdown(results, conditions, repeats))
     whole = not (options.short or options.rows or options.loaders)
+    stages, costs = _stages(repeats) if whole else (None, None)
+    faulthandler.cancel_dump_traceback_later()
+    text = report.markdown(results, conditions, repeats, stages)
+    print(text)
     out: Path | None = options.out or (DEFAULT_OUT if whole else None)
     if out:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "engine.md").write_text(report.markdown(results, conditions, repeats))
-        (out / "engine.json").write_text(report.json_text(results, conditions, repeats))
+        (out / "engine.md").write_text(text)
+        (out / "engine.json").write_text(report.json_text(results, conditions, repeats, costs))
         chart.draw(results, conditions, out / "engine.png")
         print(f"written: {out}/engine.md, engine.json, engine.png")
     return 0
+
+
+def _stages(repeats: int) -> tuple[str, dict[str, float]]:
+    from bench.macro import breakdown  # late: it needs minato, and torch's rows do not
+
+    costs = breakdown.measure(repeats)
+    return breakdown.table(costs), costs
 
 
 def _say(line: str) -> None:

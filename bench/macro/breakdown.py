@@ -7,7 +7,7 @@ sum of the stages is the worker's own loop. All in-line times are processor time
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Callable
 from time import thread_time
 from typing import Any
 
@@ -15,15 +15,18 @@ from bench.macro.loaders import CONTENDERS
 from bench.macro.rows import TABULAR, Row
 from bench.macro.trial import run_trial
 from bench.macro.work import Work
+from minato import DataLoader
+from minato.chain.chain import Chain
+from minato.chain.rng import SampleRandomness
 
 DATASET = "dataset call"
-RANDOMNESS = "bind randomness to the sample"
-RECORDS = "clock, lease and histogram"
+BESIDES = "clock, randomness and histogram"
 PACK = "pack into the batch"
 LEDGER = "claim and finish"
 DELIVERY = "open, deliver and recycle the batch"
-STAGES = (DATASET, RANDOMNESS, RECORDS, PACK, LEDGER, DELIVERY)
+STAGES = (DATASET, BESIDES, PACK, LEDGER, DELIVERY)
 TRANSFORM = "one transform that does nothing (not in this row)"
+BINDING = "seed the generators (only for samples that draw)"
 LOOP = "the worker's own loop"
 INLINE = "whole loader, in line"
 PROCESSES = f"whole loader, {TABULAR.workers} worker processes"
@@ -33,16 +36,18 @@ Costs = dict[str, float]
 
 
 def measure(repeats: int, row: Row = TABULAR) -> Costs:
-    """Return the medians over ``repeats`` runs of one epoch of the tabular row."""
+    """Return the least of ``repeats`` runs of one epoch, stage by stage: noise only adds."""
     work = row.make(row.samples)
     runs = [_one_run(row, work) for _ in range(repeats)]
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    costs = {name: min(run[name] for run in runs) for name in runs[0]}
+    costs[LOOP] = costs[INLINE] - sum(costs[stage] for stage in STAGES)
+    return costs
 
 
 def table(costs: Costs) -> str:
     """Lay the stages out, with their share of the time in line."""
     lines = ["| stage | µs per sample | share |\n| --- | --- | --- |\n"]
-    for name in (*STAGES, LOOP, INLINE, PROCESSES, TRANSFORM):
+    for name in (*STAGES, LOOP, INLINE, PROCESSES, TRANSFORM, BINDING):
         share = f"{100 * costs[name] / costs[INLINE]:.0f} %" if name in (*STAGES, LOOP) else ""
         lines.append(f"| {name} | {costs[name]:.3f} | {share} |\n")
     return "".join(lines)
@@ -50,62 +55,57 @@ def table(costs: Costs) -> str:
 
 def _one_run(row: Row, work: Work) -> Costs:
     costs = _stages(row, work)
-    costs[TRANSFORM] = _transform(row, work)
+    costs[TRANSFORM] = _per_call(Chain.of([_unchanged]).run, [(work[0],)] * row.samples)
+    bind = SampleRandomness(0).bind
+    with SampleRandomness(0).saved():
+        costs[BINDING] = _per_call(bind, [(0, key) for key in range(row.samples)])
     costs[INLINE] = _inline(row, work)
     trial = run_trial(CONTENDERS["minato"], row, work, seed=0)
     costs[PROCESSES] = 1e6 * trial.epoch_s(row.skips_first_epoch) / row.samples
-    costs[LOOP] = costs[INLINE] - sum(costs[stage] for stage in STAGES)
     return costs
 
 
 def _stages(row: Row, work: Work) -> Costs:
-    """Run one epoch batch by batch, stage by stage."""
-    from minato import DataLoader
-    from minato._core.clock import now_ns
-
+    """Run an epoch batch by batch, stage by stage."""
     loader: Any = DataLoader(work, batch_size=row.batch_size)
+    for _ in loader:
+        pass  # the next epoch gets this one's warm memory
     iterator = iter(loader)
+    next(iterator)  # the worker gets to know its samples
     engine = iterator._source
     worker = engine._pool._worker
-    ledger, sink, times = worker._ledger, worker._sink, worker._times
-    fetch, bind = worker._fetcher.one, worker._make_randomness(0).bind
+    ledger, sink, fetch = worker._ledger, worker._sink, worker._fetcher.one
     spent = dict.fromkeys(STAGES, 0.0)
-    for _ in range(len(iterator)):
+    for _ in range(len(iterator) - 1):
         laps = [thread_time()]
         engine._dispatcher.refill()
         laps.append(thread_time())
         batch, k, count = ledger.claim(0, row.batch_size)
         _, first, *_ = ledger.describe(batch)
-        keys = worker._read_keys(batch, k, count)
-        laps.append(thread_time())
-        samples = [fetch(key) for key in keys]
+        keys = list(worker._read_keys(batch, k, count))
         laps.append(thread_time())
         for key in keys:
-            bind(0, key)
+            fetch(key)
         laps.append(thread_time())
-        for position in range(first, first + count):
-            started_ns = now_ns()
-            ledger.begin(0, position, started_ns)
-            times.record(now_ns() - started_ns)
+        samples, _ = worker._run(first, 0, keys, fetch)
         laps.append(thread_time())
-        for place, sample in enumerate(samples):
-            sink.write(batch, place, first + place, sample)
+        sink.write_run(batch, 0, first, samples)
         laps.append(thread_time())
         sink.finished(batch, ledger.fill_run(0, batch, 0, count))
         ledger.end(0, count, 0, 0)
         laps.append(thread_time())
         next(iterator)
         laps.append(thread_time())
-        order = (DELIVERY, LEDGER, DATASET, RANDOMNESS, RECORDS, PACK, LEDGER, DELIVERY)
-        for stage, begun, ended in zip(order, laps, laps[1:], strict=False):
+        order = (DELIVERY, LEDGER, DATASET, BESIDES, PACK, LEDGER, DELIVERY)
+        for stage, begun, ended in zip(order, laps[:-1], laps[1:], strict=True):
             spent[stage] += ended - begun
-    return {stage: 1e6 * seconds / row.samples for stage, seconds in spent.items()}
+    spent[BESIDES] -= spent[DATASET]  # the worker called the dataset once more
+    samples_run = row.samples - row.batch_size
+    return {stage: 1e6 * seconds / samples_run for stage, seconds in spent.items()}
 
 
 def _inline(row: Row, work: Work) -> float:
     """Time of the second epoch of a loader without workers."""
-    from minato import DataLoader
-
     loader: Any = DataLoader(work, batch_size=row.batch_size)
     for _ in range(2):
         begun = thread_time()
@@ -115,16 +115,11 @@ def _inline(row: Row, work: Work) -> float:
     return 1e6 * spent / row.samples
 
 
-def _transform(row: Row, work: Work) -> float:
-    """Cost of a chain of one transform that returns its argument, call included."""
-    from minato.chain.chain import Chain
-
-    run = Chain.of([_unchanged]).run
-    sample = work[0]
+def _per_call(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> float:
     begun = thread_time()
-    for _ in range(row.samples):
-        run(sample)
-    return 1e6 * (thread_time() - begun) / row.samples
+    for arguments in calls:
+        function(*arguments)
+    return 1e6 * (thread_time() - begun) / len(calls)
 
 
 def _unchanged(sample: Any) -> Any:

@@ -35,19 +35,38 @@ brackets. A ratio compares runs of the same repeat.
 """
 
 
-def markdown(results: Sequence[RowResult], conditions: Mapping[str, str], repeats: int) -> str:
-    """Lay out the whole report."""
+BREAKDOWN = """\
+One worker in line, 16 Python floats and a label a sample, batch 256, row `tabular`; processor time,
+the least of the repeats. The same by itself: `python -m bench.macro --breakdown`.
+"""
+
+
+def markdown(
+    results: Sequence[RowResult],
+    conditions: Mapping[str, str],
+    repeats: int,
+    breakdown: str | None = None,
+) -> str:
+    """Lay out the whole report; ``breakdown`` is the table of stages, if it was measured."""
     parts = [HEAD.format(repeats=repeats), "## Conditions\n", _conditions(conditions)]
     parts += ["## Share of the bound\n", _overview(results)]
     if goals := _goals(results):
         parts += ["## Goals\n", goals]
-    parts += ["## Where minato is slower than torch\n", _losses(results), "## Every figure\n"]
+    parts += ["## Where minato is slower than torch\n", _losses(results)]
+    if breakdown:
+        parts += ["## Where the time of cheap samples goes\n", BREAKDOWN, breakdown]
+    parts.append("## Every figure\n")
     for result in results:
         parts += [f"### {result.row.name}\n", f"{_capital(result.row.title)}.\n", _details(result)]
     return "\n".join(parts)
 
 
-def json_text(results: Sequence[RowResult], conditions: Mapping[str, str], repeats: int) -> str:
+def json_text(
+    results: Sequence[RowResult],
+    conditions: Mapping[str, str],
+    repeats: int,
+    breakdown: Mapping[str, float] | None = None,
+) -> str:
     """Return figures, bounds and raw clock readings as JSON; times in seconds unless named."""
     rows = [
         {
@@ -76,7 +95,12 @@ def json_text(results: Sequence[RowResult], conditions: Mapping[str, str], repea
         }
         for result in results
     ]
-    document = {"conditions": dict(conditions), "repeats": repeats, "rows": rows}
+    document = {
+        "conditions": dict(conditions),
+        "repeats": repeats,
+        "rows": rows,
+        "breakdown_us_per_sample": dict(breakdown or {}),
+    }
     return json.dumps(document, indent=1) + "\n"
 
 

@@ -54,10 +54,11 @@ NUM_PASSES = MN_PASSES
 
 VACANT, OPEN, COLLATING, READY, CLOSED = range(5)
 NOT_COMPLETE, PUBLISHED, MUST_COLLATE = range(3)
-SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB = 1, 2, 3
+SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB, END_BLOB = 1, 2, 3, 4
 KIND_MASK = 63
 # A batch that holds a blob of a kind has the flag 1 << kind.
 RAGGED, FAILED, TEXTS = 1 << SAMPLE_BLOB, 1 << ERROR_BLOB, 1 << TEXT_BLOB
+ENDED = 1 << END_BLOB
 
 cdef enum:
     # Codes of mn_batch.state
@@ -69,6 +70,7 @@ cdef enum:
     # Bits of mn_batch.flags
     RAGGED_ = 2
     FAILED_ = 4
+    ENDED_ = 16
     # Values of mn_header.shutdown
     STOPPING = 1
     DRAINING = 2
@@ -257,6 +259,7 @@ cdef class Ledger:
         uint64_t keys_offset=0,
         uint64_t keys_nbytes=0,
         int wake=INT_MAX,
+        uint32_t owner=0,
     ):
         """Open a batch and offer its samples to the workers; ``has_room(count)`` must hold.
 
@@ -264,6 +267,7 @@ cdef class Ledger:
             keys: ``count`` integers, or None when the keys are pickled at ``keys_offset``.
             slot: ``(start, cursor, end)``: arena offsets of the batch's slot and of its first free byte.
             wake: How many sleeping workers to wake.
+            owner: Number + 1 of the one worker that may claim these samples; 0: any may.
 
         Returns:
             The number of the batch's record, valid until ``retire``.
@@ -285,7 +289,7 @@ cdef class Ledger:
         batch.slot, batch.cursor, batch.slot_end = slot
         batch.layout = batch.flags = batch.hint = batch.result = batch.result_nbytes = 0
         batch.keys, batch.keys_nbytes = keys_offset, keys_nbytes
-        batch.epoch, batch.seed, batch.bound = epoch, seed, bound
+        batch.epoch, batch.seed, batch.bound, batch.owner = epoch, seed, bound, owner
         for seq in range(tail, tail + count):
             position = &self.positions[seq & self.mask]
             position.key = 0 if keys is None else keys[seq - tail]
@@ -462,28 +466,33 @@ cdef class Ledger:
             ``(batch, k, count)``: the samples k … k+count-1 of the batch; count 0: collate this batch, whose
             worker died. None if there is nothing to claim.
         """
-        cdef uint64_t head, seq, tail, word, end, looked_at
+        cdef uint64_t head, seq, tail, word, end, looked_at, passed_over
         cdef mn_position *position
         cdef mn_batch *batch
-        cdef uint32_t index, count = 1
+        cdef uint32_t index, owner, count = 1
         if self.header.stranded and self._adopt(worker, &index):
             return index, 0, 0
         while True:
             tail = mn_load_acquire_u64(&self.header.tail)
             head = mn_load_acquire_u64(&self.header.head)
             seq = head & NUMBER
+            passed_over = tail  # the first free sample that is for another worker
             while seq < tail:
                 position = &self.positions[seq & self.mask]
                 word = mn_load_acquire_u64(&position.ticket)
                 if word & STATE == FREE and position.position == seq:
-                    if mn_cas_seq_cst_u64(
+                    owner = self.batches[position.batch].owner
+                    if owner != 0 and owner != worker + 1:
+                        passed_over = min(passed_over, seq)
+                        seq += 1
+                    elif mn_cas_seq_cst_u64(
                         &position.ticket, word, word | CLAIMED | worker_bits(worker)
                     ):
                         break
                 else:
                     seq += 1
             else:
-                mn_cas_seq_cst_u64(&self.header.head, head, head & ~NUMBER | seq)
+                mn_cas_seq_cst_u64(&self.header.head, head, head & ~NUMBER | passed_over)
                 return None
             # The record may have come round the ring between the look and the claim: it says itself which it is.
             looked_at = seq
@@ -500,15 +509,17 @@ cdef class Ledger:
                     break
                 count += 1
             if seq == looked_at:
-                mn_cas_seq_cst_u64(&self.header.head, head, head & ~NUMBER | (seq + count))
+                seq = min(seq + count, passed_over)
+                mn_cas_seq_cst_u64(&self.header.head, head, head & ~NUMBER | seq)
+                seq = looked_at
             return index, seq - batch.first, count
 
     def describe(self, uint32_t batch):
         """What a worker must know of a batch.
 
         Returns:
-            ``(generation, first, count, bound, epoch, seed, keys_offset, keys_nbytes)``; first is the position of
-            its sample 0, and generation tells one use of the record from the next.
+            ``(generation, first, count, bound, epoch, seed, keys_offset, keys_nbytes, pass_index)``; first is the
+            position of its sample 0, and generation tells one use of the record from the next.
         """
         cdef mn_batch *record = &self.batches[batch]
         return (
@@ -520,6 +531,7 @@ cdef class Ledger:
             record.seed,
             record.keys,
             record.keys_nbytes,
+            record.pass_index,
         )
 
     def keys(self, uint32_t batch, uint32_t k, uint32_t count):
@@ -572,7 +584,7 @@ cdef class Ledger:
         """Say what lies at a place besides the fields; before the place is filled.
 
         Args:
-            blob: Arena offset, a multiple of 64, | SAMPLE_BLOB, ERROR_BLOB or TEXT_BLOB.
+            blob: Arena offset, a multiple of 64, | SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB or END_BLOB.
         """
         cdef mn_position *there = &self.positions[place & self.mask]
         there.blob = blob
@@ -820,7 +832,7 @@ cdef class Ledger:
         for seq in range(batch.first, batch.first + batch.count):
             flags |= <uint64_t>1 << (self.positions[seq & self.mask].blob & KIND_MASK_)
         batch.flags = flags
-        if flags & FAILED_ or batch.result or (batch.layout and not flags & RAGGED_):
+        if flags & (FAILED_ | ENDED_) or batch.result or (batch.layout and not flags & RAGGED_):
             mn_store_release_u64(&batch.state, state & ~<uint64_t>0xFFFF | READY_)
             mn_gate_notify(&self.header.ready, INT_MAX)
             return PUBLISHED_

@@ -45,10 +45,11 @@ NUM_PASSES = 8
 
 VACANT, OPEN, COLLATING, READY, CLOSED = range(5)
 NOT_COMPLETE, PUBLISHED, MUST_COLLATE = range(3)
-SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB = 1, 2, 3
+SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB, END_BLOB = 1, 2, 3, 4
 KIND_MASK = 63
 # A batch that holds a blob of a kind has the flag 1 << kind.
 RAGGED, FAILED, TEXTS = 1 << SAMPLE_BLOB, 1 << ERROR_BLOB, 1 << TEXT_BLOB
+ENDED = 1 << END_BLOB
 
 _MAGIC = 0x6F74616E696D
 _VERSION = 1
@@ -89,7 +90,7 @@ _BATCH = np.dtype(
         ("state", "u8"), ("first", "u8"), ("count", "u4"), ("pass_index", "u4"), ("slot", "u8"),
         ("cursor", "u8"), ("layout", "u8"), ("flags", "u8"), ("hint", "u8"), ("result", "u8"),
         ("result_nbytes", "u8"), ("keys", "u8"), ("keys_nbytes", "u8"), ("epoch", "i8"), ("seed", "i8"),
-        ("bound", "u8"), ("slot_end", "u8"),
+        ("bound", "u4"), ("owner", "u4"), ("slot_end", "u8"),
     ]
 )  # fmt: skip
 _POSITION = np.dtype(
@@ -269,6 +270,7 @@ class Ledger:
         keys_offset: int = 0,
         keys_nbytes: int = 0,
         wake: int = 2**31 - 1,
+        owner: int = 0,
     ) -> int:
         """Open a batch and offer its samples to the workers; ``has_room(count)`` must hold.
 
@@ -276,6 +278,7 @@ class Ledger:
             keys: ``count`` integers, or None when the keys are pickled at ``keys_offset``.
             slot: ``(start, cursor, end)``: arena offsets of the batch's slot and of its first free byte.
             wake: How many sleeping workers to wake.
+            owner: Number + 1 of the one worker that may claim these samples; 0: any may.
 
         Returns:
             The number of the batch's record, valid until ``retire``.
@@ -299,7 +302,7 @@ class Ledger:
             start, cursor, end = slot
             self._batches[index] = (
                 generation << 16 | OPEN, tail, count, pass_index, start, cursor, 0, 0, 0, 0, 0,
-                keys_offset, keys_nbytes, epoch, seed, bound, end,
+                keys_offset, keys_nbytes, epoch, seed, bound, owner, end,
             )  # fmt: skip
             self._live[index] = tail
             self._passes[pass_index]["limit"] = tail + count
@@ -447,12 +450,15 @@ class Ledger:
                 self._header["stranded"] = 0
             tail = int(self._header["tail"])
             seq = int(self._header["head"])
-            while seq < tail and (
-                self._ticket(seq) & _STATE != _FREE
-                or int(self._positions[seq & self._mask]["position"]) != seq
-            ):
+            passed_over = tail  # the first free sample that is for another worker
+            while seq < tail:
+                position = self._positions[seq & self._mask]
+                if self._ticket(seq) & _STATE == _FREE and int(position["position"]) == seq:
+                    if int(self._batches[int(position["batch"])]["owner"]) in (0, worker + 1):
+                        break
+                    passed_over = min(passed_over, seq)
                 seq += 1
-            self._header["head"] = seq
+            self._header["head"] = min(seq, passed_over)
             if seq == tail:
                 return None
             index = int(self._positions[seq & self._mask]["batch"])
@@ -464,15 +470,15 @@ class Ledger:
                     break
                 self._set_ticket(other, ticket | _CLAIMED | worker << 48)
                 count += 1
-            self._header["head"] = seq + count
+            self._header["head"] = min(seq + count, passed_over)
             return index, seq - self._range(index).start, count
 
-    def describe(self, batch: int) -> tuple[int, int, int, bool, int, int, int, int]:
+    def describe(self, batch: int) -> tuple[int, int, int, bool, int, int, int, int, int]:
         """What a worker must know of a batch.
 
         Returns:
-            ``(generation, first, count, bound, epoch, seed, keys_offset, keys_nbytes)``; first is the position of
-            its sample 0, and generation tells one use of the record from the next.
+            ``(generation, first, count, bound, epoch, seed, keys_offset, keys_nbytes, pass_index)``; first is the
+            position of its sample 0, and generation tells one use of the record from the next.
         """
         with self._locked():
             record = self._batches[batch]
@@ -485,6 +491,7 @@ class Ledger:
                 int(record["seed"]),
                 int(record["keys"]),
                 int(record["keys_nbytes"]),
+                int(record["pass_index"]),
             )
 
     def keys(self, batch: int, k: int, count: int) -> list[int]:
@@ -531,7 +538,7 @@ class Ledger:
         """Say what lies at a place besides the fields; before the place is filled.
 
         Args:
-            blob: Arena offset, a multiple of 64, | SAMPLE_BLOB, ERROR_BLOB or TEXT_BLOB.
+            blob: Arena offset, a multiple of 64, | SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB or END_BLOB.
         """
         with self._locked():
             there = self._positions[place & self._mask]
@@ -707,7 +714,7 @@ class Ledger:
         for seq in self._range(batch):
             flags |= 1 << (int(self._positions[seq & self._mask]["blob"]) & KIND_MASK)
         record["flags"] = flags
-        if flags & FAILED or record["result"] or (record["layout"] and not flags & RAGGED):
+        if flags & (FAILED | ENDED) or record["result"] or (record["layout"] and not flags & RAGGED):
             self._set_state(batch, READY)
             self._ready.notify()
             return PUBLISHED

@@ -66,7 +66,8 @@ typedef struct {
     uint64_t keys_nbytes;
     int64_t epoch;
     int64_t seed;
-    uint64_t bound; /* 1: every sample has its own place */
+    uint32_t bound; /* 1: every sample has its own place */
+    uint32_t owner; /* worker + 1 that alone may claim its samples, 0: any */
     uint64_t slot_end;
 } mn_batch;
 

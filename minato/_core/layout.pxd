@@ -57,7 +57,8 @@ cdef extern from "layout.h" nogil:
         uint64_t keys_nbytes
         int64_t epoch
         int64_t seed
-        uint64_t bound
+        uint32_t bound
+        uint32_t owner
 
     ctypedef struct mn_worker:
         uint64_t position

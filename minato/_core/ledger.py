@@ -10,6 +10,8 @@ if TYPE_CHECKING or not USE_EXTENSIONS:
     from minato._core._ledger_py import (
         CLOSED,
         COLLATING,
+        END_BLOB,
+        ENDED,
         ERROR_BLOB,
         FAILED,
         KIND_MASK,
@@ -30,6 +32,8 @@ else:
     from minato._core._ledger_c import (
         CLOSED,
         COLLATING,
+        END_BLOB,
+        ENDED,
         ERROR_BLOB,
         FAILED,
         KIND_MASK,
@@ -50,6 +54,8 @@ else:
 __all__ = [
     "CLOSED",
     "COLLATING",
+    "ENDED",
+    "END_BLOB",
     "ERROR_BLOB",
     "FAILED",
     "KIND_MASK",

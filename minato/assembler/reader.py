@@ -26,7 +26,7 @@ class BatchReader:
         Raises:
             Exception: What a sample of the batch, or its collation, raised.
         """
-        flags, layout_offset, result, result_nbytes, count, used = self._ledger.contents(batch)
+        flags, layout_offset, result, result_nbytes, _, used = self._ledger.contents(batch)
         kind, result = result & KIND_MASK, result & ~KIND_MASK
         if flags & FAILED or kind == ERROR_BLOB:
             error: SampleError = (
@@ -39,7 +39,7 @@ class BatchReader:
         lease = self._arena.lease(slot, used)
         if result:
             return self._store.get(result, result_nbytes, lease)
-        fields, layout = read_layout(self._arena.segment, layout_offset)
+        fields, count, layout = read_layout(self._arena.segment, layout_offset)
         texts: list[Any] = []
         if flags & TEXTS:
             texts = [

@@ -12,6 +12,7 @@ from torch.utils.data._utils.collate import default_collate
 
 from minato._core.copy import Packer
 from minato._core.ledger import (
+    END_BLOB,
     ERROR_BLOB,
     MUST_COLLATE,
     SAMPLE_BLOB,
@@ -24,7 +25,8 @@ from minato.assembler.transport import Store
 
 __all__ = ["BatchWriter", "SampleError", "read_layout"]
 
-_LAYOUT_HEAD = struct.Struct("<QQ")
+_LAYOUT_HEAD = struct.Struct("<QQQ")
+"""Offset of the fields, number of samples they are for, bytes of the layout that follows."""
 
 
 class SampleError:
@@ -51,11 +53,11 @@ class SampleError:
             raise
 
 
-def read_layout(segment: Segment, offset: int) -> tuple[int, Layout]:
-    """Arena offset of the fields of a batch whose layout is published at ``offset``, and the layout."""
-    fields, nbytes = _LAYOUT_HEAD.unpack_from(segment.array, offset)
+def read_layout(segment: Segment, offset: int) -> tuple[int, int, Layout]:
+    """``(fields, count, layout)`` of a batch whose layout is published at arena offset ``offset``."""
+    fields, count, nbytes = _LAYOUT_HEAD.unpack_from(segment.array, offset)
     start = offset + _LAYOUT_HEAD.size
-    return fields, Layout.from_bytes(segment.array[start : start + nbytes].tobytes())
+    return fields, count, Layout.from_bytes(segment.array[start : start + nbytes].tobytes())
 
 
 class BatchWriter:
@@ -109,6 +111,28 @@ class BatchWriter:
             elif texts:
                 self._attach(batch, place + i, texts, TEXT_BLOB)
 
+    def write_batch(self, batch: int, samples: list[Any]) -> None:
+        """Build a whole batch that has one place, however many samples it holds; the caller fills the place."""
+        if not self.collates:
+            layout = Layout.infer(samples[0])
+            if layout is not None and self._pack_all(batch, layout, samples):
+                return
+        self.write_collated(batch, samples)
+
+    def _pack_all(self, batch: int, layout: Layout, samples: list[Any]) -> bool:
+        count = len(samples)
+        fields = self._ledger.allocate(batch, layout.fields_nbytes(count))
+        packer, address = layout.packer(count), self._segment.address + fields
+        for k, sample in enumerate(samples):
+            if packer.pack(sample, address, k) != ():
+                return False  # a misfit, or texts
+        self._publish(batch, layout, fields, count)
+        return True
+
+    def write_end(self, place: int) -> None:
+        """Say at a batch's one place that there is nothing more to come."""
+        self._ledger.attach(place, END_BLOB, 0)
+
     def write_error(self, batch: int, place: int, error: BaseException, key: Any) -> None:
         """Like ``write``, for a sample that raised."""
         self._attach(batch, place, SampleError(self._describe_error(error), key), ERROR_BLOB)
@@ -125,7 +149,9 @@ class BatchWriter:
     def collate(self, batch: int) -> None:
         """Collate a full batch from what its workers wrote and publish it."""
         _, layout_offset, _, _, count, _ = self._ledger.contents(batch)
-        fields, layout = read_layout(self._segment, layout_offset) if layout_offset else (0, None)
+        fields, layout = 0, None
+        if layout_offset:
+            fields, _, layout = read_layout(self._segment, layout_offset)
         samples = []
         for k, (kind, offset, nbytes) in enumerate(self._ledger.blobs(batch)):
             value = self._store.get(offset, nbytes) if kind else []
@@ -154,17 +180,21 @@ class BatchWriter:
             layout = Layout.infer(sample)
             if layout is None:
                 return None
-            data = layout.to_bytes()
             fields = self._ledger.allocate(batch, layout.fields_nbytes(count))
-            offset = self._ledger.allocate(batch, _LAYOUT_HEAD.size + len(data))
-            start = offset + _LAYOUT_HEAD.size
-            _LAYOUT_HEAD.pack_into(self._segment.array, offset, fields, len(data))
-            self._segment.array[start : start + len(data)] = np.frombuffer(data, np.uint8)
-            offset = self._ledger.publish_layout(batch, offset)
-        fields, layout = read_layout(self._segment, offset)
+            offset = self._publish(batch, layout, fields, count)
+        fields, _, layout = read_layout(self._segment, offset)
         packing = generation, layout.packer(count), self._segment.address + fields
         self._open[batch] = packing
         return packing
+
+    def _publish(self, batch: int, layout: Layout, fields: int, count: int) -> int:
+        """Offer a layout and its fields for the batch; returns the offset of the layout that holds."""
+        data = layout.to_bytes()
+        offset = self._ledger.allocate(batch, _LAYOUT_HEAD.size + len(data))
+        start = offset + _LAYOUT_HEAD.size
+        _LAYOUT_HEAD.pack_into(self._segment.array, offset, fields, count, len(data))
+        self._segment.array[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        return self._ledger.publish_layout(batch, offset)
 
     def _attach(self, batch: int, place: int, value: Any, kind: int) -> None:
         try:

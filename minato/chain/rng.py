@@ -73,7 +73,7 @@ class SampleRandomness:
         self.watches = bind_globals
         """Whether ``drawn`` can tell."""
         self._all: tuple[generators.GlobalGenerator, ...] = ()
-        self._marked: list[Any] = []
+        self._marked = b""
         self._asked = 0
         if bind_globals:
             self._attach()
@@ -118,14 +118,15 @@ class SampleRandomness:
         if unbind:
             _this_thread.binding = None
         self._asked = _this_thread.generators_made
-        self._marked = [generator.save() for generator in self._all]
+        self._marked = self._states()
 
     def drawn(self) -> bool:
         """Whether anything drew from the global generators, or asked for a generator, since ``mark``."""
         # A generator that is asked for outside of samples is seeded from a global one, which shows there.
-        return self._asked != _this_thread.generators_made or self._marked != [
-            generator.save() for generator in self._all
-        ]
+        return self._asked != _this_thread.generators_made or self._marked != self._states()
+
+    def _states(self) -> bytes:
+        return pickle.dumps([generator.save() for generator in self._all])
 
     def capture(self) -> object:
         """Return the randomness of a sample that is to be continued later, perhaps elsewhere.

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch.autograd import profiler
 from torch.utils.data import _utils
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 __all__ = ["BatchIterator", "BatchSource", "Pass"]
 
@@ -81,10 +81,11 @@ class BatchIterator(_BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         # The same range that torch records, but only while somebody is profiling: it costs more than a small batch.
-        if profiler._is_profiler_enabled:
-            with profiler.record_function(self._profile_name):
-                return self._next_data()
-        return self._next_data()
+        if profiler._is_profiler_enabled or self._dataset_kind == _DatasetKind.Iterable:
+            return super().__next__()  # which also compares the number of batches with a stream's length
+        batch = self._next_data()
+        self._num_yielded += 1
+        return batch
 
     def _next_data(self) -> Any:
         if self._source is None:
@@ -96,7 +97,6 @@ class BatchIterator(_BaseDataLoaderIter):
                 self._source.shut_down()
                 self._source = None
             raise
-        self._num_yielded += 1
         if self._pin_memory:
             batch = _utils.pin_memory.pin_memory(batch, self._pin_memory_device)
         return batch

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from minato._core.ledger import NUM_PASSES, READY, Ledger
+from minato._core.ledger import ENDED, NUM_PASSES, READY, Ledger
 from minato._core.wait import Gate
+from minato.scheduler.assignment import Assignment
 from minato.scheduler.window import Window
 
 __all__ = ["Dispatcher", "InFlight", "Order", "Pool", "Slots"]
@@ -18,6 +19,7 @@ __all__ = ["Dispatcher", "InFlight", "Order", "Pool", "Slots"]
 _LIVENESS_S = 0.1
 """How long the consumer sleeps at most before it looks whether its workers live."""
 _INT64 = 1 << 63
+_EVERYBODY = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class InFlight:
     pass_index: int
     epoch: int
     seed: int
+    owner: int
     retired: bool = False
 
 
@@ -88,6 +91,7 @@ class Dispatcher:
 
     Args:
         slots: Where slots come from.
+        assignment: Decides which worker a batch is for.
         keys: Keeps keys that are no integers.
         discard: Called with ``(record, slot)`` of a batch that nobody wants any more.
         timeout_s: torch's ``timeout``; 0: none.
@@ -102,6 +106,7 @@ class Dispatcher:
         slots: Slots,
         window: Window,
         order: Order,
+        assignment: Assignment,
         keys: KeyStore,
         discard: Callable[[int, Any], None],
         timeout_s: float = 0.0,
@@ -113,6 +118,7 @@ class Dispatcher:
         self._slots = slots
         self._window = window
         self._order = order
+        self._assignment = assignment
         self._keys = keys
         self._discard = discard
         self._timeout_s = timeout_s
@@ -169,13 +175,15 @@ class Dispatcher:
         else:
             self.cancel(ahead)
             self._recent.clear()
+            self._assignment.reset()
             self._open_pass(epoch, seed)
         return right
 
     def cancel(self, batches: deque[InFlight]) -> None:
         """Abandon batches: what has not begun never will, what runs ends unseen."""
-        for item in batches:
-            self._ledger.cancel(item.record)
+        if not self._assignment.exact:
+            for item in batches:
+                self._ledger.cancel(item.record)
         self._cancelled.extend(batches)
         batches.clear()
         self._sweep()
@@ -191,7 +199,9 @@ class Dispatcher:
                 item.pass_index
                 for item in (*self._open, *self._ahead, *self._delivered, *self._cancelled)
             }
-            free = next((index for index in range(NUM_PASSES) if index not in used), None)
+            # Never the number of the last pass: it also tells a worker that a new one has begun.
+            later = (self._pass[0] + 1 + i for i in range(NUM_PASSES - 1))
+            free = next((index % NUM_PASSES for index in later if index % NUM_PASSES not in used), None)
             if free is not None:
                 break
             # So many abandoned passes still run that the ledger cannot tell another one from them.
@@ -216,7 +226,13 @@ class Dispatcher:
             found = self._ready()
             if found is not None:
                 self._open.remove(found)
-                return found
+                if not self._ledger.contents(found.record)[0] & ENDED:
+                    self._assignment.delivered(found.owner)
+                    return found
+                self._assignment.ended(found.owner)
+                self._discard(found.record, found.slot)
+                self._retire(found)
+                continue
             if not self._open and self._exhausted:
                 raise StopIteration
             self._ledger.waiting = True
@@ -258,7 +274,14 @@ class Dispatcher:
                 self._check_capacity(len(keys))
                 self._drawn.appendleft(keys)
                 return
-            (self._ahead if self._foretold else self._open).append(self._publish(keys))
+            owner = self._assignment.choose()
+            if owner is None:
+                self._drawn.appendleft(keys)
+                if self._assignment.over:
+                    self._exhausted = True
+                    self._run_dry()
+                return
+            (self._ahead if self._foretold else self._open).append(self._publish(keys, owner))
 
     def _run_dry(self) -> None:
         if not self._dry:
@@ -284,7 +307,7 @@ class Dispatcher:
         self._open_pass(epoch, seed)
         return next(self._batches, None)
 
-    def _publish(self, keys: list[Any]) -> InFlight:
+    def _publish(self, keys: list[Any], owner: int) -> InFlight:
         slot = self._slots.acquire()
         count = len(keys) or 1  # an empty batch has a place too: for what is collated of nothing
         plain = bool(keys) and all(type(key) is int and -_INT64 <= key < _INT64 for key in keys)
@@ -303,9 +326,10 @@ class Dispatcher:
             self._order.bound,
             offset,
             nbytes,
-            count,
+            _EVERYBODY if owner else count,  # a batch with an owner must wake that very worker
+            owner,
         )
-        item = InFlight(record, keys, slot, keys_slot, offset, index, epoch, seed)
+        item = InFlight(record, keys, slot, keys_slot, offset, index, epoch, seed, owner)
         if not self._order.bound:
             self._recent.append(item)
             if len(self._recent) > self._order.max_lag:

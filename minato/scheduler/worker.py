@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from minato._core.wait import Gate
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 
-__all__ = ["Fetcher", "Sink", "Worker"]
+__all__ = ["Fetcher", "Sink", "StreamFetcher", "Worker"]
 
 _RUN_NS = 1_000_000
 """A worker claims about so much work at a time: dispatch then costs a per cent, and nobody hoards."""
@@ -39,8 +40,14 @@ class Sink(Protocol):
     def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
         """Put samples at consecutive places, the first of which is number k of the batch."""
 
+    def write_batch(self, batch: int, samples: list[Any]) -> None:
+        """Build a whole batch, of however many samples, that has one place."""
+
     def write_error(self, batch: int, place: int, error: BaseException, key: Any) -> None:
         """The same for a sample that raised."""
+
+    def write_end(self, place: int) -> None:
+        """Say that there is nothing more to come."""
 
     def write_collated(self, batch: int, samples: list[Any]) -> None:
         """Collate all samples of a batch."""
@@ -77,14 +84,58 @@ class Fetcher:
         return samples if self._run is None else [self._run(sample) for sample in samples]
 
 
+class StreamEnd(Exception):
+    """An iterable dataset has no further batch for this pass."""
+
+
+class StreamFetcher:
+    """Takes batches from an iterable-style dataset, as torch's fetcher does.
+
+    Args:
+        batched: Whether samples are collated in lists; otherwise each is a batch.
+        drop_last: Whether an incomplete list is dropped.
+    """
+
+    def __init__(self, dataset: Any, chain: Chain, batched: bool, drop_last: bool) -> None:
+        self._dataset = dataset
+        self._run = chain.run if chain.steps else None
+        self.takes_lists = False
+        self._batched = batched
+        self._drop_last = drop_last
+        self._samples: Iterator[Any] | None = None
+        self._pass: object = None
+
+    def enter(self, this_pass: object) -> None:
+        """Make a new iterator if a new pass has begun."""
+        if this_pass != self._pass:
+            self._pass = this_pass
+            self._samples = None
+            self._samples = iter(self._dataset)
+
+    def take(self, count: int) -> list[Any]:
+        """The next ``count`` samples, or what is left of them.
+
+        Raises:
+            StreamEnd: Nothing is left, or less than ``drop_last`` asks for.
+        """
+        samples = [] if self._samples is None else list(itertools.islice(self._samples, count))
+        if len(samples) < count:
+            self._samples = None
+            if not samples or (self._batched and self._drop_last):
+                raise StreamEnd
+        return samples if self._run is None else [self._run(sample) for sample in samples]
+
+
 class Worker:
     """Runs samples until the ledger says stop.
 
     Args:
         number: Its number, from 0.
+        fetcher: Gets samples by key, or batches from a stream.
         read_keys: ``(batch, k, count) -> keys`` of samples k … k+count-1.
         make_randomness: ``seed -> SampleRandomness`` that binds the generators to each sample; None leaves them alone.
         times: Receives the service time of each sample.
+        whole_batches: Claim batches as a whole, whatever their samples cost.
         failure: What ``worker_init_fn`` raised; then every sample raises it.
         catches: What a sample may raise without ending the worker.
     """
@@ -94,23 +145,26 @@ class Worker:
         number: int,
         ledger: Ledger,
         gate: Gate,
-        fetcher: Fetcher,
+        fetcher: Fetcher | StreamFetcher,
         sink: Sink,
         read_keys: Callable[[int, int, int], Sequence[Any]],
         make_randomness: Callable[[int], SampleRandomness] | None,
         times: Histogram,
+        whole_batches: bool = False,
         failure: BaseException | None = None,
         catches: type[BaseException] = Exception,
     ) -> None:
         self._number = number
         self._ledger = ledger
         self._gate = gate
+        self._stream = fetcher if isinstance(fetcher, StreamFetcher) else None
         self._fetcher = fetcher
         self._sink = sink
         self._read_keys = read_keys
         self._make_randomness = make_randomness
         self._randomness: SampleRandomness | None = None
         self._times = times
+        self._whole_batches = whole_batches
         self._failure = failure
         self._catches = catches
         self._run_ns = _COLLATED_RUN_NS if sink.collates else _RUN_NS
@@ -144,14 +198,16 @@ class Worker:
             self._sink.collate(batch)
             return True
         started = now_ns()
-        _, first, size, bound, epoch, seed, _, _ = self._ledger.describe(batch)
+        _, first, size, bound, epoch, seed, _, _, pass_index = self._ledger.describe(batch)
         keys = list(self._read_keys(batch, k, count))
         if self._make_randomness is not None and (
             self._randomness is None or self._randomness.base_seed != seed
         ):
             self._randomness = self._make_randomness(seed)
         whole = bound and count == size
-        if whole and (self._fetcher.takes_lists or not keys):
+        if self._stream is not None:
+            self._run_stream(self._stream, batch, first, (epoch, pass_index), keys[0])
+        elif whole and (self._fetcher.takes_lists or not keys):
             self._run_list(batch, first, count, epoch, keys)
         else:
             samples, error = self._run(first + k, epoch, keys, self._fetch(keys))
@@ -168,7 +224,7 @@ class Worker:
         return True
 
     def _longest_run(self) -> int:
-        if self._fetcher.takes_lists:
+        if self._fetcher.takes_lists or self._whole_batches:
             return _WHOLE_BATCH
         return 1 if self._draws is None else int(self._run_ns / self._mean_ns) or 1
 
@@ -244,6 +300,24 @@ class Worker:
         else:
             self._sink.write_run(batch, 0, first, results[0])
         self._sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, count))
+
+    def _run_stream(
+        self, stream: StreamFetcher, batch: int, first: int, this_pass: object, wanted: int
+    ) -> None:
+        """Take a batch from the worker's own iterator over an iterable dataset."""
+
+        def fetch(count: int) -> list[Any]:
+            stream.enter(this_pass)
+            return stream.take(count)
+
+        batches, error = self._run(first, 0, [wanted], fetch)
+        if error is None:
+            self._sink.write_batch(batch, batches[0])
+        elif isinstance(error, StreamEnd):
+            self._sink.write_end(first)
+        else:
+            self._sink.write_error(batch, first, error, None)
+        self._sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, 1))
 
     def _deliver(
         self, position: int, keys: list[Any], samples: list[Any], error: BaseException | None

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, Sampler, Sequenti
 
 from minato._core.seeding import mix
 
-__all__ = ["SeededSampler", "batches_of", "next_sampler"]
+__all__ = ["SeededSampler", "batches_of", "next_sampler", "sizes_of"]
 
 
 class SeededSampler(Sampler[int]):
@@ -47,6 +47,12 @@ def batches_of(index_sampler: Any, batched: bool) -> Iterator[list[Any]]:
     """The keys of each batch; without batching each key is a batch of its own."""
     for index in index_sampler:
         yield list(index) if batched else [index]
+
+
+def sizes_of(index_sampler: Any, batched: bool) -> Iterator[list[int]]:
+    """How many samples each batch of an iterable dataset shall have, in the place of its keys."""
+    for index in index_sampler:
+        yield [len(index) if batched else 1]
 
 
 def next_sampler(index_sampler: Any) -> Any | None:

@@ -1,0 +1,269 @@
+"""Both ledgers are driven through the same random operations: same answers, same bytes, nothing lost or repeated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.core.ledger_tools import LAYOUT, SLOT, Desk
+
+TWIN = "ledger"
+
+WORKERS, PASSES = 3, 2
+workers = st.integers(0, WORKERS - 1)
+passes = st.integers(0, PASSES - 1)
+pick = st.integers(0, 1 << 30)
+
+
+@dataclass
+class Open:
+    """A batch that was published and not yet retired."""
+
+    record: int
+    first: int
+    count: int
+    bound: bool
+    pass_index: int
+    delivered: bool = False
+    cancelled: bool = False
+
+
+@dataclass
+class Hand:
+    """What a worker has in hand."""
+
+    positions: list[int] = field(default_factory=list)
+    collating: list[int] = field(default_factory=list)
+
+
+class Twins(RuleBasedStateMachine):
+    """The consumer and the workers of two loaders, one with each ledger."""
+
+    halves: tuple[ModuleType, ModuleType]
+
+    @initialize(batches=st.integers(2, 5), positions=st.sampled_from([4, 8, 16]))
+    def create(self, batches: int, positions: int) -> None:
+        self.desks = [Desk(half, WORKERS, batches, positions) for half in self.halves]
+        self.names = self.halves[0]
+        self.open: list[Open] = []
+        self.hands = [Hand() for _ in range(WORKERS)]
+        self.wanted: set[int] = set()
+        self.delivered: list[int] = []
+        self.next_key = 0
+        for index in range(PASSES):
+            self.both("open_pass", index)
+
+    def both(self, method: str, *arguments: Any) -> Any:
+        """Call a method of both ledgers; their common answer."""
+        pure, compiled = (getattr(desk.ledger, method)(*arguments) for desk in self.desks)
+        assert pure == compiled, (method, arguments)
+        return pure
+
+    def batch_of(self, position: int) -> Open:
+        return next(b for b in self.open if b.first <= position < b.first + b.count)
+
+    @invariant()
+    def bytes_are_the_same(self) -> None:
+        pure, compiled = (desk.image() for desk in self.desks)
+        assert pure == compiled
+
+    # ---- the consumer
+
+    @rule(count=st.integers(1, 5), bound=st.booleans(), index=passes)
+    def publish(self, count: int, bound: bool, index: int) -> None:
+        if any(b.cancelled and b.pass_index == index for b in self.open):
+            return
+        if not self.both("has_room", count):
+            return
+        keys = list(range(self.next_key, self.next_key + count))
+        record = self.both("publish", keys, count, SLOT, index, 1, 2, bound)
+        first = self.both("describe", record)[1]
+        assert first == self.next_key
+        self.next_key += count
+        self.wanted.update(keys)
+        self.open.append(Open(record, first, count, bound, index))
+
+    @rule(which=pick)
+    def bind_late(self, which: int) -> None:
+        free = [b for b in self.open if not b.bound and not b.cancelled]
+        pairs = [
+            (old.record, new.record)
+            for old in free
+            for new in free
+            if old.first < new.first and old.pass_index == new.pass_index and not new.delivered
+        ]
+        if pairs:
+            self.both("bind_late", *pairs[which % len(pairs)])
+
+    @rule()
+    def deliver(self) -> None:
+        for batch in self.open:
+            ready = self.both("state", batch.record) == self.names.READY
+            if ready and not batch.delivered and not batch.cancelled:
+                self.delivered += self.both("occupants", batch.record)
+                self.both("contents", batch.record)
+                self.both("blobs", batch.record)
+                batch.delivered = True
+        for batch in self.open[:]:
+            if batch.delivered and not batch.cancelled and self.both("settled", batch.record):
+                self.both("retire", batch.record)
+                self.open.remove(batch)
+
+    @rule(index=passes)
+    def cancel(self, index: int) -> None:
+        """Abandon a pass; its samples that were not delivered are not wanted any more."""
+        for batch in self.open:
+            if batch.pass_index == index:
+                self.both("cancel", batch.record)
+                batch.cancelled = True
+                self.wanted -= set(range(batch.first, batch.first + batch.count))
+        self.wanted |= set(self.delivered)
+
+    @rule(index=passes)
+    def sweep(self, index: int) -> None:
+        gone = [batch for batch in self.open if batch.cancelled and batch.pass_index == index]
+        if not gone or not all(self.both("settled", batch.record) for batch in gone):
+            return
+        if all([self.both("close", batch.record) for batch in gone]):
+            for batch in gone:
+                self.both("retire", batch.record)
+                self.open.remove(batch)
+            self.both("open_pass", index)
+
+    @rule(value=st.booleans())
+    def wait(self, value: bool) -> None:
+        for desk in self.desks:
+            desk.ledger.waiting = value
+
+    @rule(worker=workers)
+    def kill(self, worker: int) -> None:
+        self.both("release", worker)
+        self.hands[worker] = Hand()
+
+    # ---- workers
+
+    @rule(worker=workers, max_run=st.integers(1, 6))
+    def claim(self, worker: int, max_run: int) -> None:
+        lease = self.both("claim", worker, max_run)
+        self.both("unclaimed")
+        if lease is None:
+            return
+        record, k, count = lease
+        if count == 0:
+            self.hands[worker].collating.append(record)
+            return
+        _, first, *_ = self.both("describe", record)
+        assert self.both("keys", record, k, count) == list(range(first + k, first + k + count))
+        held = {position for hand in self.hands for position in hand.positions}
+        run = range(first + k, first + k + count)
+        assert not held.intersection(run)
+        self.hands[worker].positions += run
+
+    @rule(worker=workers, which=pick, late=st.booleans())
+    def reserve(self, worker: int, which: int, late: bool) -> None:
+        self.reserved(worker, which, late)
+
+    def reserved(self, worker: int, which: int, late: bool) -> tuple[int, int, int] | None:
+        positions = self.hands[worker].positions
+        if not positions:
+            return None
+        position = positions[which % len(positions)]
+        place, record, k = self.both("reserve", worker, position, late)
+        there, own = self.batch_of(place), self.batch_of(position)
+        assert (there.record, there.first + k) == (record, place)
+        assert there.pass_index == own.pass_index
+        assert place == position or not own.bound
+        return position, place, record
+
+    @rule(worker=workers, which=pick, late=st.booleans(), kind=st.integers(0, 3))
+    def fill(self, worker: int, which: int, late: bool, kind: int) -> None:
+        reserved = self.reserved(worker, which, late)
+        if reserved is None:
+            return
+        position, place, record = reserved
+        if kind:
+            self.both("attach", place, 8192 | kind, position)
+        else:
+            self.both("publish_layout", record, LAYOUT + 64 * worker)
+        self.hands[worker].positions.remove(position)
+        self.settle(worker, record, self.both("fill", worker, position, place, 5))
+
+    @rule(worker=workers, max_run=st.integers(1, 5), together=st.booleans())
+    def fill_run(self, worker: int, max_run: int, together: bool) -> None:
+        before = list(self.hands[worker].positions)
+        self.claim(worker, max_run)
+        run = [p for p in self.hands[worker].positions if p not in before]
+        if not run or not self.batch_of(run[0]).bound:
+            return
+        batch = self.batch_of(run[0])
+        if together and len(run) == batch.count:
+            self.both("set_result", batch.record, 4096 | self.names.SAMPLE_BLOB, 99)
+        self.hands[worker].positions = before
+        arguments = (worker, batch.record, run[0] - batch.first, len(run), 7)
+        self.settle(worker, batch.record, self.both("fill_run", *arguments))
+
+    def settle(self, worker: int, record: int, outcome: int) -> None:
+        if outcome == self.names.MUST_COLLATE:
+            self.hands[worker].collating.append(record)
+
+    @rule(worker=workers)
+    def collate(self, worker: int) -> None:
+        collating = self.hands[worker].collating
+        if collating:
+            self.both("set_ready", collating.pop(), 4096 | self.names.SAMPLE_BLOB, 11)
+
+    @precondition(lambda self: any(not b.delivered for b in self.open))
+    @rule(which=pick, nbytes=st.integers(0, 300))
+    def allocate(self, which: int, nbytes: int) -> None:
+        batches = [batch for batch in self.open if not batch.delivered]
+        self.both("allocate", batches[which % len(batches)].record, nbytes)
+
+    # ---- the end
+
+    def teardown(self) -> None:
+        if not hasattr(self, "desks"):
+            return
+        for worker in range(1, WORKERS):
+            self.kill(worker)
+        hand = self.hands[0]
+        while True:
+            self.claim(0, 3)
+            if not hand.positions and not hand.collating:
+                break
+            while hand.positions:
+                self.fill(0, 0, False, 0)
+            while hand.collating:
+                self.collate(0)
+        self.deliver()
+        for index in range(PASSES):
+            self.sweep(index)
+        assert self.open == []
+        assert sorted(self.delivered) == sorted(self.wanted)
+        self.bytes_are_the_same()
+
+
+@pytest.mark.parametrize("steps", [40, 150])
+def test_random_operations(twins: tuple[ModuleType, ModuleType], steps: int) -> None:
+    Twins.halves = twins
+    run_state_machine_as_test(
+        Twins,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )

@@ -1,0 +1,198 @@
+"""Run the same case through torch's loader and through minato's, and describe what a program sees of it.
+
+A case is a function of the loader class. What it does is written down as plain data (a *record*), so that two runs
+are compared with ``==`` and a failure shows where they part.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+
+import minato
+from tests.datasets import TOO_MANY_WORKERS
+
+__all__ = [
+    "THREADS",
+    "attempt",
+    "describe",
+    "drain",
+    "generator_states",
+    "recorded_warnings",
+    "same_for_both",
+    "seed_everything",
+    "without_worker",
+]
+
+TorchLoader = torch.utils.data.DataLoader
+THREADS = {"worker_method": "thread"}
+PROCESSES: dict[str, Any] = {}
+SEED = 20_240_613
+
+_WORKER = re.compile(r"in DataLoader worker (?:process|thread) \d+")
+_TRACEBACK = re.compile(
+    r"Original Traceback \(most recent call last\):\n(?:[ ].*\n|\n)*(?=\S)", re.MULTILINE
+)
+_PIDS = re.compile(r"\(pid(?:\(s\))? [\d, ]+\)")
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+# ---- describing -----------------------------------------------------------------------------
+
+
+def describe(value: Any) -> Any:
+    """Everything about a delivered object that a program can rely on, as nested tuples."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return (kind.__qualname__, *_tensor(value))
+    if isinstance(value, np.ndarray):
+        content = value.tolist() if value.dtype.hasobject else value.tobytes()
+        return (kind.__qualname__, value.dtype.descr, value.shape, value.strides, content)
+    if isinstance(value, np.generic):
+        return (kind.__qualname__, value.dtype.str, value.tobytes())
+    if isinstance(value, Mapping):
+        items = [(describe(key), describe(value[key])) for key in value]
+        return (kind.__qualname__, items, _extras(value))
+    if isinstance(value, (str, bytes, bytearray, range)):
+        return (kind.__qualname__, repr(value), _extras(value))
+    if isinstance(value, Sequence):
+        return (kind.__qualname__, [describe(item) for item in value], _extras(value))
+    if isinstance(value, (set, frozenset)):
+        return (kind.__qualname__, sorted(map(repr, value)))
+    if isinstance(value, BaseException):
+        return failure(value)
+    if getattr(value, "__dict__", None) and not callable(value):
+        return (kind.__qualname__, _extras(value))
+    return (kind.__qualname__, _ADDRESS.sub("0x…", repr(value)))
+
+
+def _extras(value: Any) -> Any:
+    extras = {name: describe(part) for name, part in getattr(value, "__dict__", {}).items()}
+    if hasattr(value, "default_factory"):
+        extras["default_factory"] = value.default_factory
+    return extras
+
+
+def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    common = (tensor.dtype, tensor.layout, tensor.device.type, tensor.requires_grad, tensor.is_leaf)
+    if tensor.is_nested:
+        return (*common, "nested", [_tensor(part) for part in tensor.unbind()])
+    if tensor.layout is torch.sparse_coo:
+        parts = tensor._indices(), tensor._values()
+        return (*common, tuple(tensor.shape), [_tensor(part.detach()) for part in parts])
+    if tensor.layout is torch.sparse_csr:
+        parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        return (*common, tuple(tensor.shape), [_tensor(part.detach()) for part in parts])
+    scale = ()
+    if tensor.is_quantized:
+        scale = (tensor.qscheme(), tensor.q_scale(), tensor.q_zero_point())
+        tensor = tensor.int_repr()
+    plain = tensor.detach().as_subclass(torch.Tensor)
+    flat = plain.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return (*common, tuple(plain.shape), plain.stride(), *scale, raw)
+
+
+def failure(error: BaseException) -> tuple[Any, ...]:
+    """An exception: its type, its text, and which of the user's lines it came from."""
+    kind = type(error)
+    text = _TRACEBACK.sub("Original Traceback: …\n", str(error))
+    text = _WORKER.sub("in DataLoader worker N", text)
+    text = _ADDRESS.sub("0x…", _PIDS.sub("(pid …)", text))
+    return ("raised", kind.__qualname__, text)
+
+
+def attempt(action: Callable[[], Any]) -> Any:
+    """What an action gave, or what it raised."""
+    try:
+        return describe(action())
+    except BaseException as error:
+        return failure(error)
+
+
+def drain(iterator: Iterator[Any], most: int = 64) -> list[Any]:
+    """What each ``next`` gave, until the iterator says twice in a row that it is at its end."""
+    found: list[Any] = []
+    ended = 0
+    while ended < 2:
+        assert len(found) < most, "the iterator does not end"
+        outcome = attempt(lambda: next(iterator))
+        ended = ended + 1 if outcome == ("raised", "StopIteration", "") else 0
+        found.append(outcome)
+    return found
+
+
+# ---- surroundings ---------------------------------------------------------------------------
+
+
+def seed_everything(seed: int = SEED) -> None:
+    """Put the three global generators in a known state."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def generator_states(*others: torch.Generator | None) -> tuple[Any, ...]:
+    """The states of the three global generators and of some more, in short."""
+    numpy_state: Any = np.random.get_state()
+    return (
+        hash(random.getstate()),
+        hash((numpy_state[1].tobytes(), *numpy_state[2:])),
+        hash(torch.get_rng_state().numpy().tobytes()),
+        *(None if other is None else hash(other.get_state().numpy().tobytes()) for other in others),
+    )
+
+
+def recorded_warnings(caught: list[warnings.WarningMessage]) -> list[tuple[str, str]]:
+    """Category and text of each warning."""
+    return [(warning.category.__name__, str(warning.message)) for warning in caught]
+
+
+# ---- comparing ------------------------------------------------------------------------------
+
+
+def same_for_both(case: Callable[[type], Any]) -> Any:
+    """Run a case with both classes, in the same state of all generators; returns the record, which was the same.
+
+    The record is what the case returns, described, with the warnings it gave and the generators' states afterwards.
+    """
+    theirs, ours = recorded(case, TorchLoader), recorded(case, minato.DataLoader)
+    assert ours == theirs
+    return ours["outcome"]
+
+
+def recorded(case: Callable[[type], Any], kind: type) -> dict[str, Any]:
+    """What one class does with a case."""
+    seed_everything()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcome = attempt(lambda: case(kind))
+    return {
+        "outcome": outcome,
+        "warnings": recorded_warnings(caught),
+        "generators": generator_states(),
+    }
+
+
+def without_worker(record: Any) -> Any:
+    """A record as it would be without workers: of what a worker raised only the text itself remains."""
+    if isinstance(record, dict):
+        return {key: without_worker(part) for key, part in record.items()}
+    if isinstance(record, list):
+        return [without_worker(part) for part in record]
+    if isinstance(record, tuple) and len(record) == 3 and record[0] == "raised":
+        _, kind, text = record
+        text = re.sub(r"^Caught .*\nOriginal Traceback: …\n(?:[\w.]+: )?", "", text)
+        return ("raised", kind, text.rstrip("\n"))
+    if isinstance(record, tuple):
+        return tuple(without_worker(part) for part in record)
+    return record

@@ -1,0 +1,189 @@
+"""Datasets, samplers and functions that the parity tests use, importable by workers that are not forked."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from tests.datasets import Numbers, Pair
+
+__all__ = [
+    "Apples",
+    "Arrays",
+    "Drawing",
+    "Failing",
+    "Listed",
+    "Mixed",
+    "Named",
+    "OnlyIter",
+    "Ragged",
+    "Tensors",
+    "TwoArguments",
+    "Unpicklable",
+    "add_one_more",
+    "identity",
+    "no_op",
+    "picky",
+    "shapes",
+]
+
+
+class TwoArguments(Exception):
+    """Its constructor does not take what ``str()`` of it gives."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code, reason)
+        self.code = code
+
+
+class Unpicklable(Exception):
+    """It holds something that no process can be sent."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.handle = (step for step in range(3))
+
+
+class Tensors(Numbers):
+    """A small matrix that says where it comes from."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((2, 3), float(index))
+
+
+class Arrays(Numbers):
+    """An array, a number and a text in a tuple."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.arange(index, index + 4, dtype=np.int16), index / 2, f"sample {index}"
+
+
+class Mixed(Numbers):
+    """A dictionary with members of many kinds."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {
+            "image": np.full((2, 2), index, np.uint8),
+            "pair": Pair(torch.tensor(index), [index, bytes([index])]),
+            "flag": index % 2 == 0,
+            "numpy": np.float32(index),
+        }
+
+
+class Named(dict):
+    """A mapping as dataset, with texts as keys."""
+
+
+class Ragged(Numbers):
+    """Tensors of different lengths, which ``default_collate`` refuses."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.arange(1 + index % 2)
+
+
+class Failing(Numbers):
+    """Every third sample raises, each time something else."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 3 == 1:
+            raise (
+                ValueError(f"bad {index}"),
+                KeyError("missing"),
+                TwoArguments(index, "no"),
+                Unpicklable("a text"),
+                IndexError(),
+            )[index // 3 % 5]
+        return index
+
+
+class Apples(Numbers):
+    """A sample in three is ``None``, which ``default_collate`` refuses."""
+
+    def __getitem__(self, index: int) -> Any:
+        return None if index % 3 == 2 else index
+
+
+class Listed(Numbers):
+    """Samples are fetched together; each tells the type of the keys."""
+
+    def __getitems__(self, keys: list[Any]) -> list[Any]:
+        return [(key, type(keys).__name__, type(key).__name__) for key in keys]
+
+
+class Drawing(Numbers):
+    """Draws from all three global generators."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), float(np.random.rand()), torch.rand(2), random.gauss(0, 1)
+
+
+class OnlyIter:
+    """A sampler that can be iterated over and nothing else."""
+
+    def __init__(self, keys: Iterable[Any]) -> None:
+        self.keys = list(keys)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.keys)
+
+
+class Grumpy(Sampler[int]):
+    """Raises after a while."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.size // 2)
+        raise LookupError("no more keys")
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class Slow(Dataset[int]):
+    """Takes so many seconds for each sample."""
+
+    def __init__(self, seconds: Sequence[float]) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.seconds[index])
+        return index
+
+
+def identity(samples: Any) -> Any:
+    """A ``collate_fn`` that leaves the samples alone."""
+    return samples
+
+
+def shapes(samples: list[Any]) -> Any:
+    """A ``collate_fn`` that returns something that no layout fits."""
+    return {"count": len(samples), "kinds": {type(sample).__name__ for sample in samples}}
+
+
+def picky(samples: list[Any]) -> Any:
+    """A ``collate_fn`` that refuses some batches."""
+    if len(samples) % 2:
+        raise ValueError(f"an odd batch of {len(samples)}")
+    return samples
+
+
+def no_op(worker: int) -> None:
+    """A ``worker_init_fn``."""
+
+
+def add_one_more(worker: int) -> None:
+    """A ``worker_init_fn`` that draws, which moves the worker's streams on."""
+    random.random()
+    np.random.rand()
+    torch.rand(1)

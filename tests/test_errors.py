@@ -1,0 +1,426 @@
+"""What goes wrong: exceptions of samples, dead workers, timeouts and wrong arguments."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.data
+
+import minato
+from minato import DataLoader
+from tests.datasets import ORDERS, Journal, Numbers, Samples, flat, indices, outcomes
+
+TorchLoader = torch.utils.data.DataLoader
+
+WORKERS = {
+    "inline": {"num_workers": 0},
+    "2-processes": {"num_workers": 2},
+    "2-threads": {"num_workers": 2, "worker_method": "thread"},
+}
+each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
+PROCESSES = WORKERS["2-processes"]
+
+
+class TwoPartsError(Exception):
+    """Its constructor takes two arguments."""
+
+    def __init__(self, one: str, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+class HoldsALockError(Exception):
+    """An instance of it cannot be pickled."""
+
+    def __init__(self, text: str = "locked") -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class Failing(Numbers):
+    """Raises for some indices."""
+
+    def __init__(self, size: int, raises: dict[int, Callable[[], BaseException]]) -> None:
+        super().__init__(size)
+        self.raises = raises
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.raises:
+            raise self.raises[index]()
+        return index
+
+
+def stop(_: Any) -> Any:
+    return next(iter(()))
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "ValueError": lambda: ValueError("no good"),
+    "KeyError": lambda: KeyError("a\nb"),
+    "IndexError": lambda: IndexError("out of range"),
+    "two-parts": lambda: TwoPartsError("this", 2),
+    "holds-a-lock": lambda: HoldsALockError("locked"),
+    "os-error": lambda: FileNotFoundError(2, "No such file", "picture.png"),
+    "unicode": lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    "assertion": lambda: AssertionError(),
+    "stop-iteration": lambda: StopIteration("stop"),
+    "generator-exit": lambda: RuntimeError("generator raised StopIteration"),
+}
+
+
+def essence(outcome: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An outcome without what depends on the worker's number and on the files in its traceback."""
+    if outcome[0] == "batch":
+        return "batch", outcome[1].tolist()
+    _, kind, text = outcome
+    frames = r"(?:  File .*\n(?:    .*\n)*)+"
+    text = re.sub(r"worker (process|thread) \d+\.", "worker.", text)
+    return "raised", kind, re.sub(frames, "  …\n", text)
+
+
+@each
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_torchs_and_iteration_goes_on(name: str, workers: dict[str, Any]) -> None:
+    dataset = Failing(12, {5: ERRORS[name]})
+    plain = {"num_workers": workers["num_workers"]}
+    theirs = [essence(each) for each in outcomes(iter(TorchLoader(dataset, 2, **plain)))]
+    ours = [essence(each) for each in outcomes(iter(DataLoader(dataset, 2, **workers)))]
+    assert ours == theirs
+    assert [kind for kind, *_ in ours] == ["batch"] * 2 + ["raised"] + ["batch"] * 3
+
+
+@each
+def test_error_names_the_sample_and_shows_the_workers_traceback(workers: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="no good") as caught:
+        list(DataLoader(Failing(12, {7: ERRORS["ValueError"]}), 2, **workers))
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__ == ["raised by the sample with index 7"]
+    if workers["num_workers"]:
+        text = str(caught.value)
+        assert re.match(r"Caught ValueError in DataLoader worker (process|thread) [01]\.\n", text)
+        assert "Original Traceback (most recent call last):" in text
+        assert "raise self.raises[index]()" in text
+    else:
+        assert str(caught.value) == "no good"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@each
+def test_keys_in_notes(workers: dict[str, Any]) -> None:
+    class Missing(dict):
+        """A dataset of names."""
+
+    with pytest.raises(KeyError) as caught:
+        list(DataLoader(Missing(a=1), 2, sampler=["a", "b"], **workers))
+    assert caught.value.__notes__ == ["raised by the sample with index 'b'"]
+
+
+@each
+def test_error_of_a_transform(workers: dict[str, Any]) -> None:
+    loader = DataLoader(Numbers(6), 2, transforms=[reciprocal], **workers)
+    with pytest.raises(ZeroDivisionError, match="division by zero") as caught:
+        list(loader)
+    if workers["num_workers"]:
+        assert "in reciprocal" in str(caught.value)
+
+
+def reciprocal(sample: int) -> float:
+    return 1 / sample
+
+
+def picky(samples: list[int]) -> list[int]:
+    """A ``collate_fn`` that fails for some batches."""
+    if 4 in samples:
+        raise LookupError("four")
+    return samples
+
+
+@each
+def test_error_of_the_collate_fn(workers: dict[str, Any]) -> None:
+    make = {"dataset": Numbers(12), "batch_size": 2, "collate_fn": picky}
+    ours = outcomes(iter(DataLoader(**make, **workers)))
+    assert [outcome[0] for outcome in ours] == ["batch"] * 2 + ["raised"] + ["batch"] * 3
+    theirs = outcomes(iter(TorchLoader(**make, num_workers=workers["num_workers"])))
+    assert ours[2][1] is theirs[2][1] is LookupError
+    assert ours[2][2].splitlines()[-1] == theirs[2][2].splitlines()[-1]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@each
+def test_one_bad_sample_costs_one_batch(order: str, workers: dict[str, Any]) -> None:
+    dataset = Failing(200, {77: ERRORS["ValueError"], 140: ERRORS["KeyError"]})
+    loader = DataLoader(dataset, 5, order=order, **workers)
+    for _ in range(2):
+        found = outcomes(iter(loader))
+        raised = [outcome[1] for outcome in found if outcome[0] == "raised"]
+        assert sorted(kind.__name__ for kind in raised) == ["KeyError", "ValueError"]
+        delivered = flat(batch.tolist() for kind, batch in found if kind == "batch")
+        assert len(delivered) == len(set(delivered)) == 190
+        assert not {77, 140} & set(delivered)
+
+
+@each
+def test_many_bad_samples(workers: dict[str, Any]) -> None:
+    dataset = Failing(60, {i: ERRORS["ValueError"] for i in range(0, 60, 2)})
+    for _ in range(2):
+        found = outcomes(iter(DataLoader(dataset, 1, order="arrival", **workers)))
+        good = [batch.item() for kind, batch in (o for o in found if o[0] == "batch")]
+        assert sorted(good) == list(range(1, 60, 2))
+        assert len(found) == 60
+
+
+def unpicklable() -> Any:
+    return lambda: None
+
+
+def test_result_that_cannot_be_pickled() -> None:
+    dataset = Samples([1, unpicklable, 3])
+    found = outcomes(iter(DataLoader(dataset, None, num_workers=2)))
+    assert [outcome[0] for outcome in found] == ["batch", "raised", "batch"]
+    assert "pickle" in found[1][2]
+    collated = outcomes(iter(DataLoader(Numbers(4), 2, collate_fn=unpicklable_batch, num_workers=1)))
+    assert [outcome[0] for outcome in collated] == ["raised", "raised"]
+    assert "pickle" in collated[0][2]
+    for workers in (WORKERS["inline"], WORKERS["2-threads"]):
+        found = list(DataLoader(dataset, None, **workers))
+        assert found[1]() is None
+
+
+def unpicklable_batch(_: list[int]) -> Any:
+    return unpicklable()
+
+
+def test_error_class_that_cannot_be_pickled() -> None:
+    class LocalError(Exception):
+        """A class that no other process can import."""
+
+    dataset = Failing(4, {1: lambda: LocalError("here")})
+    found = outcomes(iter(DataLoader(dataset, 1, num_workers=1)))
+    assert [outcome[0] for outcome in found] == ["batch", "raised", "batch", "batch"]
+    assert "LocalError" in found[1][2]
+
+
+@each
+def test_error_of_the_sampler(workers: dict[str, Any]) -> None:
+    def broken() -> Any:
+        yield from range(4)
+        raise ValueError("a bad sampler")
+
+    class Broken(list):
+        """A sampler that fails in the middle."""
+
+        def __iter__(self) -> Any:
+            return broken()
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a bad sampler"):
+            list(DataLoader(Numbers(10), 1, sampler=Broken(), **workers))
+
+
+# ---- workers --------------------------------------------------------------------------------
+
+
+def refuse(worker: int) -> None:
+    raise PermissionError(f"worker {worker} will not")
+
+
+@pytest.mark.parametrize("workers", list(WORKERS.values())[1:], ids=list(WORKERS)[1:])
+def test_error_of_worker_init_fn(workers: dict[str, Any]) -> None:
+    found = outcomes(iter(DataLoader(Numbers(4), 2, worker_init_fn=refuse, **workers)))
+    theirs = outcomes(iter(TorchLoader(Numbers(4), 2, worker_init_fn=refuse, num_workers=2)))
+    assert [outcome[:2] for outcome in theirs] == [("raised", PermissionError)] * 2
+    assert [outcome[:2] for outcome in found] == [("raised", PermissionError)] * 2
+    assert "will not" in found[0][2]
+    assert "in refuse" in found[0][2]
+
+
+class Deadly(Numbers):
+    """Ends its process at one index."""
+
+    def __init__(self, size: int, how: str) -> None:
+        super().__init__(size)
+        self.how = how
+
+    def __getitem__(self, index: int) -> int:
+        if index == 6:
+            if self.how == "exit":
+                os._exit(3)
+            if self.how == "sys.exit":
+                sys.exit(4)
+            os.kill(os.getpid(), getattr(signal, self.how))
+            time.sleep(5)
+        time.sleep(0.005)
+        return index
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "exit", "sys.exit"])
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_dead_worker_ends_iteration_with_torchs_error(order: str, how: str) -> None:
+    iterator = iter(DataLoader(Deadly(400, how), 2, order=order, **PROCESSES))
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"):
+        list(iterator)
+    assert time.monotonic() - start < 3
+    # Whoever asks again is told again.
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(iterator)
+    del iterator
+
+
+def test_dead_worker_says_how_it_died() -> None:
+    for how, told in (("SIGKILL", "killed by signal: Killed"), ("exit", "exit code 3")):
+        with pytest.raises(RuntimeError) as caught:
+            list(DataLoader(Deadly(40, how), 2, num_workers=1))
+        assert told in str(caught.value.__cause__)
+
+
+def test_worker_killed_while_the_consumer_sleeps() -> None:
+    loader = DataLoader(Numbers(1000), 1, num_workers=2, prefetch_factor=1)
+    iterator = iter(loader)
+    next(iterator)
+    (victim, _) = multiprocessing.active_children()
+    os.kill(victim.pid, signal.SIGKILL)
+    time.sleep(0.05)
+    with pytest.raises(RuntimeError, match=f"{victim.pid}.*exited unexpectedly"):
+        list(iterator)
+    del iterator
+    assert sorted(flat(indices(loader))) == list(range(1000))  # with new workers
+
+
+@pytest.mark.parametrize("workers", list(WORKERS.values())[1:], ids=list(WORKERS)[1:])
+def test_timeout(workers: dict[str, Any]) -> None:
+    iterator = iter(DataLoader(Journal(8, 0.5), 1, timeout=0.1, **workers))
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.1 seconds"):
+        next(iterator)
+    assert 0.1 <= time.monotonic() - start < 0.4
+    del iterator
+    assert indices(DataLoader(Journal(8, 0.01), 4, timeout=5, **workers)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+# ---- arguments ------------------------------------------------------------------------------
+
+
+def message(kind: Any, arguments: dict[str, Any]) -> tuple[type[BaseException], str]:
+    """What building and iterating a loader raises."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (which one is what the test is about)
+        iter(kind(**{"dataset": Numbers(4), **arguments}))
+    return type(caught.value), str(caught.value)
+
+
+WRONG_FOR_TORCH: dict[str, dict[str, Any]] = {
+    "num_workers": {"num_workers": -1},
+    "num_workers-type": {"num_workers": "2"},
+    "timeout": {"timeout": -1, "num_workers": 1},
+    "timeout-inline": {"timeout": 1},
+    "prefetch_factor-inline": {"prefetch_factor": 2},
+    "prefetch_factor": {"prefetch_factor": -2, "num_workers": 1},
+    "persistent-inline": {"persistent_workers": True},
+    "shuffle-and-sampler": {"shuffle": True, "sampler": [0]},
+    "batch_sampler-and-size": {"batch_sampler": [[0]], "batch_size": 3},
+    "batch_size": {"batch_size": 0},
+    "batch_size-type": {"batch_size": 2.5},
+    "drop_last-without-batches": {"batch_size": None, "drop_last": True},
+    "shuffle-empty": {"dataset": [], "shuffle": True},
+    "context-inline": {"multiprocessing_context": "fork"},
+    "context": {"multiprocessing_context": "thread", "num_workers": 1},
+    "context-type": {"multiprocessing_context": 3, "num_workers": 1},
+    "unknown": {"worker": 3},
+    "no-length": {"dataset": iter(()), "shuffle": True},
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FOR_TORCH)
+def test_torchs_own_messages(name: str) -> None:
+    theirs = message(TorchLoader, WRONG_FOR_TORCH[name])
+    assert message(DataLoader, WRONG_FOR_TORCH[name]) == theirs
+
+
+WRONG_FOR_MINATO: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "order": ({"order": "random"}, ValueError, "order='random'.*'strict'.*'fast_first'"),
+    "order-type": ({"order": 3}, ValueError, "order=3.*'strict'"),
+    "order-list": ({"order": ["strict"]}, ValueError, r"order=\['strict'\].*'strict'"),
+    "order-strict-and-free": ({"order": "strict", "in_order": False}, ValueError, "in_order=False"),
+    "order-batch_sampler": (
+        {"order": "arrival", "batch_sampler": [[0]]},
+        ValueError,
+        "order='arrival'.*batch_sampler.*order='batch'",
+    ),
+    "max_lag": ({"order": "arrival", "max_lag": -1}, ValueError, "max_lag=-1.*at least 0"),
+    "max_lag-type": ({"order": "arrival", "max_lag": 1.5}, TypeError, r"max_lag=1\.5.*float.*integer"),
+    "max_lag-strict": ({"max_lag": 3}, ValueError, "max_lag=3.*order='strict'.*'arrival'"),
+    "seed": ({"seed": "1"}, TypeError, "seed='1'.*str.*integer"),
+    "seed-bool": ({"seed": True}, TypeError, "seed=True.*bool.*integer"),
+    "budget": ({"memory_budget_bytes": 0}, ValueError, "memory_budget_bytes=0.*at least 1"),
+    "budget-type": ({"memory_budget_bytes": 1e9}, TypeError, "memory_budget_bytes=1000000000.0"),
+    "worker_method": ({"worker_method": "fiber"}, ValueError, "worker_method='fiber'.*'thread'"),
+    "rng": ({"rng": None}, ValueError, "rng=None.*'sample', 'worker'"),
+    "transforms": ({"transforms": [abs, 3]}, TypeError, r"transforms\[1\] is not callable: 3"),
+    "transforms-type": ({"transforms": 3}, TypeError, "transforms must be a list of callables.*3"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FOR_MINATO)
+def test_minatos_own_messages(name: str) -> None:
+    arguments, kind, pattern = WRONG_FOR_MINATO[name]
+    with pytest.raises(kind, match=f"(?s){pattern}"):
+        DataLoader(Numbers(4), **arguments)
+
+
+def test_transforms_of_an_iterable_dataset() -> None:
+    class Stream(torch.utils.data.IterableDataset):
+        """Numbers in a row."""
+
+        def __iter__(self) -> Any:
+            return iter(range(5))
+
+    assert indices(DataLoader(Stream(), 2)) == [[0, 1], [2, 3], [4]]
+    with pytest.raises(ValueError, match=r"transforms= is for map-style datasets.*__iter__"):
+        iter(DataLoader(Stream(), 2, transforms=[abs]))
+
+
+# ---- what cannot be sent to workers ---------------------------------------------------------
+
+
+class Holder(Numbers):
+    """A dataset with attributes of which one cannot be pickled."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(4)
+        self.__dict__.update(attributes)
+
+
+UNPICKLABLE = {
+    "dataset.transform": {"dataset": Holder(transform=lambda x: x)},
+    "dataset.files['a'][1]": {"dataset": Holder(files={"a": [1, open(os.devnull, "rb")]})},  # noqa: SIM115
+    "dataset.inner.lock": {"dataset": Holder(inner=Holder(lock=threading.RLock()))},
+    "collate_fn": {"collate_fn": lambda samples: samples},
+    "worker_init_fn": {"worker_init_fn": lambda worker: None},
+    "transforms[1]": {"transforms": [abs, lambda x: x]},
+}
+
+
+@pytest.mark.parametrize("where", UNPICKLABLE)
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_what_cannot_be_pickled_is_named(context: str, where: str) -> None:
+    arguments = {"dataset": Numbers(4), **UNPICKLABLE[where]}
+    loader = DataLoader(**arguments, num_workers=1, multiprocessing_context=context)
+    with pytest.raises(minato.NotPicklableError, match=f"^{re.escape(where)} cannot be pickled") as caught:
+        list(loader)
+    assert isinstance(caught.value, TypeError)
+    assert "worker_init_fn" in str(caught.value)
+    assert multiprocessing.active_children() == []
+
+
+def test_what_cannot_be_pickled_is_no_obstacle_for_forked_workers() -> None:
+    loader = DataLoader(Holder(transform=lambda x: x), 2, num_workers=1, transforms=[lambda x: -x])
+    assert indices(loader) == [[0, -1], [-2, -3]]

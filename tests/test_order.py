@@ -1,0 +1,408 @@
+"""Which batch comes when: the four orders, how late a sample may be, and what is loaded ahead."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.data
+from torch.utils.data import DistributedSampler, Sampler
+
+from minato import DataLoader
+from tests.datasets import (
+    TOO_MANY_WORKERS,
+    Filled,
+    Journal,
+    Numbers,
+    Shuffled,
+    Sleepy,
+    flat,
+    indices,
+    lags,
+    tally,
+    wait_until,
+)
+
+pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
+
+TorchLoader = torch.utils.data.DataLoader
+
+WORKERS = {
+    "inline": {"num_workers": 0},
+    "2-processes": {"num_workers": 2},
+    "3-threads": {"num_workers": 3, "worker_method": "thread"},
+}
+each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
+THREADS = WORKERS["3-threads"]
+
+
+def blocks(size: int, batch_size: int) -> list[list[int]]:
+    """The batches of a sequential sampler."""
+    return [list(range(size))[i : i + batch_size] for i in range(0, size, batch_size)]
+
+
+# ---- strict is torch's order ----------------------------------------------------------------
+
+STRICT = {
+    "sequential": {"batch_size": 4},
+    "shuffled": {"batch_size": 4, "shuffle": True},
+    "shuffled-drop-last": {"batch_size": 4, "shuffle": True, "drop_last": True},
+    "shuffled-one-by-one": {"batch_size": None, "shuffle": True},
+    "sampler-that-draws": {"batch_size": 4, "sampler": Shuffled(30)},
+}
+
+
+def run(kind: Any, own_generator: bool, epochs: int, **options: Any) -> tuple[Any, ...]:
+    """Everything that a training run sees of a loader, and of the main generator after it."""
+    torch.manual_seed(11)
+    generator = torch.Generator().manual_seed(7) if own_generator else None
+    loader = kind(Numbers(30), generator=generator, **options)
+    seen = []
+    for epoch in range(epochs):
+        for number, batch in enumerate(loader):
+            seen.append(torch.as_tensor(batch).tolist())
+            if epoch == 1 and number == 2:
+                break
+        seen.append(torch.rand(()).item())
+        if generator is not None:
+            seen.append(torch.rand((), generator=generator).item())
+    return tuple(seen)
+
+
+@pytest.mark.parametrize("own_generator", [False, True], ids=["global", "own"])
+@pytest.mark.parametrize("options", STRICT.values(), ids=STRICT.keys())
+@each
+def test_strict_is_torchs_order_and_draws_what_torch_draws(
+    workers: dict[str, Any], options: dict[str, Any], own_generator: bool
+) -> None:
+    # Sampling ahead depends on how far ahead: after a break, and for samplers that draw one by one.
+    lazily = "sampler" in options
+    epochs = 1 if lazily else 3
+    plain = {"num_workers": workers["num_workers"], **options}
+    theirs = run(TorchLoader, own_generator, epochs, **plain)
+    assert run(DataLoader, own_generator, epochs, **workers, **options) == theirs
+
+
+def test_persistent_workers_draw_what_torchs_draw() -> None:
+    options = {"num_workers": 2, "persistent_workers": True, "batch_size": 4, "shuffle": True}
+    assert run(DataLoader, False, 3, **options) == run(TorchLoader, False, 3, **options)
+
+
+@each
+def test_in_order_is_the_default(workers: dict[str, Any]) -> None:
+    dataset = Sleepy(12, 0.0, {0: 0.05, 5: 0.05})
+    assert indices(DataLoader(dataset, 2, **workers)) == blocks(12, 2)
+    assert indices(DataLoader(dataset, 2, in_order=True, **workers)) == blocks(12, 2)
+
+
+# ---- the other orders -----------------------------------------------------------------------
+
+
+@each
+def test_batch_order_keeps_batches_together(workers: dict[str, Any]) -> None:
+    dataset = Sleepy(24, 0.002, {1: 0.15})
+    batches = indices(DataLoader(dataset, 3, order="batch", **workers))
+    assert tally(batches) == tally(blocks(24, 3))
+    if workers["num_workers"]:
+        assert batches[0] != [0, 1, 2]
+        assert batches.index([0, 1, 2]) > 2
+
+
+def test_in_order_false_means_arrival_and_batch_with_a_batch_sampler() -> None:
+    dataset = Sleepy(24, 0.002, {1: 0.15})
+    free = indices(DataLoader(dataset, 3, in_order=False, **THREADS))
+    assert sorted(flat(free)) == list(range(24))
+    assert 1 not in free[0]
+    assert len(set(free[0]) & {0, 2}) == 2
+    kept = indices(DataLoader(dataset, batch_sampler=blocks(24, 3), in_order=False, **THREADS))
+    assert tally(kept) == tally(blocks(24, 3))
+    assert kept[0] != [0, 1, 2]
+
+
+@pytest.mark.parametrize("order", ["arrival", "fast_first"])
+def test_without_workers_every_order_is_the_samplers(order: str) -> None:
+    assert indices(DataLoader(Numbers(10), 3, order=order)) == blocks(10, 3)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+@pytest.mark.parametrize("order", ["arrival", "fast_first"])
+@pytest.mark.parametrize("workers", [THREADS, WORKERS["2-processes"]], ids=["threads", "processes"])
+def test_max_lag_is_never_exceeded(workers: dict[str, Any], order: str, max_lag: int) -> None:
+    slow = {0: 0.25, 31: 0.1, 32: 0.1, 59: 0.05}
+    loader = DataLoader(Sleepy(60, 0.001, slow), 3, order=order, max_lag=max_lag, **workers)
+    late = lags(indices(loader), 3)
+    assert sorted(late) == list(range(60))
+    assert max(late.values()) == late[0] == max_lag
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_max_lag_holds_in_every_epoch(persistent: bool) -> None:
+    # The second epoch is opened ahead, while the first one ends, with more batches than max_lag.
+    slow = {0: 0.2, 20: 0.05}
+    loader = DataLoader(
+        Sleepy(40, 0.001, slow), 2, order="arrival", max_lag=2, persistent_workers=persistent, **THREADS
+    )
+    for _ in range(3):
+        late = lags(indices(loader), 2)
+        assert sorted(late) == list(range(40))
+        assert max(late.values()) == late[0] == 2
+
+
+def test_samples_are_no_later_than_they_need_to_be() -> None:
+    # While sample 0 sleeps, the two others finish about 8 samples each: 8 batches.
+    loader = DataLoader(Sleepy(120, 0.01, {0: 0.08}), 2, order="arrival", max_lag=32, **THREADS)
+    late = lags(indices(loader), 2)
+    assert 2 <= late[0] <= 12
+    assert max(lag for index, lag in late.items() if index) <= 1
+
+
+def test_uniform_samples_stay_where_they_are() -> None:
+    loader = DataLoader(Sleepy(60, 0.004), 6, order="arrival", **THREADS)
+    assert max(abs(lag) for lag in lags(indices(loader), 6).values()) <= 1
+
+
+def test_fast_first_lets_slow_samples_wait() -> None:
+    slow = {i: 0.012 for i in range(4, 200, 5)}
+    mean_lag = {}
+    for order in ("arrival", "fast_first"):
+        batches = []
+        for batch in DataLoader(Sleepy(200, 0.001, slow), 5, order=order, **THREADS):
+            batches.append(batch.tolist())
+            time.sleep(0.015)  # slower than the workers, so that there is always a batch in store
+        late = lags(batches, 5)
+        assert sorted(late) == list(range(200))
+        mean_lag[order] = statistics.mean(late[i] for i in slow)
+    assert mean_lag["fast_first"] > mean_lag["arrival"] + 0.5
+
+
+# ---- loading ahead --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["strict", "batch", "arrival"])
+def test_workers_run_ahead_of_a_straggler(order: str) -> None:
+    # 60 ms of work for two workers hide behind one sample; torch's would stop after 4 of the 30 batches.
+    dataset = Sleepy(60, 0.002, {0: 0.15})
+    start = time.monotonic()
+    batches = indices(DataLoader(dataset, 2, order=order, **THREADS))
+    assert sorted(flat(batches)) == list(range(60))
+    assert time.monotonic() - start < 0.15 + 0.06
+
+
+def test_strict_order_holds_finished_batches_back() -> None:
+    dataset = Journal(60)
+    iterator = iter(DataLoader(HeadSleeps(dataset, 0.3), 2, **THREADS))
+    wait_until(lambda: bool(dataset.begun()))
+    assert next(iterator).tolist() == [0, 1]
+    assert len(dataset.begun()) > 2 * 2 * 3  # far more than torch's two batches per worker
+    assert indices(iterator) == blocks(60, 2)[1:]
+
+
+class HeadSleeps(Numbers):
+    """A journal whose sample 0 takes long."""
+
+    def __init__(self, journal: Journal, seconds: float) -> None:
+        super().__init__(len(journal))
+        self.journal = journal
+        self.seconds = seconds
+
+    def __getitem__(self, index: int) -> int:
+        self.journal[index]
+        if index == 0:
+            time.sleep(self.seconds)
+        return index
+
+
+@pytest.mark.parametrize(("num_workers", "prefetch_factor"), [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("method", ["thread", "process"])
+def test_explicit_prefetch_factor_is_obeyed(
+    method: str, num_workers: int, prefetch_factor: int
+) -> None:
+    dataset = Journal(80)
+    loader = DataLoader(
+        dataset,
+        2,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        worker_method=method,
+    )
+    ahead = num_workers * prefetch_factor
+    for number, batch in enumerate(loader):
+        assert batch.tolist() == [2 * number, 2 * number + 1]
+        most = min(2 * (number + 1 + ahead), 80)
+        assert len(dataset.begun()) <= most
+        if number in (0, 5, 39):  # all that it allows is done while the consumer computes
+            wait_until(lambda most=most: len(dataset.begun()) == most)
+            time.sleep(0.02)
+            assert dataset.begun() == list(range(most))
+
+
+def test_prefetch_factor_holds_behind_a_straggler() -> None:
+    dataset = Journal(60)
+    loader = DataLoader(HeadSleeps(dataset, 0.15), 2, prefetch_factor=2, **THREADS)
+    assert next(iter(loader)).tolist() == [0, 1]
+    assert len(dataset.begun()) <= 2 * (2 * 3 + 1)
+
+
+def test_budget_bounds_what_is_loaded_ahead() -> None:
+    dataset = Journal(400)
+    batch_bytes = 4 * 1024 * 10
+    loader = DataLoader(
+        Wide(dataset, 1024), 10, memory_budget_bytes=6 * batch_bytes + 1000, **THREADS
+    )
+    ahead = []
+    for number, _ in enumerate(loader):
+        time.sleep(0.005)
+        ahead.append(len(dataset.begun()) // 10 - number - 1)
+    # The size of a batch is known once the first one has come.
+    assert max(ahead[2:]) <= 6
+    assert max(ahead[2:]) >= 3
+
+
+class Wide(Numbers):
+    """A journal with samples of float32."""
+
+    def __init__(self, journal: Journal, length: int) -> None:
+        super().__init__(len(journal))
+        self.journal = journal
+        self.length = length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((self.length,), float(self.journal[index]))
+
+
+def test_nothing_is_sampled_ahead_without_workers() -> None:
+    dataset = Journal(20)
+    for number, _ in enumerate(DataLoader(dataset, 2)):
+        assert dataset.begun() == list(range(2 * number + 2))
+
+
+# ---- loading the next epoch ahead -----------------------------------------------------------
+
+
+class Sequence(Sampler[int]):
+    """Like ``SequentialSampler``, but nobody can know that."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def distributed(size: int) -> DistributedSampler[int]:
+    return DistributedSampler(Numbers(size), num_replicas=2, rank=0, shuffle=True)
+
+
+FORETOLD = {
+    "sequential": lambda size: {},
+    "seed": lambda size: {"shuffle": True, "seed": 5},
+    "distributed": lambda size: {"sampler": distributed(size)},
+    "batch-sampler": lambda size: {
+        "batch_size": 1,
+        "batch_sampler": torch.utils.data.BatchSampler(distributed(size), 2, False),
+    },
+}
+UNKNOWN = {
+    "shuffled": lambda size: {"shuffle": True},
+    "own-sampler": lambda size: {"sampler": Sequence(size)},
+    "list": lambda size: {"sampler": list(range(size))},
+    "own-batch-sampler": lambda size: {"batch_size": 1, "batch_sampler": blocks(size, 2)},
+}
+
+
+@pytest.mark.parametrize("name", [*FORETOLD, *UNKNOWN])
+@pytest.mark.parametrize("method", ["thread", "process"])
+def test_next_epoch_is_begun_before_this_one_ends(method: str, name: str) -> None:
+    dataset = Journal(24)
+    options = {"batch_size": 2, **{**FORETOLD, **UNKNOWN}[name](24)}
+    loader = DataLoader(
+        dataset, num_workers=2, worker_method=method, persistent_workers=True, **options
+    )
+    epoch = len(loader) * 2
+    for number in range(3):
+        sampler = loader.batch_sampler.sampler if name == "batch-sampler" else loader.sampler
+        if isinstance(sampler, DistributedSampler):
+            sampler.set_epoch(number)
+        already = len(dataset.begun())
+        if number:
+            assert (already > 0) is (name in FORETOLD)
+        seen = flat(indices(loader))
+        assert len(seen) == len(set(seen)) == epoch
+        if name == "distributed":
+            assert seen == list(loader.sampler)
+        expected = epoch + (8 if name in FORETOLD else 0) - already
+        wait_until(lambda expected=expected: len(dataset.begun()) >= expected)
+        begun = dataset.begun()
+        assert set(seen) <= set(begun)
+        dataset.forget()
+        # What was begun ahead in this round counts for the next.
+        for index in begun:
+            dataset._counts[index] += 1
+        for index in seen:
+            dataset._counts[index] -= 1
+    del loader
+
+
+@each
+def test_samplers_that_surprise(workers: dict[str, Any]) -> None:
+    workers = {**workers, "persistent_workers": workers["num_workers"] > 0}
+    sampler = distributed(40)
+    loader = DataLoader(Numbers(40), 4, sampler=sampler, **workers)
+    # The epoch rises by one, stays, jumps, and falls.
+    for epoch in (0, 1, 1, 7, 8, 3, 3, 4):
+        sampler.set_epoch(epoch)
+        expected = list(sampler)
+        assert flat(indices(loader)) == expected
+
+
+@each
+def test_dataset_that_grows_between_epochs(workers: dict[str, Any]) -> None:
+    workers = {**workers, "persistent_workers": workers["num_workers"] > 0}
+    dataset = Numbers(10)
+    loader = DataLoader(dataset, 3, **workers)
+    for size in (10, 10, 13, 13, 4, 0, 7):
+        dataset.size = size
+        assert indices(loader) == blocks(size, 3)
+
+
+@each
+def test_set_epoch_jumps(workers: dict[str, Any]) -> None:
+    workers = {**workers, "persistent_workers": workers["num_workers"] > 0}
+    options = {"batch_size": 4, "shuffle": True, "seed": 9, **workers}
+    loader = DataLoader(Numbers(20), **options)
+    epochs = [indices(loader) for _ in range(4)]
+    assert len({tuple(flat(epoch)) for epoch in epochs}) == 4
+    other = DataLoader(Numbers(20), **options)
+    for epoch in (2, 2, 0, 3, 1):
+        other.set_epoch(epoch)
+        assert indices(other) == epochs[epoch]
+    other.set_epoch(1)
+    assert [indices(other), indices(other), indices(other)] == epochs[1:]
+
+
+@each
+@pytest.mark.parametrize("order", ["strict", "batch", "arrival", "fast_first"])
+def test_breaks_between_epochs_that_were_begun_ahead(order: str, workers: dict[str, Any]) -> None:
+    workers = {**workers, "persistent_workers": workers["num_workers"] > 0}
+    loader = DataLoader(Filled(26, 3), 4, shuffle=True, seed=3, order=order, **workers)
+    reference = DataLoader(Filled(26, 3), 4, shuffle=True, seed=3)
+    for epoch in range(12):
+        expected = [int(row[0]) for batch in reference for row in batch]
+        stop = (6, 7, 0, 1, 7, 7)[epoch % 6]
+        seen = []
+        for number, batch in enumerate(loader):
+            seen += [int(row[0]) for row in batch]
+            if number == stop:
+                break
+        else:
+            assert sorted(seen) == list(range(26))
+        assert len(seen) == len(set(seen))
+        if order == "strict":
+            assert seen == expected[: len(seen)]

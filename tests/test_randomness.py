@@ -1,0 +1,375 @@
+"""Randomness by (seed, epoch, index): the same content for any number and kind of workers, in any order."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data
+
+import minato
+from minato import DataLoader
+from tests.datasets import (
+    ORDERS,
+    TOO_MANY_WORKERS,
+    Draws,
+    Numbers,
+    add_draws,
+    add_noise,
+    three_draws,
+)
+
+pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
+
+TorchLoader = torch.utils.data.DataLoader
+
+PROCESSES = {
+    "inline": {"num_workers": 0},
+    "1-process": {"num_workers": 1},
+    "2-processes": {"num_workers": 2},
+    "7-processes": {"num_workers": 7},
+}
+THREADS = {
+    "1-thread": {"num_workers": 1, "worker_method": "thread"},
+    "7-threads": {"num_workers": 7, "worker_method": "thread"},
+}
+FEW = {name: PROCESSES[name] for name in ("inline", "2-processes")}
+
+
+def each(workers: dict[str, dict[str, Any]]) -> Any:
+    return pytest.mark.parametrize("workers", workers.values(), ids=workers.keys())
+
+
+def contents(loader: Any, epochs: int = 2) -> list[dict[int, tuple[float, ...]]]:
+    """Of each epoch, what was delivered for each index; ``sample[0]`` is the index, and batches lists of samples."""
+    found = []
+    for _ in range(epochs):
+        samples = [tuple(sample) for batch in loader for sample in batch]
+        by_index = {int(sample[0]): sample for sample in samples}
+        assert len(by_index) == len(samples) > 0
+        found.append(by_index)
+    return found
+
+
+def uncollated(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def loader(dataset: Any, **options: Any) -> Any:
+    return DataLoader(dataset, 3, **{"seed": 4, "collate_fn": uncollated, **options})
+
+
+REFERENCE: dict[str, Any] = {}
+
+
+def reference(name: str, make: Callable[[], Any]) -> Any:
+    """What ``make`` returns, made once."""
+    if name not in REFERENCE:
+        REFERENCE[name] = make()
+    return REFERENCE[name]
+
+
+@each(PROCESSES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_content_is_a_function_of_seed_epoch_and_index(order: str, workers: dict[str, Any]) -> None:
+    options = {"transforms": [add_draws, add_draws], "shuffle": True}
+    expected = reference("draws", lambda: contents(loader(Draws(22), **options)))
+    assert contents(loader(Draws(22), order=order, **options, **workers)) == expected
+
+
+def test_every_sample_epoch_and_seed_has_its_own_draws() -> None:
+    options = {"transforms": [add_draws], "shuffle": True}
+    epochs = contents(loader(Draws(22), **options), 3) + contents(loader(Draws(22), seed=5), 1)
+    drawn = [value for epoch in epochs for sample in epoch.values() for value in sample[1:]]
+    assert len(drawn) == 22 * (3 * 8 + 4)
+    assert len(set(drawn)) == len(drawn)
+    assert all(0 <= value < 1 for epoch in epochs for s in epoch.values() for value in s[1:4])
+
+
+class Helped(Numbers):
+    """Draws from minato's generators, which threads have too."""
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [float(index), *helped_draws([])]
+
+
+def helped_draws(sample: list[float]) -> list[float]:
+    return [
+        *sample,
+        minato.python_rng().random(),
+        float(minato.numpy_rng().random()),
+        float(torch.rand((), generator=minato.torch_rng())),
+    ]
+
+
+@each({**PROCESSES, **THREADS})
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_minatos_generators_in_processes_and_threads(order: str, workers: dict[str, Any]) -> None:
+    options = {"transforms": [helped_draws]}
+    expected = reference("helped", lambda: contents(loader(Helped(22), **options)))
+    found = contents(loader(Helped(22), order=order, **options, **workers))
+    assert found == expected
+    drawn = [value for epoch in found for sample in epoch.values() for value in sample[1:]]
+    assert len(set(drawn)) == len(drawn) == 2 * 22 * 6
+
+
+RARE = {
+    "random": lambda: random.random(),
+    "numpy": lambda: float(np.random.random()),
+    "numpy-normal": lambda: float(np.random.standard_normal()),
+    "torch": lambda: float(torch.rand(())),
+    "torch-normal": lambda: float(torch.randn(())),
+    "random-gauss": lambda: random.gauss(0, 1),
+    "helper": lambda: float(minato.numpy_rng().random()),
+    "many": lambda: float(np.random.random(5000)[-1]) + random.random(),
+}
+
+
+class Rarely(Numbers):
+    """Draws in few of many cheap samples, the first time after many that do not draw."""
+
+    def __init__(self, size: int, draw: str) -> None:
+        super().__init__(size)
+        self.draw = draw
+
+    def __getitem__(self, index: int) -> list[float]:
+        if index % 97 == 96:
+            return [float(index), RARE[self.draw](), RARE[self.draw]()]
+        return [float(index)]
+
+
+@each({**PROCESSES})
+@pytest.mark.parametrize("draw", RARE)
+def test_samples_that_rarely_draw(draw: str, workers: dict[str, Any]) -> None:
+    if workers["num_workers"] == 7 and draw not in ("numpy", "helper"):
+        pytest.skip("two kinds of draws are enough for so many processes")
+    dataset = Rarely(1000, draw)
+    options = {"batch_size": 50, "collate_fn": uncollated, "seed": 4, "shuffle": True}
+
+    def make(**workers: Any) -> Any:
+        return contents(DataLoader(dataset, **options, **workers))
+
+    expected = {
+        (epoch, index): bound_draws(4, epoch, index, RARE[draw])
+        for epoch in (0, 1)
+        for index in range(96, 1000, 97)
+    }
+    for epoch, samples in enumerate(make(**workers)):
+        drawn = {(epoch, i): sample[1:] for i, sample in samples.items() if len(sample) > 1}
+        assert drawn == {key: value for key, value in expected.items() if key[0] == epoch}
+
+
+def bound_draws(seed: int, epoch: int, index: int, draw: Callable[[], float]) -> tuple[float, ...]:
+    """Two draws as they must come out for a sample, whoever runs it."""
+    randomness = minato.chain.SampleRandomness(seed)
+    with randomness.saved():
+        randomness.bind(epoch, index)
+        return draw(), draw()
+
+
+class Reseeds(Numbers):
+    """Seeds the global generators itself, in some samples, as some augmentations do."""
+
+    def __getitem__(self, index: int) -> list[float]:
+        if index % 3 == 0:
+            random.seed(index)
+            np.random.seed(index)
+            torch.manual_seed(index)
+        return [float(index), *three_draws()]
+
+
+@each(PROCESSES)
+def test_samples_that_seed_leave_no_trace_in_others(workers: dict[str, Any]) -> None:
+    expected = reference("reseeds", lambda: contents(loader(Reseeds(22), shuffle=True)))
+    assert contents(loader(Reseeds(22), shuffle=True, **workers)) == expected
+    first, second = expected
+    for index in range(22):
+        assert (first[index] == second[index]) is (index % 3 == 0)
+
+
+@each({**FEW, "7-threads": THREADS["7-threads"]})
+def test_without_a_seed_torchs_generator_decides(workers: dict[str, Any]) -> None:
+    def run(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return contents(loader(Helped(12), seed=None, shuffle=True, **workers))
+
+    first, second = run(1)
+    assert run(1) == [first, second]
+    assert run(2) != [first, second]
+    assert all(first[index] != second[index] for index in range(12))
+
+
+def test_without_a_seed_content_does_not_depend_on_workers() -> None:
+    found = []
+    for workers in ({"num_workers": 0}, {"num_workers": 2}):
+        generator = torch.Generator().manual_seed(3)
+        options = {"generator": generator, "seed": None, "shuffle": True}
+        found.append(contents(loader(Draws(12), **options, **workers)))
+    assert found[0] == found[1]
+
+
+def test_persistent_workers_differ_from_epoch_to_epoch() -> None:
+    for seed in (None, 8):
+        persistent = loader(
+            Draws(12), seed=seed, num_workers=2, persistent_workers=True, transforms=[add_draws]
+        )
+        first, second, third = contents(persistent, 3)
+        assert all(len({e[i] for e in (first, second, third)}) == 3 for i in range(12))
+    again = loader(Draws(12), seed=8, transforms=[add_draws])
+    assert contents(again, 3) == [first, second, third]
+
+
+def test_set_epoch_chooses_the_content() -> None:
+    options = {"shuffle": True, "transforms": [add_noise]}
+    epochs = contents(loader(Helped(12), **options), 3)
+    other = loader(Helped(12), num_workers=1, **options)
+    other.set_epoch(2)
+    assert contents(other, 1) == [epochs[2]]
+
+
+def test_seeds_of_any_size() -> None:
+    seeds = [0, 1, -1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)]
+    found = []
+    for seed in seeds:
+        for workers in ({"num_workers": 0}, {"num_workers": 1}):
+            found.append(contents(loader(Draws(4), seed=seed, shuffle=True, **workers), 1))
+    assert found[::2] == found[1::2]
+    values = {tuple(sorted(epochs[0].items())) for epochs in found}
+    # Seeds count modulo 2**64.
+    assert len(values) == len({seed % 2**64 for seed in seeds})
+
+
+def test_keys_other_than_integers_have_their_own_draws() -> None:
+    keys = ["a", "b", ("a", 1), ("a", 2), 1.5, None, 2**70]
+
+    class Named:
+        """A dataset of names."""
+
+        def __getitem__(self, key: Any) -> list[float]:
+            return [float(keys.index(key)), *three_draws()]
+
+    options = {"sampler": keys, "collate_fn": uncollated, "seed": 1}
+    expected = contents(DataLoader(Named(), 2, **options))
+    assert contents(DataLoader(Named(), 2, num_workers=2, **options)) == expected
+    drawn = [value for epoch in expected for sample in epoch.values() for value in sample[1:]]
+    assert len(set(drawn)) == len(drawn) == 2 * 7 * 4
+
+
+class Listed(Numbers):
+    """Fetches samples together, and draws for each."""
+
+    def __getitems__(self, keys: list[int]) -> list[Any]:
+        return [[float(key), *three_draws()] for key in keys]
+
+
+@each(PROCESSES)
+def test_samples_fetched_together(workers: dict[str, Any]) -> None:
+    expected = reference("listed", lambda: contents(loader(Listed(22))))
+    assert contents(loader(Listed(22), **workers)) == expected
+    drawn = [value for epoch in expected for sample in epoch.values() for value in sample[1:]]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_values_are_the_same_in_every_version() -> None:
+    # Else a run could not be repeated after an update.
+    (epoch,) = contents(loader(Draws(3), seed=1), 1)
+    assert epoch == GOLDEN
+
+
+GOLDEN: Any = None
+
+
+# ---- the main process -----------------------------------------------------------------------
+
+
+def states() -> tuple[Any, ...]:
+    kind, words, *rest = np.random.get_state()
+    return random.getstate(), kind, words.tolist(), rest, torch.get_rng_state().tolist()
+
+
+@each({**PROCESSES, "1-thread": THREADS["1-thread"]})
+@pytest.mark.parametrize("rng", ["sample", "worker"])
+def test_generators_of_the_main_process_are_left_alone(rng: str, workers: dict[str, Any]) -> None:
+    if rng == "worker" and (workers["num_workers"] == 0 or "worker_method" in workers):
+        pytest.skip("torch's streams of the main process are then the main process's own")
+    random.gauss(0, 1)  # leaves a second value behind, as the next line does
+    np.random.standard_normal()
+    torch.randn(1)
+    dataset: Any = Helped(30) if "worker_method" in workers else Draws(30)
+    iterator = iter(loader(dataset, rng=rng, transforms=[helped_draws], **workers))
+    before = states()
+    for _ in iterator:
+        assert states() == before
+    assert minato.chain.current() is None
+
+
+def test_consumer_draws_between_inline_samples() -> None:
+    def consumed(draws: bool) -> Any:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        seen = []
+        for _ in loader(Draws(12)) if draws else range(4):
+            seen.append(three_draws())
+        return seen
+
+    assert consumed(draws=True) == consumed(draws=False)
+
+
+# ---- torch's streams ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_worker_streams_are_torchs(num_workers: int) -> None:
+    found = []
+    for kind, options in ((TorchLoader, {}), (DataLoader, {"rng": "worker"})):
+        torch.manual_seed(6)
+        random.seed(6)
+        np.random.seed(6)
+        epochs = kind(Draws(9), 2, collate_fn=uncollated, num_workers=num_workers, **options)
+        found.append((contents(epochs), three_draws()))
+    assert found[0] == found[1]
+
+
+def test_worker_streams_begin_as_torchs() -> None:
+    # Which worker runs which sample is not torch's, but its first draws are.
+    firsts = []
+    for kind, options in ((TorchLoader, {}), (DataLoader, {"rng": "worker"})):
+        torch.manual_seed(6)
+        found = {}
+        for number, draws in kind(First(40), None, num_workers=2, **options):
+            found.setdefault(int(number), draws)
+        firsts.append(found)
+    assert firsts[0] == firsts[1]
+    assert set(firsts[0]) == {0, 1}
+
+
+class First(Numbers):
+    """Draws once per worker."""
+
+    drawn: list[float] | None = None
+
+    def __getitem__(self, index: int) -> tuple[int, list[float]]:
+        if self.drawn is None:
+            self.drawn = three_draws()
+        time.sleep(0.01)  # for both workers to get something
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        return info.id, self.drawn
+
+
+def test_worker_init_fn_may_reseed_with_worker_streams() -> None:
+    options = {"rng": "worker", "num_workers": 1, "collate_fn": uncollated}
+    runs = [contents(DataLoader(Draws(6), 2, worker_init_fn=reseed, **options), 1) for _ in "ab"]
+    assert runs[0] == runs[1]
+
+
+def reseed(worker: int) -> None:
+    random.seed(worker)
+    np.random.seed(worker)
+    torch.manual_seed(worker)
