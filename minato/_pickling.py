@@ -6,7 +6,7 @@ import io
 import pickle
 from collections.abc import Iterator
 from multiprocessing import context, reduction
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -151,7 +151,7 @@ class _Spawning:
 
 
 def _failure(value: Any) -> Exception | None:
-    context.set_spawning_popen(_Spawning())
+    context.set_spawning_popen(cast(Any, _Spawning()))
     try:
         reduction.ForkingPickler.dumps(value)
     except Exception as error:

@@ -25,6 +25,7 @@ from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.scheduler.assignment import AnyWorker, RoundRobin
 from minato.scheduler.dispatcher import Dispatcher, Order
+from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
 from minato.scheduler.process import (
     ProcessPool,
@@ -33,7 +34,7 @@ from minato.scheduler.process import (
     wrapped_in_process,
 )
 from minato.scheduler.window import Window
-from minato.scheduler.worker import Fetcher, StreamFetcher, Worker
+from minato.scheduler.worker import Worker
 
 __all__ = ["Engine", "Plan"]
 
@@ -112,7 +113,9 @@ class Engine:
             Window(plan.num_workers, plan.window_batches, plan.budget_bytes),
             plan.order,
             RoundRobin(
-                max(plan.num_workers, 1), plan.order.name == "strict", cast(int, plan.window_batches)
+                max(plan.num_workers, 1),
+                plan.order.name == "strict",
+                cast(int, plan.window_batches),
             )
             if plan.round_robin
             else AnyWorker(),

@@ -50,8 +50,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         rng: ``"sample"`` (default): the global generators are re-seeded for each sample by (seed, epoch, index), so
             that content does not depend on the number of workers; ``"worker"``: torch's streams, one per worker, as
             always with iterable datasets.
-        schedule: ``"dynamic"``: samples go to whoever is free. ``"round_robin"``: batch k to worker k mod n, with torch's
-            seeds, so that all content is bit for bit torch's, random augmentations included.
+        schedule: ``"dynamic"``: samples go to whoever is free. ``"round_robin"``: batch k to worker k mod n, with
+            torch's seeds, so that all content is bit for bit torch's, random augmentations included.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -106,9 +106,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._foretells = True
         self._fixed_prefetch = prefetch_factor is not None
         self._spare_arenas: list[Arena] = []
-        if seed is not None and shuffle and sampler is None and batch_sampler is None:
-            if not isinstance(dataset, IterableDataset):
-                shuffle, sampler = None, SeededSampler(dataset, seed)
+        shuffles = shuffle and sampler is None and batch_sampler is None
+        if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
+            shuffle, sampler = None, SeededSampler(dataset, seed)
         super().__init__(
             dataset,
             batch_size,
@@ -226,7 +226,9 @@ class _Pass:
     def expected(self) -> tuple[Iterator[list[Any]], int, int] | None:
         """``(batches, epoch, seed)`` of the pass after this one, where it is known and can be prepared."""
         loader = self._loader
-        if not (loader.persistent_workers and loader._foretells and loader._options.rng == "sample"):
+        if not (
+            loader.persistent_workers and loader._foretells and loader._options.rng == "sample"
+        ):
             return None
         later = next_sampler(loader._index_sampler)
         if later is None:

@@ -86,10 +86,6 @@ class Journal(Numbers):
         """Indices that were begun, as often as they were."""
         return [i for i in range(self.size) for _ in range(int(self._counts[i]))]
 
-    def forget(self) -> None:
-        """Begin to count anew."""
-        self._counts[:] = 0
-
 
 class Draws(Numbers):
     """Three draws of each global generator, after the index."""

@@ -108,8 +108,8 @@ cdef class Ledger:
     """All scheduling state of one loader, in memory that its workers share.
 
     Every sample in flight owns a position with two words: its ticket (who works on it) and its place (whose
-    result lies there). A transition is one atomic store or compare-and-swap, so a worker may be killed at any instruction:
-    what it did not finish is still claimed by it, and ``release`` gives it out again.
+    result lies there). A transition is one atomic store or compare-and-swap, so a worker may be killed at any
+    instruction: what it did not finish is still claimed by it, and ``release`` gives it out again.
 
     Args:
         buffer: Writable memory of ``Ledger.nbytes(...)`` that every party maps; it stays mapped for the ledger's life.
@@ -710,11 +710,16 @@ cdef class Ledger:
             record = &self.positions[place & self.mask]
             if (
                 mn_load_seq_cst_u64(&record.place) == place + 1
-                and self.batches[record.batch].pass_index == pass_index
+                and self._is_in_pass(record.batch, place, pass_index)
                 and mn_cas_seq_cst_u64(&record.place, place + 1, BOUND | (seq + 1))
             ):
                 return place + 1
         return 0
+
+    cdef bint _is_in_pass(self, uint32_t index, uint64_t place, uint32_t pass_index) noexcept nogil:
+        # A batch that was closed leaves its places behind; whoever has its record now, begins after them.
+        cdef mn_batch *batch = &self.batches[index]
+        return batch.pass_index == pass_index and batch.first <= place
 
     cdef uint64_t _take_oldest(self, uint32_t pass_index, uint64_t seq) noexcept nogil:
         cdef mn_pass *here = &self.header.passes[pass_index]
@@ -742,7 +747,7 @@ cdef class Ledger:
         return self._take_oldest(pass_index, seq)
 
     cdef uint64_t _take_spare(self, uint32_t pass_index, uint64_t seq) noexcept nogil:
-        """A place that was taken for this sample, or for one that lies elsewhere; returns place + 1, 0 if there is none.
+        """A place taken for this sample, or for one that lies elsewhere; returns place + 1, 0 if there is none.
 
         As many places are open or taken as samples are unplaced. So if none is open, one was taken twice for the same
         sample, by its worker and by the consumer, and whoever came second has not handed it back, or died before.
@@ -756,7 +761,7 @@ cdef class Ledger:
             if (
                 word & STATE != BOUND
                 or record.position != place
-                or self.batches[record.batch].pass_index != pass_index
+                or not self._is_in_pass(record.batch, place, pass_index)
             ):
                 continue
             holder = (word & NUMBER) - 1

@@ -1,8 +1,8 @@
 """Who works on which sample, and where its result goes (pure Python).
 
 The readable specification of the compiled ledger: the same records, but every operation runs under one lock instead
-of through atomic words. The lock is a POSIX record lock on the segment's descriptor, which the kernel releases when its holder dies,
-so a killed worker wedges nobody here either.
+of through atomic words. The lock is a POSIX record lock on the segment's descriptor, which the kernel releases when
+its holder dies, so a killed worker wedges nobody here either.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ __all__ = [
     "ERROR_BLOB",
     "FAILED",
     "KIND_MASK",
-    "Ledger",
     "MUST_COLLATE",
     "NOT_COMPLETE",
     "NUM_PASSES",
@@ -39,6 +38,7 @@ __all__ = [
     "TEXTS",
     "TEXT_BLOB",
     "VACANT",
+    "Ledger",
 ]
 
 NUM_PASSES = 8
@@ -105,8 +105,8 @@ class Ledger:
     """All scheduling state of one loader, in memory that its workers share.
 
     Every sample in flight owns a position with two words: its ticket (who works on it) and its place (whose
-    result lies there). A transition is one atomic store or compare-and-swap, so a worker may be killed at any instruction:
-    what it did not finish is still claimed by it, and ``release`` gives it out again.
+    result lies there). A transition is one atomic store or compare-and-swap, so a worker may be killed at any
+    instruction: what it did not finish is still claimed by it, and ``release`` gives it out again.
 
     Args:
         buffer: Writable memory of ``Ledger.nbytes(...)`` that every party maps; it stays mapped for the ledger's life.
@@ -145,9 +145,7 @@ class Ledger:
             if position_capacity & (position_capacity - 1) or position_capacity <= 0:
                 raise ValueError(f"position_capacity {position_capacity} is not a power of two")
             if Ledger.nbytes(*sizes) > size:
-                raise ValueError(
-                    f"a ledger of {Ledger.nbytes(*sizes)} bytes does not fit {size}"
-                )
+                raise ValueError(f"a ledger of {Ledger.nbytes(*sizes)} bytes does not fit {size}")
             # The positions need not be blank: nobody looks at one that was not published.
             blank = Ledger.nbytes(num_workers, batch_capacity, 0)
             np.frombuffer(buffer, np.uint8, blank)[:] = 0
@@ -667,16 +665,19 @@ class Ledger:
         """Bind the first open place of the pass among these to a sample; returns place + 1, 0 if there is none."""
         for place in places:
             # An open place says its own number, so none is taken for one that has gone round the ring.
-            if self._place(place) == place + 1 and self._pass_of(place) == pass_index:
+            if self._place(place) == place + 1 and self._is_in_pass(place, pass_index):
                 self._positions[place & self._mask]["place"] = _BOUND | (seq + 1)
                 return place + 1
         return 0
 
+    def _is_in_pass(self, place: int, pass_index: int) -> bool:
+        # A batch that was closed leaves its places behind; whoever has its record now, begins after them.
+        batch = int(self._positions[place & self._mask]["batch"])
+        return self._pass_of(place) == pass_index and place in self._range(batch)
+
     def _take_oldest(self, pass_index: int, seq: int) -> int:
         record = self._passes[pass_index]
-        place = self._take(
-            range(int(record["cursor"]), int(record["limit"])), pass_index, seq
-        )
+        place = self._take(range(int(record["cursor"]), int(record["limit"])), pass_index, seq)
         if not place:
             raise AssertionError("as many places are open as samples are unplaced")
         record["cursor"] = place
@@ -714,7 +715,11 @@ class Ledger:
         for seq in self._range(batch):
             flags |= 1 << (int(self._positions[seq & self._mask]["blob"]) & KIND_MASK)
         record["flags"] = flags
-        if flags & (FAILED | ENDED) or record["result"] or (record["layout"] and not flags & RAGGED):
+        if (
+            flags & (FAILED | ENDED)
+            or record["result"]
+            or (record["layout"] and not flags & RAGGED)
+        ):
             self._set_state(batch, READY)
             self._ready.notify()
             return PUBLISHED

@@ -7,10 +7,10 @@ import os
 import sys
 import tempfile
 import weakref
+from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
-from multiprocessing import reduction
 
 __all__ = ["Segment"]
 

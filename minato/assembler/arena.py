@@ -88,7 +88,7 @@ class Arena:
         self._warm.append(slot)
 
     def lease(self, slot: Slot, used_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """A view of the slot, shape (bytes,), uint8; when it and all that was made from it are gone, the slot is free."""
+        """A view of the slot, shape (bytes,), uint8; once it and all made from it are gone, the slot is free."""
         view = self.segment.array[slot.start : slot.end]
 
         def returned(reference: weakref.ref[Any]) -> None:

@@ -57,8 +57,8 @@ class BatchReader:
         self._arena.release(slot, used)
 
     def _first_error(self, batch: int) -> SampleError:
-        return next(
-            self._store.get(offset, nbytes)
-            for kind, offset, nbytes in self._ledger.blobs(batch)
-            if kind == ERROR_BLOB
+        _, offset, nbytes = next(
+            blob for blob in self._ledger.blobs(batch) if blob[0] == ERROR_BLOB
         )
+        error: SampleError = self._store.get(offset, nbytes)
+        return error

@@ -30,9 +30,7 @@ def _aligned(nbytes: int) -> int:
 class Store:
     """Where objects lie between the worker that makes them and whoever collates or delivers them."""
 
-    def put(
-        self, allocate: Allocate, value: Any, copies_shared: bool = True
-    ) -> tuple[int, int]:
+    def put(self, allocate: Allocate, value: Any, copies_shared: bool = True) -> tuple[int, int]:
         """Keep an object; returns ``(offset, nbytes)``, a multiple of 64 and what ``get`` needs beside it.
 
         Args:
@@ -62,9 +60,7 @@ class SharedStore(Store):
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
 
-    def put(
-        self, allocate: Allocate, value: Any, copies_shared: bool = True
-    ) -> tuple[int, int]:
+    def put(self, allocate: Allocate, value: Any, copies_shared: bool = True) -> tuple[int, int]:
         """Pickle an object into the arena. Raises whatever its pickling raises."""
         data, raws = dumps(value, copies_shared)
         head = _aligned(_COUNT.size + _SPAN.size * (len(raws) + 1))
@@ -107,9 +103,7 @@ class LocalStore(Store):
         self._values: dict[int, Any] = {}
         self._offsets = itertools.count(_ALIGNMENT, _ALIGNMENT)
 
-    def put(
-        self, allocate: Allocate, value: Any, copies_shared: bool = True
-    ) -> tuple[int, int]:
+    def put(self, allocate: Allocate, value: Any, copies_shared: bool = True) -> tuple[int, int]:
         """Keep an object until it is fetched."""
         offset = next(self._offsets)
         self._values[offset] = value

@@ -65,12 +65,12 @@ class BatchIterator(_BaseDataLoaderIter):
         if self._num_workers > 0:
             super()._reset(loader, first_iter=True)  # as torch, which asks the sampler twice
         self._new_pass = new_pass
-        self._source: BatchSource | None = make_source(self._base_seed)
+        self._source: BatchSource | None = make_source(int(self._base_seed))
         self._begin()
 
     def _begin(self) -> None:
         assert self._source is not None
-        this = self._new_pass(self._base_seed)
+        this = self._new_pass(int(self._base_seed))
         batches = this.batches(self._sampler_iter)
         if not self._source.begin(batches, this.epoch, this.seed, this.expected):
             this.foretold_wrongly()
@@ -82,7 +82,9 @@ class BatchIterator(_BaseDataLoaderIter):
     def __next__(self) -> Any:
         # The same range that torch records, but only while somebody is profiling: it costs more than a small batch.
         if profiler._is_profiler_enabled or self._dataset_kind == _DatasetKind.Iterable:
-            return super().__next__()  # which also compares the number of batches with a stream's length
+            return (
+                super().__next__()
+            )  # which also compares the number of batches with a stream's length
         batch = self._next_data()
         self._num_yielded += 1
         return batch

@@ -201,7 +201,9 @@ class Dispatcher:
             }
             # Never the number of the last pass: it also tells a worker that a new one has begun.
             later = (self._pass[0] + 1 + i for i in range(NUM_PASSES - 1))
-            free = next((index % NUM_PASSES for index in later if index % NUM_PASSES not in used), None)
+            free = next(
+                (index % NUM_PASSES for index in later if index % NUM_PASSES not in used), None
+            )
             if free is not None:
                 break
             # So many abandoned passes still run that the ledger cannot tell another one from them.

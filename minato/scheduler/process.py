@@ -10,10 +10,9 @@ from multiprocessing import connection
 from typing import Any
 
 import numpy as np
-import numpy.random  # noqa: F401  (numpy imports it at first use: once here, not once per worker)
+import numpy.random  # numpy imports it at first use: once here, not once in each worker
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 
 from minato._core.wait import Gate
@@ -106,7 +105,7 @@ class ProcessPool:
 
 def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:
     """Make this process what torch makes of a worker: signal handlers, one thread, seeds, worker info."""
-    signal_handling._set_worker_signal_handlers()
+    torch._C._set_worker_signal_handlers()
     torch.multiprocessing._set_thread_name("minato_worker")
     torch.set_num_threads(1)
     seed = base_seed + number

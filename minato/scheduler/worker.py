@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from minato._core.clock import now_ns
@@ -12,10 +11,10 @@ from minato._core.histogram import Histogram
 from minato._core.ledger import Ledger
 from minato._core.run import run_samples
 from minato._core.wait import Gate
-from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
+from minato.scheduler.fetch import Fetcher, StreamEnd, StreamFetcher
 
-__all__ = ["Fetcher", "Sink", "StreamFetcher", "Worker"]
+__all__ = ["Sink", "Worker"]
 
 _RUN_NS = 1_000_000
 """A worker claims about so much work at a time: dispatch then costs a per cent, and nobody hoards."""
@@ -59,73 +58,6 @@ class Sink(Protocol):
         """Collate a full batch that a dead worker left."""
 
 
-class Fetcher:
-    """Gets samples from a map-style dataset and runs the chain over them.
-
-    Args:
-        dataset: Indexed by the sampler's keys; its ``__getitems__`` is used where it has one and batches are collated
-            from lists of keys.
-        batched: Whether keys come in lists, as with ``batch_size`` or a ``batch_sampler``.
-    """
-
-    def __init__(self, dataset: Any, chain: Chain, batched: bool) -> None:
-        self._dataset = dataset
-        self._run = chain.run if chain.steps else None
-        self.takes_lists = batched and bool(getattr(dataset, "__getitems__", None))
-
-    def one(self, key: Any) -> Any:
-        """Sample ``key`` after the chain."""
-        sample = self._dataset[key]
-        return sample if self._run is None else self._run(sample)
-
-    def many(self, keys: list[Any]) -> Any:
-        """What the dataset returns for a list of keys, normally the list of their samples, after the chain."""
-        samples = self._dataset.__getitems__(keys)
-        return samples if self._run is None else [self._run(sample) for sample in samples]
-
-
-class StreamEnd(Exception):
-    """An iterable dataset has no further batch for this pass."""
-
-
-class StreamFetcher:
-    """Takes batches from an iterable-style dataset, as torch's fetcher does.
-
-    Args:
-        batched: Whether samples are collated in lists; otherwise each is a batch.
-        drop_last: Whether an incomplete list is dropped.
-    """
-
-    def __init__(self, dataset: Any, chain: Chain, batched: bool, drop_last: bool) -> None:
-        self._dataset = dataset
-        self._run = chain.run if chain.steps else None
-        self.takes_lists = False
-        self._batched = batched
-        self._drop_last = drop_last
-        self._samples: Iterator[Any] | None = None
-        self._pass: object = None
-
-    def enter(self, this_pass: object) -> None:
-        """Make a new iterator if a new pass has begun."""
-        if this_pass != self._pass:
-            self._pass = this_pass
-            self._samples = None
-            self._samples = iter(self._dataset)
-
-    def take(self, count: int) -> list[Any]:
-        """The next ``count`` samples, or what is left of them.
-
-        Raises:
-            StreamEnd: Nothing is left, or less than ``drop_last`` asks for.
-        """
-        samples = [] if self._samples is None else list(itertools.islice(self._samples, count))
-        if len(samples) < count:
-            self._samples = None
-            if not samples or (self._batched and self._drop_last):
-                raise StreamEnd
-        return samples if self._run is None else [self._run(sample) for sample in samples]
-
-
 class Worker:
     """Runs samples until the ledger says stop.
 
@@ -157,14 +89,13 @@ class Worker:
         self._number = number
         self._ledger = ledger
         self._gate = gate
-        self._stream = fetcher if isinstance(fetcher, StreamFetcher) else None
         self._fetcher = fetcher
         self._sink = sink
         self._read_keys = read_keys
         self._make_randomness = make_randomness
         self._randomness: SampleRandomness | None = None
         self._times = times
-        self._whole_batches = whole_batches
+        self._whole_batches = whole_batches or fetcher.takes_lists
         self._failure = failure
         self._catches = catches
         self._run_ns = _COLLATED_RUN_NS if sink.collates else _RUN_NS
@@ -205,12 +136,14 @@ class Worker:
         ):
             self._randomness = self._make_randomness(seed)
         whole = bound and count == size
-        if self._stream is not None:
-            self._run_stream(self._stream, batch, first, (epoch, pass_index), keys[0])
-        elif whole and (self._fetcher.takes_lists or not keys):
-            self._run_list(batch, first, count, epoch, keys)
+        fetcher = self._fetcher
+        if isinstance(fetcher, StreamFetcher):
+            self._run_stream(fetcher, batch, first, (epoch, pass_index), keys[0])
+        elif whole and (fetcher.takes_lists or not keys):
+            fetch = fetcher.many if keys else list
+            self._run_list(fetch, batch, first, count, epoch, keys)
         else:
-            samples, error = self._run(first + k, epoch, keys, self._fetch(keys))
+            samples, error = self._run(first + k, epoch, keys, fetcher.each(keys))
             if bound:
                 self._deliver_bound(batch, first + k, k, keys, samples, error, whole)
             else:
@@ -224,7 +157,7 @@ class Worker:
         return True
 
     def _longest_run(self) -> int:
-        if self._fetcher.takes_lists or self._whole_batches:
+        if self._whole_batches:
             return _WHOLE_BATCH
         return 1 if self._draws is None else int(self._run_ns / self._mean_ns) or 1
 
@@ -289,9 +222,16 @@ class Worker:
             sink.write_run(batch, k, position, samples)
         sink.finished(batch, self._ledger.fill_run(self._number, batch, k, len(keys)))
 
-    def _run_list(self, batch: int, first: int, count: int, epoch: int, keys: list[Any]) -> None:
+    def _run_list(
+        self,
+        fetch: Callable[[list[Any]], Any],
+        batch: int,
+        first: int,
+        count: int,
+        epoch: int,
+        keys: list[Any],
+    ) -> None:
         """Run a whole batch by one call of the dataset, or an empty one; the dataset may return what it likes."""
-        fetch = self._fetcher.many if self._fetcher.takes_lists else list
         results, error = self._run(first, epoch, [keys], fetch)
         if error is not None:
             self._sink.write_error(batch, first, error, keys)
@@ -335,23 +275,3 @@ class Worker:
                 assert error is not None
                 sink.write_error(batch, place, error, key)
             sink.finished(batch, ledger.fill(self._number, position + i, place, cost_ns))
-
-    def _fetch(self, keys: Sequence[Any]) -> Callable[[Any], Any]:
-        """How to get each of these samples; where one call fetches all, the first key's does, and they are dealt out."""
-        if not self._fetcher.takes_lists:
-            return self._fetcher.one
-        samples: Iterator[Any] | None = None
-
-        def deal(_: Any) -> Any:
-            nonlocal samples
-            if samples is None:
-                fetched = self._fetcher.many(list(keys))
-                if len(fetched) != len(keys):
-                    raise ValueError(
-                        f"__getitems__ returned {len(fetched)} samples for {len(keys)} keys: with order='arrival' "
-                        "and 'fast_first' it must return one for each (use order='batch')"
-                    )
-                samples = iter(fetched)
-            return next(samples)
-
-        return deal

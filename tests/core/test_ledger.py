@@ -151,13 +151,11 @@ def test_unclaimed_counts_what_is_left(desk: Desk) -> None:
 def test_a_worker_learns_what_it_has_claimed(desk: Desk) -> None:
     desk.publish(2)
     batch = desk.ledger.publish([-1, 2**63 - 1, -(2**63)], 3, SLOT, 0, -4, -5, False)
-    generation, *rest = desk.ledger.describe(batch)
-    assert generation == 1
-    assert rest == [2, 3, False, -4, -5, 0, 0]
+    assert desk.ledger.describe(batch) == (1, 2, 3, False, -4, -5, 0, 0, 0)
     assert desk.ledger.keys(batch, 0, 3) == [-1, 2**63 - 1, -(2**63)]
     assert desk.ledger.keys(batch, 1, 1) == [2**63 - 1]
-    pickled = desk.ledger.publish(None, 2, SLOT, 0, 1, 2, True, 4096, 77, 0)
-    assert desk.ledger.describe(pickled) == (1, 5, 2, True, 1, 2, 4096, 77)
+    pickled = desk.ledger.publish(None, 2, SLOT, 3, 1, 2, True, 4096, 77, 0)
+    assert desk.ledger.describe(pickled) == (1, 5, 2, True, 1, 2, 4096, 77, 3)
 
 
 def test_leases_and_activity(desk: Desk) -> None:

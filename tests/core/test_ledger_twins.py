@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -255,15 +256,64 @@ class Twins(RuleBasedStateMachine):
         self.bytes_are_the_same()
 
 
-@pytest.mark.parametrize("steps", [40, 150])
-def test_random_operations(twins: tuple[ModuleType, ModuleType], steps: int) -> None:
+def test_random_operations(twins: tuple[ModuleType, ModuleType]) -> None:
     Twins.halves = twins
     run_state_machine_as_test(
         Twins,
         settings=settings(
             max_examples=60,
-            stateful_step_count=steps,
+            stateful_step_count=60,
             deadline=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+            suppress_health_check=[HealthCheck.too_slow],
         ),
     )
+
+
+WEIGHTS = {
+    "publish": 8,
+    "claim": 10,
+    "reserve": 3,
+    "fill": 20,
+    "fill_run": 4,
+    "collate": 5,
+    "deliver": 4,
+    "sweep": 2,
+    "bind_late": 2,
+    "wait": 1,
+    "allocate": 1,
+    "kill": 0.7,
+    "cancel": 0.15,
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_long_random_walk(twins: tuple[ModuleType, ModuleType], seed: int) -> None:
+    """The same operations, as often as a loader performs them: thousands, with few kills and cancels between."""
+    draw = random.Random(seed)
+    Twins.halves = twins
+    walk = Twins()
+    walk.create(batches=3 + seed % 3, positions=8 << seed % 2)
+    arguments = {
+        "publish": lambda: (draw.randint(1, 5), draw.random() < 0.4, draw.randrange(PASSES)),
+        "claim": lambda: (draw.randrange(WORKERS), draw.randint(1, 4)),
+        "reserve": lambda: (draw.randrange(WORKERS), draw.randrange(99), draw.random() < 0.5),
+        "fill": lambda: (
+            *(draw.randrange(WORKERS), draw.randrange(99), draw.random() < 0.5),
+            draw.choice([0, 0, 0, 1, 2, 3]),
+        ),
+        "fill_run": lambda: (draw.randrange(WORKERS), draw.randint(1, 5), draw.random() < 0.5),
+        "collate": lambda: (draw.randrange(WORKERS),),
+        "deliver": lambda: (),
+        "sweep": lambda: (draw.randrange(PASSES),),
+        "bind_late": lambda: (draw.randrange(99),),
+        "wait": lambda: (draw.random() < 0.5,),
+        "allocate": lambda: (draw.randrange(99), draw.randrange(300)),
+        "kill": lambda: (draw.randrange(WORKERS),),
+        "cancel": lambda: (draw.randrange(PASSES),),
+    }
+    for name in draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=15_000):
+        if name != "allocate" or any(not batch.delivered for batch in walk.open):
+            getattr(walk, name)(*arguments[name]())
+            walk.bytes_are_the_same()
+    walk.teardown()
+    assert len(walk.delivered) > 300

@@ -68,9 +68,9 @@ SAMPLERS = {
     "only-iter": lambda n: material.OnlyIter(range(n)),
     "tensor": lambda n: torch.arange(n),
     "sequential": lambda n: SequentialSampler(range(n)),
-    "random": lambda n: RandomSampler(range(n)),
-    "replacement": lambda n: RandomSampler(range(n), replacement=True, num_samples=n + 3),
-    "weighted": lambda n: WeightedRandomSampler([1.0 + i for i in range(n)], n + 1),
+    "random": lambda n: RandomSampler(range(n or 1)),
+    "replacement": lambda n: RandomSampler(range(n or 1), replacement=True, num_samples=n + 3),
+    "weighted": lambda n: WeightedRandomSampler([1.0 + i for i in range(n or 1)], n + 1),
     "subset-random": lambda n: SubsetRandomSampler(range(n // 2)),
     "distributed": lambda n: DistributedSampler(range(n), num_replicas=2, rank=1),
     "grumpy": material.Grumpy,
@@ -79,7 +79,7 @@ SAMPLERS = {
 }
 BATCH_SAMPLERS = {
     "batches": lambda n: BatchSampler(SequentialSampler(range(n)), 4, drop_last=False),
-    "random": lambda n: BatchSampler(RandomSampler(range(n)), 3, drop_last=True),
+    "random": lambda n: BatchSampler(RandomSampler(range(n or 1)), 3, drop_last=True),
     "lists": lambda n: [[i, i] for i in range(n)],
     "tuples": lambda n: (tuple(range(i)) for i in range(1, min(n, 4))),
     "ranges": lambda n: [range(n), range(n // 2)],

@@ -1,0 +1,98 @@
+"""Getting samples from the user's dataset: by key, by lists of keys, or from a stream."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from minato.chain.chain import Chain
+
+__all__ = ["Fetcher", "StreamEnd", "StreamFetcher"]
+
+
+class Fetcher:
+    """Gets samples from a map-style dataset and runs the chain over them.
+
+    Args:
+        dataset: Indexed by the sampler's keys; its ``__getitems__`` is used where it has one and batches are collated
+            from lists of keys.
+        batched: Whether keys come in lists, as with ``batch_size`` or a ``batch_sampler``.
+    """
+
+    def __init__(self, dataset: Any, chain: Chain, batched: bool) -> None:
+        self._dataset = dataset
+        self._run = chain.run if chain.steps else None
+        self.takes_lists = batched and bool(getattr(dataset, "__getitems__", None))
+
+    def one(self, key: Any) -> Any:
+        """Sample ``key`` after the chain."""
+        sample = self._dataset[key]
+        return sample if self._run is None else self._run(sample)
+
+    def each(self, keys: list[Any]) -> Callable[[Any], Any]:
+        """How to get these samples one by one; where one call fetches all, they are dealt out afterwards."""
+        if not self.takes_lists:
+            return self.one
+        samples: Iterator[Any] | None = None
+
+        def deal(_: Any) -> Any:
+            nonlocal samples
+            if samples is None:
+                fetched = self.many(keys)
+                if len(fetched) != len(keys):
+                    raise ValueError(
+                        f"__getitems__ returned {len(fetched)} samples for {len(keys)} keys: with order='arrival' "
+                        "and 'fast_first' it must return one for each (use order='batch')"
+                    )
+                samples = iter(fetched)
+            return next(samples)
+
+        return deal
+
+    def many(self, keys: list[Any]) -> Any:
+        """What the dataset returns for a list of keys, normally the list of their samples, after the chain."""
+        samples = self._dataset.__getitems__(keys)
+        return samples if self._run is None else [self._run(sample) for sample in samples]
+
+
+class StreamEnd(Exception):
+    """An iterable dataset has no further batch for this pass."""
+
+
+class StreamFetcher:
+    """Takes batches from an iterable-style dataset, as torch's fetcher does.
+
+    Args:
+        batched: Whether samples are collated in lists; otherwise each is a batch.
+        drop_last: Whether an incomplete list is dropped.
+    """
+
+    def __init__(self, dataset: Any, chain: Chain, batched: bool, drop_last: bool) -> None:
+        self._dataset = dataset
+        self._run = chain.run if chain.steps else None
+        self.takes_lists = False
+        self._batched = batched
+        self._drop_last = drop_last
+        self._samples: Iterator[Any] | None = None
+        self._pass: object = None
+
+    def enter(self, this_pass: object) -> None:
+        """Make a new iterator if a new pass has begun."""
+        if this_pass != self._pass:
+            self._pass = this_pass
+            self._samples = None
+            self._samples = iter(self._dataset)
+
+    def take(self, count: int) -> list[Any]:
+        """The next ``count`` samples, or what is left of them.
+
+        Raises:
+            StreamEnd: Nothing is left, or less than ``drop_last`` asks for.
+        """
+        samples = [] if self._samples is None else list(itertools.islice(self._samples, count))
+        if len(samples) < count:
+            self._samples = None
+            if not samples or (self._batched and self._drop_last):
+                raise StreamEnd
+        return samples if self._run is None else [self._run(sample) for sample in samples]
