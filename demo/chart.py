@@ -7,6 +7,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+import torch
 
 from demo.report import LARGE_OTHERS_SHARE, Conditions
 from demo.train import Run
@@ -79,7 +80,8 @@ def draw(runs: list[Run], conditions: Conditions, output: Path) -> None:
         _draw_steps(axes, run, colour, conditions.num_epochs, top_ms)
     lower.suptitle("Waiting before each step (grey lines: epochs begin)", fontsize=12)
     strips[-1].set_xlabel("training step")
-    caption = f"3D U-Net on the MNI152 brain, CPU; {conditions}; one run each."
+    version = f"torch {torch.__version__}"
+    caption = f"3D U-Net on the MNI152 brain, CPU, {version}; {conditions}; one run each."
     others = max(run.others_share or 0.0 for run in runs)
     if others > LARGE_OTHERS_SHARE:
         caption += (

@@ -75,8 +75,8 @@ def compare(epochs: int, workers: int, seed: int, output: Path) -> list[Run]:
         num_cores=len(available_cores()),
     )
     console.print(
-        "Segment grey and white matter of the MNI152 brain (T1, 1 mm) with a 3D U-Net on the CPU.\n"
-        f"{conditions}."
+        f"Grey and white matter of the MNI152 brain, 3D U-Net on the CPU, torch {torch.__version__}\n"
+        f"{conditions}"
     )
     runs = _train_with_each(volume, epochs, workers, seed, console)
     console.print(table(runs, conditions))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from rich import box
 from rich.table import Table
 
@@ -31,8 +30,7 @@ class Conditions:
     def __str__(self) -> str:
         return (
             f"{self.num_samples} samples x {self.num_epochs} epochs, batch {self.batch_size}, "
-            f"{self.num_workers} worker processes and one training thread on {self.num_cores} "
-            f"cores, torch {torch.__version__}"
+            f"{self.num_workers} workers and 1 training thread, {self.num_cores} cores"
         )
 
     def bound_s(self, run: Run) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from minato.assembler.writer import BatchWriter
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.scheduler.assignment import AnyWorker, RoundRobin
+from minato.scheduler.deaths import Deaths
 from minato.scheduler.dispatcher import Dispatcher, Order
 from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
@@ -58,6 +60,7 @@ class Plan:
         persistent: The workers stay for further passes.
         streams: The dataset is iterable.
         round_robin: Batch k is for worker k mod n, as with torch.
+        restarts: A dead worker process is replaced.
         drop_last: Whether a stream's incomplete batch is dropped.
         largest_batch: Samples in the largest batch, as far as it is known.
     """
@@ -81,6 +84,7 @@ class Plan:
     streams: bool
     round_robin: bool
     drop_last: bool
+    restarts: bool
 
 
 class Engine:
@@ -148,6 +152,11 @@ class Engine:
             self._start()
         return foretold
 
+    @property
+    def over(self) -> bool:
+        """Whether the pass has no more batches."""
+        return self._dispatcher.over
+
     def next(self) -> Any:
         """The next batch. Raises StopIteration at the end of the pass, and what the batch's samples raised."""
         item = self._dispatcher.next()
@@ -178,7 +187,8 @@ class Engine:
         except Exception:
             self.shut_down()
             if self._sent is not None:
-                for name in ("dataset", "chain", "collate_fn", "worker_init_fn"):
+                _pickling.check_picklable("transforms", self._sent.chain.steps)
+                for name in ("dataset", "collate_fn", "worker_init_fn"):
                     _pickling.check_picklable(name, getattr(self._sent, name))
             raise
 
@@ -219,6 +229,13 @@ class _Bench:
         if self.written_plan:
             self.plan = self.store.peek(*self.written_plan)
 
+    def read_keys(self, ledger: Ledger, batch: int, k: int, count: int) -> Sequence[Any]:
+        *_, offset, nbytes, _ = ledger.describe(batch)
+        if not offset:
+            return ledger.keys(batch, k, count)
+        keys: list[Any] = self.store.peek(offset, nbytes)
+        return keys[k : k + count]
+
     def histogram(self, number: int) -> Histogram:
         start = self.histograms_offset + number * HISTOGRAM_NBYTES
         return Histogram(self.segment.array[start : start + HISTOGRAM_NBYTES])
@@ -233,13 +250,6 @@ class _Bench:
     ) -> Worker:
         plan, store = self.plan, self.store
 
-        def read_keys(batch: int, k: int, count: int) -> Sequence[Any]:
-            *_, offset, nbytes, _ = ledger.describe(batch)
-            if not offset:
-                return ledger.keys(batch, k, count)
-            keys: list[Any] = store.peek(offset, nbytes)
-            return keys[k : k + count]
-
         def make_randomness(seed: int) -> SampleRandomness:
             return SampleRandomness(seed, bind_globals=plan.worker_method == "process")
 
@@ -253,7 +263,7 @@ class _Bench:
             BatchWriter(
                 number, ledger, self.arena, store, plan.collate_fn, plan.batched, describe_error
             ),
-            read_keys,
+            functools.partial(self.read_keys, ledger),
             make_randomness if plan.seeds_samples else None,
             self.histogram(number),
             plan.round_robin,
@@ -279,6 +289,19 @@ def _make_pool(
         return ThreadPool(
             plan.num_workers, in_thread, ready, ledger.shut_down, lambda: ledger.draining
         )
+    deaths = Deaths(plan.restarts)
+
+    def bury(number: int, pid: int | None, exit_code: int | None) -> None:
+        position, _, _ = ledger.lease(number)
+        sample: tuple[Any, ...] = ()
+        if position is not None:
+            batch, k = ledger.locate(position)
+            epoch = ledger.describe(batch)[4]
+            sample = epoch, bench.read_keys(ledger, batch, k, 1)[0]
+        progress = sum(ledger.activity(worker)[0] for worker in range(plan.num_workers))
+        deaths.report(pid, exit_code, sample, progress)
+        ledger.release(number)
+
     return ProcessPool(
         plan.context,
         plan.num_workers,
@@ -287,6 +310,7 @@ def _make_pool(
         ready,
         ledger.shut_down,
         lambda number: ledger.draining and ledger.lease(number)[0] is None,
+        bury,
     )
 
 

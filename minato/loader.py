@@ -52,6 +52,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             always with iterable datasets.
         schedule: ``"dynamic"``: samples go to whoever is free. ``"round_robin"``: batch k to worker k mod n, with
             torch's seeds, so that all content is bit for bit torch's, random augmentations included.
+        on_worker_death: ``"restart"``: a worker process that dies is replaced, its samples go out again, and a warning
+            says what happened; three deaths on one sample raise. ``"raise"``: torch's RuntimeError at once, as always
+            with iterable datasets and ``round_robin``, whose workers hold state that would be lost.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -88,6 +91,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         worker_method: str = "process",
         rng: str | None = None,
         schedule: str = "dynamic",
+        on_worker_death: str = "restart",
     ) -> None:
         self._options = Options.of(
             in_order=in_order,
@@ -100,6 +104,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             worker_method=worker_method,
             rng=rng,
             schedule=schedule,
+            on_worker_death=on_worker_death,
         )
         self._chain = Chain.of(transforms)
         self._epoch = -1
@@ -190,6 +195,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 streams=streams,
                 round_robin=round_robin,
                 drop_last=self.drop_last,
+                restarts=options.on_worker_death == "restart" and not round_robin,
             ),
             arena,
         )

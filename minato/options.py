@@ -9,6 +9,7 @@ __all__ = ["Options"]
 ORDERS = ("strict", "batch", "arrival", "fast_first")
 DEFAULT_MAX_LAG = 32
 """Batches; about what a few workers finish during a sample that takes a hundred times as long as the others."""
+_INT64 = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,12 @@ class Options:
     Attributes:
         order: ``strict``, ``batch``, ``arrival`` or ``fast_first``.
         max_lag: Batches by which a sample may be late in the last two.
-        seed: Seed of shuffling and samples, None for torch's generator.
+        seed: Seed of shuffling and samples, modulo 2**64 as a signed number; None for torch's generator.
         memory_budget_bytes: Bytes of batches loaded ahead, None for a share of what is available.
         worker_method: ``process`` or ``thread``.
         rng: ``sample`` or ``worker``.
         schedule: ``dynamic`` or ``round_robin``.
+        on_worker_death: ``restart`` or ``raise``.
     """
 
     order: str
@@ -32,6 +34,7 @@ class Options:
     worker_method: str
     rng: str
     schedule: str
+    on_worker_death: str
 
     @classmethod
     def of(
@@ -47,6 +50,7 @@ class Options:
         worker_method: str,
         rng: str | None,
         schedule: str,
+        on_worker_death: str,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -57,6 +61,7 @@ class Options:
         _choice("order", order, (None, *ORDERS))
         _choice("worker_method", worker_method, ("process", "thread"))
         _choice("rng", rng, (None, "sample", "worker"))
+        _choice("on_worker_death", on_worker_death, ("restart", "raise"))
         _choice("schedule", schedule, ("dynamic", "round_robin"))
         _whole("max_lag", max_lag, 0)
         _whole("memory_budget_bytes", memory_budget_bytes, 1)
@@ -90,11 +95,12 @@ class Options:
         return cls(
             order=order,
             max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
-            seed=seed,
+            seed=None if seed is None else (seed + _INT64) % (2 * _INT64) - _INT64,
             memory_budget_bytes=memory_budget_bytes,
             worker_method=worker_method,
             rng=rng or ("worker" if schedule == "round_robin" else "sample"),
             schedule=schedule,
+            on_worker_death=on_worker_death,
         )
 
 

@@ -267,7 +267,7 @@ cdef class Ledger:
             keys: ``count`` integers, or None when the keys are pickled at ``keys_offset``.
             slot: ``(start, cursor, end)``: arena offsets of the batch's slot and of its first free byte.
             wake: How many sleeping workers to wake.
-            owner: Number + 1 of the one worker that may claim these samples; 0: any may.
+            owner: Number + 1 of the one worker that may claim these samples, if they are bound; 0: any may.
 
         Returns:
             The number of the batch's record, valid until ``retire``.
@@ -452,6 +452,11 @@ cdef class Ledger:
         cdef uint64_t position = mn_load_acquire_u64(&record.position)
         return (position - 1 if position else None), record.started_ns, record.step
 
+    def locate(self, uint64_t position):
+        """``(batch, k)``: the position is that of sample k of the batch."""
+        cdef uint32_t batch = self.positions[position & self.mask].batch
+        return batch, position - self.batches[batch].first
+
     def activity(self, uint32_t worker):
         """``(samples, busy_ns, idle_ns)`` of a worker so far."""
         cdef mn_worker *record = &self.workers[worker]
@@ -476,7 +481,7 @@ cdef class Ledger:
             tail = mn_load_acquire_u64(&self.header.tail)
             head = mn_load_acquire_u64(&self.header.head)
             seq = head & NUMBER
-            passed_over = tail  # the first free sample that is for another worker
+            passed_over = NUMBER  # the first free sample that is for another worker
             while seq < tail:
                 position = &self.positions[seq & self.mask]
                 word = mn_load_acquire_u64(&position.ticket)
@@ -492,7 +497,7 @@ cdef class Ledger:
                 else:
                     seq += 1
             else:
-                mn_cas_seq_cst_u64(&self.header.head, head, head & ~NUMBER | passed_over)
+                mn_cas_seq_cst_u64(&self.header.head, head, head & ~NUMBER | min(seq, passed_over))
                 return None
             # The record may have come round the ring between the look and the claim: it says itself which it is.
             looked_at = seq
@@ -509,9 +514,9 @@ cdef class Ledger:
                     break
                 count += 1
             if seq == looked_at:
-                seq = min(seq + count, passed_over)
-                mn_cas_seq_cst_u64(&self.header.head, head, head & ~NUMBER | seq)
-                seq = looked_at
+                mn_cas_seq_cst_u64(
+                    &self.header.head, head, head & ~NUMBER | min(seq + count, passed_over)
+                )
             return index, seq - batch.first, count
 
     def describe(self, uint32_t batch):

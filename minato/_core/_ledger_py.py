@@ -276,7 +276,7 @@ class Ledger:
             keys: ``count`` integers, or None when the keys are pickled at ``keys_offset``.
             slot: ``(start, cursor, end)``: arena offsets of the batch's slot and of its first free byte.
             wake: How many sleeping workers to wake.
-            owner: Number + 1 of the one worker that may claim these samples; 0: any may.
+            owner: Number + 1 of the one worker that may claim these samples, if they are bound; 0: any may.
 
         Returns:
             The number of the batch's record, valid until ``retire``.
@@ -425,6 +425,12 @@ class Ledger:
             int(record["started_ns"]),
             int(record["step"]),
         )
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """``(batch, k)``: the position is that of sample k of the batch."""
+        with self._locked():
+            batch = int(self._positions[position & self._mask]["batch"])
+            return batch, position - self._range(batch).start
 
     def activity(self, worker: int) -> tuple[int, int, int]:
         """``(samples, busy_ns, idle_ns)`` of a worker so far."""

@@ -15,6 +15,10 @@ __all__ = ["BatchIterator", "BatchSource", "Pass"]
 class BatchSource(Protocol):
     """Where batches come from (the engine)."""
 
+    @property
+    def over(self) -> bool:
+        """Whether the pass has no more batches."""
+
     def begin(
         self,
         batches: Iterator[list[Any]],
@@ -95,7 +99,8 @@ class BatchIterator(_BaseDataLoaderIter):
         try:
             batch = self._source.next()
         except StopIteration:
-            if not self._persistent_workers:
+            # A sample may have raised it; then there are batches left, as with torch.
+            if self._source.over and not self._persistent_workers:
                 self._source.shut_down()
                 self._source = None
             raise

@@ -141,6 +141,11 @@ class Dispatcher:
         """Batches in flight of the present pass and the next."""
         return len(self._open) + len(self._ahead)
 
+    @property
+    def over(self) -> bool:
+        """Whether the present pass has no more batches."""
+        return self._exhausted and not self._open
+
     # ---- passes -----------------------------------------------------------------------------
 
     def begin(
@@ -235,7 +240,7 @@ class Dispatcher:
                 self._discard(found.record, found.slot)
                 self._retire(found)
                 continue
-            if not self._open and self._exhausted:
+            if self.over:
                 raise StopIteration
             self._ledger.waiting = True
             try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 from collections.abc import Callable
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ class ProcessPool:
         target: Run in each worker as ``target(number, *args)``.
         stop: Tells the workers to leave.
         may_leave: Whether worker number i may have left by itself.
+        buried: Called with ``(number, pid, exit code)`` of a dead worker; gives its samples out again, or raises.
     """
 
     def __init__(
@@ -42,15 +43,23 @@ class ProcessPool:
         ready: Gate,
         stop: Callable[[], None],
         may_leave: Callable[[int], bool],
+        buried: Callable[[int, int | None, int | None], None],
     ) -> None:
+        self._context = context
+        self._target = target
+        self._args = args
+        self._buried = buried
         self._ready = ready
         self._stop = stop
         self._may_leave = may_leave
         self._owner = os.getpid()
-        self.processes = [
-            context.Process(target=target, args=(number, *args), daemon=True)
-            for number in range(num_workers)
-        ]
+        self.processes = [self._make(number) for number in range(num_workers)]
+
+    def _make(self, number: int) -> BaseProcess:
+        process: BaseProcess = self._context.Process(
+            target=self._target, args=(number, *self._args), daemon=True
+        )
+        return process
 
     def start(self) -> None:
         """Start one process after the other; each works as soon as it can."""
@@ -62,25 +71,16 @@ class ProcessPool:
         self._ready.wait(seen, timeout_s)
 
     def check(self) -> None:
-        """Raise torch's RuntimeError if a worker is gone."""
+        """Replace dead workers, or raise torch's RuntimeError."""
         gone = connection.wait([process.sentinel for process in self.processes], timeout=0)
-        if not gone:
-            return
-        dead = []
-        for number, process in enumerate(self.processes):
-            if process.sentinel in gone:
-                process.join()
-                if not (self._may_leave(number) and process.exitcode == 0):
-                    dead.append(process)
-        if not dead:
-            return
-        first = dead[0]
-        how = f"exited unexpectedly with exit code {first.exitcode}"
-        if first.exitcode is not None and first.exitcode < 0:
-            how = f"is killed by signal: {signal.strsignal(-first.exitcode)}"
-        cause = RuntimeError(f"DataLoader worker (pid {first.pid}) {how}.")
-        pids = ", ".join(str(process.pid) for process in dead)
-        raise RuntimeError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly") from cause
+        for number, process in enumerate(self.processes) if gone else ():
+            if process.sentinel not in gone:
+                continue
+            process.join()
+            if not (self._may_leave(number) and process.exitcode == 0):
+                self._buried(number, process.pid, process.exitcode)
+                self.processes[number] = self._make(number)
+                self.processes[number].start()
 
     def shut_down(self) -> None:
         """End all workers: by request, and by signals if they do not follow it."""
@@ -88,7 +88,7 @@ class ProcessPool:
             return  # a forked child of the user's holds a copy of this pool
         self._stop()
         started = [process for process in self.processes if process.pid is not None]
-        waiting = {process.sentinel: process for process in started}
+        waiting: dict[Any, BaseProcess] = {process.sentinel: process for process in started}
         for end in (_GRACE_S, _GRACE_S):
             while waiting:
                 gone = connection.wait(list(waiting), timeout=end)

@@ -142,12 +142,11 @@ class Worker:
         elif whole and (fetcher.takes_lists or not keys):
             fetch = fetcher.many if keys else list
             self._run_list(fetch, batch, first, count, epoch, keys)
-        else:
+        elif bound:
             samples, error = self._run(first + k, epoch, keys, fetcher.each(keys))
-            if bound:
-                self._deliver_bound(batch, first + k, k, keys, samples, error, whole)
-            else:
-                self._deliver(first + k, keys, samples, error)
+            self._deliver_bound(batch, first + k, k, keys, samples, error, whole)
+        else:
+            self._run_unbound(fetcher, first + k, epoch, keys)
         now = now_ns()
         self._ledger.end(self._number, count, now - started, started - self._idle_since)
         self._idle_since = now
@@ -259,10 +258,18 @@ class Worker:
             self._sink.write_error(batch, first, error, None)
         self._sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, 1))
 
+    def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]) -> None:
+        """Run samples that may go to any batch; so those after one that raised are run all the same."""
+        while keys:
+            samples, error = self._run(position, epoch, keys, fetcher.each(keys))
+            done = len(samples) + 1 if error and not fetcher.takes_lists else len(keys)
+            self._deliver(position, keys[:done], samples, error)
+            keys, position = keys[done:], position + done
+
     def _deliver(
         self, position: int, keys: list[Any], samples: list[Any], error: BaseException | None
     ) -> None:
-        """Find a place for each sample; the one that raised, and those that did not run because of it, take one too."""
+        """Find a place for each sample, and for each that an error was raised for."""
         ledger, sink = self._ledger, self._sink
         for i, key in enumerate(keys):
             cost_ns = self._durations[i]

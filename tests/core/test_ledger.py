@@ -137,6 +137,24 @@ def test_a_run_ends_where_somebody_else_is_at_work(desk: Desk) -> None:
     assert desk.claim(0, 6) == (batch, 4, 2)
 
 
+def test_samples_with_an_owner_are_claimed_by_nobody_else(desk: Desk) -> None:
+    def publish(owner: int) -> int:
+        return desk.ledger.publish([0, 1], 2, SLOT, 0, 0, 0, True, 0, 0, 9, owner)
+
+    of_1, of_any, of_0 = publish(2), publish(0), publish(1)
+    assert desk.claim(2, 9) == (of_any, 0, 2)
+    assert desk.claim(2, 9) is None
+    assert desk.ledger.unclaimed() == 6  # an upper bound
+    assert desk.claim(0, 9) == (of_0, 0, 2)
+    assert desk.claim(0, 9) is None
+    assert desk.claim(1, 1) == (of_1, 0, 1)
+    desk.ledger.release(1)
+    assert desk.claim(0, 9) is None
+    assert desk.claim(1, 9) == (of_1, 0, 2)
+    assert desk.claim(1, 9) is None
+    assert desk.ledger.unclaimed() == 0
+
+
 def test_unclaimed_counts_what_is_left(desk: Desk) -> None:
     assert desk.ledger.unclaimed() == 0
     desk.publish(4)
@@ -251,6 +269,7 @@ def test_the_slow_threshold_is_shared(desk: Desk) -> None:
         ("ERROR_BLOB", False, "PUBLISHED"),
         ("ERROR_BLOB SAMPLE_BLOB", True, "PUBLISHED"),
         ("TEXT_BLOB SAMPLE_BLOB", True, "MUST_COLLATE"),
+        ("END_BLOB", False, "PUBLISHED"),
     ],
 )
 def test_what_lies_at_the_places_says_what_is_left_to_do(
@@ -271,9 +290,8 @@ def test_what_lies_at_the_places_says_what_is_left_to_do(
         ledger.set_ready(batch, 16384 | twin.SAMPLE_BLOB, 20)
     assert ledger.state(batch) == twin.READY
     flags, at, result, nbytes, count, used = ledger.contents(batch)
-    names = {"SAMPLE_BLOB": twin.RAGGED, "ERROR_BLOB": twin.FAILED, "TEXT_BLOB": twin.TEXTS}
-    for name, flag in names.items():
-        assert bool(flags & flag) == (name in kinds)
+    for kind, flag in (("SAMPLE", "RAGGED"), ("ERROR", "FAILED"), ("TEXT", "TEXTS"), ("END", "ENDED")):
+        assert bool(flags & getattr(twin, flag)) == (f"{kind}_BLOB" in kinds.split())
     assert (at, count, used) == (LAYOUT if layout else 0, 3, 64)
     assert (result, nbytes) == ((16385, 20) if outcome == "MUST_COLLATE" else (0, 0))
 

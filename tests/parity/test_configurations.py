@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import gc
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
@@ -200,30 +200,35 @@ def observed(kind: type, configuration: Configuration, **own: Any) -> dict[str, 
         else:
             record["length"] = attempt(lambda: len(loader))
             record["attributes"] = attributes(loader)
-            record["epochs"] = [
-                epoch(loader, configuration.stop_after if number == 0 else None, generator)
-                for number in range(configuration.epochs)
-            ]
-            record["generators"] = generator_states(generator)
+            record["passes"], record["generators"] = [], [generator_states(generator)]
+            for number in range(configuration.epochs):
+                stop_after = configuration.stop_after if number == 0 else None
+                seen, states = one_pass(loader, stop_after, generator)
+                record["passes"].append(seen)
+                record["generators"] += states
             del loader
         record["warnings"] = recorded_warnings(caught)
+    gc.collect() if configuration.num_workers else None
     return record
 
 
-def epoch(loader: Any, stop_after: int | None, generator: torch.Generator | None) -> list[Any]:
-    """What one pass over a loader gives, and the state of the generators when it begins."""
+def one_pass(
+    loader: Any, stop_after: int | None, generator: torch.Generator | None
+) -> tuple[list[Any], list[Any]]:
+    """What one pass over a loader gives, and the states of the generators when it begins and ends."""
     if isinstance(loader.sampler, DistributedSampler):
         loader.sampler.set_epoch(loader.sampler.epoch + 1)
     try:
         iterator = iter(loader)
     except Exception as error:
-        return [failure(error)]
+        return [failure(error)], [generator_states(generator)]
+    begin = generator_states(generator)
     seen = [attempt(lambda: len(iterator))]
-    if loader.num_workers == 0:
-        seen.append(generator_states(generator))
     if stop_after is None:
-        return [*seen, *drain(iterator)]
-    return [*seen, *(attempt(lambda: next(iterator)) for _ in range(stop_after))]
+        seen += drain(iterator)
+    else:
+        seen += [attempt(lambda: next(iterator)) for _ in range(stop_after)]
+    return seen, [begin, generator_states(generator)]
 
 
 PUBLIC = (
@@ -243,6 +248,49 @@ def attributes(loader: Any) -> Any:
         "context": type(loader.multiprocessing_context),
         "kind": (loader._dataset_kind, loader._auto_collation, type(loader._index_sampler)),
     }
+
+
+# ---- comparing ------------------------------------------------------------------------------
+
+
+def compare_in_line(configuration: Configuration) -> None:
+    """Without workers everything is the same, what is drawn at random included."""
+    theirs = observed(TorchLoader, configuration)
+    assert observed(minato.DataLoader, configuration, rng="worker") == theirs
+
+
+def compare_in_processes(configuration: Configuration) -> None:
+    """With processes everything is the same, too."""
+    if configuration.num_workers > 1 and configuration.dataset == "drawing":
+        configuration = replace(configuration, dataset="mixed")  # who runs a sample is not fixed
+    theirs = observed(TorchLoader, configuration)
+    assert observed(minato.DataLoader, configuration, rng="worker") == theirs
+
+
+def compare_in_threads(configuration: Configuration) -> None:
+    """torch has no threads: the loader is that of processes, and its first pass gives what it gives without workers."""
+    if configuration.dataset == "drawing" or configuration.sampler == "grumpy":
+        return
+    theirs = observed(TorchLoader, replace(configuration, epochs=0))
+    ours = observed(minato.DataLoader, configuration, worker_method="thread", rng="worker")
+    if "passes" in theirs:
+        in_line = replace(
+            configuration,
+            num_workers=0,
+            prefetch_factor=None,
+            persistent_workers=False,
+            timeout=0,
+            multiprocessing_context=None,
+            epochs=1,
+        )
+        reference = observed(TorchLoader, in_line)
+        theirs["passes"] = reference["passes"]
+        theirs["warnings"] += reference["warnings"]
+        ours["passes"] = without_worker(ours["passes"][:1])
+        ours["generators"] = ours["generators"][:1]
+        theirs["warnings"] = sorted(set(theirs["warnings"]))
+        ours["warnings"] = sorted(set(ours["warnings"]))
+    assert ours == theirs
 
 
 # ---- strategies -----------------------------------------------------------------------------
@@ -289,4 +337,6 @@ def configurations(draw: Any, num_workers: tuple[int, ...]) -> Configuration:
     configuration = Configuration(**drawn)
     if draw(st.integers(0, 7)) == 0:
         configuration = replace(configuration, **draw(st.sampled_from(BLUNDERS)))
+    if workers == 1 and draw(st.integers(0, 5)) == 0:
+        configuration = replace(configuration, in_order=False)
     return configuration

@@ -1,0 +1,73 @@
+"""What to do when a worker process dies."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections import Counter
+from typing import Any
+
+__all__ = ["Deaths"]
+
+_FATAL = 3
+"""A sample on which so many workers died is the cause, or the start-up if so many died before a sample."""
+
+_LIKELY = {
+    signal.SIGKILL: "most often because memory ran out",
+    signal.SIGSEGV: "a fault in compiled code",
+    signal.SIGBUS: "memory that could not be had, or a truncated mapped file",
+    signal.SIGABRT: "an assertion in compiled code",
+}
+
+
+class Deaths:
+    """Counts the deaths of workers and decides whether a dead one is replaced.
+
+    Args:
+        restarts: Whether workers are replaced at all; if not, every death raises torch's error.
+    """
+
+    def __init__(self, restarts: bool) -> None:
+        self._restarts = restarts
+        self._by_sample: Counter[Any] = Counter()
+        self.total = 0
+        """Workers that have died."""
+
+    def report(
+        self, pid: int | None, exit_code: int | None, sample: tuple[Any, ...], progress: int
+    ) -> None:
+        """Take note of a death; returns if the worker shall be replaced, after a warning that says what happened.
+
+        Args:
+            sample: ``(epoch, key)`` of the sample it was on, empty if it was on none.
+            progress: How many samples have been run: deaths on none of them only add up while nothing is run.
+
+        Raises:
+            RuntimeError: torch's, with the cause in words.
+        """
+        self.total += 1
+        place = sample or progress
+        self._by_sample[place] += 1
+        times = self._by_sample[place]
+        on = f"while it ran the sample with index {sample[1]!r}" if sample else "between samples"
+        what = f"DataLoader worker (pid {pid}) {_in_words(exit_code)} {on}."
+        if self._restarts and times < _FATAL:
+            warnings.warn(
+                f"{what} Another worker takes its place, and nothing is lost.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        if self._restarts:
+            what += f" {times} workers died there: it is the likely cause."
+        raise RuntimeError(
+            f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
+        ) from RuntimeError(what)
+
+
+def _in_words(exit_code: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return f"exited with code {exit_code}"
+    number = signal.Signals(-exit_code)
+    likely = f" ({_LIKELY[number]})" if number in _LIKELY else ""
+    return f"is killed by signal: {signal.strsignal(number)}{likely}"

@@ -1,0 +1,78 @@
+"""Deliver the same epochs in every way, and write a line of JSON about each: what came in which order."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+
+import numpy as np
+import torch
+
+import minato
+from minato import DataLoader
+
+
+class Mixed:
+    """Samples with fields, texts, and shapes that do not always fit."""
+
+    def __len__(self) -> int:
+        return 31
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        if index == 17:
+            raise ValueError("the seventeenth")
+        return {
+            "index": index,
+            "noise": np.random.random(3 if index % 10 else 4).round(6),
+            "text": f"{index} {random.random():.6f}",
+            "draw": torch.rand(2),
+        }
+
+
+def plain(value: object) -> object:
+    """A batch as JSON can write it."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return np.asarray(value).round(6).tolist()
+    return value
+
+
+def uncollated(samples: list[object]) -> list[object]:
+    return samples
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    print(json.dumps(minato.implementation()[0]))
+    for order in ("strict", "batch", "arrival", "fast_first"):
+        for workers in (
+            {"num_workers": 0},
+            {"num_workers": 2},
+            {"num_workers": 2, "worker_method": "thread"},
+        ):
+            for collate_fn in (None, uncollated):
+                if "worker_method" in workers and collate_fn is None:
+                    continue  # threads share the generators
+                loader = DataLoader(
+                    Mixed(), 3, shuffle=True, seed=4, order=order, collate_fn=collate_fn,
+                    persistent_workers=workers["num_workers"] > 0, **workers,
+                )  # fmt: skip
+                for epoch in range(2):
+                    iterator = iter(loader)
+                    found = []
+                    while True:
+                        try:
+                            found.append(plain(next(iterator)))
+                        except StopIteration:
+                            break
+                        except (ValueError, RuntimeError) as error:
+                            found.append(f"{type(error).__name__}: {str(error).splitlines()[-1]}")
+                    print(json.dumps([order, collate_fn is None, epoch, found]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Measure a process before and after it has used many loaders or batches: ``growth.py CASE``.
+
+Writes a line of JSON: what there was more of at the end.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import psutil
+from torch.utils.data import Dataset
+
+from minato import DataLoader
+
+
+class Arrays(Dataset[np.ndarray]):
+    """Arrays of float32 that hold nothing but their index."""
+
+    def __init__(self, size: int, length: int) -> None:
+        self.size = size
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.full(self.length, index, np.float32)
+
+
+def fail(index: int) -> int:
+    raise ValueError(index)
+
+
+def many_batches(**options: object) -> Callable[[int], None]:
+    """Thousands of small batches from the same workers."""
+    loader = DataLoader(Arrays(2000, 16), 2, **options)
+
+    def work(rounds: int) -> None:
+        for _ in range(rounds):
+            assert sum(len(batch) for batch in loader) == 2000
+
+    return work
+
+
+def many_epochs(**options: object) -> Callable[[int], None]:
+    """Hundreds of short epochs from the same workers, some of them left early."""
+    loader = DataLoader(Arrays(8, 1000), 2, persistent_workers=True, **options)
+
+    def work(rounds: int) -> None:
+        for number in range(25 * rounds):
+            for k, _ in enumerate(loader):
+                if k == number % 7:
+                    break
+
+    return work
+
+
+def many_loaders(**options: object) -> Callable[[int], None]:
+    """Loaders that are made, used and dropped, some in mid-epoch, some failing."""
+
+    def work(rounds: int) -> None:
+        for _ in range(rounds):
+            assert len(list(DataLoader(Arrays(6, 1000), 2, **options))) == 3
+            next(iter(DataLoader(Arrays(20, 1000), 1, **options)))
+            try:
+                list(DataLoader(range(4), 2, transforms=[fail], **options))
+            except ValueError:
+                continue
+            raise AssertionError("no error")
+
+    return work
+
+
+def collated(samples: list[np.ndarray]) -> dict[str, object]:
+    return {"samples": samples, "text": "x" * 1000}
+
+
+THREADS = {"num_workers": 2, "worker_method": "thread"}
+PROCESSES = {"num_workers": 2}
+# How to work, and how many rounds before and between the two measurements.
+CASES = {
+    "batches-inline": (many_batches(), 3, 10),
+    "batches-processes": (many_batches(persistent_workers=True, **PROCESSES), 3, 10),
+    "batches-threads": (many_batches(persistent_workers=True, **THREADS), 3, 10),
+    "batches-collated": (many_batches(collate_fn=collated, persistent_workers=True, **PROCESSES), 3, 6),
+    "batches-arrival": (many_batches(order="arrival", persistent_workers=True, **PROCESSES), 3, 10),
+    "epochs-processes": (many_epochs(**PROCESSES), 3, 12),
+    "epochs-threads": (many_epochs(**THREADS), 3, 12),
+    "epochs-arrival": (many_epochs(order="arrival", **THREADS), 3, 12),
+    "loaders-inline": (many_loaders(num_workers=0), 20, 100),
+    "loaders-processes": (many_loaders(**PROCESSES), 2, 6),
+    "loaders-threads": (many_loaders(**THREADS), 20, 60),
+}
+
+
+def measure() -> dict[str, int]:
+    gc.collect()
+    process = psutil.Process()
+    workers = process.children(recursive=True)
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "native threads": process.num_threads(),
+        "children": len(workers),
+        "mappings": len(process.memory_maps(grouped=False)),
+        "shared memory": len(os.listdir("/dev/shm")),
+        "bytes": process.memory_info().rss,
+        "bytes of workers": sum(worker.memory_info().rss for worker in workers),
+    }
+
+
+def main(case: str) -> None:
+    work, before, between = CASES[case]
+    work(before)
+    first = measure()
+    work(between)
+    last = measure()
+    print(json.dumps({name: last[name] - first[name] for name in first}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

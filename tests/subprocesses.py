@@ -1,0 +1,85 @@
+"""Running the scripts of ``tests/isolated`` in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = Path(__file__).parent / "isolated"
+TIMEOUT_S = 50
+
+
+def command(script: str, *arguments: object) -> list[str]:
+    """The command line of a script; warnings are errors, except torch's advice about few cores."""
+    warnings = ["-W", "error", "-W", "ignore:This DataLoader will create:UserWarning"]
+    return [sys.executable, *warnings, str(SCRIPTS / script), *map(str, arguments)]
+
+
+def environment(pure: bool = False) -> dict[str, str]:
+    """The environment of a script: it finds the package where this process does."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    variables = {**os.environ, "PYTHONPATH": path}
+    if pure:
+        variables["MINATO_NO_EXTENSIONS"] = "1"
+    return variables
+
+
+def run(script: str, *arguments: object, pure: bool = False, code: int = 0) -> str:
+    """Run a script to its end; it must leave no child, end with ``code`` and write nothing to stderr.
+
+    Returns:
+        What it wrote to stdout.
+    """
+    with started(script, *arguments, pure=pure) as process:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, err) == (code, "")
+    return out
+
+
+@contextmanager
+def started(script: str, *arguments: object, pure: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """Run a script beside this process, in a session of its own, of which nothing may be left at the end."""
+    with subprocess.Popen(
+        command(script, *arguments),
+        env=environment(pure),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+            process.wait(TIMEOUT_S)
+            assert wait_for_end(process.pid) == [], "processes are left"
+        finally:
+            for pid in session(process.pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def session(leader: int) -> list[int]:
+    """All living processes of a session."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def wait_for_end(leader: int, timeout_s: float = 4.0) -> list[int]:
+    """Wait until a session is empty; returns the processes that do not end."""
+    deadline = time.monotonic() + timeout_s
+    while (left := session(leader)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left

@@ -1,0 +1,142 @@
+"""Worker processes that die: they are replaced, nothing is lost, and a deadly sample is named."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from minato import DataLoader
+from minato.scheduler.deaths import Deaths
+
+
+class Drawing:
+    """Samples of a millisecond whose content is drawn."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        time.sleep(0.001)
+        return index, torch.rand(2)
+
+
+class Deadly(Drawing):
+    """Sample 37 ends the process that runs it."""
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        if index == 37:
+            os._exit(3)
+        return super().__getitem__(index)
+
+
+class DeadlyOnce(Drawing):
+    """Sample 37 kills the first worker that runs it."""
+
+    def __init__(self, length: int, mark: str) -> None:
+        super().__init__(length)
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        if index == 37 and not os.path.exists(self.mark):
+            with open(self.mark, "w"):
+                pass
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def content(loader: DataLoader[Any]) -> dict[int, list[float]]:
+    """What one epoch delivers; every index may come once."""
+    found: dict[int, list[float]] = {}
+    for indices, drawn in loader:
+        for index, values in zip(indices.tolist(), drawn.tolist(), strict=True):
+            assert index not in found
+            found[index] = values
+    return found
+
+
+@pytest.fixture
+def killer() -> Any:
+    """Kills a random worker every 40 ms; returns how many at the end."""
+    stop, killed = threading.Event(), []
+
+    def kill() -> None:
+        choice = random.Random(1)
+        while not stop.wait(0.04):
+            children = multiprocessing.active_children()
+            if children:
+                victim = choice.choice(children).pid
+                assert victim is not None
+                os.kill(victim, signal.SIGKILL)
+                killed.append(victim)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    yield killed
+    stop.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("order", ["strict", "batch", "arrival", "fast_first"])
+def test_random_kills_lose_nothing(order: str, killer: list[int]) -> None:
+    """Two epochs under fire deliver every sample once, with the content of a quiet run."""
+    arguments: dict[str, Any] = {"batch_size": 8, "seed": 1, "order": order}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loader = DataLoader(Drawing(400), num_workers=3, persistent_workers=True, **arguments)
+        under_fire = [content(loader) for _ in range(2)]
+    assert killer
+    quiet = DataLoader(Drawing(400), **arguments)
+    assert under_fire == [content(quiet) for _ in range(2)]
+
+
+def test_a_death_is_told_in_words(tmp_path: Any) -> None:
+    dataset = DeadlyOnce(80, str(tmp_path / "mark"))
+    with pytest.warns(RuntimeWarning, match="killed by signal: Killed.* sample with index 37"):
+        found = content(DataLoader(dataset, 4, num_workers=2, seed=0))
+    assert sorted(found) == list(range(80))
+
+
+def test_a_sample_that_kills_three_workers_is_named() -> None:
+    with (
+        pytest.warns(RuntimeWarning, match="Another worker takes its place"),
+        pytest.raises(
+            RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"
+        ) as caught,
+    ):
+        content(DataLoader(Deadly(80), 4, num_workers=2))
+    assert "index 37. 3 workers died there" in str(caught.value.__cause__)
+
+
+def test_workers_with_state_are_not_replaced() -> None:
+    """Round-robin workers hold random streams that a new one would not have."""
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        content(DataLoader(Deadly(80), 4, num_workers=2, schedule="round_robin"))
+
+
+def test_deaths_before_any_sample_add_up() -> None:
+    deaths = Deaths(restarts=True)
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match="exited with code 1 between samples"):
+            deaths.report(7, 1, (), 0)
+    with pytest.raises(RuntimeError, match=r"pid\(s\) 7"):
+        deaths.report(7, 1, (), 0)
+
+
+def test_deaths_between_samples_do_not_add_up_while_work_goes_on() -> None:
+    deaths = Deaths(restarts=True)
+    for progress in range(10):
+        with pytest.warns(RuntimeWarning, match="Segmentation fault"):
+            deaths.report(7, -signal.SIGSEGV, (), progress)
+    assert deaths.total == 10

@@ -1,0 +1,152 @@
+"""What a loader leaves behind: nothing, however long it runs and however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from typing import Any
+
+import pytest
+
+from tests.subprocesses import TIMEOUT_S, run, session, started, wait_for_end
+
+MEGABYTE = 1 << 20
+SOME_BYTES = 12 * MEGABYTE
+"""What an allocator may keep: far less than the leak of a kilobyte for each of the batches."""
+
+
+def grown(case: str, pure: bool = False) -> dict[str, int]:
+    found: dict[str, int] = json.loads(run("growth.py", case, pure=pure))
+    return found
+
+
+def check(found: dict[str, int]) -> None:
+    memory = found.pop("bytes"), found.pop("bytes of workers")
+    assert max(memory) < SOME_BYTES, memory
+    assert found.pop("mappings") <= 8  # the allocator's
+    assert found.pop("native threads") <= 1  # torch starts its own when it likes
+    assert found == dict.fromkeys(("descriptors", "threads", "children", "shared memory"), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        "batches-inline",
+        "batches-processes",
+        "batches-threads",
+        "batches-collated",
+        "batches-arrival",
+        "epochs-processes",
+        "epochs-threads",
+        "epochs-arrival",
+        "loaders-inline",
+        "loaders-processes",
+        "loaders-threads",
+    ],
+)
+def test_nothing_grows(case: str) -> None:
+    check(grown(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["inline", "processes", "persistent", "threads"])
+@pytest.mark.parametrize("how", ["end", "sys.exit", "reference cycle"])
+def test_interpreter_ends_in_the_middle_of_an_epoch(kind: str, how: str) -> None:
+    start = time.monotonic()
+    out = run("ending.py", kind, how, code=3 if how == "sys.exit" else 0)
+    assert out == "[[0, 1], [2, 3], [4, 5]]\n"
+    assert time.monotonic() - start < 25  # mostly the import of torch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["processes", "spawn"])
+def test_interpreter_ends_without_a_farewell(kind: str) -> None:
+    assert run("ending.py", kind, "_exit", code=4) == "[[0, 1], [2, 3], [4, 5]]\n"
+
+
+def at_work(process: subprocess.Popen[str]) -> list[int]:
+    """Wait until a ``running.py`` iterates; returns the pids of its workers."""
+    assert process.stdout is not None
+    line = process.stdout.readline().split()
+    assert line[-3:] == ["are", "at", "work"]
+    return [int(pid) for pid in line[:-3]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("inline", "waiting"),
+        ("processes", "waiting"),
+        ("processes", "computing"),
+        ("persistent", "busy"),
+        ("threads", "waiting"),
+    ],
+)
+def test_interrupt_ends_everything_with_one_traceback(kind: str, where: str) -> None:
+    with started("running.py", kind, where) as process:
+        workers = at_work(process)
+        assert len(workers) == (2 if kind in ("processes", "persistent") else 0)
+        time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == -signal.SIGINT
+    assert err.count("Traceback (most recent call last)") == 1
+    assert err.rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["waiting", "computing", "busy"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_a_killed_parent(how: int, where: str) -> None:
+    with started("running.py", "processes", where) as process:
+        workers = at_work(process)
+        assert set(session(process.pid)) == {process.pid, *workers}
+        os.kill(process.pid, how)
+        assert process.wait(TIMEOUT_S) == -how
+        assert wait_for_end(process.pid) == []
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert err == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pure", [False, True], ids=["compiled-core", "pure-core"])
+@pytest.mark.parametrize("limit", ["descriptors", "address-space"])
+def test_narrow_limits(limit: str, pure: bool) -> None:
+    assert run("limits.py", limit, pure=pure) == "held 600 batches\n" * 3
+
+
+# ---- the pure twin --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_pure_core_delivers_what_the_compiled_one_does() -> None:
+    runs: list[list[Any]] = []
+    for pure in (False, True):
+        kind, *lines = map(json.loads, run("contents.py", pure=pure).splitlines())
+        assert kind == ("pure" if pure or "MINATO_NO_EXTENSIONS" in os.environ else "compiled")
+        runs.append(lines)
+    compiled, pure_lines = runs
+    assert len(compiled) == len(pure_lines) == 4 * 5 * 2
+    for ours, theirs in zip(compiled, pure_lines, strict=True):
+        if ours[0] == "strict":
+            assert ours == theirs
+        else:  # which samples come together, and when, is a matter of time
+            assert ours[:3] == theirs[:3]
+            assert len(ours[3]) == len(theirs[3]) == 11
+    # Neither the workers nor the core make a difference.
+    for collated in (True, False):
+        for epoch in (0, 1):
+            same = [line[3] for line in compiled if line[:3] == ["strict", collated, epoch]]
+            assert len(same) == (2 if collated else 3)
+            assert same[0] == same[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["batches-processes", "epochs-threads", "loaders-processes"])
+def test_nothing_grows_in_pure_python(case: str) -> None:
+    check(grown(case, pure=True))
