@@ -208,7 +208,8 @@ def observed(kind: type, configuration: Configuration, **own: Any) -> dict[str, 
                 record["generators"] += states
             del loader
         record["warnings"] = recorded_warnings(caught)
-    gc.collect() if configuration.num_workers else None
+    # torch's reraised errors hold their iterator in a cycle; forked workers should not inherit it.
+    gc.collect()
     return record
 
 

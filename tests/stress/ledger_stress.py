@@ -134,18 +134,22 @@ class Crew:
         self.pids = [self.start(number) for number in range(plan.workers)]
         self.dead: list[tuple[float, int]] = []  # (when to find it out, number)
         self.stopped: list[tuple[float, int]] = []
-        self.next_kill = self.next_stop = time.monotonic()
+        self.next_kill = time.monotonic()
+        self.next_stop = self.next_kill + plan.stop_every_s
         self.kills = self.stops = self.released = 0
 
     def start(self, number: int) -> int:
         return fork(Worker(self.plan, self.segment, number).run)
 
-    def act(self) -> float:
+    def act(self, published: bool) -> float:
         """Do what is due; returns when the next thing is."""
         now = time.monotonic()
         busy = {number for _, number in self.dead + self.stopped}
         idle = [number for number in range(self.plan.workers) if number not in busy]
         if now >= self.next_kill and idle:
+            # Workers are at work just after samples were published: hit them there.
+            while published and time.monotonic() < now + self.draw.random() * 3e-4:
+                pass
             number = idle.pop(self.draw.randrange(len(idle)))
             os.kill(self.pids[number], signal.SIGKILL)
             self.kills += 1
@@ -231,7 +235,8 @@ class Consumer:
             begun = progress = time.monotonic()
             end = begun + self.plan.seconds
             while self.passes or time.monotonic() < end:
-                self.publish(may_begin=time.monotonic() < end)
+                published = self.publish(may_begin=time.monotonic() < end)
+                pause = crew.act(published) - time.monotonic()
                 seen = self.gate.events
                 before = self.batches
                 self.deliver()
@@ -239,7 +244,6 @@ class Consumer:
                 now = time.monotonic()
                 progress = now if self.batches > before else progress
                 assert now - progress < PATIENCE_S, f"no progress\n{self.report()}"
-                pause = crew.act() - time.monotonic()
                 if self.batches == before and pause > 0:
                     self.ledger.waiting = self.draw.random() < 0.5
                     self.gate.wait(seen, min(pause, 0.1))
@@ -256,13 +260,15 @@ class Consumer:
             "released": crew.released,
         }
 
-    def publish(self, may_begin: bool) -> None:
+    def publish(self, may_begin: bool) -> bool:
+        """Publish what there is room for; whether there was any."""
+        published = False
         while True:
             count = self.draw.randint(1, self.plan.largest)
             current = self.passes[-1] if self.passes else None
             if current is None or current.abandoned or len(current.opened) == current.length:
                 if not may_begin or len(self.passes) == PASSES:
-                    return
+                    return published
                 used = {one.index for one in self.passes}
                 index = next(index for index in range(PASSES) if index not in used)
                 self.ledger.open_pass(index)
@@ -270,7 +276,8 @@ class Consumer:
                 current = Pass(index, bound, self.draw.choice([1, 3, 40]))
                 self.passes.append(current)
             if not self.ledger.has_room(count):
-                return
+                return published
+            published = True
             keys = list(range(self.next_key, self.next_key + count))
             self.next_key += count
             number = len(current.opened)
@@ -373,8 +380,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}", flush=True)
-    kill_every_s = options.kill_ms / 1000
-    plan = Plan(options.twin, options.seconds, seed, options.workers, kill_every_s=kill_every_s)
+    # A worker that is stopped holds the pure twin's lock; the consumer, who is to let it go on, would wait for it.
+    stop_every_s = Plan.stop_every_s if options.twin == "c" else float("inf")
+    rates = options.kill_ms / 1000, stop_every_s
+    plan = Plan(options.twin, options.seconds, seed, options.workers, 6, 32, 8, *rates)
     for name, count in Consumer(plan).run().items():
         print(f"{name} {count}")
     return 0
