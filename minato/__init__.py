@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from minato import integrations
 from minato._core import implementation
 from minato._version import __version__
 from minato.chain.rng import numpy_rng, python_rng, torch_rng
 from minato.errors import MinatoError, NotPicklableError
 from minato.loader import DataLoader
+from minato.patching import patch, unpatch
 
 __all__ = [
     "DataLoader",
@@ -15,6 +17,10 @@ __all__ = [
     "__version__",
     "implementation",
     "numpy_rng",
+    "patch",
     "python_rng",
     "torch_rng",
+    "unpatch",
 ]
+
+integrations.connect()

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -247,6 +246,7 @@ class _Bench:
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
         failure: BaseException | None,
         catches: type[BaseException],
+        in_line: bool = False,
     ) -> Worker:
         plan, store = self.plan, self.store
 
@@ -268,6 +268,7 @@ class _Bench:
             self.histogram(number),
             plan.round_robin,
             failure,
+            in_line,
             catches,
         )
 
@@ -277,8 +278,9 @@ def _make_pool(
 ) -> ProcessPool | ThreadPool | InlinePool:
     if plan.num_workers == 0:
         return InlinePool(
-            lambda number: bench.worker(number, ledger, lambda error: error, None, BaseException),
-            SampleRandomness(plan.base_seed).saved if plan.seeds_samples else nullcontext,
+            lambda number: bench.worker(
+                number, ledger, lambda error: error, None, BaseException, in_line=True
+            )
         )
     if plan.worker_method == "thread":
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,12 +14,15 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minato._machine import available_memory_bytes
+from minato._standin import StandIn, TorchDataLoader
 from minato.assembler.arena import Arena
 from minato.chain.chain import Chain
 from minato.delivery.iterator import BatchIterator
 from minato.engine import Engine, Plan
+from minato.integrations.lightning import counts_batches
 from minato.options import Options
 from minato.scheduler.dispatcher import Order
+from minato.source.epochs import epoch_of, nested, tell_epoch
 from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_of
 
 __all__ = ["DataLoader"]
@@ -25,10 +30,20 @@ __all__ = ["DataLoader"]
 _SHARE_OF_MEMORY = 4
 """The default budget is available memory divided by this."""
 
+_OWN = ("transforms", *(field.name for field in fields(Options)))
+"""Attributes that hold minato's own arguments; code that makes one loader from another's attributes finds them."""
+
 T_co = TypeVar("T_co", covariant=True)
 
 
-class DataLoader(torch.utils.data.DataLoader[T_co]):
+class _Unbound(int):
+    """torch's default of ``prefetch_factor``: reads like it, but does not bound what is loaded ahead.
+
+    A type of its own, so that a loader made from another one's attributes is not bound either.
+    """
+
+
+class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     """A drop-in replacement of ``torch.utils.data.DataLoader`` that schedules samples instead of batches.
 
     All arguments of torch's class have torch's meaning and defaults
@@ -93,6 +108,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         schedule: str = "dynamic",
         on_worker_death: str = "restart",
     ) -> None:
+        if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
+            warnings.warn(
+                "Lightning relates predictions to samples by the sequence of the batches, so that here they are "
+                "delivered in strict order",
+                stacklevel=2,
+            )
+            in_order, order, max_lag = True, None, None
         self._options = Options.of(
             in_order=in_order,
             has_batch_sampler=batch_sampler is not None,
@@ -107,9 +129,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             on_worker_death=on_worker_death,
         )
         self._chain = Chain.of(transforms)
+        vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag)
         self._epoch = -1
+        self._sampler_epoch: int | None = 0
         self._foretells = True
-        self._fixed_prefetch = prefetch_factor is not None
         self._spare_arenas: list[Arena] = []
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
@@ -133,14 +156,37 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        if prefetch_factor is None and self.prefetch_factor is not None:
+            self.prefetch_factor = _Unbound(self.prefetch_factor)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next ``iter()`` starts; by default each starts the one after the last."""
+        """Say which epoch the next ``iter()`` starts; by default each starts the one after the last.
+
+        Samplers with a ``set_epoch`` of their own are told too. It is enough to tell the sampler instead.
+        """
+        tell_epoch(self._index_sampler, epoch)
         self._epoch = epoch - 1
+
+    def __setattr__(self, attr: str, val: Any) -> None:
+        if self.__initialized and attr in _OWN:
+            raise ValueError(
+                f"{attr} attribute should not be set after {self.__class__.__name__} is initialized"
+            )
+        super().__setattr__(attr, val)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy must not write to the same arenas.
         return {**self.__dict__, "_spare_arenas": []}
+
+    def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
+        """A loader with torch's arguments as given, and all others as this one's.
+
+        For wrappers that shard or shorten what this loader's sampler gives: they may do so by a ``batch_sampler``,
+        and yet mix batches if this loader did.
+        """
+        loader: DataLoader[Any] = DataLoader(dataset, **arguments)
+        vars(loader).update({name: vars(self)[name] for name in ("_options", "_chain", *_OWN)})
+        return loader
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
@@ -170,7 +216,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         window: int | None = None
         if self.num_workers == 0:
             window = 1
-        elif self._fixed_prefetch or round_robin:
+        elif round_robin or not isinstance(self.prefetch_factor, _Unbound):
             window = self.num_workers * cast(int, self.prefetch_factor)
         arena = self._spare_arenas.pop() if self._spare_arenas else Arena()
         engine = Engine(
@@ -204,9 +250,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return engine
 
     def _new_pass(self, base_seed: int) -> _Pass:
-        self._epoch += 1
-        if isinstance(self.sampler, SeededSampler):
-            self.sampler.set_epoch(self._epoch)
+        said = epoch_of(self._index_sampler)
+        self._epoch = self._epoch + 1 if said is None or said == self._sampler_epoch else said
+        for sampler in nested(self._index_sampler):
+            if isinstance(sampler, SeededSampler):
+                sampler.set_epoch(self._epoch)
+        self._sampler_epoch = epoch_of(self._index_sampler)
         return _Pass(self, base_seed)
 
 

@@ -2,7 +2,7 @@
 
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
-only ``engine.py``, ``loader.py`` and the package itself know all stages.
+``integrations`` know no stage; only ``engine.py``, ``loader.py``, ``patching.py`` and the package itself know all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STAGES = ["source", "chain", "scheduler", "assembler", "delivery"]
 COMMON = {"errors", *(path.stem for path in PACKAGE.glob("_*.py") if path.stem != "__init__")}
 """Top-level modules below everything; they import only each other."""
 
-WIRING = {"__init__", "engine", "loader"}
+WIRING = {"__init__", "engine", "loader", "patching"}
 OPTIONAL = {"matplotlib", "nilearn", "rich"}
 """Packages of extras: the only ones that may be imported inside a function."""
 
@@ -69,6 +69,8 @@ def allowed(part: str) -> set[str] | None:
     if part in STAGES:
         left = STAGES[: STAGES.index(part)][-1:]
         return {part, *left, "stats", "_core", *COMMON}
+    if part == "integrations":
+        return {"integrations", *COMMON}
     return {"options", *COMMON}
 
 
@@ -112,7 +114,7 @@ def test_cython_imports_only_the_core(path: Path) -> None:
 
 def test_every_folder_is_a_known_part() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
-    assert folders <= {*STAGES, "stats", "_core"}
+    assert folders <= {*STAGES, "stats", "_core", "integrations"}
 
 
 @pytest.mark.parametrize(

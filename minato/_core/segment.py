@@ -33,6 +33,19 @@ def _anonymous_file(nbytes: int) -> int:
     return descriptor
 
 
+def _mapped(nbytes: int) -> tuple[int, mmap.mmap]:
+    descriptor = _anonymous_file(nbytes)
+    try:
+        return descriptor, _map(descriptor, nbytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _map(descriptor: int, nbytes: int) -> mmap.mmap:
+    return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NO_RESERVE)
+
+
 class Segment:
     """Memory without a name, mapped by every process that inherits or receives it.
 
@@ -42,32 +55,36 @@ class Segment:
 
     Args:
         nbytes: Size of the address range in bytes; only written pages take memory.
-        least_bytes: Smallest useful size: where address space is limited, the size is halved down to it.
+        least_bytes: Smallest useful size: where address space is short, a quarter of what is left is taken, but so
+            much at least.
 
     Raises:
         OSError: Not even ``least_bytes`` can be mapped.
     """
 
     def __init__(self, nbytes: int, least_bytes: int | None = None) -> None:
-        least_bytes = nbytes if least_bytes is None else least_bytes
+        least_bytes = nbytes if least_bytes is None else max(least_bytes, 1)
+        size = nbytes
         while True:
             try:
-                self._map(_anonymous_file(nbytes), nbytes)
-                return
+                descriptor, memory = _mapped(size)
+                break
             except (OSError, ValueError):
-                if nbytes // 2 < max(least_bytes, 1):
+                if size // 2 < least_bytes:
                     raise
-                nbytes //= 2
-
-    def _map(self, descriptor: int, nbytes: int) -> None:
-        try:
-            self._memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NO_RESERVE)
-        except BaseException:
+                size //= 2
+        if size < nbytes and size // 4 >= least_bytes:
+            memory.close()
             os.close(descriptor)
-            raise
+            size //= 4
+            descriptor, memory = _mapped(size)
+        self._adopt(descriptor, memory)
+
+    def _adopt(self, descriptor: int, memory: mmap.mmap) -> None:
+        self._memory = memory
         self.descriptor = descriptor
-        self.nbytes = nbytes
-        self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self._memory, np.uint8)
+        self.nbytes = len(memory)
+        self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(memory, np.uint8)
         self.address: int = self.array.ctypes.data
         weakref.finalize(self, os.close, descriptor)
 
@@ -82,4 +99,5 @@ class Segment:
         return {"descriptor": reduction.DupFd(self.descriptor), "nbytes": self.nbytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._map(state["descriptor"].detach(), state["nbytes"])
+        descriptor = state["descriptor"].detach()
+        self._adopt(descriptor, _map(descriptor, state["nbytes"]))

@@ -15,7 +15,7 @@ __all__ = ["Arena", "Slot"]
 
 _RESERVE_BYTES = 1 << 43
 """Address space of an arena: 8 TiB leave room for a dozen loaders in 47 bits. It takes no memory."""
-_LEAST_RESERVE_BYTES = 1 << 30
+_LEAST_RESERVE_BYTES = 1 << 28
 _ROOMY_SLOTS = 256
 """So many slots get an equal, very large range; later ones what the batches seen so far suggest."""
 _LEAST_SLOT_BYTES = 1 << 21

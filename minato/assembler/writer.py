@@ -47,7 +47,7 @@ class SampleError:
             if isinstance(self.error, BaseException):
                 raise self.error
             self.error.reraise()
-        except BaseException as error:
+        except Exception as error:
             if self.key is not None and hasattr(error, "add_note"):
                 error.add_note(f"raised by the sample with index {self.key!r}")
             raise

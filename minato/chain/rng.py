@@ -75,6 +75,7 @@ class SampleRandomness:
         self._all: tuple[generators.GlobalGenerator, ...] = ()
         self._marked = b""
         self._asked = 0
+        self._before: Any = None
         if bind_globals:
             self._attach()
 
@@ -118,12 +119,17 @@ class SampleRandomness:
         if unbind:
             _this_thread.binding = None
         self._asked = _this_thread.generators_made
+        self._before = self.capture()
         self._marked = self._states()
 
     def drawn(self) -> bool:
         """Whether anything drew from the global generators, or asked for a generator, since ``mark``."""
         # A generator that is asked for outside of samples is seeded from a global one, which shows there.
         return self._asked != _this_thread.generators_made or self._marked != self._states()
+
+    def rewind(self) -> None:
+        """Undo all draws since ``mark``."""
+        self.restore(self._before)
 
     def _states(self) -> bytes:
         return pickle.dumps([generator.save() for generator in self._all])

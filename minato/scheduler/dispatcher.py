@@ -317,7 +317,7 @@ class Dispatcher:
     def _publish(self, keys: list[Any], owner: int) -> InFlight:
         slot = self._slots.acquire()
         count = len(keys) or 1  # an empty batch has a place too: for what is collated of nothing
-        plain = bool(keys) and all(type(key) is int and -_INT64 <= key < _INT64 for key in keys)
+        plain = set(map(type, keys)) == {int} and min(keys) >= -_INT64 and max(keys) < _INT64
         keys_slot, offset, nbytes = None, 0, 0
         if not plain:
             keys_slot = self._slots.acquire()
@@ -359,9 +359,13 @@ class Dispatcher:
             if self._order.bound or self._ledger.settled(item.record):
                 self._delivered.remove(item)
                 self._retire(item)
-        # Samples of a cancelled pass may take places in any of its batches, so it ends as a whole.
+        # Samples of a cancelled pass may take places in any of its batches, so it ends as a whole; and not before those
+        # samples have run whose own batch is delivered.
+        running = {item.pass_index for item in self._delivered}
         if self._cancelled and all(
-            self._ledger.settled(item.record) and self._ledger.close(item.record)
+            item.pass_index not in running
+            and self._ledger.settled(item.record)
+            and self._ledger.close(item.record)
             for item in self._cancelled
         ):
             for item in self._cancelled:

@@ -23,12 +23,13 @@ class Fetcher:
     def __init__(self, dataset: Any, chain: Chain, batched: bool) -> None:
         self._dataset = dataset
         self._run = chain.run if chain.steps else None
+        self.one: Callable[[Any], Any] = self._transformed if chain.steps else dataset.__getitem__
+        """Gets the sample of a key, after the chain."""
         self.takes_lists = batched and bool(getattr(dataset, "__getitems__", None))
 
-    def one(self, key: Any) -> Any:
-        """Sample ``key`` after the chain."""
-        sample = self._dataset[key]
-        return sample if self._run is None else self._run(sample)
+    def _transformed(self, key: Any) -> Any:
+        assert self._run is not None
+        return self._run(self._dataset[key])
 
     def each(self, keys: list[Any]) -> Callable[[Any], Any]:
         """How to get these samples one by one; where one call fetches all, they are dealt out afterwards."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch._utils import ExceptionWrapper
@@ -72,19 +71,10 @@ class ThreadPool:
 
 
 class InlinePool:
-    """``num_workers=0``: whoever waits for a batch works on it.
+    """``num_workers=0``: whoever waits for a batch works on it."""
 
-    Args:
-        undisturbed: Context in which the worker works: the consumer must find its generators as it left them.
-    """
-
-    def __init__(
-        self,
-        make_worker: Callable[[int], Worker],
-        undisturbed: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, make_worker: Callable[[int], Worker]) -> None:
         self._make_worker = make_worker
-        self._undisturbed = undisturbed
         self._worker: Worker | None = None
 
     def start(self) -> None:
@@ -94,8 +84,7 @@ class InlinePool:
     def wait(self, seen: int, timeout_s: float) -> None:
         """Work."""
         assert self._worker is not None
-        with self._undisturbed():
-            self._worker.step()
+        self._worker.step()
 
     def check(self) -> None:
         """Nobody can die here."""

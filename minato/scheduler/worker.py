@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from minato._core.clock import now_ns
@@ -69,6 +70,7 @@ class Worker:
         times: Receives the service time of each sample.
         whole_batches: Claim batches as a whole, whatever their samples cost.
         failure: What ``worker_init_fn`` raised; then every sample raises it.
+        in_line: The worker runs in the consumer's thread, which must find its generators as it left them.
         catches: What a sample may raise without ending the worker.
     """
 
@@ -84,6 +86,7 @@ class Worker:
         times: Histogram,
         whole_batches: bool = False,
         failure: BaseException | None = None,
+        in_line: bool = False,
         catches: type[BaseException] = Exception,
     ) -> None:
         self._number = number
@@ -97,6 +100,7 @@ class Worker:
         self._times = times
         self._whole_batches = whole_batches or fetcher.takes_lists
         self._failure = failure
+        self._in_line = in_line
         self._catches = catches
         self._run_ns = _COLLATED_RUN_NS if sink.collates else _RUN_NS
         self._mean_ns = float(_COLLATED_RUN_NS)
@@ -177,15 +181,6 @@ class Worker:
         randomness = self._randomness
         if randomness is None:
             samples, error = run(None)
-        elif self._draws is None and len(keys) == 1:
-            randomness.bind(epoch, keys[0])
-            randomness.mark(unbind=False)
-            samples, error = run(None)
-            self._probes += 1
-            if randomness.drawn():
-                self._draws = True
-            elif self._probes == _PROBES:
-                self._draws = not randomness.watches
         elif self._draws is False and self._mean_ns < _WORTH_BINDING_NS:
             # Binding would cost as much as these samples do, and they do not seem to draw. Should one draw after all,
             # these few are run again, bound, and so are all later ones.
@@ -193,11 +188,27 @@ class Worker:
             samples, error = run(None)
             if randomness.drawn():
                 self._draws = True
-                samples, error = run(randomness.bind)
+                randomness.rewind()
+                with self._guard(randomness):
+                    samples, error = run(randomness.bind)
+        elif self._draws is None and len(keys) == 1:
+            with self._guard(randomness):
+                randomness.bind(epoch, keys[0])
+                randomness.mark(unbind=False)
+                samples, error = run(None)
+                self._probes += 1
+                if randomness.drawn():
+                    self._draws = True
+                elif self._probes == _PROBES:
+                    self._draws = not randomness.watches
         else:
-            samples, error = run(randomness.bind)
+            with self._guard(randomness):
+                samples, error = run(randomness.bind)
         self._times.record_all(self._durations, len(samples))
         return samples, error
+
+    def _guard(self, randomness: SampleRandomness) -> AbstractContextManager[None]:
+        return randomness.saved() if self._in_line else nullcontext()
 
     def _deliver_bound(
         self,

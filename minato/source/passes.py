@@ -7,15 +7,17 @@ from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from minato._core.seeding import mix
 
 __all__ = ["SeededSampler", "batches_of", "next_sampler", "sizes_of"]
 
 
-class SeededSampler(Sampler[int]):
+class SeededSampler(RandomSampler):
     """Shuffles by (seed, epoch) alone, so that the order of any epoch is known at any time.
+
+    A ``RandomSampler``, because that is how trainers recognise that a loader shuffles.
 
     Args:
         data_source: Anything with a length.
@@ -26,7 +28,7 @@ class SeededSampler(Sampler[int]):
     """
 
     def __init__(self, data_source: Sized, seed: int) -> None:
-        self.data_source = data_source
+        super().__init__(data_source)
         self.seed = seed
         self.epoch = 0
 
@@ -38,9 +40,6 @@ class SeededSampler(Sampler[int]):
         generator = torch.Generator()
         generator.manual_seed(mix(self.seed, self.epoch, 0) >> 1)
         yield from torch.randperm(len(self.data_source), generator=generator).tolist()
-
-    def __len__(self) -> int:
-        return len(self.data_source)
 
 
 def batches_of(index_sampler: Any, batched: bool) -> Iterator[list[Any]]:

@@ -49,14 +49,8 @@ def main() -> None:
     warnings.simplefilter("error")
     print(json.dumps(minato.implementation()[0]))
     for order in ("strict", "batch", "arrival", "fast_first"):
-        for workers in (
-            {"num_workers": 0},
-            {"num_workers": 2},
-            {"num_workers": 2, "worker_method": "thread"},
-        ):
+        for workers in ({"num_workers": 0}, {"num_workers": 2}):
             for collate_fn in (None, uncollated):
-                if "worker_method" in workers and collate_fn is None:
-                    continue  # threads share the generators
                 loader = DataLoader(
                     Mixed(), 3, shuffle=True, seed=4, order=order, collate_fn=collate_fn,
                     persistent_workers=workers["num_workers"] > 0, **workers,

@@ -100,6 +100,10 @@ class Worker:
             self.finished(there, self.ledger.fill(self.number, position, place))
 
     def write(self, batch: int, place: int, key: int) -> None:
+        if self.draw.random() < 0.1:  # some samples take longer
+            end = time.monotonic() + self.draw.random() * 5e-4
+            while time.monotonic() < end:
+                pass
         self.values[place & self.mask] = key
         if is_ragged(key):
             self.ledger.attach(place, 64 | self.module.SAMPLE_BLOB, key)
@@ -303,7 +307,7 @@ class Consumer:
                     and self.ledger.state(batch.record) == self.module.READY
                 ):
                     self.check(one, batch)
-            if one.length == len(one.opened) == 40 and not one.abandoned:
+            if len(one.opened) > 3 and not one.abandoned:
                 self.maybe_abandon(one)
 
     def check(self, one: Pass, batch: Batch) -> None:
@@ -329,7 +333,7 @@ class Consumer:
         self.samples += count
 
     def maybe_abandon(self, one: Pass) -> None:
-        if self.draw.random() < 0.002:
+        if self.draw.random() < 0.003:
             one.abandoned = True
             self.abandoned += 1
             for batch in one.live:

@@ -1,0 +1,63 @@
+"""Adapters to trainers, each connected as soon as both it and minato are imported.
+
+Nothing of a trainer is imported from here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from minato.integrations import accelerate
+
+__all__ = ["connect"]
+
+
+def connect() -> None:
+    """Install the adapters of trainers that are imported already, and of others when they are."""
+    _when_imported("accelerate.data_loader", accelerate.install)
+
+
+def _when_imported(name: str, install: Callable[[Any], None]) -> None:
+    if name in sys.modules:
+        install(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Watch(name, install))
+
+
+class _Watch:
+    """Finds nothing itself: has one module adapted right after it was executed, before anybody takes names from it."""
+
+    def __init__(self, name: str, install: Callable[[Any], None]) -> None:
+        self._name = name
+        self._install = install
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    if spec.loader is not None:
+                        self._follow(spec.loader)
+                    return spec
+        return None
+
+    def _follow(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if module.__name__ == self._name:
+                del loader.exec_module
+                sys.meta_path.remove(self)
+                self._install(module)
+
+        # On this one loader, which stays the module's: resources and sources are looked up through it.
+        loader.exec_module = exec_module

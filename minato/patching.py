@@ -1,0 +1,72 @@
+"""Making torch's loader be ours, for code that one cannot edit."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from minato._rebinding import Name, rebind
+from minato._standin import TorchDataLoader, stand_in
+from minato.loader import DataLoader
+
+__all__ = ["Patch", "patch", "unpatch"]
+
+_lock = threading.Lock()
+_depth = 0
+_names: list[Name] = []
+
+
+class Patch:
+    """What ``patch()`` returns: undoes it at the end of a ``with`` block."""
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        unpatch()
+
+
+def patch() -> Patch:
+    """Make ``torch.utils.data.DataLoader`` be ``minato.DataLoader``, from this call on.
+
+    Every module-level name of torch's class is bound to ours, in torch and in all modules that are imported by
+    now; modules that are imported later find ours in torch. Loaders and subclasses that exist already stay what
+    they are, and still count as instances and subclasses of ``torch.utils.data.DataLoader``.
+
+    Holds for the whole process until ``unpatch()``, or for a block: ``with minato.patch(): ...``. Calls nest:
+    each is undone by one ``unpatch()`` or by the end of its block.
+
+    Returns:
+        A context manager that undoes this call when its block ends.
+    """
+    global _depth
+    with _lock:
+        _depth += 1
+        if _depth == 1:
+            stand_in(DataLoader)
+            _names.extend(rebind(TorchDataLoader, DataLoader))
+    return Patch()
+
+
+def unpatch() -> None:
+    """Undo one ``patch()``; does nothing if there is none.
+
+    With the last one, the names that were bound to our class get torch's back. A module that was first imported
+    in between, and took the class from torch then, keeps ours.
+    """
+    global _depth
+    with _lock:
+        if _depth == 0:
+            return
+        _depth -= 1
+        if _depth == 0:
+            while _names:
+                module, name = _names.pop()
+                if vars(module).get(name) is DataLoader:
+                    vars(module)[name] = TorchDataLoader
+            stand_in(None)

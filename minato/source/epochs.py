@@ -1,0 +1,38 @@
+"""Which epoch a sampler is in, for samplers that are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["epoch_of", "nested", "tell_epoch"]
+
+_DEEPEST = 8
+"""Samplers in one another; more is an object that answers to every name."""
+
+
+def nested(sampler: Any) -> Iterator[Any]:
+    """A sampler, the one that it draws from, and so on, by the attributes ``sampler`` and ``batch_sampler``."""
+    for _ in range(_DEEPEST):
+        if sampler is None:
+            return
+        yield sampler
+        inner = getattr(sampler, "sampler", None)
+        sampler = getattr(sampler, "batch_sampler", None) if inner is None else inner
+
+
+def epoch_of(sampler: Any) -> int | None:
+    """The ``epoch`` of the first of the nested samplers that has one."""
+    for one in nested(sampler):
+        epoch = getattr(one, "epoch", None)
+        if isinstance(epoch, int):
+            return epoch
+    return None
+
+
+def tell_epoch(sampler: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of all nested samplers that have it, as trainers do."""
+    for one in nested(sampler):
+        set_epoch = getattr(one, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
