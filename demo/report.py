@@ -11,7 +11,7 @@ from demo.train import Run
 
 # Below this share the loader is not what the training waits for.
 SMALL_WAIT_SHARE = 0.05
-# Repeated runs on an idle machine differ by about this much.
+# Single runs are too few to claim a smaller difference than this.
 NOISE_SHARE = 0.05
 # Above this share of the cores other programs decide the times, not the loaders.
 LARGE_OTHERS_SHARE = 0.1

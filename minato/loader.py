@@ -185,7 +185,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         and yet mix batches if this loader did.
         """
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        vars(loader).update({name: vars(self)[name] for name in ("_options", "_chain", *_OWN)})
+        kept = ("_options", "_chain", "_epoch", "_sampler_epoch", *_OWN)
+        vars(loader).update({name: vars(self)[name] for name in kept})
         return loader
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
@@ -201,8 +202,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             )
         if self.num_workers > 0:
             self.check_worker_number_rationality()
-        elif self.timeout != 0:
-            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         return BatchIterator(self, self._make_engine, self._new_pass)
 
     @property
@@ -276,7 +275,9 @@ class _Pass:
         """The keys of each batch, from what the index sampler yields."""
         if self._loader._dataset_kind == _DatasetKind.Iterable:
             return sizes_of(indices, self._loader._auto_collation)
-        return batches_of(indices, self._loader._auto_collation)
+        loader = self._loader
+        whole = bool(getattr(loader.dataset, "__getitems__", None))
+        return batches_of(indices, loader._auto_collation, whole)
 
     def expected(self) -> tuple[Iterator[list[Any]], int, int] | None:
         """``(batches, epoch, seed)`` of the pass after this one, where it is known and can be prepared."""

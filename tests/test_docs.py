@@ -1,27 +1,96 @@
-"""The programs that the documentation shows do what it says."""
+"""The documentation tells the truth: its programs run, its links lead somewhere, its lists are complete."""
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
-DOCS = Path(__file__).parents[1] / "docs"
+import pytest
+from torch.utils.data import DataLoader as TorchLoader
+
+import minato
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *sorted(path for path in ROOT.glob("*.md")),
+    *(ROOT / folder / "README.md" for folder in ("bench", "minato")),
+    *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts),
+]
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TIMEOUT_S = 50
+FEW_CORES = "ignore:This DataLoader will create"
+"""torch's warning on a machine with one core."""
 
 
-def test_tutorial_program(tmp_path: Path) -> None:
-    few_cores = "ignore:This DataLoader will create"  # torch's warning on a machine with one
-    done = subprocess.run(
-        [
-            *(sys.executable, "-W", "error", "-W", few_cores),
-            DOCS / "tutorial" / "first_loader.py",
-        ],
-        cwd=tmp_path,
+class Program(NamedTuple):
+    """A block of Python that is marked ``runnable``, and what the block after it says that it prints."""
+
+    name: str
+    source: str
+    output: str | None
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """``(info, content)`` of every fenced block of a page."""
+    return FENCE.findall(page.read_text(encoding="utf-8"))
+
+
+def programs() -> list[Program]:
+    found = []
+    for page in PAGES:
+        all_blocks = [*blocks(page), ("", "")]
+        for number, (info, source) in enumerate(all_blocks):
+            if info == "python runnable":
+                after, output = all_blocks[number + 1]
+                name = f"{page.relative_to(ROOT)}-{number}"
+                found.append(Program(name, source, output if after == "text output" else None))
+    return found
+
+
+def run(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program in a fresh interpreter, with warnings as errors and the minato that is tested here."""
+    path = os.pathsep.join([str(Path(minato.__file__).parents[1]), *sys.path[1:]])
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-W", FEW_CORES, program],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
+        timeout=TIMEOUT_S,
     )
+
+
+@pytest.mark.parametrize("program", programs(), ids=lambda program: program.name)
+def test_programs_run_and_print_what_the_page_says(program: Program, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(program.source, encoding="utf-8")
+    done = run(file, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert program.output in (None, done.stdout)
+
+
+def test_programs_were_found() -> None:
+    pages = {program.name.rpartition("-")[0] for program in programs()}
+    assert {"README.md", "docs/tutorial/first-loader.md", "docs/how-to/order.md"} <= pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_of_python_are_python(page: Path) -> None:
+    for info, source in blocks(page):
+        assert info.partition(" ")[0] not in ("py", "python3"), "call it python"
+        assert info in ("python", "python runnable") or not info.startswith("python")
+        if info.startswith("python"):
+            compile(source, str(page), "exec")
+
+
+def test_tutorial_program(tmp_path: Path) -> None:
+    done = run(ROOT / "docs" / "tutorial" / "first_loader.py", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     lines = re.findall(r"^(\w.*\w) +([\d.]+) s, (\d+) samples$", done.stdout, re.MULTILINE)
     assert [name for name, _, _ in lines] == ["torch", "minato, in order", "minato, as they come"]
@@ -29,3 +98,57 @@ def test_tutorial_program(tmp_path: Path) -> None:
     seconds = [float(taken) for _, taken, _ in lines]
     assert seconds[1] < seconds[0]
     assert seconds[2] < seconds[0]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the built documentation name them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_map_of_the_package_names_every_file() -> None:
+    text = (ROOT / "minato" / "README.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition("## The tree")
+    tree, _, _ = rest.partition("\n## ")
+    named = set(re.findall(r"[\w]+\.(?:pyx|pxd|py|h)\b", tree)) - {"X.py", "_X_c.pyx", "_X_py.py"}
+    kinds = {".py", ".pyx", ".pxd", ".h"}
+    files = [path for path in (ROOT / "minato").rglob("*") if path.suffix in kinds]
+    twins = {path.name for path in files if re.fullmatch(r"_\w+_(c|py)\.(pyx|py)", path.name)}
+    empty = {"__init__.py"}  # of a stage: it says what the folder is for
+    assert named - empty == {path.name for path in files} - twins - empty
+
+
+def test_every_option_is_documented() -> None:
+    ours = inspect.signature(minato.DataLoader).parameters
+    theirs = inspect.signature(TorchLoader).parameters
+    text = (ROOT / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
+    table, _, _ = text.partition("\n\nWithout `order`")
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [
+        name for name in ours if name not in theirs
+    ]
+
+
+def test_every_environment_variable_is_documented() -> None:
+    sources = [ROOT / "setup.py", *(ROOT / "minato").rglob("*.py")]
+    used = {
+        name
+        for path in sources
+        for name in re.findall(r"\bMINATO_[A-Z_]+[A-Z]\b", path.read_text(encoding="utf-8"))
+    }
+    text = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == used

@@ -179,6 +179,36 @@ def test_iterator_dropped_while_workers_run(workers: dict[str, Any]) -> None:
 
 
 @each({name: FEW[name] for name in ("2-processes", "2-threads")})
+def test_forked_child_does_not_end_its_parents_workers(workers: dict[str, Any]) -> None:
+    iterator = iter(DataLoader(Numbers(200), 1, **workers))
+    first = next(iterator)
+    child = os.fork()
+    if child == 0:
+        try:
+            del iterator, first
+            gc.collect()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert indices([first, *iterator]) == [[i] for i in range(200)]
+
+
+@each(FEW)
+def test_iteration_in_another_thread(workers: dict[str, Any]) -> None:
+    seen: list[Any] = []
+
+    def iterate() -> None:
+        loader = DataLoader(Numbers(20), 4, **workers)
+        seen.extend(indices(loader))
+        seen.extend(indices(loader))
+
+    thread = threading.Thread(target=iterate)
+    thread.start()
+    thread.join()
+    assert seen == [list(range(i, i + 4)) for i in range(0, 20, 4)] * 2
+
+
+@each({name: FEW[name] for name in ("2-processes", "2-threads")})
 def test_workers_end_with_the_epoch(workers: dict[str, Any]) -> None:
     loader = DataLoader(Numbers(8), 2, **workers)
     iterator = iter(loader)

@@ -21,7 +21,7 @@ IN_PLACE_OF = {"minato": "minato-seed"}
 """Where a row has the second, its bar stands for the first; the row's name says so."""
 SLEEPING = {
     "stragglers": "1 % stragglers\n1 ms / 201 ms",
-    "lognormal": "log-normal\n10 ms, seed=",
+    "lognormal": "log-normal\nabout 10 ms",
     "balanced": "the same, and a\nconsumer as fast",
     "bimodal-35": "every fifth slow\n5 ms / 35 ms",
     "bimodal-105": "every fifth slow\n5 ms / 105 ms",
@@ -46,21 +46,28 @@ def draw(results: Sequence[RowResult], conditions: Mapping[str, str], path: Path
         ncols=2, width_ratios=(len(SLEEPING), len(COPYING)), figsize=(11.0, 4.0), dpi=150
     )
     _bars(left, measured, SLEEPING, lambda figures: figures.share, lambda v: f"{100 * v:.0f}")
-    left.set_title("Uneven samples: share of the bound, %", fontsize=10, loc="left")
+    left.set_title(
+        "Uneven samples: share of the bound (work / workers), %", fontsize=10, loc="left"
+    )
     left.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}")
     left.set_ylim(0, 1.08)
-    _bars(right, measured, COPYING, lambda figures: figures.ratio, lambda v: f"{v:.1f}×")
+    _bars(right, measured, COPYING, lambda figures: figures.ratio, _times)
     right.set_title("Cheap samples: speed, torch = 1", fontsize=10, loc="left")
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=len(BARS), frameon=False, fontsize=9)
     note = (
         f"{conditions['cpu']}, {conditions['usable cores']} cores, torch {conditions['torch']}; "
-        "the same workers for every loader; bars are medians, lines the least and the greatest"
+        "the same workers for every loader; bars are medians, lines "
+        "the least and the greatest; minato with seed= in groups 2 and 3"
     )
     figure.text(0.5, 0.01, note, ha="center", fontsize=7.5, color=INK)
     figure.tight_layout(rect=(0, 0.03, 1, 0.93))
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:.0f}"
 
 
 def _bars(

@@ -30,6 +30,7 @@ brackets. A ratio compares runs of the same repeat.
 * *Time of sleeping work* is the whole run, from before the loader is built to the end of the last
   epoch, start of the workers included. *Time of tensors and rows* is that of the epochs after the
   first.
+* *Share, later epochs* leaves the first epoch out, and with it the start of workers that persist.
 * *First batch* is the time from `iter()` to the first batch, workers cold.
 * *Waiting* is the share of the run that the consumer spends waiting for batches.
 """
@@ -164,9 +165,9 @@ def _losses(results: Sequence[RowResult]) -> str:
 def _details(result: RowResult) -> str:
     unit = {"s/epoch": "s per epoch", "GB/s": "GB/s", "us/sample": "µs per sample"}[result.row.unit]
     own = any(bound.call_s is not None for bound in result.bounds)
-    head = ["loader", unit, "share of the bound", "× torch", "first batch, ms"]
-    head += ["whole run, s", "waiting", "wait p50, ms", "wait p99, ms"]
-    lines = [["*bound*", _spread(result.bound_speed, 3), *[""] * 7]]
+    head = ["loader", unit, "share of the bound", "share, later epochs", "× torch"]
+    head += ["first batch, ms", "whole run, s", "waiting", "wait p50, ms", "wait p99, ms"]
+    lines = [["*bound*", _spread(result.bound_speed, 3), *[""] * 8]]
     if own:
         head.append("own, µs per sample")
         lines[0].append("")
@@ -176,6 +177,7 @@ def _details(result: RowResult) -> str:
             CONTENDERS[name].label,
             _spread(figures.speed, 3),
             _spread(figures.share, 2),
+            _spread(figures.later_share, 2) if figures.later_share else "",
             _spread(figures.ratio, 2) if figures.ratio else "",
             _spread(figures.first_batch_ms, 0),
             _spread(figures.whole_s, 2),

@@ -35,6 +35,7 @@ class Figures:
     Args:
         loader: name of the loader.
         share: share of the bound, 1 being the bound itself.
+        later_share: the same for the epochs after the first alone; None if there are none.
         ratio: how many times as fast as torch in order, repeat by repeat; None without torch.
         speed: in the row's unit: seconds per epoch, GB/s or microseconds per sample.
         whole_s: whole run including start-up, in seconds.
@@ -47,6 +48,7 @@ class Figures:
 
     loader: str
     share: Spread
+    later_share: Spread | None
     ratio: Spread | None
     speed: Spread
     whole_s: Spread
@@ -81,6 +83,7 @@ class RowResult:
         return Figures(
             loader=loader,
             share=Spread.of([b / e for b, e in zip(bounds_s, epochs_s, strict=True)]),
+            later_share=self._later_share(trials),
             ratio=self._ratio(epochs_s),
             speed=Spread.of(speeds),
             whole_s=Spread.of([trial.whole_s for trial in trials]),
@@ -90,6 +93,12 @@ class RowResult:
             wait_p99_ms=Spread.of([1e3 * _percentile(trial.waits_s, 0.99) for trial in trials]),
             own_us=self._own_us(epochs_s),
         )
+
+    def _later_share(self, trials: list[Trial]) -> Spread | None:
+        if self.row.epochs == 1:
+            return None
+        later_s = [trial.epoch_s(skips_first_epoch=True) for trial in trials]
+        return Spread.of([b.epoch_s / e for b, e in zip(self.bounds, later_s, strict=True)])
 
     def _ratio(self, epochs_s: list[float]) -> Spread | None:
         if BASELINE not in self.trials:

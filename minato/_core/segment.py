@@ -63,7 +63,7 @@ class Segment:
     """
 
     def __init__(self, nbytes: int, least_bytes: int | None = None) -> None:
-        least_bytes = nbytes if least_bytes is None else max(least_bytes, 1)
+        least_bytes = max(nbytes if least_bytes is None else least_bytes, 1)
         size = nbytes
         while True:
             try:

@@ -13,10 +13,10 @@ from minato._core.segment import Segment
 
 __all__ = ["Arena", "Slot"]
 
-_RESERVE_BYTES = 1 << 43
-"""Address space of an arena: 8 TiB leave room for a dozen loaders in 47 bits. It takes no memory."""
+_RESERVE_BYTES = 1 << 41
+"""Address space of an arena: 2 TiB leave room for sixty loaders in 47 bits. It takes no memory."""
 _LEAST_RESERVE_BYTES = 1 << 28
-_ROOMY_SLOTS = 256
+_ROOMY_SLOTS = 128
 """So many slots get an equal, very large range; later ones what the batches seen so far suggest."""
 _LEAST_SLOT_BYTES = 1 << 21
 _HEADROOM = 8

@@ -68,6 +68,8 @@ class BatchIterator(_BaseDataLoaderIter):
         super().__init__(loader)
         if self._num_workers > 0:
             super()._reset(loader, first_iter=True)  # as torch, which asks the sampler twice
+        elif self._timeout != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._new_pass = new_pass
         self._source: BatchSource | None = make_source(int(self._base_seed))
         self._begin()

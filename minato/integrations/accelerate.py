@@ -1,7 +1,7 @@
 """Hugging Face Accelerate, which rebuilds loaders as torch's from a fixed list of attributes.
 
-``Accelerator.prepare`` and ``skip_first_batches`` make a new loader out of parts of the given one. Here they are told to
-make it with the given one's own ``_rebuilt``, if it has that, so that a plain ``accelerator.prepare(loader)`` works.
+``Accelerator.prepare`` and ``skip_first_batches`` make a new loader out of parts of the given one. Here they are told
+to make it with the given one's own ``_rebuilt``, if it has that, so that a plain ``accelerator.prepare(loader)`` works.
 """
 
 from __future__ import annotations

@@ -317,7 +317,8 @@ class Dispatcher:
     def _publish(self, keys: list[Any], owner: int) -> InFlight:
         slot = self._slots.acquire()
         count = len(keys) or 1  # an empty batch has a place too: for what is collated of nothing
-        plain = set(map(type, keys)) == {int} and min(keys) >= -_INT64 and max(keys) < _INT64
+        integers = type(keys) is list and set(map(type, keys)) == {int}
+        plain = integers and min(keys) >= -_INT64 and max(keys) < _INT64
         keys_slot, offset, nbytes = None, 0, 0
         if not plain:
             keys_slot = self._slots.acquire()

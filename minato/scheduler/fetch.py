@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +25,8 @@ class Fetcher:
     def __init__(self, dataset: Any, chain: Chain, batched: bool) -> None:
         self._dataset = dataset
         self._run = chain.run if chain.steps else None
-        self.one: Callable[[Any], Any] = self._transformed if chain.steps else dataset.__getitem__
+        get = functools.partial(operator.getitem, dataset)  # dataset[key] without a frame
+        self.one: Callable[[Any], Any] = self._transformed if chain.steps else get
         """Gets the sample of a key, after the chain."""
         self.takes_lists = batched and bool(getattr(dataset, "__getitems__", None))
 
@@ -51,8 +54,8 @@ class Fetcher:
 
         return deal
 
-    def many(self, keys: list[Any]) -> Any:
-        """What the dataset returns for a list of keys, normally the list of their samples, after the chain."""
+    def many(self, keys: Any) -> Any:
+        """What the dataset returns for the keys of a batch, normally the list of their samples, after the chain."""
         samples = self._dataset.__getitems__(keys)
         return samples if self._run is None else [self._run(sample) for sample in samples]
 

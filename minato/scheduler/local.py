@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,7 @@ class ThreadPool:
         self._make_worker = make_worker
         self._ready = ready
         self._stop = stop
+        self._owner = os.getpid()
         self.threads = [
             threading.Thread(target=self._run, args=(number,), name=f"minato-{number}", daemon=True)
             for number in range(num_workers)
@@ -64,6 +66,8 @@ class ThreadPool:
 
     def shut_down(self) -> None:
         """Ask the threads to leave and wait a while for them."""
+        if os.getpid() != self._owner:
+            return  # a forked child of the user's holds a copy of this pool, but no threads
         self._stop()
         for thread in self.threads:
             if thread.ident is not None and thread is not threading.current_thread():

@@ -134,7 +134,8 @@ class Worker:
             return True
         started = now_ns()
         _, first, size, bound, epoch, seed, _, _, pass_index = self._ledger.describe(batch)
-        keys = list(self._read_keys(batch, k, count))
+        given = self._read_keys(batch, k, count)
+        keys = list(given)
         if self._make_randomness is not None and (
             self._randomness is None or self._randomness.base_seed != seed
         ):
@@ -144,8 +145,8 @@ class Worker:
         if isinstance(fetcher, StreamFetcher):
             self._run_stream(fetcher, batch, first, (epoch, pass_index), keys[0])
         elif whole and (fetcher.takes_lists or not keys):
-            fetch = fetcher.many if keys else list
-            self._run_list(fetch, batch, first, count, epoch, keys)
+            fetch = fetcher.many if fetcher.takes_lists else list
+            self._run_list(fetch, batch, first, count, epoch, given)
         elif bound:
             samples, error = self._run(first + k, epoch, keys, fetcher.each(keys))
             self._deliver_bound(batch, first + k, k, keys, samples, error, whole)
@@ -234,12 +235,12 @@ class Worker:
 
     def _run_list(
         self,
-        fetch: Callable[[list[Any]], Any],
+        fetch: Callable[[Any], Any],
         batch: int,
         first: int,
         count: int,
         epoch: int,
-        keys: list[Any],
+        keys: Sequence[Any],
     ) -> None:
         """Run a whole batch by one call of the dataset, or an empty one; the dataset may return what it likes."""
         results, error = self._run(first, epoch, [keys], fetch)

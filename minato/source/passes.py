@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
@@ -42,10 +43,24 @@ class SeededSampler(RandomSampler):
         yield from torch.randperm(len(self.data_source), generator=generator).tolist()
 
 
-def batches_of(index_sampler: Any, batched: bool) -> Iterator[list[Any]]:
-    """The keys of each batch; without batching each key is a batch of its own."""
-    for index in index_sampler:
-        yield list(index) if batched else [index]
+def batches_of(index_sampler: Any, batched: bool, whole: bool = False) -> Iterator[Any]:
+    """The keys of each batch, in a list; without batching each key is a batch of its own.
+
+    Args:
+        whole: The dataset gets all keys of a batch in one call, so that their container matters: sequences, arrays
+            and tensors are given as they are.
+    """
+    if not batched:
+        return map(_alone, index_sampler)
+    return map(_as_given if whole else list, index_sampler)
+
+
+def _alone(key: Any) -> list[Any]:
+    return [key]
+
+
+def _as_given(keys: Any) -> Any:
+    return keys if isinstance(keys, (tuple, range, np.ndarray, torch.Tensor)) else list(keys)
 
 
 def sizes_of(index_sampler: Any, batched: bool) -> Iterator[list[int]]:

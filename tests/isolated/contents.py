@@ -64,7 +64,8 @@ def main() -> None:
                         except StopIteration:
                             break
                         except (ValueError, RuntimeError) as error:
-                            found.append(f"{type(error).__name__}: {str(error).splitlines()[-1]}")
+                            kind = f"{type(error).__name__}: "
+                            found.append(kind + str(error).splitlines()[-1].removeprefix(kind))
                     print(json.dumps([order, collate_fn is None, epoch, found]))
 
 

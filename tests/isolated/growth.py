@@ -1,6 +1,6 @@
-"""Measure a process before and after it has used many loaders or batches: ``growth.py CASE``.
+"""Measure a process before and after it has used many loaders or batches: ``growth.py CASE …``.
 
-Writes a line of JSON: what there was more of at the end.
+Writes a line of JSON for each case: what there was more of at its end.
 """
 
 from __future__ import annotations
@@ -83,19 +83,20 @@ def collated(samples: list[np.ndarray]) -> dict[str, object]:
 
 THREADS = {"num_workers": 2, "worker_method": "thread"}
 PROCESSES = {"num_workers": 2}
+KEPT = {"persistent_workers": True}
 # How to work, and how many rounds before and between the two measurements.
 CASES = {
-    "batches-inline": (many_batches(), 3, 10),
-    "batches-processes": (many_batches(persistent_workers=True, **PROCESSES), 3, 10),
-    "batches-threads": (many_batches(persistent_workers=True, **THREADS), 3, 10),
-    "batches-collated": (many_batches(collate_fn=collated, persistent_workers=True, **PROCESSES), 3, 6),
-    "batches-arrival": (many_batches(order="arrival", persistent_workers=True, **PROCESSES), 3, 10),
-    "epochs-processes": (many_epochs(**PROCESSES), 3, 12),
-    "epochs-threads": (many_epochs(**THREADS), 3, 12),
-    "epochs-arrival": (many_epochs(order="arrival", **THREADS), 3, 12),
-    "loaders-inline": (many_loaders(num_workers=0), 20, 100),
-    "loaders-processes": (many_loaders(**PROCESSES), 2, 6),
-    "loaders-threads": (many_loaders(**THREADS), 20, 60),
+    "batches-inline": (lambda: many_batches(), 3, 10),
+    "batches-processes": (lambda: many_batches(**KEPT, **PROCESSES), 3, 10),
+    "batches-threads": (lambda: many_batches(**KEPT, **THREADS), 3, 10),
+    "batches-collated": (lambda: many_batches(collate_fn=collated, **KEPT, **PROCESSES), 3, 6),
+    "batches-arrival": (lambda: many_batches(order="arrival", **KEPT, **PROCESSES), 3, 10),
+    "epochs-processes": (lambda: many_epochs(**PROCESSES), 3, 12),
+    "epochs-threads": (lambda: many_epochs(**THREADS), 3, 12),
+    "epochs-arrival": (lambda: many_epochs(order="arrival", **THREADS), 3, 12),
+    "loaders-inline": (lambda: many_loaders(num_workers=0), 20, 100),
+    "loaders-processes": (lambda: many_loaders(**PROCESSES), 2, 6),
+    "loaders-threads": (lambda: many_loaders(**THREADS), 20, 60),
 }
 
 
@@ -116,13 +117,15 @@ def measure() -> dict[str, int]:
 
 
 def main(case: str) -> None:
-    work, before, between = CASES[case]
+    make, before, between = CASES[case]
+    work = make()
     work(before)
     first = measure()
     work(between)
     last = measure()
-    print(json.dumps({name: last[name] - first[name] for name in first}))
+    print(json.dumps([case, {name: last[name] - first[name] for name in first}]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for case in sys.argv[1:]:
+        main(case)

@@ -35,13 +35,13 @@ def main(limit: str) -> None:
         size = psutil.Process().memory_info().vms + (3 << 30)
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
     for options in ({"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "worker_method": "thread"}):
-        kept = [list(DataLoader(Arrays(400), 2, **options)) for _ in range(2)]
+        kept = [list(DataLoader(Arrays(160), 2, **options)) for _ in range(2)]
         for epoch in kept:
-            assert len(epoch) == 200
+            assert len(epoch) == 80
             for number, batch in enumerate(epoch):
                 assert batch["a"].unique().tolist() == [2 * number, 2 * number + 1]
-        lists = list(DataLoader(Arrays(400), 2, collate_fn=held, **options))
-        assert [batch[0]["b"][0] for batch in lists] == list(range(0, 400, 2))
+        lists = list(DataLoader(Arrays(160), 2, collate_fn=held, **options))
+        assert [batch[0]["b"][0] for batch in lists] == list(range(0, 160, 2))
         print("held", len(kept[0]) + len(kept[1]) + len(lists), "batches")
 
 

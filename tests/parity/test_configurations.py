@@ -234,7 +234,7 @@ def one_pass(
 
 PUBLIC = (
     *("batch_size", "num_workers", "pin_memory", "pin_memory_device", "drop_last", "timeout"),
-    *("prefetch_factor", "persistent_workers", "in_order", "worker_init_fn", "collate_fn"),
+    *("persistent_workers", "in_order", "worker_init_fn", "collate_fn"),
 )
 
 
@@ -243,6 +243,7 @@ def attributes(loader: Any) -> Any:
     return {
         **{name: describe(getattr(loader, name)) for name in PUBLIC},
         "dataset": type(loader.dataset),
+        "prefetch_factor": loader.prefetch_factor,
         "sampler": type(loader.sampler),
         "batch_sampler": type(loader.batch_sampler),
         "generator": type(loader.generator),

@@ -1,0 +1,55 @@
+"""A dataset whose samples say which they are, and a model that learns nothing from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+OURS = ["BatchIterator"]
+"""What ``engines()`` sees if nothing is loaded by torch's engine."""
+
+
+class Indexed(Dataset[dict[str, Any]]):
+    """Samples of two numbers, with their index."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.tensor([index / self.size, 1.0]), "index": index}
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    """The same from an iterable dataset."""
+
+    def __init__(self, size: int) -> None:
+        self.samples = Indexed(size)
+
+    def __iter__(self) -> Any:
+        yield from (self.samples[index] for index in range(self.samples.size))
+
+
+def noisy(sample: dict[str, Any]) -> dict[str, Any]:
+    """A transform that draws, and marks the sample."""
+    return {**sample, "noise": torch.rand(()), "marked": True}
+
+
+class Model(torch.nn.Module):
+    """Two weights; remembers the indices that it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(2, 1)
+        self.seen: list[int] = []
+
+    def forward(
+        self, x: torch.Tensor, index: torch.Tensor, **more: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        self.seen += index.tolist()
+        output = self.line(x)
+        return {"loss": (output - 1).square().mean(), "output": output}

@@ -1,0 +1,150 @@
+"""What one rank of a job does: ``programs.py NAME``; writes what it found as one line of JSON.
+
+Each epoch is the list of its batches, each batch the list of its indices.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+import minato
+from tests.integrations.models import Indexed, Model, Stream, noisy
+from tests.integrations.ranks import engines, rank_and_count
+
+NUM_EPOCHS = 3
+
+
+def train(model: torch.nn.Module, batches: Any) -> list[list[int]]:
+    """One epoch of steps in which all ranks take part; they hang if one has fewer batches."""
+    epoch = []
+    for batch in batches:
+        model(**batch)["loss"].backward()
+        epoch.append(batch["index"].tolist())
+    return epoch
+
+
+def ddp() -> dict[str, Any]:
+    """DistributedDataParallel with a DistributedSampler, the way torch's documentation shows it."""
+    rank, count = rank_and_count()
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(Model())
+    data = Indexed(40)
+    found: dict[str, Any] = {"expected": []}
+    for order in ("strict", "arrival"):
+        sampler = DistributedSampler(data, count, rank, shuffle=True, seed=5)
+        loader = minato.DataLoader(
+            data, 4, sampler=sampler, num_workers=2, order=order, persistent_workers=True
+        )
+        found[order] = []
+        for epoch in range(NUM_EPOCHS):
+            sampler.set_epoch(epoch)
+            if order == "strict":
+                found["expected"].append(list(sampler))
+            found[order].append(train(model, loader))
+    dist.destroy_process_group()
+    return found
+
+
+def accelerated() -> dict[str, Any]:
+    """Accelerate with loaders of several kinds, and nothing said of minato."""
+    import accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(Model())
+    loaders = {
+        "torch's shuffling": minato.DataLoader(Indexed(40), 4, shuffle=True),
+        "seeded": minato.DataLoader(Indexed(40), 4, shuffle=True, num_workers=2, seed=5),
+        "arrival": minato.DataLoader(Indexed(40), 4, num_workers=2, order="arrival"),
+        "uneven": minato.DataLoader(Indexed(42), 4, num_workers=2, transforms=[noisy]),
+        "stream": minato.DataLoader(Stream(40), 4, num_workers=1),
+    }
+    found: dict[str, Any] = {}
+    for name, loader in loaders.items():
+        prepared = accelerator.prepare(loader)
+        found[name] = [train(model, prepared) for _ in range(NUM_EPOCHS)]
+        if name == "seeded":
+            skipping = accelerator.skip_first_batches(prepared, 2)
+            skipping.set_epoch(1)
+            found["resumed"] = train(model, skipping)
+    accelerator.end_training()
+    return found
+
+
+def lightning() -> dict[str, Any]:
+    """Lightning with a loader that is passed, one that the module makes, and one in Fabric."""
+    from lightning.fabric import Fabric
+    from lightning.pytorch import LightningModule, Trainer
+
+    found: dict[str, Any] = {}
+    options: Any = {
+        **{"batch_size": 4, "shuffle": True, "num_workers": 2},
+        **{"transforms": [noisy], "order": "arrival", "seed": 5},
+    }
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model()
+            self.epochs: list[list[list[int]]] = []
+
+        def on_train_epoch_start(self) -> None:
+            self.epochs.append([])
+
+        def training_step(self, batch: dict[str, Any], number: int) -> torch.Tensor:
+            self.epochs[-1].append(batch["index"].tolist())
+            assert batch["marked"].all()
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    class Making(Module):
+        def train_dataloader(self) -> minato.DataLoader[Any]:
+            return minato.DataLoader(Indexed(40), **options)
+
+    def keep(name: str, epochs: list[list[list[int]]], used: Any) -> None:
+        found[name] = {
+            "epochs": epochs,
+            "sampler": type(used.sampler).__name__,
+            "shuffles": used.sampler.shuffle,
+            "order": used.order,
+            "seed": used.seed,
+            "bounded": type(used.prefetch_factor) is int,
+            "last epoch": used._epoch,
+        }
+
+    def fit(name: str, module: Module, *loaders: Any) -> None:
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            max_epochs=NUM_EPOCHS,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, *loaders)
+        keep(name, module.epochs, trainer.train_dataloader)
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    loader = fabric.setup_dataloaders(minato.DataLoader(Indexed(40), **options))
+    model = Model()
+    keep("fabric", [train(model, loader) for _ in range(NUM_EPOCHS)], loader._dataloader)
+    fit("passed", Module(), minato.DataLoader(Indexed(40), **options))
+    fit("made", Making())
+    return found
+
+
+if __name__ == "__main__":
+    program = {"ddp": ddp, "accelerated": accelerated, "lightning": lightning}[sys.argv[1]]
+    with engines() as seen:
+        result = program()
+    print(json.dumps({**result, "engines": seen()}))

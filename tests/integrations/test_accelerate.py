@@ -1,0 +1,196 @@
+"""Accelerate in one process: what it rebuilds stays ours, with all options."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+
+import minato
+from tests.integrations.models import OURS, Indexed, Stream, noisy
+from tests.integrations.ranks import engines
+
+accelerate = pytest.importorskip("accelerate", "1.0")
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+OPTIONS: dict[str, Any] = {
+    "transforms": [noisy],
+    "order": "fast_first",
+    "max_lag": 3,
+    "seed": 5,
+    "memory_budget_bytes": 1 << 20,
+    "worker_method": "thread",
+    "on_worker_death": "raise",
+}
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Any]:
+    AcceleratorState._reset_state(True)
+    yield accelerate.Accelerator(cpu=True)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def indices(batches: Any) -> list[list[int]]:
+    return [batch["index"].tolist() for batch in batches]
+
+
+def test_prepare_keeps_engine_and_options(accelerator: Any) -> None:
+    loader = minato.DataLoader(Indexed(20), 4, num_workers=2, shuffle=True, **OPTIONS)
+    prepared = accelerator.prepare(loader)
+    with engines() as seen:
+        batches = list(prepared)
+    assert seen() == OURS
+    assert all(batch["marked"].all() for batch in batches)
+    assert sorted(chain(*indices(batches))) == list(range(20))
+    assert type(prepared.base_dataloader) is minato.DataLoader
+    assert {name: getattr(prepared, name) for name in OPTIONS} == OPTIONS
+    assert type(prepared.prefetch_factor) is not int  # the default, which does not bound
+
+
+def test_prepare_gives_what_the_loader_gives(accelerator: Any) -> None:
+    def fresh() -> Any:
+        return minato.DataLoader(
+            Indexed(20), 4, num_workers=2, shuffle=True, seed=5, transforms=[noisy]
+        )
+
+    loader, prepared = fresh(), accelerator.prepare(fresh())
+    for _ in range(3):
+        for mine, theirs in zip(loader, prepared, strict=True):
+            assert mine["index"].tolist() == theirs["index"].tolist()
+            assert torch.equal(mine["noise"], theirs["noise"])
+
+
+def test_a_bound_of_prefetching_is_kept(accelerator: Any) -> None:
+    loader = minato.DataLoader(Indexed(20), 4, num_workers=1, prefetch_factor=3)
+    prepared = accelerator.prepare(loader)
+    assert (prepared.prefetch_factor, type(prepared.prefetch_factor)) == (3, int)
+
+
+def test_skipping_goes_on_in_the_same_epoch(accelerator: Any) -> None:
+    prepared = accelerator.prepare(
+        minato.DataLoader(Indexed(20), 4, shuffle=True, seed=5, transforms=[noisy])
+    )
+    whole = [list(prepared) for _ in range(3)]
+    prepared.set_epoch(2)
+    with engines() as seen:
+        rest = list(accelerator.skip_first_batches(prepared, 2))
+    assert seen() == OURS
+    assert indices(rest) == indices(whole[2][2:])
+    assert [b["noise"].tolist() for b in rest] == [b["noise"].tolist() for b in whole[2][2:]]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_skipping_without_an_accelerator(shuffle: bool) -> None:
+    loader = minato.DataLoader(Indexed(20), 4, shuffle=shuffle, seed=5, transforms=[noisy])
+    loader.set_epoch(2)
+    whole = list(loader)
+    loader.set_epoch(2)
+    skipping = accelerate.skip_first_batches(loader, 2)
+    assert type(skipping) is minato.DataLoader
+    rest = list(skipping)
+    assert indices(rest) == indices(whole[2:])
+    assert [b["noise"].tolist() for b in rest] == [b["noise"].tolist() for b in whole[2:]]
+
+
+def test_skipping_in_a_stream(accelerator: Any) -> None:
+    prepared = accelerator.prepare(minato.DataLoader(Stream(20), 4, num_workers=1))
+    with engines() as seen:
+        assert indices(accelerator.skip_first_batches(prepared, 3)) == [
+            [12, 13, 14, 15],
+            [16, 17, 18, 19],
+        ]
+        assert indices(accelerate.skip_first_batches(minato.DataLoader(Stream(20), 4), 4)) == [
+            [16, 17, 18, 19]
+        ]
+    assert seen() == OURS
+
+
+def test_batch_sampler_and_batch_sampler_as_sampler(accelerator: Any) -> None:
+    batches = BatchSampler(range(20), 4, False)
+    for arguments in ({"batch_sampler": batches}, {"sampler": batches, "batch_size": None}):
+        prepared = accelerator.prepare(
+            minato.DataLoader(Indexed(20), order="batch", num_workers=1, **arguments)
+            if "batch_sampler" in arguments
+            else minato.DataLoader(Listed(20), num_workers=1, **arguments)
+        )
+        with engines() as seen:
+            assert sorted(chain(*indices(prepared))) == list(range(20))
+        assert seen() == OURS
+
+
+class Listed(Indexed):
+    """Takes a whole batch's indices as one."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return {"index": torch.tensor(index)}
+
+
+def test_set_epoch_reaches_a_distributed_sampler(accelerator: Any) -> None:
+    sampler = DistributedSampler(Indexed(20), 1, 0, seed=5)
+    prepared = accelerator.prepare(minato.DataLoader(Indexed(20), 20, sampler=sampler))
+    prepared.set_epoch(4)
+    assert sampler.epoch == 4
+    assert list(chain(*indices(prepared))) == list(sampler)
+    assert prepared.base_dataloader._epoch == 4
+
+
+def test_a_seedable_sampler_on_demand() -> None:
+    AcceleratorState._reset_state(True)
+    config = accelerate.DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
+    for seed in (None, 5):
+        loader = minato.DataLoader(Indexed(20), 4, shuffle=True, seed=seed)
+        prepared = accelerator.prepare(loader)
+        first, second = indices(prepared), indices(prepared)
+        assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(20))
+        assert first != second
+        prepared.set_epoch(0)
+        assert indices(prepared) == first
+    AcceleratorState._reset_state(True)
+
+
+def test_a_prepared_loader_can_be_copied(accelerator: Any) -> None:
+    prepared = accelerator.prepare(minato.DataLoader(Indexed(8), 4, order="arrival"))
+    for twin in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        assert type(twin.base_dataloader) is minato.DataLoader
+        assert twin.order == "arrival"
+        assert indices(twin) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_subclass_becomes_ours_as_torchs_become_torchs(accelerator: Any) -> None:
+    class Special(minato.DataLoader):
+        def __init__(self, path: str) -> None:
+            super().__init__(Indexed(8), 4, transforms=[noisy])
+
+    prepared = accelerator.prepare(Special("somewhere"))
+    assert type(prepared.base_dataloader) is minato.DataLoader
+    assert all(batch["marked"].all() for batch in prepared)
+
+
+def test_torchs_loaders_stay_torchs(accelerator: Any) -> None:
+    loader = torch.utils.data.DataLoader(Indexed(8), 4, sampler=RandomSampler(Indexed(8)))
+    prepared = accelerator.prepare(loader)
+    assert type(prepared.base_dataloader) is torch.utils.data.DataLoader
+    assert type(accelerate.skip_first_batches(loader, 1)) is torch.utils.data.DataLoader
+    assert sorted(chain(*indices(prepared))) == list(range(8))
+
+
+def test_losing_the_engine_is_told() -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+    AcceleratorState._reset_state(True)
+    config = accelerate.DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
+    accelerator.prepare(torch.utils.data.DataLoader(Indexed(8), 4))
+    with pytest.warns(UserWarning, match="loads without minato"):
+        accelerator.prepare(minato.DataLoader(Indexed(8), 4))
+    AcceleratorState._reset_state(True)

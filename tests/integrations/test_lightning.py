@@ -1,0 +1,100 @@
+"""Lightning in one process."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+
+import minato
+from tests.integrations.models import OURS, Indexed, Model, noisy
+from tests.integrations.ranks import engines
+
+lightning = pytest.importorskip("lightning.pytorch", "2.4")
+from lightning.pytorch.callbacks import BasePredictionWriter  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:lightning.*"
+)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+
+    def training_step(self, batch: dict[str, Any], number: int) -> torch.Tensor:
+        return self.model(**batch)["loss"]
+
+    def validation_step(self, batch: dict[str, Any], number: int) -> None:
+        self.model(**batch)
+
+    def predict_step(self, batch: dict[str, Any], number: int) -> list[int]:
+        return batch["index"].tolist()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class Written(BasePredictionWriter):
+    """Pairs of what was predicted and the samples that Lightning takes it for."""
+
+    def __init__(self) -> None:
+        super().__init__("batch")
+        self.pairs: list[tuple[list[int], list[int]]] = []
+
+    def write_on_batch_end(
+        self,
+        trainer: Any,
+        module: Any,
+        prediction: Any,
+        batch_indices: Any,
+        *more: Any,
+    ) -> None:
+        self.pairs.append((prediction, list(batch_indices)))
+
+
+def trainer(**options: Any) -> Any:
+    return lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def test_fit_and_validate() -> None:
+    module = Module()
+    train = minato.DataLoader(Indexed(20), 4, shuffle=True, num_workers=2, persistent_workers=True)
+    valid = minato.DataLoader(Indexed(8), 4, num_workers=2, transforms=[noisy])
+    with engines() as seen:
+        trainer(max_epochs=2, num_sanity_val_steps=0).fit(module, train, valid)
+    assert seen() == OURS
+    assert sorted(module.model.seen) == sorted([*range(20), *range(8)] * 2)
+
+
+@pytest.mark.parametrize("order", ["strict", "batch", "arrival", "fast_first"])
+def test_predictions_belong_to_their_samples(order: str) -> None:
+    written = Written()
+    loader = minato.DataLoader(
+        Indexed(20), 4, num_workers=2, order=order, transforms=[noisy, slow_at_first]
+    )
+    if order == "strict":
+        trainer(callbacks=[written]).predict(Module(), loader)
+    else:
+        with pytest.warns(UserWarning, match="delivered in strict order"):
+            trainer(callbacks=[written]).predict(Module(), loader)
+    assert list(chain(*(mine for mine, _ in written.pairs))) == list(range(20))
+    assert all(mine == theirs for mine, theirs in written.pairs)
+    assert loader.order == order  # the user's own loader stays as it is
+
+
+def slow_at_first(sample: dict[str, Any]) -> dict[str, Any]:
+    """Makes the first batch the last to be complete, if that may be."""
+    if sample["index"] == 1:
+        torch.randn(400, 400).matrix_exp()
+    return sample

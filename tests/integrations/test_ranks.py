@@ -1,0 +1,97 @@
+"""Two processes over gloo: every rank has the same number of batches, and every index comes once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from tests.integrations.models import OURS
+from tests.integrations.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+
+Epoch = list[list[int]]
+
+
+def indices(epochs: Iterable[Epoch]) -> list[int]:
+    """All indices of one epoch over the ranks, sorted."""
+    return sorted(chain(*chain(*epochs)))
+
+
+def check(ranks: list[list[Epoch]], size: int, *, shuffled: bool) -> None:
+    """Compare the epochs of all ranks with what a dataset of this size must give."""
+    for epochs in zip(*ranks, strict=True):
+        assert len({len(epoch) for epoch in epochs}) == 1
+        assert indices(epochs) == list(range(size))
+    first_orders = [tuple(chain(*epoch)) for epoch in ranks[0]]
+    assert len(set(first_orders)) == (len(first_orders) if shuffled else 1)
+
+
+def test_distributed_data_parallel() -> None:
+    ranks = run_ranks("ddp")
+    for rank in ranks:
+        assert rank["engines"] == OURS
+        assert [list(chain(*epoch)) for epoch in rank["strict"]] == rank["expected"]
+    for order in ("strict", "arrival"):
+        check([rank[order] for rank in ranks], 40, shuffled=True)
+
+
+@pytest.fixture(scope="module")
+def accelerated() -> list[dict[str, Any]]:
+    pytest.importorskip("accelerate", "1.0")
+    return run_ranks("accelerated")
+
+
+@pytest.mark.parametrize("kind", ["torch's shuffling", "seeded"])
+def test_accelerate_shards_what_is_shuffled(accelerated: list[dict[str, Any]], kind: str) -> None:
+    check([rank[kind] for rank in accelerated], 40, shuffled=True)
+
+
+def test_accelerate_keeps_the_engine(accelerated: list[dict[str, Any]]) -> None:
+    assert [rank["engines"] for rank in accelerated] == [OURS, OURS]
+
+
+def test_accelerate_skips_batches_of_the_same_epoch(accelerated: list[dict[str, Any]]) -> None:
+    for rank in accelerated:
+        assert rank["resumed"] == rank["seeded"][1][2:]
+
+
+def test_accelerate_with_batches_that_mix(accelerated: list[dict[str, Any]]) -> None:
+    for epochs in zip(*(rank["arrival"] for rank in accelerated), strict=True):
+        assert [len(epoch) for epoch in epochs] == [5, 5]
+        assert indices(epochs) == list(range(40))
+
+
+def test_accelerate_fills_up_the_last_batch(accelerated: list[dict[str, Any]]) -> None:
+    for epochs in zip(*(rank["uneven"] for rank in accelerated), strict=True):
+        assert [len(epoch) for epoch in epochs] == [6, 6]
+        assert set(indices(epochs)) == set(range(42))
+
+
+def test_accelerate_dispatches_a_stream(accelerated: list[dict[str, Any]]) -> None:
+    check([rank["stream"] for rank in accelerated], 40, shuffled=False)
+
+
+@pytest.fixture(scope="module")
+def lightning() -> list[dict[str, Any]]:
+    pytest.importorskip("lightning", "2.4")
+    return run_ranks("lightning")
+
+
+@pytest.mark.parametrize("kind", ["fabric", "passed", "made"])
+def test_lightning_injects_a_sampler(lightning: list[dict[str, Any]], kind: str) -> None:
+    for rank in lightning:
+        assert rank["engines"] == OURS
+        used = {key: value for key, value in rank[kind].items() if key != "epochs"}
+        assert used == {
+            "sampler": "DistributedSampler",
+            "shuffles": True,
+            "order": "arrival",
+            "seed": 5,
+            "bounded": False,
+            "last epoch": 2,
+        }
+    check([rank[kind]["epochs"] for rank in lightning], 40, shuffled=True)

@@ -1,0 +1,427 @@
+"""Every instant: kill a worker after each change of memory, stop it at each instruction.
+
+    python -m tests.stress.ledger_steps --twin c [--stops N]
+
+A worker's effect on the others is what it writes to shared memory. So its work is run once, step by step, and memory is
+kept after each change: these are all the states in which a kill can leave the ledger. From each of them the others must
+finish, with every sample delivered once.
+
+Then a worker is stopped at an instruction in the middle of an operation, the others go on as far as they can, up to
+several rounds of the ring, and it continues with what it had read. (Only for the compiled twin: the pure one holds a
+lock, and nobody else is in the middle of anything.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from tests.stress.bare import core, fork
+from tests.stress.tracee import POSSIBLE, Tracee
+
+UNTRACEABLE = 77
+"""Exit status where processes cannot be traced."""
+HANG_S = 20
+SLOT = (4096, 4160, 1 << 20)
+EVERYTHING = 10**9
+
+
+@dataclass(frozen=True)
+class Scene:
+    """How samples are published and worked on."""
+
+    name: str
+    bound: bool = False
+    late: bool = False
+    ragged: bool = False
+    max_run: int = 1
+
+
+SCENES = (
+    Scene("bound", bound=True, max_run=2),
+    Scene("bound one by one", bound=True),
+    Scene("bound, collated", bound=True, ragged=True, max_run=2),
+    Scene("arrival"),
+    Scene("arrival, collated", ragged=True),
+    Scene("late", late=True, max_run=2),
+)
+
+
+class World:
+    """A small ledger with its consumer and all its workers in one process; one of them can live in another.
+
+    Two batches of two samples fill the ring, so that everything new uses old records.
+    """
+
+    WORKERS, BATCHES, SIZE = 3, 3, 2
+
+    def __init__(self, twin: str, scene: Scene) -> None:
+        self.module = core(f"_ledger_{twin}")
+        self.scene = scene
+        sizes = self.WORKERS, self.BATCHES, 2 * self.SIZE
+        self.nbytes = self.module.Ledger.nbytes(*sizes) + 8 * 2 * self.SIZE
+        self.memory = mmap.mmap(-1, 1 << 14)
+        self.ledger = self.module.Ledger(self.memory, sizes)
+        start = self.module.Ledger.nbytes(*sizes)
+        self.values = memoryview(self.memory)[start : self.nbytes].cast("q")
+        self.pass_index = self.next_position = 0
+        self.open: list[int] = []
+        self.is_abandoned = False
+        self.wanted: set[int] = set()
+        self.delivered: list[int] = []
+        self.ledger.open_pass(0)
+        for _ in range(2):
+            self.publish()
+
+    # ---- the consumer
+
+    def publish(self) -> None:
+        """Open a batch; keys are positions + 1000."""
+        start = self.next_position
+        keys = [1000 + start + k for k in range(self.SIZE)]
+        arguments = (SLOT, self.pass_index, 0, 0, self.scene.bound)
+        self.open.append(self.ledger.publish(keys, self.SIZE, *arguments))
+        self.wanted.update(keys)
+        self.next_position = start + self.SIZE
+
+    def deliver(self) -> None:
+        """Take what is ready and check it; retire what is settled."""
+        if self.is_abandoned:
+            return
+        for batch in self.open[:]:
+            if self.ledger.state(batch) != self.module.READY:
+                continue
+            _, first, count, *_ = self.ledger.describe(batch)
+            keys = [1000 + position for position in self.ledger.occupants(batch)]
+            places = [place % len(self.values) for place in range(first, first + count)]
+            assert [self.values[place] for place in places] == keys, (batch, keys)
+            if not set(keys) <= set(self.delivered):
+                assert not set(keys) & set(self.delivered), f"repeated: {keys}"
+                self.delivered += keys
+            if self.scene.bound or self.ledger.settled(batch):
+                self.ledger.retire(batch)
+                self.open.remove(batch)
+
+    def publish_more(self, batches: int) -> None:
+        """Go round the ring, as far as there is room."""
+        for _ in range(batches):
+            if not self.ledger.has_room(self.SIZE):
+                return
+            self.publish()
+            self.work(2)
+            self.deliver()
+
+    def bind_late(self) -> None:
+        if not self.scene.bound and len(self.open) > 1:
+            self.ledger.bind_late(self.open[0], self.open[-1])
+
+    def cancel(self) -> bool:
+        """Abandon the pass and begin another; False while somebody works for it: ask again."""
+        self.is_abandoned = True
+        for batch in self.open:
+            self.ledger.cancel(batch)
+        if not all(self.ledger.settled(b) and self.ledger.close(b) for b in self.open):
+            return False
+        for batch in self.open:
+            self.ledger.retire(batch)
+        self.open.clear()
+        self.wanted = set(self.delivered)
+        self.pass_index += 1
+        self.ledger.open_pass(self.pass_index)
+        self.is_abandoned = False
+        return True
+
+    # ---- workers
+
+    def work(self, worker: int, samples: int = EVERYTHING, pause: Callable[[], None] = int) -> None:
+        """Do up to so many leases of a worker; ``pause`` is called between operations."""
+        for _ in range(samples):
+            pause()
+            lease = self.ledger.claim(worker, self.scene.max_run)
+            if lease is None:
+                return
+            batch, k, count = lease
+            if count == 0:
+                self.collate(batch)
+                continue
+            first = self.ledger.describe(batch)[1]
+            keys = self.ledger.keys(batch, k, count)
+            if self.scene.bound and self.scene.max_run > 1:
+                for place, key in enumerate(keys, first + k):
+                    self.write(batch, place, key)
+                pause()
+                self.finished(batch, self.ledger.fill_run(worker, batch, k, count), pause)
+                continue
+            for position, key in enumerate(keys, first + k):
+                self.sample(worker, position, key, pause)
+
+    def sample(self, worker: int, position: int, key: int, pause: Callable[[], None] = int) -> None:
+        pause()
+        place, there, _ = self.ledger.reserve(worker, position, self.scene.late)
+        self.write(there, place, key)
+        pause()
+        self.finished(there, self.ledger.fill(worker, position, place), pause)
+
+    def write(self, batch: int, place: int, key: int) -> None:
+        self.values[place % len(self.values)] = key
+        if self.scene.ragged:
+            self.ledger.attach(place, 8192 | self.module.SAMPLE_BLOB, key)
+        else:
+            self.ledger.publish_layout(batch, 4096)
+
+    def finished(self, batch: int, outcome: int, pause: Callable[[], None] = int) -> None:
+        if outcome == self.module.MUST_COLLATE:
+            pause()
+            self.collate(batch)
+
+    def collate(self, batch: int) -> None:
+        self.ledger.set_ready(batch, 16384 | self.module.SAMPLE_BLOB, 20)
+
+    # ---- the end
+
+    def end(self) -> None:
+        """Everything that is wanted has been delivered once."""
+        self.work(2)
+        assert not self.is_abandoned or self.cancel()
+        self.deliver()
+        assert sorted(self.delivered) == sorted(self.wanted), (self.delivered, self.wanted)
+        assert self.open == []
+
+
+# ---------------------------------------------------------------------------------------------- kills
+
+
+def images(world: World, twin: str, run: Callable[[], None]) -> list[bytes]:
+    """Memory after each change that ``run`` makes to it."""
+    found = [world.memory[: world.nbytes]]
+
+    def look() -> None:
+        image = world.memory[: world.nbytes]
+        if image != found[-1]:
+            found.append(image)
+
+    if twin == "c":
+        tracee = Tracee(lambda pause: (pause(), run(), pause()))
+        while tracee.step():
+            look()
+        tracee.finish()
+        return found
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        frame.f_trace_opcodes = True
+        look()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(None)
+    look()
+    return found
+
+
+def in_a_copy(run: Callable[[], None]) -> int:
+    """Status of a forked process that runs this; one that hangs is killed."""
+    pid = fork(lambda: (signal.alarm(HANG_S), run()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def after_kill(world: World, other: int) -> dict[str, Callable[[], None]]:
+    """What the others may do when worker 0 is killed, while worker 1 has a sample in hand."""
+
+    def worker_1() -> None:
+        if other >= 0:
+            world.sample(1, other, 1000 + other)
+
+    def found_at_once() -> None:
+        world.ledger.release(0)
+        worker_1()
+
+    def found_late() -> None:
+        world.bind_late()
+        worker_1()
+        world.work(2)
+        world.deliver()
+        world.ledger.release(0)
+
+    def found_rounds_later() -> None:
+        worker_1()
+        world.work(2)
+        world.deliver()
+        world.publish_more(5)
+        world.ledger.release(0)
+        world.work(2)
+        world.deliver()
+        world.publish_more(5)
+
+    def abandoned() -> None:
+        world.cancel()
+        worker_1()
+        world.ledger.release(0)
+        world.deliver()
+        assert world.cancel()
+        world.publish_more(3)
+
+    return {
+        "found at once": found_at_once,
+        "found late": found_late,
+        "found rounds later": found_rounds_later,
+        "abandoned": abandoned,
+    }
+
+
+def kill_everywhere(twin: str) -> int:
+    """Kill worker 0 in every state; returns how many there were."""
+    count = 0
+    for scene in SCENES:
+        for worker_1_is_busy in (False, True):
+            world = World(twin, scene)
+            other = -1
+            if worker_1_is_busy:
+                batch, k, _ = world.ledger.claim(1, 1)
+                other = world.ledger.describe(batch)[1] + k
+            states = images(world, twin, lambda world=world: world.work(0))
+            for number, image in enumerate(states):
+                for name, others in after_kill(world, other).items():
+                    world.memory[: world.nbytes] = image
+                    status = in_a_copy(lambda others=others, world=world: (others(), world.end()))
+                    where = f"{scene.name}, killed in state {number} of {len(states)}, {name}"
+                    assert status == 0, f"{where}: status {status}"
+            count += len(states)
+    return count
+
+
+# ---------------------------------------------------------------------------------------------- stops
+
+
+def meanwhile() -> dict[str, Callable[[World], None]]:
+    """What the others may do while a worker stands still."""
+
+    def finish(world: World) -> None:
+        world.work(2)
+        world.deliver()
+
+    def go_round(world: World) -> None:
+        finish(world)
+        world.publish_more(7)
+
+    def bind(world: World) -> None:
+        world.bind_late()
+        finish(world)
+
+    def abandon(world: World) -> None:
+        world.deliver()
+        if world.cancel():
+            world.publish()
+            world.publish()
+
+    def abandon_and_go_round(world: World) -> None:
+        if world.cancel():
+            world.publish_more(5)
+
+    def lose_another(world: World) -> None:
+        world.work(1, 1)
+        world.ledger.claim(1, 1)
+        world.ledger.release(1)
+        finish(world)
+
+    return {
+        "finish": finish,
+        "go round the ring": go_round,
+        "bind late": bind,
+        "abandon": abandon,
+        "abandon and go round the ring": abandon_and_go_round,
+        "lose another worker": lose_another,
+    }
+
+
+def stop_somewhere(twin: str, scene: Scene, operation: int, at: int, others: Callable[[World], None]) -> bool:
+    """Stop worker 0 at an instruction of its n-th operation; False if there are not so many."""
+    world = World(twin, scene)
+    tracee = Tracee(lambda pause: world.work(0, EVERYTHING, pause), f"_ledger_{twin}")
+    try:
+        for _ in range(operation):
+            if not tracee.resume():
+                return False
+        for _ in range(at):
+            if not tracee.step_inside():
+                return False
+        others(world)
+        tracee.finish()
+        world.end()
+    finally:
+        tracee.kill()
+    return True
+
+
+def num_stops(scene: Scene, operation: int) -> int:
+    """Instructions of the module in the n-th operation; 0: there is no such operation."""
+    world = World("c", scene)
+    tracee = Tracee(lambda pause: world.work(0, EVERYTHING, pause), "_ledger_c")
+    try:
+        for _ in range(operation):
+            if not tracee.resume():
+                return 0
+        count = 0
+        while tracee.step_inside():
+            count += 1
+        return count
+    finally:
+        tracee.kill()
+
+
+def stops(limit: int, draw: random.Random) -> Iterator[tuple[Scene, int, int, str]]:
+    """Where to stop: up to ``limit`` instructions of each operation, for everything that others may do."""
+    for scene in SCENES:
+        for operation in range(EVERYTHING):
+            there = num_stops(scene, operation)
+            if not there:
+                break
+            for name in meanwhile():
+                for at in sorted(draw.sample(range(1, there + 1), min(limit, there))):
+                    yield scene, operation, at, name
+
+
+def stop_everywhere(limit: int, seed: int) -> int:
+    count = 0
+    for scene, operation, at, name in stops(limit, random.Random(seed)):
+        others = meanwhile()[name]
+        status = in_a_copy(
+            lambda scene=scene, operation=operation, at=at, others=others: stop_somewhere(
+                "c", scene, operation, at, others
+            )
+        )
+        assert status == 0, f"{scene.name}, operation {operation}, instruction {at}, {name}: {status}"
+        count += 1
+    return count
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.stress.ledger_steps")
+    parser.add_argument("--twin", choices=["c", "py"], default="c")
+    parser.add_argument("--stops", type=int, default=0, help="instructions of each operation")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    if options.twin == "c" and not POSSIBLE:
+        return UNTRACEABLE
+    try:
+        print(f"kills {kill_everywhere(options.twin)}", flush=True)
+        if options.stops:
+            print(f"stops {stop_everywhere(options.stops, options.seed)}")
+    except PermissionError as error:
+        print(error)
+        return UNTRACEABLE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""Where batches lie: they stay valid while held, their memory is used again, and the budget is kept."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from minato import DataLoader
+from tests.datasets import Filled, Journal, Numbers, Samples, flat
+
+WORKERS = {
+    "inline": {"num_workers": 0},
+    "2-processes": {"num_workers": 2},
+    "2-threads": {"num_workers": 2, "worker_method": "thread"},
+}
+each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
+MEGABYTE = 1 << 20
+
+
+def check(batches: list[torch.Tensor], size: int) -> None:
+    """Each row of a ``Filled`` holds one index, and all are there."""
+    rows = [row.unique().tolist() for batch in batches for row in batch]
+    assert sorted(flat(rows)) == list(range(size))
+
+
+def arena_of(iterator: Any) -> Any:
+    return iterator._source.arena
+
+
+# ---- held batches ---------------------------------------------------------------------------
+
+
+@each
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_holding_every_batch_of_an_epoch(order: str, workers: dict[str, Any]) -> None:
+    persistent = workers["num_workers"] > 0
+    loader = DataLoader(
+        Filled(120, 1000), 2, shuffle=True, order=order, persistent_workers=persistent, **workers
+    )
+    held = [list(loader) for _ in range(3)]  # far more batches than are ever in flight
+    for batches in held:
+        check(batches, 120)
+    held[1].clear()
+    list(loader)
+    check(held[0], 120)
+    check(held[2], 120)
+
+
+@each
+def test_holding_a_part_of_a_batch(workers: dict[str, Any]) -> None:
+    samples = [{"a": np.full(1000, i), "b": torch.full((1000,), float(i))} for i in range(40)]
+    loader = DataLoader(Samples(samples), 4, **workers)
+    kept = [
+        (batch["a"][1:3], batch["b"].numpy()[3], batch["a"].untyped_storage()) for batch in loader
+    ]
+    for _ in range(3):
+        assert len(list(loader)) == 10
+    for number, (rows, row, storage) in enumerate(kept):
+        first = 4 * number
+        assert rows.unique().tolist() == [first + 1, first + 2]
+        assert np.unique(row).tolist() == [first + 3]
+        whole = torch.empty(0, dtype=torch.int64).set_(storage)
+        assert whole.unique().tolist() == list(range(first, first + 4))
+
+
+@each
+def test_batches_outlive_their_loader(workers: dict[str, Any]) -> None:
+    loader = DataLoader(Filled(40, 1000), 4, **workers)
+    batches = list(loader)
+    last = next(iter(loader))
+    del loader
+    gc.collect()
+    np.ones(10 * MEGABYTE)  # would land where the batches were, if that memory were free
+    check(batches, 40)
+    check([last], 4)
+
+
+def collated(samples: list[Any]) -> dict[str, Any]:
+    return {"arrays": samples, "sum": sum(samples), "text": "text"}
+
+
+@each
+def test_results_of_a_collate_fn_stay_valid(workers: dict[str, Any]) -> None:
+    loader = DataLoader(Filled(40, 1000), 4, collate_fn=collated, **workers)
+    kept = list(loader)
+    parts = [batch["arrays"][2][5:] for batch in loader]
+    for _ in range(3):
+        list(loader)
+    for number, (batch, part) in enumerate(zip(kept, parts, strict=True)):
+        values = [np.unique(array).tolist() for array in batch["arrays"]]
+        assert values == [[4 * number + i] for i in range(4)]
+        assert np.unique(batch["sum"]).tolist() == [16 * number + 6]
+        assert np.unique(part).tolist() == [4 * number + 2]
+        part += 1  # writable, as without workers
+
+
+@each
+def test_copies_of_batches_are_independent_of_the_arena(workers: dict[str, Any]) -> None:
+    for batch in DataLoader(Filled(8, 100), 4, **workers):
+        file = io.BytesIO()
+        torch.save(batch, file)
+        assert file.tell() < 4 * 400 + 2000
+        for twin in (copy.deepcopy(batch), pickle.loads(pickle.dumps(batch)), batch.clone()):
+            assert torch.equal(twin, batch)
+            assert twin.data_ptr() != batch.data_ptr()
+
+
+# ---- recycled slots -------------------------------------------------------------------------
+
+
+@each
+def test_memory_is_used_again(workers: dict[str, Any]) -> None:
+    ahead = {"prefetch_factor": 2} if workers["num_workers"] else {}
+    iterator = iter(DataLoader(Filled(400, 1000), 2, **ahead, **workers))
+    places = [next(iterator).data_ptr() for _ in range(100)]
+    assert len(set(places)) <= 8
+    assert arena_of(iterator).num_slots <= 8
+    assert arena_of(iterator).num_leased == 0
+    held = [next(iterator) for _ in range(50)]
+    assert len({batch.data_ptr() for batch in held}) == 50
+    assert arena_of(iterator).num_leased == 50
+    del held
+    assert arena_of(iterator).num_leased == 0
+    del iterator
+
+
+@each
+def test_next_iterator_uses_the_memory_of_the_last(workers: dict[str, Any]) -> None:
+    loader = DataLoader(Filled(40, 1000), 2, **workers)
+    places = []
+    for _ in range(5):
+        places.append({batch.data_ptr() for batch in loader})
+        gc.collect()
+    assert len(set().union(*places)) <= 8
+
+
+def pages_of(iterator: Any) -> int:
+    """Bytes of memory that an iterator's arena takes."""
+    return os.fstat(arena_of(iterator).segment.descriptor).st_blocks * 512
+
+
+def test_memory_of_dropped_batches_goes_back_to_the_system() -> None:
+    iterator = iter(DataLoader(Filled(1000, MEGABYTE // 4), 1, num_workers=1, prefetch_factor=2))
+    held = [next(iterator) for _ in range(60)]
+    assert pages_of(iterator) >= 60 * MEGABYTE
+    del held
+    for _ in range(60):
+        next(iterator)
+    assert pages_of(iterator) <= 16 * MEGABYTE
+    del iterator
+
+
+@each
+def test_nothing_is_in_dev_shm_and_no_worker_maps_it(workers: dict[str, Any]) -> None:
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        pytest.skip("there is no /dev/shm")
+    loader = DataLoader(Filled(40, 1000), 2, **workers)
+    before = set(os.listdir(shm))
+    iterator = iter(loader)
+    kept = [next(iterator) for _ in range(5)]
+    entries = set(os.listdir(shm)) - before
+    process = psutil.Process()
+    for each_process in (process, *process.children(recursive=True)):
+        paths = [area.path for area in each_process.memory_maps(grouped=True)]
+        # What else is mapped from there is not a loader's: semaphores of earlier tests, say.
+        assert not [path for path in paths if Path(path).name in entries and "/dev/shm" in path]
+    assert len(kept) == 5
+    if workers["num_workers"] == 0 or "worker_method" in workers:
+        assert entries == set()
+    del iterator
+
+
+# ---- the budget -----------------------------------------------------------------------------
+
+
+def test_without_workers_the_budget_is_of_no_concern() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(list(DataLoader(Filled(12, 1000), 2, memory_budget_bytes=1000)), 12)
+
+
+@pytest.mark.parametrize("workers", list(WORKERS.values())[1:], ids=list(WORKERS)[1:])
+def test_sample_larger_than_the_budget_works_with_one_warning(workers: dict[str, Any]) -> None:
+    loader = DataLoader(Filled(12, 1000), 2, memory_budget_bytes=1000, **workers)
+    with pytest.warns(ResourceWarning, match="memory_budget_bytes=1000.*one at a time") as caught:
+        check(list(loader), 12)
+    assert len(caught) == 1
+
+
+def test_budget_bounds_memory_behind_a_straggler() -> None:
+    # The first batch takes long; the others would all be finished meanwhile.
+    class Large(Journal):
+        """A quarter of a megabyte for each sample, a megabyte for a batch."""
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            number = super().__getitem__(index)
+            if number == 40:
+                time.sleep(0.4)
+            return torch.full((MEGABYTE // 16,), float(number))
+
+    budget = 6 * MEGABYTE
+    loader = DataLoader(Large(200), 4, memory_budget_bytes=budget, num_workers=2)
+    iterator = iter(loader)
+    most = 0
+    for number, batch in enumerate(iterator):
+        assert batch[:, 0].tolist() == [4 * number + i for i in range(4)]
+        if number < 49:  # the workers still run
+            most = max(most, pages_of(iterator))
+    # Beside what is in flight there is the batch in hand, and an arena keeps the pages of a few free slots.
+    assert 4 * MEGABYTE < most <= budget + 6 * MEGABYTE
+
+
+def test_default_budget_is_a_share_of_available_memory() -> None:
+    iterator = iter(DataLoader(Numbers(4), 2, num_workers=1))
+    budget = iterator._source._dispatcher._window.budget_bytes
+    available = psutil.virtual_memory().available
+    assert 0 < budget <= 0.3 * available + 64 * MEGABYTE
+    del iterator
+
+
+def test_batches_of_very_different_sizes() -> None:
+    sizes = [1, 10, 100_000, 3, 2_000_000, 5, 1]
+    samples = [np.full(size, number, np.float32) for number, size in enumerate(sizes * 6)]
+    for workers in WORKERS.values():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for number, batch in enumerate(DataLoader(Samples(samples), 1, **workers)):
+                assert batch.shape == (1, sizes[number % 7])
+                assert batch.unique().tolist() == [number]
