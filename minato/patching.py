@@ -11,6 +11,9 @@ from minato.loader import DataLoader
 
 __all__ = ["Patch", "patch", "unpatch"]
 
+_TORCHS_NAME = TorchDataLoader.__module__, TorchDataLoader.__qualname__
+_OUR_NAME = "minato._standin", "TorchDataLoader"
+
 _lock = threading.Lock()
 _depth = 0
 _names: list[Name] = []
@@ -50,6 +53,7 @@ def patch() -> Patch:
         if _depth == 1:
             stand_in(DataLoader)
             _names.extend(rebind(TorchDataLoader, DataLoader))
+            _go_by(_OUR_NAME)
     return Patch()
 
 
@@ -70,3 +74,9 @@ def unpatch() -> None:
                 if vars(module).get(name) is DataLoader:
                     vars(module)[name] = TorchDataLoader
             stand_in(None)
+            _go_by(_TORCHS_NAME)
+
+
+def _go_by(name: tuple[str, str]) -> None:
+    """Say where torch's class is to be found: pickle looks there for the class of a loader."""
+    TorchDataLoader.__module__, TorchDataLoader.__qualname__ = name

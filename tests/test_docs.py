@@ -54,11 +54,11 @@ def programs() -> list[Program]:
 
 def run(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a program in a fresh interpreter, with warnings as errors and the minato that is tested here."""
-    path = os.pathsep.join([str(Path(minato.__file__).parents[1]), *sys.path[1:]])
+    paths = [str(Path(minato.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, "-W", "error", "-W", FEW_CORES, program],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
         check=False,
@@ -66,6 +66,7 @@ def run(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", programs(), ids=lambda program: program.name)
 def test_programs_run_and_print_what_the_page_says(program: Program, tmp_path: Path) -> None:
     file = tmp_path / "program.py"

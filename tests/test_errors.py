@@ -375,6 +375,8 @@ WRONG_FOR_MINATO: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "budget": ({"memory_budget_bytes": 0}, ValueError, "memory_budget_bytes=0.*at least 1"),
     "budget-type": ({"memory_budget_bytes": 1e9}, TypeError, "memory_budget_bytes=1000000000.0"),
     "worker_method": ({"worker_method": "fiber"}, ValueError, "worker_method='fiber'.*'thread'"),
+    "on_worker_death": ({"on_worker_death": "skip"}, ValueError, "on_worker_death='skip'.*'raise'"),
+    "schedule": ({"schedule": "static"}, ValueError, "schedule='static'.*'round_robin'"),
     "rng": ({"rng": "torch"}, ValueError, "rng='torch'.*'sample', 'worker'"),
     "transforms": ({"transforms": [abs, 3]}, TypeError, r"transforms\[1\] is not callable: 3"),
     "transforms-type": ({"transforms": 3}, TypeError, "transforms must be a list of callables.*3"),

@@ -138,7 +138,8 @@ def test_memory_is_used_again(workers: dict[str, Any]) -> None:
 
 @each
 def test_next_iterator_uses_the_memory_of_the_last(workers: dict[str, Any]) -> None:
-    loader = DataLoader(Filled(40, 1000), 2, **workers)
+    ahead = {"prefetch_factor": 2} if workers["num_workers"] else {}
+    loader = DataLoader(Filled(40, 1000), 2, **ahead, **workers)
     places = []
     for _ in range(5):
         places.append({batch.data_ptr() for batch in loader})

@@ -83,8 +83,12 @@ def lightning() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     options: Any = {
-        **{"batch_size": 4, "shuffle": True, "num_workers": 2},
-        **{"transforms": [noisy], "order": "arrival", "seed": 5},
+        "batch_size": 4,
+        "shuffle": True,
+        "num_workers": 2,
+        "transforms": [noisy],
+        "order": "arrival",
+        "seed": 5,
     }
 
     class Module(LightningModule):

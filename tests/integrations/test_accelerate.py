@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler
 
 import minato
 from tests.integrations.models import OURS, Indexed, Stream, noisy
@@ -33,11 +33,20 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture
-def accelerator() -> Iterator[Any]:
+def make_accelerator() -> Iterator[Callable[..., Any]]:
+    def make(**options: Any) -> Any:
+        config = accelerate.DataLoaderConfiguration(**options)
+        return accelerate.Accelerator(cpu=True, dataloader_config=config)
+
     AcceleratorState._reset_state(True)
-    yield accelerate.Accelerator(cpu=True)
+    yield make
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
+
+
+@pytest.fixture
+def accelerator(make_accelerator: Callable[..., Any]) -> Any:
+    return make_accelerator()
 
 
 def indices(batches: Any) -> list[list[int]]:
@@ -115,24 +124,14 @@ def test_skipping_in_a_stream(accelerator: Any) -> None:
     assert seen() == OURS
 
 
-def test_batch_sampler_and_batch_sampler_as_sampler(accelerator: Any) -> None:
-    batches = BatchSampler(range(20), 4, False)
-    for arguments in ({"batch_sampler": batches}, {"sampler": batches, "batch_size": None}):
-        prepared = accelerator.prepare(
-            minato.DataLoader(Indexed(20), order="batch", num_workers=1, **arguments)
-            if "batch_sampler" in arguments
-            else minato.DataLoader(Listed(20), num_workers=1, **arguments)
-        )
-        with engines() as seen:
-            assert sorted(chain(*indices(prepared))) == list(range(20))
-        assert seen() == OURS
-
-
-class Listed(Indexed):
-    """Takes a whole batch's indices as one."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return {"index": torch.tensor(index)}
+def test_a_batch_sampler(accelerator: Any) -> None:
+    batches = [[0, 1, 2], [3], [4, 5, 6, 7]]
+    prepared = accelerator.prepare(
+        minato.DataLoader(Indexed(8), batch_sampler=batches, num_workers=1, transforms=[noisy])
+    )
+    with engines() as seen:
+        assert indices(prepared) == batches
+    assert seen() == OURS
 
 
 def test_set_epoch_reaches_a_distributed_sampler(accelerator: Any) -> None:
@@ -144,10 +143,8 @@ def test_set_epoch_reaches_a_distributed_sampler(accelerator: Any) -> None:
     assert prepared.base_dataloader._epoch == 4
 
 
-def test_a_seedable_sampler_on_demand() -> None:
-    AcceleratorState._reset_state(True)
-    config = accelerate.DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1)
-    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
+def test_a_seedable_sampler_on_demand(make_accelerator: Callable[..., Any]) -> None:
+    accelerator = make_accelerator(use_seedable_sampler=True, data_seed=1)
     for seed in (None, 5):
         loader = minato.DataLoader(Indexed(20), 4, shuffle=True, seed=seed)
         prepared = accelerator.prepare(loader)
@@ -156,7 +153,6 @@ def test_a_seedable_sampler_on_demand() -> None:
         assert first != second
         prepared.set_epoch(0)
         assert indices(prepared) == first
-    AcceleratorState._reset_state(True)
 
 
 def test_a_prepared_loader_can_be_copied(accelerator: Any) -> None:
@@ -185,12 +181,10 @@ def test_torchs_loaders_stay_torchs(accelerator: Any) -> None:
     assert sorted(chain(*indices(prepared))) == list(range(8))
 
 
-def test_losing_the_engine_is_told() -> None:
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_losing_the_engine_is_told(make_accelerator: Callable[..., Any]) -> None:
     pytest.importorskip("torchdata.stateful_dataloader")
-    AcceleratorState._reset_state(True)
-    config = accelerate.DataLoaderConfiguration(use_stateful_dataloader=True)
-    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
+    accelerator = make_accelerator(use_stateful_dataloader=True)
     accelerator.prepare(torch.utils.data.DataLoader(Indexed(8), 4))
     with pytest.warns(UserWarning, match="loads without minato"):
         accelerator.prepare(minato.DataLoader(Indexed(8), 4))
-    AcceleratorState._reset_state(True)

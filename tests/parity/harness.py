@@ -6,12 +6,12 @@ are compared with ``==`` and a failure shows where they part.
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,10 @@ import torch
 import torch.utils.data
 
 import minato
-from tests.datasets import TOO_MANY_WORKERS
 
 __all__ = [
+    "SEED",
+    "TorchLoader",
     "THREADS",
     "attempt",
     "describe",
@@ -34,8 +35,6 @@ __all__ = [
 ]
 
 TorchLoader = torch.utils.data.DataLoader
-THREADS = {"worker_method": "thread"}
-PROCESSES: dict[str, Any] = {}
 SEED = 20_240_613
 
 _WORKER = re.compile(r"in DataLoader worker (?:process|thread) \d+")
@@ -103,7 +102,9 @@ def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def failure(error: BaseException) -> tuple[Any, ...]:
-    """An exception: its type, its text, and which of the user's lines it came from."""
+    """An exception: its type and its text, without what differs from run to run."""
+    # torch's reraised errors hold their iterator in a cycle; it must end now, not in the midst of a later test.
+    traceback.clear_frames(error.__traceback__)
     kind = type(error)
     text = _TRACEBACK.sub("Original Traceback: …\n", str(error))
     text = _WORKER.sub("in DataLoader worker N", text)
@@ -160,22 +161,27 @@ def recorded_warnings(caught: list[warnings.WarningMessage]) -> list[tuple[str, 
 # ---- comparing ------------------------------------------------------------------------------
 
 
-def same_for_both(case: Callable[[type], Any]) -> Any:
-    """Run a case with both classes, in the same state of all generators; returns the record, which was the same.
+def same_for_both(case: Callable[[Any], Any], **own: Any) -> Any:
+    """Run a case with both classes, in the same state of all generators; returns what it gave, which was the same.
 
-    The record is what the case returns, described, with the warnings it gave and the generators' states afterwards.
+    Compared are what the case returns or raises, its warnings, and the states of the generators afterwards.
+
+    Args:
+        case: Gets what makes a loader: torch's class, then ours.
+        own: Arguments that only ours is given.
     """
-    theirs, ours = recorded(case, TorchLoader), recorded(case, minato.DataLoader)
+    theirs = recorded(case, TorchLoader)
+    ours = recorded(case, functools.partial(minato.DataLoader, **own) if own else minato.DataLoader)
     assert ours == theirs
     return ours["outcome"]
 
 
-def recorded(case: Callable[[type], Any], kind: type) -> dict[str, Any]:
-    """What one class does with a case."""
+def recorded(case: Callable[[Any], Any], make: Any) -> dict[str, Any]:
+    """What a case does with one class."""
     seed_everything()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        outcome = attempt(lambda: case(kind))
+        outcome = attempt(lambda: case(make))
     return {
         "outcome": outcome,
         "warnings": recorded_warnings(caught),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
@@ -208,8 +207,6 @@ def observed(kind: type, configuration: Configuration, **own: Any) -> dict[str, 
                 record["generators"] += states
             del loader
         record["warnings"] = recorded_warnings(caught)
-    # torch's reraised errors hold their iterator in a cycle; forked workers should not inherit it.
-    gc.collect()
     return record
 
 

@@ -1,13 +1,13 @@
 """Every instant: kill a worker after each change of memory, stop it at each instruction.
 
-    python -m tests.stress.ledger_steps --twin c [--stops N]
+    python -m tests.stress.ledger_steps --twin c --seconds 60
 
 A worker's effect on the others is what it writes to shared memory. So its work is run once, step by step, and memory is
 kept after each change: these are all the states in which a kill can leave the ledger. From each of them the others must
 finish, with every sample delivered once.
 
-Then a worker is stopped at an instruction in the middle of an operation, the others go on as far as they can, up to
-several rounds of the ring, and it continues with what it had read. (Only for the compiled twin: the pure one holds a
+Then a worker, or the consumer, is stopped at an instruction in the middle of an operation, the others go on as far as
+they can, up to several rounds of the ring, and it continues with what it had read. (Only for the compiled twin: the pure one holds a
 lock, and nobody else is in the middle of anything.)
 """
 
@@ -19,7 +19,8 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -32,6 +33,8 @@ UNTRACEABLE = 77
 HANG_S = 20
 SLOT = (4096, 4160, 1 << 20)
 EVERYTHING = 10**9
+OPERATIONS, INSTRUCTIONS = 12, 400
+"""Where a worker may be stopped; few operations are longer, and what is not there is simply not stopped at."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,11 @@ class World:
             for position, key in enumerate(keys, first + k):
                 self.sample(worker, position, key, pause)
 
+    def claim_for(self, worker: int) -> int:
+        """Give a worker a sample to work on; returns its position."""
+        batch, k, _ = self.ledger.claim(worker, 1)
+        return int(self.ledger.describe(batch)[1]) + k
+
     def sample(self, worker: int, position: int, key: int, pause: Callable[[], None] = int) -> None:
         pause()
         place, there, _ = self.ledger.reserve(worker, position, self.scene.late)
@@ -235,11 +243,11 @@ def in_a_copy(run: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def after_kill(world: World, other: int) -> dict[str, Callable[[], None]]:
+def after_kill(world: World, other: int | None) -> dict[str, Callable[[], None]]:
     """What the others may do when worker 0 is killed, while worker 1 has a sample in hand."""
 
     def worker_1() -> None:
-        if other >= 0:
+        if other is not None:
             world.sample(1, other, 1000 + other)
 
     def found_at_once() -> None:
@@ -285,10 +293,7 @@ def kill_everywhere(twin: str) -> int:
     for scene in SCENES:
         for worker_1_is_busy in (False, True):
             world = World(twin, scene)
-            other = -1
-            if worker_1_is_busy:
-                batch, k, _ = world.ledger.claim(1, 1)
-                other = world.ledger.describe(batch)[1] + k
+            other = world.claim_for(1) if worker_1_is_busy else None
             states = images(world, twin, lambda world=world: world.work(0))
             for number, image in enumerate(states):
                 for name, others in after_kill(world, other).items():
@@ -303,104 +308,156 @@ def kill_everywhere(twin: str) -> int:
 # ---------------------------------------------------------------------------------------------- stops
 
 
-def meanwhile() -> dict[str, Callable[[World], None]]:
-    """What the others may do while a worker stands still."""
-
-    def finish(world: World) -> None:
-        world.work(2)
-        world.deliver()
-
-    def go_round(world: World) -> None:
-        finish(world)
-        world.publish_more(7)
-
-    def bind(world: World) -> None:
-        world.bind_late()
-        finish(world)
-
-    def abandon(world: World) -> None:
-        world.deliver()
-        if world.cancel():
-            world.publish()
-            world.publish()
-
-    def abandon_and_go_round(world: World) -> None:
-        if world.cancel():
-            world.publish_more(5)
-
-    def lose_another(world: World) -> None:
-        world.work(1, 1)
-        world.ledger.claim(1, 1)
-        world.ledger.release(1)
-        finish(world)
-
-    return {
-        "finish": finish,
-        "go round the ring": go_round,
-        "bind late": bind,
-        "abandon": abandon,
-        "abandon and go round the ring": abandon_and_go_round,
-        "lose another worker": lose_another,
-    }
+def finish(world: World) -> None:
+    world.work(2)
+    world.deliver()
 
 
-def stop_somewhere(twin: str, scene: Scene, operation: int, at: int, others: Callable[[World], None]) -> bool:
-    """Stop worker 0 at an instruction of its n-th operation; False if there are not so many."""
-    world = World(twin, scene)
-    tracee = Tracee(lambda pause: world.work(0, EVERYTHING, pause), f"_ledger_{twin}")
-    try:
-        for _ in range(operation):
-            if not tracee.resume():
-                return False
-        for _ in range(at):
-            if not tracee.step_inside():
-                return False
-        others(world)
-        tracee.finish()
-        world.end()
-    finally:
-        tracee.kill()
-    return True
+def finish_and_publish(world: World) -> None:
+    finish(world)
+    while world.ledger.has_room(world.SIZE):
+        world.publish()
 
 
-def num_stops(scene: Scene, operation: int) -> int:
-    """Instructions of the module in the n-th operation; 0: there is no such operation."""
-    world = World("c", scene)
-    tracee = Tracee(lambda pause: world.work(0, EVERYTHING, pause), "_ledger_c")
-    try:
-        for _ in range(operation):
-            if not tracee.resume():
-                return 0
-        count = 0
-        while tracee.step_inside():
-            count += 1
-        return count
-    finally:
-        tracee.kill()
+def go_round(world: World) -> None:
+    finish(world)
+    world.publish_more(7)
 
 
-def stops(limit: int, draw: random.Random) -> Iterator[tuple[Scene, int, int, str]]:
-    """Where to stop: up to ``limit`` instructions of each operation, for everything that others may do."""
-    for scene in SCENES:
-        for operation in range(EVERYTHING):
-            there = num_stops(scene, operation)
-            if not there:
-                break
-            for name in meanwhile():
-                for at in sorted(draw.sample(range(1, there + 1), min(limit, there))):
-                    yield scene, operation, at, name
+def bind_late(world: World) -> None:
+    world.bind_late()
+    finish(world)
 
 
-def stop_everywhere(limit: int, seed: int) -> int:
-    count = 0
-    for scene, operation, at, name in stops(limit, random.Random(seed)):
-        others = meanwhile()[name]
-        status = in_a_copy(
-            lambda scene=scene, operation=operation, at=at, others=others: stop_somewhere(
-                "c", scene, operation, at, others
+def abandon(world: World) -> None:
+    if world.cancel():
+        world.publish()
+        world.publish()
+
+
+def abandon_and_go_round(world: World) -> None:
+    if world.cancel():
+        world.publish_more(5)
+
+
+def lose_another(world: World) -> None:
+    world.ledger.claim(1, 1)
+    world.ledger.release(1)
+    finish(world)
+
+
+MEANWHILE = (
+    finish,
+    finish_and_publish,
+    go_round,
+    bind_late,
+    abandon,
+    abandon_and_go_round,
+    lose_another,
+)
+"""What the others may do while a worker stands still."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Worker 0 stops at an instruction of its n-th operation, and meanwhile the others do something."""
+
+    scene: Scene
+    worker_1_is_busy: bool
+    operation: int
+    instruction: int
+    others: Callable[[World], None]
+
+    def __str__(self) -> str:
+        busy = ", worker 1 busy" if self.worker_1_is_busy else ""
+        where = f"instruction {self.instruction} of operation {self.operation}"
+        return f"{self.scene.name}{busy}, {where}, {self.others.__name__}"
+
+    def play(self) -> None:
+        world = World("c", self.scene)
+        other = world.claim_for(1) if self.worker_1_is_busy else None
+        tracee = Tracee(lambda pause: world.work(0, EVERYTHING, pause), "_ledger_c")
+        try:
+            for _ in range(self.operation):
+                if not tracee.resume():
+                    return  # there are not so many
+            for _ in range(self.instruction):
+                if not tracee.step_inside():
+                    break
+            if other is not None:
+                world.sample(1, other, 1000 + other)
+            self.others(world)
+            tracee.finish()
+            world.end()
+        finally:
+            tracee.kill()
+
+
+@dataclass(frozen=True)
+class ConsumerStop:
+    """The consumer stops at an instruction of its n-th operation, and meanwhile the workers do everything they can.
+
+    Worker 0 has a sample in hand and finishes it then; worker 1 had one and is dead.
+    """
+
+    scene: Scene
+    operation: int
+    instruction: int
+
+    def __str__(self) -> str:
+        where = f"instruction {self.instruction} of operation {self.operation}"
+        return f"{self.scene.name}, consumer at {where}"
+
+    def play(self) -> None:
+        world = World("c", self.scene)
+        worker_0 = world.claim_for(0)
+        world.claim_for(1)
+
+        def consume(pause: Callable[[], None]) -> None:
+            operations: tuple[Callable[[], Any], ...] = (
+                lambda: world.ledger.release(1),
+                world.bind_late,
+                world.deliver,
+                lambda: world.ledger.has_room(world.SIZE) and world.publish(),
             )
+            for number in range(OPERATIONS):
+                pause()
+                operations[number % len(operations)]()
+            pause()
+            world.end()
+
+        tracee = Tracee(consume, "_ledger_c")
+        try:
+            for _ in range(self.operation):
+                assert tracee.resume()
+            for _ in range(self.instruction):
+                if not tracee.step_inside():
+                    break
+            world.sample(0, worker_0, 1000 + worker_0)
+            world.work(2)
+            tracee.finish()
+        finally:
+            tracee.kill()
+
+
+def stop_anywhere(seconds: float, seed: int) -> int:
+    """Try random stops for a while; returns how many."""
+    draw = random.Random(seed)
+    end = time.monotonic() + seconds
+    count = 0
+    while time.monotonic() < end:
+        scene, instruction = draw.choice(SCENES), draw.randint(1, INSTRUCTIONS)
+        stop: Stop | ConsumerStop = Stop(
+            scene,
+            worker_1_is_busy=draw.random() < 0.5,
+            operation=draw.randrange(OPERATIONS),
+            instruction=instruction,
+            others=draw.choice(MEANWHILE),
         )
-        assert status == 0, f"{scene.name}, operation {operation}, instruction {at}, {name}: {status}"
+        if draw.random() < 0.3:
+            stop = ConsumerStop(scene, draw.randrange(OPERATIONS), instruction)
+        status = in_a_copy(stop.play)
+        assert status == 0, f"{stop}: status {status}"
         count += 1
     return count
 
@@ -408,15 +465,17 @@ def stop_everywhere(limit: int, seed: int) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.stress.ledger_steps")
     parser.add_argument("--twin", choices=["c", "py"], default="c")
-    parser.add_argument("--stops", type=int, default=0, help="instructions of each operation")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0.0, help="how long to try random stops")
+    parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
     options = parser.parse_args(arguments)
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}", flush=True)
     if options.twin == "c" and not POSSIBLE:
         return UNTRACEABLE
     try:
         print(f"kills {kill_everywhere(options.twin)}", flush=True)
-        if options.stops:
-            print(f"stops {stop_everywhere(options.stops, options.seed)}")
+        if options.twin == "c":
+            print(f"stops {stop_anywhere(options.seconds, seed)}")
     except PermissionError as error:
         print(error)
         return UNTRACEABLE

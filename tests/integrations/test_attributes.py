@@ -1,0 +1,179 @@
+"""minato's own arguments as attributes, and the number of an epoch: what trainers build on."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+
+import minato
+from minato._standin import TorchDataLoader
+from tests.datasets import Numbers
+
+OWN = {
+    name: parameter.default
+    for name, parameter in inspect.signature(minato.DataLoader.__init__).parameters.items()
+    if name not in inspect.signature(TorchDataLoader.__init__).parameters
+}
+GIVEN: dict[str, Any] = {
+    "transforms": [float],
+    "order": "arrival",
+    "max_lag": 3,
+    "seed": 5,
+    "memory_budget_bytes": 1 << 20,
+    "worker_method": "thread",
+    "rng": "worker",
+    "on_worker_death": "raise",
+}
+
+
+def of(loader: Any) -> dict[str, Any]:
+    return {name: vars(loader)[name] for name in OWN}
+
+
+@pytest.mark.parametrize("given", [{}, GIVEN, {"in_order": False}, {"schedule": "round_robin"}])
+def test_a_loader_can_be_built_from_the_attributes_of_another(given: dict[str, Any]) -> None:
+    loader = minato.DataLoader(Numbers(8), 4, num_workers=2, **given)
+    assert {name: getattr(loader, name) for name in given} == given
+    names = [*OWN, "dataset", "batch_size", "num_workers", "in_order", "prefetch_factor", "timeout"]
+    again = minato.DataLoader(**{name: getattr(loader, name) for name in names})
+    assert of(again) == of(loader)
+    assert again._options == loader._options
+    assert type(again.prefetch_factor) is type(loader.prefetch_factor) is not int
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_they_are_frozen_as_torchs_are(name: str) -> None:
+    class Loader(minato.DataLoader):
+        pass
+
+    loader = Loader(Numbers(8))
+    value = getattr(loader, name)
+    with pytest.raises(ValueError, match="should not be set") as torchs:
+        loader.batch_size = 3
+    with pytest.raises(ValueError, match="should not be set") as ours:
+        setattr(loader, name, value)
+    assert str(ours.value) == str(torchs.value).replace("batch_size", name)
+
+
+def test_prefetch_factor_reads_as_torchs() -> None:
+    loaders = [kind(Numbers(8), num_workers=2) for kind in (TorchDataLoader, minato.DataLoader)]
+    assert [str(loader.prefetch_factor) for loader in loaders] == ["2", "2"]
+    assert [kind(Numbers(8)).prefetch_factor for kind in (TorchDataLoader, minato.DataLoader)] == [
+        None,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    "twin", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
+)
+def test_copies_keep_everything(twin: Any) -> None:
+    loader = minato.DataLoader(Numbers(8), 4, num_workers=2, **GIVEN)
+    assert of(twin(loader)) == of(loader)
+    assert type(twin(loader).prefetch_factor) is type(loader.prefetch_factor)
+
+
+def drawn(loader: Any) -> list[float]:
+    """What one epoch's samples draw; depends on the epoch."""
+    return [value for batch in loader for value in batch.tolist()]
+
+
+def draw(index: int) -> torch.Tensor:
+    return torch.rand(())
+
+
+@pytest.fixture
+def epochs() -> list[list[float]]:
+    loader = minato.DataLoader(Numbers(6), 2, seed=5, transforms=[draw])
+    return [drawn(loader) for _ in range(5)]
+
+
+def test_epochs_count_up_or_are_told(epochs: list[list[float]]) -> None:
+    loader = minato.DataLoader(Numbers(6), 2, seed=5, transforms=[draw])
+    assert drawn(loader) == epochs[0]
+    loader.set_epoch(3)
+    assert drawn(loader) == epochs[3]
+    assert drawn(loader) == epochs[4]
+    loader.set_epoch(0)
+    assert drawn(loader) == epochs[0]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_epochs_follow_the_sampler(epochs: list[list[float]], batched: bool) -> None:
+    sampler = DistributedSampler(Numbers(6), 1, 0, shuffle=False)
+    given: dict[str, Any] = {"batch_size": 2, "sampler": sampler}
+    if batched:
+        given = {"batch_sampler": BatchSampler(sampler, 2, False)}
+    loader = minato.DataLoader(Numbers(6), seed=5, transforms=[draw], **given)
+    sampler.set_epoch(2)
+    assert drawn(loader) == epochs[2]
+    sampler.set_epoch(1)
+    assert drawn(loader) == epochs[1]
+    assert drawn(loader) == epochs[2]  # nobody said anything
+    sampler.set_epoch(0)
+    assert drawn(loader) == epochs[0]
+
+
+def test_set_epoch_tells_the_sampler() -> None:
+    sampler = DistributedSampler(Numbers(6), 1, 0, seed=5)
+    loader = minato.DataLoader(Numbers(6), batch_sampler=BatchSampler(sampler, 6, False))
+    for epoch in (4, 1):
+        loader.set_epoch(epoch)
+        assert sampler.epoch == epoch
+        assert drawn(loader) == list(sampler)
+
+
+def test_seeded_shuffling_follows_its_sampler_too() -> None:
+    loader = minato.DataLoader(Numbers(6), 6, seed=5, shuffle=True)
+    orders = [drawn(loader) for _ in range(3)]
+    assert len(set(map(tuple, orders))) == 3
+    loader.sampler.set_epoch(1)  # as Lightning does
+    assert drawn(loader) == orders[1]
+    assert drawn(loader) == orders[2]
+
+
+def test_persistent_workers_are_told_in_time(epochs: list[list[float]]) -> None:
+    sampler = DistributedSampler(Numbers(6), 1, 0, shuffle=False)
+    loader = minato.DataLoader(
+        Numbers(6),
+        2,
+        sampler=sampler,
+        num_workers=1,
+        persistent_workers=True,
+        seed=5,
+        transforms=[draw],
+    )
+    for epoch in (0, 1, 3, 4, 0):
+        sampler.set_epoch(epoch)
+        assert drawn(loader) == epochs[epoch]
+
+
+def test_a_sampler_that_answers_to_every_name() -> None:
+    class Agreeable:
+        def __iter__(self) -> Any:
+            return iter(range(4))
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return self
+
+        def __call__(self, *arguments: Any) -> None:
+            return None
+
+    loader = minato.DataLoader(Numbers(4), 4, sampler=Agreeable())
+    loader.set_epoch(1)
+    assert drawn(loader) == [0, 1, 2, 3]
+
+
+def test_seeded_shuffling_is_recognised_as_shuffling() -> None:
+    assert isinstance(minato.DataLoader(Numbers(4), shuffle=True, seed=5).sampler, RandomSampler)

@@ -1,0 +1,191 @@
+"""A ledger with everything around it that the scheduler needs, all of it in this thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from minato._core.ledger import ERROR_BLOB, SAMPLE_BLOB, Ledger
+from minato._core.segment import Segment
+from minato._core.wait import Gate
+from minato.scheduler.assignment import AnyWorker
+from minato.scheduler.dispatcher import Dispatcher, InFlight, Order
+from minato.scheduler.window import Window
+
+SLOT_BYTES = 1 << 16
+
+
+class Range(NamedTuple):
+    """A slot."""
+
+    start: int
+    end: int
+
+
+class Slots:
+    """Hands out ranges, and knows which are taken."""
+
+    def __init__(self) -> None:
+        self.taken: set[Range] = set()
+        self._made = 0
+
+    def acquire(self) -> Range:
+        self._made += 1
+        slot = Range(self._made * SLOT_BYTES, (self._made + 1) * SLOT_BYTES)
+        self.taken.add(slot)
+        return slot
+
+    def release(self, slot: Range, used_bytes: int = 0) -> None:
+        self.taken.remove(slot)
+
+
+class Keys:
+    """Keeps keys that are no integers."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Any] = {}
+
+    def put(self, allocate: Callable[[int], int], value: Any) -> tuple[int, int]:
+        offset = allocate(64)
+        self.kept[offset] = value
+        return offset, 64
+
+    def drop(self, offset: int) -> None:
+        del self.kept[offset]
+
+
+class Pool:
+    """Workers that do what a test tells them whenever the consumer waits."""
+
+    def __init__(self) -> None:
+        self.script: list[Callable[[], Any]] = []
+        self.waits = 0
+        self.dead: Exception | None = None
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        self.waits += 1
+        assert self.script, "the consumer waits, and nobody works"
+        self.script.pop(0)()
+
+    def check(self) -> None:
+        if self.dead is not None:
+            raise self.dead
+
+
+class Lease(NamedTuple):
+    """A claimed run of samples."""
+
+    worker: int
+    batch: int
+    k: int
+    count: int
+
+
+class Bench:
+    """A dispatcher, and workers that are steps of the test.
+
+    Args:
+        fixed: Batches in flight; None: as many as the budget allows.
+    """
+
+    def __init__(
+        self,
+        order: str = "strict",
+        max_lag: int = 0,
+        fixed: int | None = 4,
+        *,
+        workers: int = 3,
+        batches: int = 32,
+        positions: int = 256,
+        timeout_s: float = 0.0,
+        one_pass: bool = False,
+    ) -> None:
+        sizes = (workers, batches, positions)
+        self.segment = Segment(Ledger.nbytes(*sizes))
+        self.ledger = Ledger(self.segment.array, sizes, self.segment.descriptor)
+        self.slots = Slots()
+        self.keys = Keys()
+        self.pool = Pool()
+        self.window = Window(workers, fixed, 10**9)
+        self.discarded: list[int] = []
+        self.dispatcher = Dispatcher(
+            self.ledger,
+            Gate(self.segment.array, self.ledger.ready_gate_offset),
+            self.pool,
+            self.slots,
+            self.window,
+            Order(order, max_lag),
+            AnyWorker(),
+            self.keys,
+            self._discard,
+            timeout_s,
+            one_pass,
+        )
+
+    def _discard(self, record: int, slot: Range) -> None:
+        self.discarded.append(record)
+        self.slots.release(slot)
+
+    # ---- the consumer
+
+    def begin(
+        self, batches: Iterable[Any], epoch: int = 0, seed: int = 0, expected: Any = None
+    ) -> bool:
+        right = self.dispatcher.begin(batches, epoch, seed, lambda: expected)
+        self.dispatcher.refill()
+        return right
+
+    def next(self) -> list[Any]:
+        """Keys of the next batch, as they were when it was opened."""
+        return self.take().keys
+
+    def take(self) -> InFlight:
+        item = self.dispatcher.next()
+        self.slots.release(item.slot)
+        self.dispatcher.done(item, 100)
+        return item
+
+    def rest(self) -> list[list[Any]]:
+        """Keys of all further batches."""
+        found = []
+        while True:
+            try:
+                found.append(self.next())
+            except StopIteration:
+                return found
+
+    # ---- the workers
+
+    def claim(self, worker: int = 0, count: int = 1) -> Lease:
+        lease = self.ledger.claim(worker, count)
+        assert lease is not None, "nothing to claim"
+        return Lease(worker, *lease)
+
+    def finish(self, lease: Lease, late: bool = False) -> list[int]:
+        """Put results in their places; returns in which batch each is."""
+        first = self.ledger.describe(lease.batch)[1] + lease.k
+        if self.ledger.describe(lease.batch)[3]:
+            self.ledger.set_result(lease.batch, 64 | SAMPLE_BLOB, 0)
+            self.ledger.fill_run(lease.worker, lease.batch, lease.k, lease.count)
+            return [lease.batch] * lease.count
+        batches = []
+        for position in range(first, first + lease.count):
+            place, batch, _ = self.ledger.reserve(lease.worker, position, late)
+            self.ledger.attach(place, 64 | ERROR_BLOB, 0)
+            self.ledger.fill(lease.worker, position, place)
+            batches.append(batch)
+        return batches
+
+    def work(self, samples: int, worker: int = 0) -> None:
+        """Claim and finish so many samples, one by one."""
+        for _ in range(samples):
+            self.finish(self.claim(worker))
+
+    def work_all(self) -> None:
+        """Claim and finish all there is."""
+        while (lease := self.ledger.claim(0, 1)) is not None:
+            self.finish(Lease(0, *lease))
+
+    def always_work(self, times: int = 1000) -> None:
+        """Let the workers do everything whenever the consumer waits."""
+        self.pool.script = [self.work_all] * times

@@ -1,0 +1,82 @@
+"""minato's own options: defaults that depend on others, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minato.options import DEFAULT_MAX_LAG, Options
+
+
+def options(**given: Any) -> Options:
+    defaults: dict[str, Any] = {
+        "in_order": True,
+        "has_batch_sampler": False,
+        "is_stream": False,
+        "order": None,
+        "max_lag": None,
+        "seed": None,
+        "memory_budget_bytes": None,
+        "worker_method": "process",
+        "rng": None,
+        "schedule": "dynamic",
+        "on_worker_death": "restart",
+    }
+    return Options.of(**{**defaults, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "order"),
+    [
+        ({}, "strict"),
+        ({"has_batch_sampler": True}, "strict"),
+        ({"in_order": False}, "arrival"),
+        ({"in_order": False, "has_batch_sampler": True}, "batch"),
+        ({"in_order": False, "is_stream": True}, "batch"),
+        ({"in_order": False, "schedule": "round_robin"}, "batch"),
+        ({"order": "strict"}, "strict"),
+        ({"order": "batch"}, "batch"),
+        ({"order": "batch", "has_batch_sampler": True}, "batch"),
+        ({"order": "arrival"}, "arrival"),
+        ({"order": "fast_first", "in_order": False}, "fast_first"),
+    ],
+)
+def test_order_follows_from_the_other_arguments(given: dict[str, Any], order: str) -> None:
+    assert options(**given).order == order
+
+
+def test_defaults() -> None:
+    default = options()
+    assert default.max_lag == DEFAULT_MAX_LAG > 0
+    assert default.seed is default.memory_budget_bytes is None
+    assert (default.worker_method, default.rng, default.schedule) == ("process", "sample", "dynamic")
+    assert options(schedule="round_robin").rng == "worker"
+    assert options(order="arrival", max_lag=0).max_lag == 0
+
+
+@pytest.mark.parametrize(
+    ("seed", "kept"),
+    [(0, 0), (-1, -1), (2**63 - 1, 2**63 - 1), (2**63, -(2**63)), (2**64 - 1, -1), (2**64, 0)],
+)
+def test_seed_counts_modulo_two_to_the_64(seed: int, kept: int) -> None:
+    assert options(seed=seed).seed == kept
+
+
+@pytest.mark.parametrize("order", ["arrival", "fast_first"])
+@pytest.mark.parametrize(
+    "with_whole_batches",
+    [{"has_batch_sampler": True}, {"is_stream": True}, {"schedule": "round_robin"}],
+)
+def test_whole_batches_cannot_be_mixed(order: str, with_whole_batches: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"order='{order}' mixes.*use order='batch'"):
+        options(order=order, **with_whole_batches)
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(ValueError, match="order='strict' contradicts in_order=False"):
+        options(order="strict", in_order=False)
+    with pytest.raises(ValueError, match=r"max_lag=4 has no meaning with order='batch'"):
+        options(order="batch", max_lag=4)
+    with pytest.raises(ValueError, match="rng='sample' contradicts schedule='round_robin'"):
+        options(rng="sample", schedule="round_robin")

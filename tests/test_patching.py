@@ -1,0 +1,192 @@
+"""``minato.patch()``: who finds which class, when, and what is back afterwards."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import threading
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils.data.dataloader
+
+import minato
+from minato import _standin
+from tests.datasets import Numbers
+
+module_level = torch.utils.data.DataLoader
+"""A name of torch's class in a module that was imported before."""
+
+
+@pytest.fixture(autouse=True)
+def torchs_own_afterwards() -> Iterator[None]:
+    assert torch.utils.data.DataLoader is _standin.TorchDataLoader
+    yield
+    assert torch.utils.data.DataLoader is _standin.TorchDataLoader
+    assert torch.utils.data.dataloader.DataLoader is _standin.TorchDataLoader
+    assert module_level is _standin.TorchDataLoader
+    assert not isinstance(_standin.TorchDataLoader(Numbers(1)), minato.DataLoader)
+
+
+def test_off_by_default() -> None:
+    assert type(torch.utils.data.DataLoader(Numbers(4))) is _standin.TorchDataLoader
+
+
+def test_patch_and_unpatch() -> None:
+    minato.patch()
+    try:
+        assert torch.utils.data.DataLoader is minato.DataLoader
+        assert torch.utils.data.dataloader.DataLoader is minato.DataLoader
+        assert module_level is minato.DataLoader
+        loader = module_level(Numbers(6), 2, num_workers=1)
+        assert type(iter(loader)).__name__ == "BatchIterator"
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+    finally:
+        minato.unpatch()
+
+
+def test_as_a_block_that_raises() -> None:
+    def fail() -> None:
+        with minato.patch():
+            assert torch.utils.data.DataLoader is minato.DataLoader
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+
+
+def test_nested() -> None:
+    with minato.patch():
+        with minato.patch():
+            pass
+        assert torch.utils.data.DataLoader is minato.DataLoader
+        minato.patch()
+        minato.unpatch()
+        assert module_level is minato.DataLoader
+
+
+def test_unpatch_alone_does_nothing() -> None:
+    minato.unpatch()
+    with minato.patch():
+        assert torch.utils.data.DataLoader is minato.DataLoader
+
+
+def test_names_of_our_class_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = types.ModuleType("ours")
+    ours.DataLoader = minato.DataLoader
+    monkeypatch.setitem(sys.modules, "ours", ours)
+    with minato.patch():
+        pass
+    assert ours.DataLoader is minato.DataLoader
+
+
+def test_a_name_that_was_bound_to_something_else_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    theirs = types.ModuleType("theirs")
+    theirs.DataLoader = _standin.TorchDataLoader
+    monkeypatch.setitem(sys.modules, "theirs", theirs)
+    with minato.patch():
+        assert theirs.DataLoader is minato.DataLoader
+        theirs.DataLoader = "something else"
+    assert theirs.DataLoader == "something else"
+
+
+def test_things_that_are_no_modules_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Touchy:
+        def __getattribute__(self, name: str) -> object:
+            if name == "__class__":
+                return Touchy
+            raise AssertionError(f"asked for {name}")
+
+    monkeypatch.setitem(sys.modules, "touchy", Touchy())
+    with minato.patch():
+        pass
+
+
+def test_a_module_imported_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "from torch.utils.data import DataLoader\nclass Theirs(DataLoader): pass\n"
+    (tmp_path / "imported_late.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with minato.patch():
+        late = importlib.import_module("imported_late")
+        assert late.DataLoader is minato.DataLoader
+        assert isinstance(late.Theirs(Numbers(2)), minato.DataLoader)
+    monkeypatch.delitem(sys.modules, "imported_late")
+    assert late.DataLoader is minato.DataLoader  # as documented
+
+
+class Earlier(_standin.TorchDataLoader[int]):
+    """A subclass from before."""
+
+
+def test_torchs_loaders_still_count_as_loaders() -> None:
+    before = _standin.TorchDataLoader(Numbers(2))
+    assert not isinstance(before, minato.DataLoader)  # which a cache might remember
+    assert not issubclass(Earlier, minato.DataLoader)
+    with minato.patch():
+        assert isinstance(before, torch.utils.data.DataLoader)
+        assert isinstance(Earlier(Numbers(2)), torch.utils.data.DataLoader)
+        assert issubclass(Earlier, torch.utils.data.DataLoader)
+        assert isinstance(minato.DataLoader(Numbers(2)), torch.utils.data.DataLoader)
+        assert not isinstance(Numbers(2), torch.utils.data.DataLoader)
+        assert list(before) == [0, 1]
+
+        class Later(torch.utils.data.DataLoader):
+            pass
+
+        assert not isinstance(before, Later)
+        assert isinstance(Later(Numbers(2)), Later)
+    assert isinstance(Later(Numbers(2)), minato.DataLoader)
+    assert not isinstance(before, minato.DataLoader)
+
+
+def test_torchs_loaders_can_be_pickled() -> None:
+    before = _standin.TorchDataLoader(Numbers(2))
+    outside = pickle.dumps(before)
+    with minato.patch():
+        within = pickle.dumps(before)
+        assert type(pickle.loads(within)) is _standin.TorchDataLoader
+    assert type(pickle.loads(within)) is _standin.TorchDataLoader
+    assert pickle.dumps(before) == outside
+    assert b"minato" not in outside
+
+
+def test_replacing_the_name_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.data, "DataLoader", minato.DataLoader)
+    monkeypatch.setattr(torch.utils.data.dataloader, "DataLoader", minato.DataLoader)
+    loader = torch.utils.data.DataLoader(Numbers(4), 2, num_workers=1)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_abstract_base_classes_mix_with_our_class() -> None:
+    class Named(ABC):
+        @abstractmethod
+        def name(self) -> str: ...
+
+    class Mixed(minato.DataLoader, Named):
+        def name(self) -> str:
+            return "mixed"
+
+    assert Mixed(Numbers(2)).name() == "mixed"
+    assert isinstance(Mixed(Numbers(2)), _standin.TorchDataLoader)
+
+
+def test_from_many_threads() -> None:
+    def patch_often() -> None:
+        for _ in range(20):
+            with minato.patch():
+                seen.add(torch.utils.data.DataLoader)
+
+    seen: set[type] = set()
+    threads = [threading.Thread(target=patch_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {minato.DataLoader}
