@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
+import sys
+import warnings
 from collections.abc import Iterator
 from multiprocessing import context, reduction
+from types import FunctionType
 from typing import Any, cast
 
 import torch
 
 from minato.errors import NotPicklableError
 
-__all__ = ["SidePickler", "check_picklable", "dumps"]
+__all__ = ["SidePickler", "advise", "check_picklable", "dumps"]
+
+_ADVICE = (
+    "Got pickle error when attempting to start a worker Process. "
+    "This might be because the worker Process arguments are not picklable. "
+    "Python 3.14+ changed the multiprocessing start method in non-Mac POSIX platforms "
+    "to 'forkserver', which requires the worker Process arguments to be picklable. "
+    "You can also try multiprocessing.set_start_method('fork')."
+)
+"""torch's own words."""
 
 
 class _StorageBytes:
@@ -51,19 +64,22 @@ class SidePickler(pickle.Pickler):
 
     Args:
         buffers: Receives the buffers, in the order in which ``pickle.loads(buffers=…)`` wants them.
-        copies_shared: Whether a tensor in shared memory may become a copy of it on the other side.
+        for_new_process: The other side is a process that is being started. It must share tensors that are in shared
+            memory, so they are refused; and it does not know what an interactive session has defined.
     """
 
     def __init__(
-        self, file: io.BytesIO, buffers: list[pickle.PickleBuffer], copies_shared: bool = True
+        self, file: io.BytesIO, buffers: list[pickle.PickleBuffer], for_new_process: bool = False
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
-        self._copies_shared = copies_shared
+        self._for_new_process = for_new_process
         self._storages: dict[int, _StorageBytes] = {}
 
     def reducer_override(self, value: Any) -> Any:
         """Pickle a plain tensor as its storage and its view of it; leave everything else to its own methods."""
         if not isinstance(value, torch.Tensor):
+            if self._for_new_process and _stays_behind(value):
+                return _by_value(value)
             return NotImplemented
         if value.requires_grad and not value.is_leaf:
             raise RuntimeError(
@@ -71,7 +87,7 @@ class SidePickler(pickle.Pickler):
                 "support crossing process boundaries.  If you just want to transfer the data, call detach() on "
                 "the tensor before serializing (e.g., putting it on the queue)."
             )
-        if not self._copies_shared and value.is_shared():
+        if self._for_new_process and value.is_shared():
             raise pickle.PicklingError("a tensor in shared memory would become a copy")
         if not _is_plain(value):
             return NotImplemented
@@ -107,12 +123,48 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def dumps(value: Any, copies_shared: bool = True) -> tuple[memoryview, list[memoryview]]:
+def _stays_behind(value: Any) -> bool:
+    """Tell whether something is defined in a main module that no new process can import (a notebook's)."""
+    if not isinstance(value, (type, FunctionType)) or value.__module__ != "__main__":
+        return False
+    main = sys.modules["__main__"]
+    return getattr(main, "__spec__", None) is None and getattr(main, "__file__", None) is None
+
+
+def _by_value(value: Any) -> Any:
+    try:
+        cloudpickle = importlib.import_module("cloudpickle")
+    except ImportError:
+        raise NotPicklableError(
+            f"{value.__qualname__} is defined in an interactive session, which workers that are not forked cannot "
+            "import: install cloudpickle, move it to a module, or use multiprocessing_context='fork'"
+        ) from None
+    return _define, (cloudpickle.dumps(value),)
+
+
+def _define(data: bytes) -> Any:
+    """Unpickle what was defined in the main module, and make it known under its name there: results refer to it."""
+    value = pickle.loads(data)
+    functions = [value, *vars(value).values()] if isinstance(value, type) else [value]
+    for function in functions:
+        for each in (function, *getattr(function, "__globals__", {}).values()):
+            if isinstance(each, (type, FunctionType)) and each.__module__ == "__main__":
+                vars(sys.modules["__main__"]).setdefault(each.__name__, each)
+    return value
+
+
+def dumps(value: Any, for_new_process: bool = False) -> tuple[memoryview, list[memoryview]]:
     """Pickle an object; returns the pickle and its buffers as flat bytes, valid while the object is unchanged."""
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    SidePickler(file, buffers, copies_shared).dump(value)
+    SidePickler(file, buffers, for_new_process).dump(value)
     return file.getbuffer(), [buffer.raw() for buffer in buffers]
+
+
+def advise(error: Exception) -> None:
+    """Warn as torch does if a worker was not started because of something that cannot be pickled."""
+    if isinstance(error, (TypeError, AttributeError, pickle.PicklingError)):
+        warnings.warn(_ADVICE, stacklevel=2)
 
 
 def check_picklable(name: str, value: Any) -> None:

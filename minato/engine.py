@@ -23,6 +23,7 @@ from minato.assembler.transport import LocalStore, SharedStore, Store
 from minato.assembler.writer import BatchWriter
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
+from minato.errors import NotPicklableError
 from minato.scheduler.assignment import AnyWorker, RoundRobin
 from minato.scheduler.deaths import Deaths
 from minato.scheduler.dispatcher import Dispatcher, Order
@@ -113,7 +114,14 @@ class Engine:
             ready,
             self._pool,
             self.arena,
-            Window(plan.num_workers, plan.window_batches, plan.budget_bytes),
+            Window(
+                plan.num_workers,
+                plan.window_batches,
+                plan.budget_bytes,
+                # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
+                # delivered by then: else nothing would keep it from being in time.
+                None if plan.order.bound else plan.order.max_lag,
+            ),
             plan.order,
             RoundRobin(
                 max(plan.num_workers, 1),
@@ -183,9 +191,10 @@ class Engine:
         self._started = True
         try:
             self._pool.start()
-        except Exception:
+        except Exception as error:
             self.shut_down()
             if self._sent is not None:
+                _pickling.advise(error)
                 _pickling.check_picklable("transforms", self._sent.chain.steps)
                 for name in ("dataset", "collate_fn", "worker_init_fn"):
                     _pickling.check_picklable(name, getattr(self._sent, name))
@@ -215,7 +224,11 @@ class _Bench:
         slot = arena.acquire()
         plan = dataclasses.replace(self.plan, context=None)
         try:
-            self.written_plan = self.store.put(lambda nbytes: slot.start, plan, copies_shared=False)
+            self.written_plan = self.store.put(
+                lambda nbytes: slot.start, plan, for_new_process=True
+            )
+        except NotPicklableError:
+            raise
         except Exception:
             arena.release(slot)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pickle import PicklingError
+
 __all__ = ["MinatoError", "NotPicklableError"]
 
 
@@ -9,5 +11,8 @@ class MinatoError(Exception):
     """Base of minato's own exceptions."""
 
 
-class NotPicklableError(MinatoError, TypeError):
-    """Something must be sent to workers that are not forked, and a part of it cannot be pickled."""
+class NotPicklableError(MinatoError, TypeError, AttributeError, PicklingError):
+    """Something must be sent to workers that are not forked, and a part of it cannot be pickled.
+
+    Its bases are what Python raises then, depending on what it is that cannot be pickled.
+    """

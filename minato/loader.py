@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
+from minato._core.seeding import mix
 from minato._machine import available_memory_bytes
 from minato._standin import StandIn, TorchDataLoader
 from minato.assembler.arena import Arena
@@ -172,6 +173,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             raise ValueError(
                 f"{attr} attribute should not be set after {self.__class__.__name__} is initialized"
             )
+        if self.__initialized and attr == "in_order" and bool(val) != bool(self.in_order):
+            order = "strict" if val else "batch"
+            self._options = replace(self._options, order=order)
+            vars(self).update(order=order, max_lag=None)
         super().__setattr__(attr, val)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -228,7 +233,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 worker_method=options.worker_method,
                 context=self.multiprocessing_context or torch.multiprocessing.get_context(),
                 worker_init_fn=self.worker_init_fn,
-                base_seed=base_seed if options.seed is None else options.seed,
+                base_seed=self._worker_seed(base_seed),
                 seeds_samples=options.rng == "sample" and not streams,
                 order=Order(options.order, options.max_lag),
                 window_batches=window,
@@ -247,6 +252,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         # The next iterator writes to this one's warm pages.
         weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
         return engine
+
+    def _worker_seed(self, base_seed: int) -> int:
+        """What the workers' own streams start from: torch's draw, or with ``seed=`` a function of (seed, epoch)."""
+        seed = self._options.seed
+        return base_seed if seed is None else mix(seed, self._epoch + 1, 0) >> 2
 
     def _new_pass(self, base_seed: int) -> _Pass:
         said = epoch_of(self._index_sampler)

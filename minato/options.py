@@ -83,6 +83,10 @@ class Options:
                 f"order={order!r} mixes batches, but with {cause} each batch is one worker's: use order='batch' to "
                 "get each of them as soon as it is complete"
             )
+        if is_stream and rng == "sample":
+            raise ValueError(
+                "rng='sample' binds randomness to indices, and an iterable dataset has none: leave rng out"
+            )
         if schedule == "round_robin" and rng == "sample":
             raise ValueError(
                 "rng='sample' contradicts schedule='round_robin', which gives torch's own streams: leave rng out"

@@ -125,7 +125,9 @@ def essence(outcome: tuple[Any, ...]) -> tuple[Any, ...]:
     if outcome[0] == "batch":
         return outcome
     _, kind, text = outcome
-    caught = re.match(rf"Caught {kind.__name__} in DataLoader worker (process|thread) \d+\.\n", text)
+    caught = re.match(
+        rf"Caught {kind.__name__} in DataLoader worker (process|thread) \d+\.\n", text
+    )
     if caught:
         assert text[caught.end() :].startswith("Original Traceback (most recent call last):\n")
         text = re.split(rf"^(?:\w+\.)*{kind.__name__}: ", text, flags=re.MULTILINE)[-1].rstrip("\n")
@@ -243,7 +245,21 @@ class Keys(list):
 
 @each
 def test_keys_of_any_type(workers: dict[str, Any]) -> None:
-    keys = ["a", (1, "b"), 7, True, np.int64(3), -1, 2**63, 2**100, 1.5, None, b"x", ("c", (2,)), {4}]
+    keys = [
+        "a",
+        (1, "b"),
+        7,
+        True,
+        np.int64(3),
+        -1,
+        2**63,
+        2**100,
+        1.5,
+        None,
+        b"x",
+        ("c", (2,)),
+        {4},
+    ]
     for kind, expected in ((TorchLoader, []), (DataLoader, workers)):
         loader = kind(Keys(), 2, sampler=keys, **dict(expected))
         seen = flat(loader)
@@ -296,7 +312,9 @@ class Whole(Listed):
 
 
 @each
-@pytest.mark.parametrize("dataset", [Listed(11), Fewer(11), More(11)], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize(
+    "dataset", [Listed(11), Fewer(11), More(11)], ids=lambda d: type(d).__name__
+)
 def test_getitems(dataset: Listed, workers: dict[str, Any]) -> None:
     for options in ({}, {"collate_fn": nothing}):
         make = {"dataset": dataset, "batch_size": 3, **options}
@@ -325,9 +343,7 @@ def test_transforms_follow_the_dataset(workers: dict[str, Any]) -> None:
     assert indices(loader) == expected
     alone = DataLoader(Numbers(10), None, transforms=[double, plus_one], **workers)
     assert list(alone) == flat(expected)
-    listed = DataLoader(
-        Fewer(9), 9, transforms=[double, plus_one], collate_fn=nothing, **workers
-    )
+    listed = DataLoader(Fewer(9), 9, transforms=[double, plus_one], collate_fn=nothing, **workers)
     assert list(listed) == [[3, 5, 7, 11, 13, 15]]
 
 

@@ -128,10 +128,16 @@ def test_workers_with_state_are_not_replaced() -> None:
 def test_deaths_before_any_sample_add_up() -> None:
     deaths = Deaths(restarts=True)
     for _ in range(2):
-        with pytest.warns(RuntimeWarning, match="exited with code 1 between samples"):
-            deaths.report(7, 1, (), 0)
+        with pytest.warns(RuntimeWarning, match="killed by signal: Killed .* between samples"):
+            deaths.report(7, -signal.SIGKILL, (), 0)
     with pytest.raises(RuntimeError, match=r"pid\(s\) 7"):
-        deaths.report(7, 1, (), 0)
+        deaths.report(7, -signal.SIGKILL, (), 0)
+
+
+def test_a_start_that_fails_by_an_exception_is_not_tried_again() -> None:
+    with pytest.raises(RuntimeError, match=r"pid\(s\) 7") as caught:
+        Deaths(restarts=True).report(7, 1, (), 0)
+    assert "exited with code 1 before its first sample" in str(caught.value.__cause__)
 
 
 def test_deaths_between_samples_do_not_add_up_while_work_goes_on() -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader as TorchLoader
 import minato
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "minato"
 PAGES = [
     *sorted(path for path in ROOT.glob("*.md")),
     *(ROOT / folder / "README.md" for folder in ("bench", "minato")),
@@ -90,15 +91,19 @@ def test_blocks_of_python_are_python(page: Path) -> None:
             compile(source, str(page), "exec")
 
 
+@pytest.mark.slow
 def test_tutorial_program(tmp_path: Path) -> None:
-    done = run(ROOT / "docs" / "tutorial" / "first_loader.py", tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = re.findall(r"^(\w.*\w) +([\d.]+) s, (\d+) samples$", done.stdout, re.MULTILINE)
-    assert [name for name, _, _ in lines] == ["torch", "minato, in order", "minato, as they come"]
-    assert {int(samples) for _, _, samples in lines} == {400}
-    seconds = [float(taken) for _, taken, _ in lines]
-    assert seconds[1] < seconds[0]
-    assert seconds[2] < seconds[0]
+    for _ in range(3):  # a busy machine may spoil a comparison of times
+        done = run(ROOT / "docs" / "tutorial" / "first_loader.py", tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        lines = re.findall(r"^(\w.*\w) +([\d.]+) s, (\d+) samples$", done.stdout, re.MULTILINE)
+        names = [name for name, _, _ in lines]
+        assert names == ["torch", "minato, in order", "minato, as they come"]
+        assert {int(samples) for _, _, samples in lines} == {400}
+        torch_s, in_order_s, as_they_come_s = (float(taken) for _, taken, _ in lines)
+        if max(in_order_s, as_they_come_s) < torch_s:
+            return
+    pytest.fail(done.stdout)
 
 
 def anchors(page: Path) -> set[str]:
@@ -123,15 +128,23 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_map_of_the_package_names_every_file() -> None:
-    text = (ROOT / "minato" / "README.md").read_text(encoding="utf-8")
+    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
     _, _, rest = text.partition("## The tree")
     tree, _, _ = rest.partition("\n## ")
     named = set(re.findall(r"[\w]+\.(?:pyx|pxd|py|h)\b", tree)) - {"X.py", "_X_c.pyx", "_X_py.py"}
     kinds = {".py", ".pyx", ".pxd", ".h"}
-    files = [path for path in (ROOT / "minato").rglob("*") if path.suffix in kinds]
+    files = [path for path in PACKAGE.rglob("*") if path.suffix in kinds]
     twins = {path.name for path in files if re.fullmatch(r"_\w+_(c|py)\.(pyx|py)", path.name)}
     empty = {"__init__.py"}  # of a stage: it says what the folder is for
     assert named - empty == {path.name for path in files} - twins - empty
+
+
+def test_map_of_the_package_points_at_what_is_there() -> None:
+    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
+    _, _, table = text.partition("## I want to change")
+    paths = set(re.findall(r"`([\w/-]+(?:\.py|\.md|/))`", table))
+    assert len(paths) > 20
+    assert [path for path in paths if not any((at / path).exists() for at in (ROOT, PACKAGE))] == []
 
 
 def test_every_option_is_documented() -> None:
@@ -145,7 +158,7 @@ def test_every_option_is_documented() -> None:
 
 
 def test_every_environment_variable_is_documented() -> None:
-    sources = [ROOT / "setup.py", *(ROOT / "minato").rglob("*.py")]
+    sources = [ROOT / "setup.py", *PACKAGE.rglob("*.py")]
     used = {
         name
         for path in sources

@@ -170,7 +170,7 @@ def test_one_bad_sample_costs_one_batch(order: str, workers: dict[str, Any]) -> 
 
 @each
 def test_many_bad_samples(workers: dict[str, Any]) -> None:
-    dataset = Failing(60, {i: ERRORS["ValueError"] for i in range(0, 60, 2)})
+    dataset = Failing(60, dict.fromkeys(range(0, 60, 2), ERRORS["ValueError"]))
     for _ in range(2):
         found = outcomes(iter(DataLoader(dataset, 1, order="arrival", **workers)))
         assert sorted(flat(batches_in(found))) == list(range(1, 60, 2))
@@ -235,8 +235,10 @@ def refuse(worker: int) -> None:
 
 
 @pytest.mark.parametrize("workers", list(WORKERS.values())[1:], ids=list(WORKERS)[1:])
-def test_error_of_worker_init_fn(workers: dict[str, Any]) -> None:
-    found = outcomes(iter(DataLoader(Numbers(4), 2, worker_init_fn=refuse, **workers)))
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_error_of_worker_init_fn(order: str, workers: dict[str, Any]) -> None:
+    loader = DataLoader(Numbers(4), 2, worker_init_fn=refuse, order=order, **workers)
+    found = outcomes(iter(loader))
     theirs = outcomes(iter(TorchLoader(Numbers(4), 2, worker_init_fn=refuse, num_workers=2)))
     assert [outcome[:2] for outcome in theirs] == [("raised", PermissionError)] * 2
     assert [outcome[:2] for outcome in found] == [("raised", PermissionError)] * 2
@@ -303,11 +305,11 @@ def test_worker_killed_while_the_consumer_sleeps() -> None:
 
 @pytest.mark.parametrize("workers", list(WORKERS.values())[1:], ids=list(WORKERS)[1:])
 def test_timeout(workers: dict[str, Any]) -> None:
-    iterator = iter(DataLoader(Journal(8, 0.5), 1, timeout=0.1, **workers))
+    iterator = iter(DataLoader(Journal(8, 0.8), 1, timeout=0.1, **workers))
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.1 seconds"):
         next(iterator)
-    assert 0.1 <= time.monotonic() - start < 0.4
+    assert 0.1 <= time.monotonic() - start < 0.7
     del iterator
     assert indices(DataLoader(Journal(8, 0.01), 4, timeout=5, **workers)) == [
         [0, 1, 2, 3],
@@ -411,6 +413,7 @@ UNPICKLABLE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")
 @pytest.mark.parametrize("where", UNPICKLABLE)
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_what_cannot_be_pickled_is_named(context: str, where: str) -> None:

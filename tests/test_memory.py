@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import multiprocessing
 import os
 import pickle
 import time
@@ -173,15 +174,25 @@ def test_nothing_is_in_dev_shm_and_no_worker_maps_it(workers: dict[str, Any]) ->
     iterator = iter(loader)
     kept = [next(iterator) for _ in range(5)]
     entries = set(os.listdir(shm)) - before
-    process = psutil.Process()
-    for each_process in (process, *process.children(recursive=True)):
-        paths = [area.path for area in each_process.memory_maps(grouped=True)]
+    for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
+        paths = [area.path for area in psutil.Process(pid).memory_maps(grouped=True)]
         # What else is mapped from there is not a loader's: semaphores of earlier tests, say.
         assert not [path for path in paths if Path(path).name in entries and "/dev/shm" in path]
     assert len(kept) == 5
     if workers["num_workers"] == 0 or "worker_method" in workers:
         assert entries == set()
     del iterator
+
+
+def test_many_loaders_share_the_address_space() -> None:
+    loaders = [DataLoader(Filled(4, 1000), 2) for _ in range(150)]
+    for loader in loaders:
+        check(list(loader), 4)
+    sizes = [loader._spare_arenas[0].segment.nbytes for loader in loaders]
+    assert sum(sizes) < 1 << 47
+    assert min(sizes) >= 1 << 28
+    for loader in loaders:
+        check(list(loader), 4)
 
 
 # ---- the budget -----------------------------------------------------------------------------
@@ -196,7 +207,7 @@ def test_without_workers_the_budget_is_of_no_concern() -> None:
 @pytest.mark.parametrize("workers", list(WORKERS.values())[1:], ids=list(WORKERS)[1:])
 def test_sample_larger_than_the_budget_works_with_one_warning(workers: dict[str, Any]) -> None:
     loader = DataLoader(Filled(12, 1000), 2, memory_budget_bytes=1000, **workers)
-    with pytest.warns(ResourceWarning, match="memory_budget_bytes=1000.*one at a time") as caught:
+    with pytest.warns(RuntimeWarning, match="memory_budget_bytes=1000.*one at a time") as caught:
         check(list(loader), 12)
     assert len(caught) == 1
 

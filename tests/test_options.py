@@ -50,7 +50,11 @@ def test_defaults() -> None:
     default = options()
     assert default.max_lag == DEFAULT_MAX_LAG > 0
     assert default.seed is default.memory_budget_bytes is None
-    assert (default.worker_method, default.rng, default.schedule) == ("process", "sample", "dynamic")
+    assert (default.worker_method, default.rng, default.schedule) == (
+        "process",
+        "sample",
+        "dynamic",
+    )
     assert options(schedule="round_robin").rng == "worker"
     assert options(order="arrival", max_lag=0).max_lag == 0
 

@@ -66,8 +66,8 @@ def run(kind: Any, own_generator: bool, epochs: int, **options: Any) -> tuple[An
     for epoch in range(epochs):
         for number, batch in enumerate(loader):
             seen.append(torch.as_tensor(batch).tolist())
-            if epoch == 1 and number == 2:
-                break
+            if epoch == 1 and number == 2 and generator is None:
+                break  # how far ahead the sampler then is, and has drawn, is not torch's
         seen.append(torch.rand(()).item())
         if generator is not None:
             seen.append(torch.rand((), generator=generator).item())
@@ -80,7 +80,7 @@ def run(kind: Any, own_generator: bool, epochs: int, **options: Any) -> tuple[An
 def test_strict_is_torchs_order_and_draws_what_torch_draws(
     workers: dict[str, Any], options: dict[str, Any], own_generator: bool
 ) -> None:
-    # Sampling ahead depends on how far ahead: after a break, and for samplers that draw one by one.
+    # Samplers that draw one by one share the generator with what the consumer draws meanwhile.
     lazily = "sampler" in options
     epochs = 1 if lazily else 3
     plain = {"num_workers": workers["num_workers"], **options}
@@ -129,41 +129,86 @@ def test_without_workers_every_order_is_the_samplers(order: str) -> None:
     assert indices(DataLoader(Numbers(10), 3, order=order)) == blocks(10, 3)
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 3])
+@pytest.mark.parametrize("max_lag", [0, 1, 2, 4])
 @pytest.mark.parametrize("order", ["arrival", "fast_first"])
 @pytest.mark.parametrize("workers", [THREADS, WORKERS["2-processes"]], ids=["threads", "processes"])
 def test_max_lag_is_never_exceeded(workers: dict[str, Any], order: str, max_lag: int) -> None:
-    slow = {0: 0.25, 31: 0.1, 32: 0.1, 59: 0.05}
-    loader = DataLoader(Sleepy(60, 0.001, slow), 3, order=order, max_lag=max_lag, **workers)
+    dataset = WaitsForOthers(60, 3 * (max_lag + 2))
+    loader = DataLoader(dataset, 3, order=order, max_lag=max_lag, **workers)
     late = lags(indices(loader), 3)
     assert sorted(late) == list(range(60))
-    assert max(late.values()) == late[0] == max_lag
+    # With one batch in flight nobody can be late.
+    assert max(late.values()) == late[0] == (max_lag if max_lag > 1 else 0)
+
+
+class WaitsForOthers(Journal):
+    """Sample 0 takes until so many others have been begun, and two more take long."""
+
+    def __init__(self, size: int, others: int) -> None:
+        super().__init__(size, 0.001)
+        self.others = others
+
+    def __getitem__(self, index: int) -> int:
+        super().__getitem__(index)
+        if index == 0:
+            wait_until(lambda: len(self.begun()) >= self.others, 20)
+        elif index in (31, 32):
+            time.sleep(0.05)
+        return index
+
+
+@pytest.mark.parametrize("prefetch_factor", [None, 1, 20])
+@pytest.mark.parametrize("max_lag", [2, 3, 8])
+def test_max_lag_holds_for_any_number_of_batches_in_flight(
+    max_lag: int, prefetch_factor: int | None
+) -> None:
+    # Some samples are slow, and the consumer too, so that everything which may be loaded ahead is.
+    slow = {i: 0.03 + 0.01 * (i % 4) for i in range(0, 90, 11)}
+    loader = DataLoader(
+        Sleepy(90, 0.001, slow), 3, order="arrival", max_lag=max_lag, prefetch_factor=prefetch_factor, **THREADS
+    )  # fmt: skip
+    batches = []
+    for batch in loader:
+        batches.append(batch.tolist())
+        time.sleep(0.004)
+    late = lags(batches, 3)
+    assert sorted(late) == list(range(90))
+    assert max(late.values()) <= max_lag
+
+
+@pytest.mark.parametrize("max_lag", [2, 3, 5, 40])
+def test_samples_in_time_are_not_late(max_lag: int) -> None:
+    # Also when max_lag is smaller than the number of batches that would be in flight.
+    loader = DataLoader(Sleepy(48, 0.004), 4, order="arrival", max_lag=max_lag, **THREADS)
+    late = lags(indices(loader), 4)
+    assert sorted(late) == list(range(48))
+    assert sum(lag != 0 for lag in late.values()) <= 24
+    assert statistics.mean(map(abs, late.values())) < 0.6
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_max_lag_holds_in_every_epoch(persistent: bool) -> None:
-    # The second epoch is opened ahead, while the first one ends, with more batches than max_lag.
-    slow = {0: 0.2, 20: 0.05}
     loader = DataLoader(
-        Sleepy(40, 0.001, slow), 2, order="arrival", max_lag=2, persistent_workers=persistent, **THREADS
-    )
+        Sleepy(40, 0.001, {0: 0.2, 20: 0.05}), 2, order="arrival", max_lag=3, persistent_workers=persistent, **THREADS
+    )  # fmt: skip
     for _ in range(3):
         late = lags(indices(loader), 2)
         assert sorted(late) == list(range(40))
-        assert max(late.values()) == late[0] == 2
+        assert late[0] > 0
+        assert max(late.values()) <= 3
 
 
 def test_samples_are_no_later_than_they_need_to_be() -> None:
     # While sample 0 sleeps, the two others finish about 8 samples each: 8 batches.
     loader = DataLoader(Sleepy(120, 0.01, {0: 0.08}), 2, order="arrival", max_lag=32, **THREADS)
     late = lags(indices(loader), 2)
-    assert 2 <= late[0] <= 12
-    assert max(lag for index, lag in late.items() if index) <= 1
+    assert 2 <= late[0] <= 16
+    assert statistics.mean(abs(lag) for lag in late.values()) < 1
 
 
 def test_uniform_samples_stay_where_they_are() -> None:
     loader = DataLoader(Sleepy(60, 0.004), 6, order="arrival", **THREADS)
-    assert max(abs(lag) for lag in lags(indices(loader), 6).values()) <= 1
+    assert statistics.mean(abs(lag) for lag in lags(indices(loader), 6).values()) < 0.5
 
 
 def test_fast_first_lets_slow_samples_wait() -> None:
@@ -194,22 +239,13 @@ class SlowEveryFifth(Journal):
 # ---- loading ahead --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ["strict", "batch", "arrival"])
-def test_workers_run_ahead_of_a_straggler(order: str) -> None:
-    # 60 ms of work for two workers hide behind one sample; torch's would stop after 4 of the 30 batches.
-    dataset = Sleepy(60, 0.002, {0: 0.15})
-    start = time.monotonic()
-    batches = indices(DataLoader(dataset, 2, order=order, **THREADS))
-    assert sorted(flat(batches)) == list(range(60))
-    assert time.monotonic() - start < 0.15 + 0.06
-
-
-def test_strict_order_holds_finished_batches_back() -> None:
+@pytest.mark.parametrize("method", ["thread", "process"])
+def test_workers_run_ahead_of_a_straggler(method: str) -> None:
     dataset = Journal(60)
-    iterator = iter(DataLoader(HeadSleeps(dataset, 0.3), 2, **THREADS))
-    wait_until(lambda: bool(dataset.begun()))
+    loader = DataLoader(HeadSleeps(dataset, 0.3), 2, num_workers=2, worker_method=method)
+    iterator = iter(loader)
     assert next(iterator).tolist() == [0, 1]
-    assert len(dataset.begun()) > 2 * 2 * 3  # far more than torch's two batches per worker
+    assert dataset.begun() == list(range(60))  # torch's stop after two batches per worker
     assert indices(iterator) == blocks(60, 2)[1:]
 
 

@@ -144,7 +144,8 @@ class Rarely(Numbers):
 
 
 @pytest.mark.parametrize(
-    ("draw", "num_workers"), [*((draw, n) for draw in RARE for n in (0, 2)), ("numpy", 1), ("helper", 7)]
+    ("draw", "num_workers"),
+    [*((draw, n) for draw in RARE for n in (0, 2)), ("numpy", 1), ("helper", 7)],
 )
 def test_samples_that_rarely_draw(draw: str, num_workers: int) -> None:
     dataset = Rarely(1000, draw)
@@ -154,7 +155,9 @@ def test_samples_that_rarely_draw(draw: str, num_workers: int) -> None:
         for epoch in (0, 1)
         for index in range(96, 1000, 97)
     }
-    for epoch, samples in enumerate(contents(DataLoader(dataset, num_workers=num_workers, **options))):
+    for epoch, samples in enumerate(
+        contents(DataLoader(dataset, num_workers=num_workers, **options))
+    ):
         drawn = {(epoch, i): sample[1:] for i, sample in samples.items() if len(sample) > 1}
         assert drawn == {key: value for key, value in expected.items() if key[0] == epoch}
 

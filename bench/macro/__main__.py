@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[Row] = [by_name[name] for name in options.rows or by_name]
     if options.short:
         rows = [row.short() for row in rows]
+    faulthandler.enable()
     conditions = record.environment()
     _say(f"{len(rows)} rows, {repeats} repeats")
     results = measure(rows, options.loaders, repeats, say=_say)

@@ -1,5 +1,6 @@
 """Who works on which sample, and where its result goes (compiled)."""
 
+cimport cython
 from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from libc.limits cimport INT_MAX
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -33,10 +34,11 @@ from minato._core.layout cimport (
 __all__ = [
     "CLOSED",
     "COLLATING",
+    "ENDED",
+    "END_BLOB",
     "ERROR_BLOB",
     "FAILED",
     "KIND_MASK",
-    "Ledger",
     "MUST_COLLATE",
     "NOT_COMPLETE",
     "NUM_PASSES",
@@ -48,6 +50,7 @@ __all__ = [
     "TEXTS",
     "TEXT_BLOB",
     "VACANT",
+    "Ledger",
 ]
 
 NUM_PASSES = MN_PASSES
@@ -104,6 +107,7 @@ cdef inline uint64_t worker_of(uint64_t ticket) noexcept nogil:
     return (ticket >> 48) & 0x3FFF
 
 
+@cython.final
 cdef class Ledger:
     """All scheduling state of one loader, in memory that its workers share.
 
@@ -325,9 +329,10 @@ cdef class Ledger:
                 if place == 0:
                     place = self._take(
                         next_place, target.first + target.count, batch.pass_index, seq
-                    ) or self._take_oldest(batch.pass_index, seq)
+                    ) or self._try_oldest(batch.pass_index, seq)
                     next_place = max(next_place, place)
-                if mn_cas_seq_cst_u64(&position.ticket, word, word | place):
+                # None is left if the sample's worker has just taken the last one; its ticket will say so.
+                if place and mn_cas_seq_cst_u64(&position.ticket, word, word | place):
                     break
             if place and mn_load_acquire_u64(&position.ticket) & NUMBER != place:
                 self._give_back(place, seq)
@@ -726,20 +731,23 @@ cdef class Ledger:
         cdef mn_batch *batch = &self.batches[index]
         return batch.pass_index == pass_index and batch.first <= place
 
-    cdef uint64_t _take_oldest(self, uint32_t pass_index, uint64_t seq) noexcept nogil:
+    cdef uint64_t _try_oldest(self, uint32_t pass_index, uint64_t seq) noexcept nogil:
+        """Bind the oldest place that can be had to a sample; returns place + 1, 0 if there is none."""
         cdef mn_pass *here = &self.header.passes[pass_index]
-        cdef uint64_t cursor, place
-        while True:
-            cursor = mn_load_acquire_u64(&here.cursor)
-            place = self._take(
-                cursor & NUMBER, mn_load_acquire_u64(&here.limit), pass_index, seq
-            )
-            if place:
-                mn_cas_seq_cst_u64(&here.cursor, cursor, cursor & ~NUMBER | place)
-                return place
-            place = self._take_spare(pass_index, seq)
-            if place:
-                return place
+        cdef uint64_t cursor = mn_load_acquire_u64(&here.cursor)
+        cdef uint64_t limit = mn_load_acquire_u64(&here.limit)
+        cdef uint64_t place = self._take(cursor & NUMBER, limit, pass_index, seq)
+        if place == 0:
+            return self._take_spare(pass_index, seq)
+        mn_cas_seq_cst_u64(&here.cursor, cursor, cursor & ~NUMBER | place)
+        return place
+
+    cdef uint64_t _take_oldest(self, uint32_t pass_index, uint64_t seq) noexcept nogil:
+        # For a sample that has no place yet there is always one; others may be quicker a few times.
+        cdef uint64_t place = 0
+        while place == 0:
+            place = self._try_oldest(pass_index, seq)
+        return place
 
     cdef uint64_t _take_newest(self, uint32_t pass_index, uint64_t seq) noexcept nogil:
         cdef mn_pass *here = &self.header.passes[pass_index]

@@ -24,6 +24,8 @@ except ImportError:  # Windows has threads only
 __all__ = [
     "CLOSED",
     "COLLATING",
+    "ENDED",
+    "END_BLOB",
     "ERROR_BLOB",
     "FAILED",
     "KIND_MASK",

@@ -1,5 +1,6 @@
 """Sleeping until another process says that something has changed (compiled)."""
 
+cimport cython
 from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from libc.limits cimport INT_MAX
 
@@ -10,6 +11,7 @@ __all__ = ["GATE_NBYTES", "Gate"]
 GATE_NBYTES = sizeof(mn_gate)
 
 
+@cython.final
 cdef class Gate:
     """An event counter in shared memory that processes and threads can sleep on.
 

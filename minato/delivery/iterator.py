@@ -67,6 +67,10 @@ class BatchIterator(_BaseDataLoaderIter):
     ) -> None:
         super().__init__(loader)
         if self._num_workers > 0:
+            if loader.prefetch_factor <= 0:
+                raise AssertionError(
+                    "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
+                )
             super()._reset(loader, first_iter=True)  # as torch, which asks the sampler twice
         elif self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
@@ -103,9 +107,14 @@ class BatchIterator(_BaseDataLoaderIter):
         except StopIteration:
             # A sample may have raised it; then there are batches left, as with torch.
             if self._source.over and not self._persistent_workers:
-                self._source.shut_down()
-                self._source = None
+                self._shutdown_workers()
             raise
         if self._pin_memory:
             batch = _utils.pin_memory.pin_memory(batch, self._pin_memory_device)
         return batch
+
+    def _shutdown_workers(self) -> None:
+        # Programs call this method of torch's iterator to end persistent workers early.
+        if self._source is not None:
+            self._source.shut_down()
+            self._source = None

@@ -49,16 +49,20 @@ class Deaths:
         place = sample or progress
         self._by_sample[place] += 1
         times = self._by_sample[place]
-        on = f"while it ran the sample with index {sample[1]!r}" if sample else "between samples"
+        # An exception on the way to the first sample, which the next worker would meet too.
+        unable = not sample and not progress and exit_code is not None and exit_code > 0
+        on = "before its first sample" if unable else "between samples"
+        if sample:
+            on = f"while it ran the sample with index {sample[1]!r}"
         what = f"DataLoader worker (pid {pid}) {_in_words(exit_code)} {on}."
-        if self._restarts and times < _FATAL:
+        if self._restarts and not unable and times < _FATAL:
             warnings.warn(
                 f"{what} Another worker takes its place, and nothing is lost.",
                 RuntimeWarning,
                 stacklevel=2,
             )
             return
-        if self._restarts:
+        if self._restarts and not unable:
             what += f" {times} workers died there: it is the likely cause."
         raise RuntimeError(
             f"DataLoader worker (pid(s) {pid}) exited unexpectedly"

@@ -36,8 +36,11 @@ class Order:
 
     @property
     def bound(self) -> bool:
-        """Whether each sample has its own place."""
-        return self.name in ("strict", "batch") or self.max_lag == 0
+        """Whether each sample has its own place.
+
+        No more than ``max_lag`` batches are open where places are free, and in one alone nobody can be late.
+        """
+        return self.name in ("strict", "batch") or self.max_lag <= 1
 
 
 @dataclass(eq=False)

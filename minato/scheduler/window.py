@@ -20,11 +20,16 @@ class Window:
         num_workers: Workers that need something to do.
         fixed: Number of batches, or None.
         budget_bytes: What the batches in flight may take together.
+        most: Number of batches that even a growing or a fixed window never exceeds, or None.
     """
 
-    def __init__(self, num_workers: int, fixed: int | None, budget_bytes: int) -> None:
-        self.limit = _DEPTH * max(num_workers, 1) if fixed is None else fixed
+    def __init__(
+        self, num_workers: int, fixed: int | None, budget_bytes: int, most: int | None = None
+    ) -> None:
+        limit = _DEPTH * max(num_workers, 1) if fixed is None else fixed
+        self.limit = limit if most is None else min(limit, most)
         self.budget_bytes = budget_bytes
+        self._most = most
         self._step = max(num_workers, 1)
         self._fixed = fixed is not None
         self._batch_bytes = 0.0
@@ -38,9 +43,11 @@ class Window:
 
     def grow(self) -> bool:
         """Allow more batches, because workers have nothing to do while the consumer waits."""
-        if self._fixed or not self._fits(self.limit + 1):
+        if self._fixed or self.limit == self._most or not self._fits(self.limit + 1):
             return False
         self.limit += self._step
+        if self._most is not None:
+            self.limit = min(self.limit, self._most)
         return True
 
     def observe(self, batch_bytes: int) -> None:
@@ -51,7 +58,7 @@ class Window:
                 f"one batch takes {batch_bytes} bytes, more than memory_budget_bytes="
                 f"{self.budget_bytes}: batches are loaded one at a time. Raise memory_budget_bytes to at "
                 "least twice the size of a batch.",
-                ResourceWarning,
+                RuntimeWarning,
                 stacklevel=2,
             )
         self._batch_bytes = max(float(batch_bytes), 0.9 * self._batch_bytes)

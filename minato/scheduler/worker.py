@@ -169,10 +169,10 @@ class Worker:
         self, position: int, epoch: int, keys: list[Any], fetch: Callable[[Any], Any]
     ) -> tuple[list[Any], BaseException | None]:
         """Run samples until one raises; returns them and what it raised."""
-        if self._failure is not None:
-            return [], self._failure
         if len(keys) > len(self._durations):
             self._durations = array("q", bytes(8 * len(keys)))
+        if self._failure is not None:
+            return [], self._failure
 
         def run(bind: Callable[[int, Any], None] | None) -> tuple[list[Any], BaseException | None]:
             return run_samples(

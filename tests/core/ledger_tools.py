@@ -19,63 +19,12 @@ SLOT = (4096, 4160, 1 << 20)
 LAYOUT = 4096
 
 
-class Desk:
-    """One ledger and everything a test does with it.
+class Hands:
+    """Workers of a ledger, as steps of a test."""
 
-    Args:
-        twin: Half of the module ``ledger``.
-        memory: Where the ledger lies; None: in new memory of its own.
-    """
-
-    def __init__(
-        self,
-        twin: ModuleType,
-        workers: int = 3,
-        batches: int = 4,
-        positions: int = 16,
-        memory: Any = None,
-        lock_fd: int = -1,
-    ) -> None:
+    def __init__(self, twin: ModuleType, ledger: Any) -> None:
         self.twin = twin
-        self.sizes = workers, batches, positions
-        self.memory = memory if memory is not None else mmap.mmap(-1, 1 << 16)
-        self.ledger = twin.Ledger(self.memory, self.sizes, lock_fd)
-        self.nbytes = twin.Ledger.nbytes(*self.sizes)
-        self.header = np.frombuffer(self.memory, spec._HEADER, 1)[0]
-        offset = spec._HEADER.itemsize
-        self.workers = np.frombuffer(self.memory, spec._WORKER, workers, offset)
-        offset += self.workers.nbytes
-        self.batches = np.frombuffer(self.memory, spec._BATCH, batches, offset)
-        offset += self.batches.nbytes
-        self.positions = np.frombuffer(self.memory, spec._POSITION, positions, offset)
-        self.next_key = 100
-
-    def image(self) -> bytes:
-        """The ledger's bytes without what the twins may do differently."""
-        image = np.frombuffer(self.memory, np.uint8, self.nbytes).copy()
-        header = image[: spec._HEADER.itemsize].view(spec._HEADER)
-        header["compiled"] = 0
-        header["head"] &= NUMBER  # the compiled twin keeps versions above the numbers
-        header["passes"]["cursor"] &= NUMBER
-        start = spec._HEADER.itemsize + self.workers.nbytes
-        image[start : start + self.batches.nbytes].view(spec._BATCH)["hint"] = 0
-        return image.tobytes()
-
-    # ---- the consumer
-
-    def publish(self, count: int, bound: bool = True, pass_index: int = 0) -> int:
-        keys = list(range(self.next_key, self.next_key + count))
-        self.next_key += count
-        return self.ledger.publish(keys, count, SLOT, pass_index, 7, 8, bound)
-
-    def deliver(self, batch: int) -> list[int]:
-        """Take a ready batch; returns the positions of the samples in it."""
-        assert self.ledger.state(batch) == self.twin.READY
-        occupants = self.ledger.occupants(batch)
-        assert len(set(occupants)) == len(occupants)
-        return occupants
-
-    # ---- workers
+        self.ledger = ledger
 
     def claim(self, worker: int, max_run: int = 1) -> tuple[int, int, int] | None:
         return self.ledger.claim(worker, max_run)
@@ -118,6 +67,62 @@ class Desk:
                 self.fill(worker, position, late)
                 worked.append(position)
         return worked
+
+
+class Desk(Hands):
+    """One ledger, its consumer, its workers, and its records.
+
+    Args:
+        twin: Half of the module ``ledger``.
+        memory: Where the ledger lies; None: in new memory of its own.
+    """
+
+    def __init__(
+        self,
+        twin: ModuleType,
+        workers: int = 3,
+        batches: int = 4,
+        positions: int = 16,
+        memory: Any = None,
+        lock_fd: int = -1,
+    ) -> None:
+        self.sizes = workers, batches, positions
+        self.memory = memory if memory is not None else mmap.mmap(-1, 1 << 16)
+        super().__init__(twin, twin.Ledger(self.memory, self.sizes, lock_fd))
+        self.nbytes = twin.Ledger.nbytes(*self.sizes)
+        self.header = np.frombuffer(self.memory, spec._HEADER, 1)[0]
+        offset = spec._HEADER.itemsize
+        self.workers = np.frombuffer(self.memory, spec._WORKER, workers, offset)
+        offset += self.workers.nbytes
+        self.batches = np.frombuffer(self.memory, spec._BATCH, batches, offset)
+        offset += self.batches.nbytes
+        self.positions = np.frombuffer(self.memory, spec._POSITION, positions, offset)
+        self.next_key = 100
+
+    def image(self) -> bytes:
+        """The ledger's bytes without what the twins may do differently."""
+        image = np.frombuffer(self.memory, np.uint8, self.nbytes).copy()
+        header = image[: spec._HEADER.itemsize].view(spec._HEADER)
+        header["compiled"] = 0
+        header["head"] &= NUMBER  # the compiled twin keeps versions above the numbers
+        header["passes"]["cursor"] &= NUMBER
+        start = spec._HEADER.itemsize + self.workers.nbytes
+        image[start : start + self.batches.nbytes].view(spec._BATCH)["hint"] = 0
+        return image.tobytes()
+
+    # ---- the consumer
+
+    def publish(self, count: int, bound: bool = True, pass_index: int = 0) -> int:
+        keys = list(range(self.next_key, self.next_key + count))
+        self.next_key += count
+        return self.ledger.publish(keys, count, SLOT, pass_index, 7, 8, bound)
+
+    def deliver(self, batch: int) -> list[int]:
+        """Take a ready batch; returns the positions of the samples in it."""
+        assert self.ledger.state(batch) == self.twin.READY
+        occupants = self.ledger.occupants(batch)
+        assert len(set(occupants)) == len(occupants)
+        return occupants
 
     # ---- words
 

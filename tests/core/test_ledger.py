@@ -37,7 +37,9 @@ def desk(twin: ModuleType) -> Desk:
 def test_sizes_are_checked(twin: ModuleType) -> None:
     memory = mmap.mmap(-1, 1 << 16)
     for positions in (0, 3, 12, -4):
-        with pytest.raises(ValueError, match=f"position_capacity {positions} is not a power of two"):
+        with pytest.raises(
+            ValueError, match=f"position_capacity {positions} is not a power of two"
+        ):
             twin.Ledger(memory, (1, 1, positions))
     for workers in (0, 4097):
         with pytest.raises(ValueError, match=f"num_workers {workers} is not between 1 and 4096"):
@@ -283,14 +285,21 @@ def test_what_lies_at_the_places_says_what_is_left_to_do(
     for place, name in enumerate(kinds.split()):
         ledger.attach(place, 8192 + 64 * place | getattr(twin, name), 10 + place)
     assert ledger.fill_run(0, batch, 0, 3) == getattr(twin, outcome)
-    expected = [(getattr(twin, name), 8192 + 64 * k, 10 + k) for k, name in enumerate(kinds.split())]
+    expected = [
+        (getattr(twin, name), 8192 + 64 * k, 10 + k) for k, name in enumerate(kinds.split())
+    ]
     assert ledger.blobs(batch) == [*expected, *[(0, 0, 0)] * (3 - len(expected))]
     if outcome == "MUST_COLLATE":
         assert ledger.state(batch) == twin.COLLATING
         ledger.set_ready(batch, 16384 | twin.SAMPLE_BLOB, 20)
     assert ledger.state(batch) == twin.READY
     flags, at, result, nbytes, count, used = ledger.contents(batch)
-    for kind, flag in (("SAMPLE", "RAGGED"), ("ERROR", "FAILED"), ("TEXT", "TEXTS"), ("END", "ENDED")):
+    for kind, flag in (
+        ("SAMPLE", "RAGGED"),
+        ("ERROR", "FAILED"),
+        ("TEXT", "TEXTS"),
+        ("END", "ENDED"),
+    ):
         assert bool(flags & getattr(twin, flag)) == (f"{kind}_BLOB" in kinds.split())
     assert (at, count, used) == (LAYOUT if layout else 0, 3, 64)
     assert (result, nbytes) == ((16385, 20) if outcome == "MUST_COLLATE" else (0, 0))
@@ -329,7 +338,9 @@ def test_late_samples_take_the_newest_open_place_unless_the_consumer_waits(desk:
 def test_reserving_twice_gives_the_same_place(desk: Desk) -> None:
     batch = desk.publish(4, bound=False)
     position = desk.claim_position(0)
-    assert desk.ledger.reserve(0, position) == desk.ledger.reserve(0, position, True) == (0, batch, 0)
+    assert (
+        desk.ledger.reserve(0, position) == desk.ledger.reserve(0, position, True) == (0, batch, 0)
+    )
 
 
 def test_a_bound_sample_reserves_its_own_place(desk: Desk) -> None:
@@ -631,7 +642,9 @@ def test_an_overdue_sample_keeps_one_place_of_the_two_taken_for_it(desk: Desk) -
     desk.set_place(0, BOUND | 1)
     new = desk.publish(2, bound=False)
     desk.ledger.bind_late(old, new)
-    assert desk.ticket(0) & 0xFFFF  # the pure twin finds the first place, the compiled one takes another
+    assert (
+        desk.ticket(0) & 0xFFFF
+    )  # the pure twin finds the first place, the compiled one takes another
     desk.ledger.release(0)
     assert delivered_exactly_once(desk, [old, new])
 

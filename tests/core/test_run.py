@@ -84,6 +84,4 @@ def test_no_keys(twin: ModuleType) -> None:
 
 def test_memory_that_is_too_small_is_refused(twin: ModuleType) -> None:
     with pytest.raises((ValueError, IndexError)):
-        twin.run_samples(
-            str, [1, 2], 0, array("q", [0] * 3), array("q", [0]), None, 0, Exception
-        )
+        twin.run_samples(str, [1, 2], 0, array("q", [0] * 3), array("q", [0]), None, 0, Exception)

@@ -55,7 +55,9 @@ def hold_until(gate: Any, is_true: Callable[[], bool]) -> None:
             return
         begun = time.monotonic()
         if not gate.wait(seen, PATIENCE_S) and time.monotonic() - begun > PATIENCE_S / 2:
-            raise AssertionError("slept through an event" if is_true() else "the others stand still")
+            raise AssertionError(
+                "slept through an event" if is_true() else "the others stand still"
+            )
 
 
 def busy(random_s: random.Random) -> None:
@@ -273,9 +275,7 @@ def test_a_killed_sleeper_disturbs_nobody(
 
 
 @pytest.mark.parametrize("offset", [-8, 4, 4096, 4092])
-def test_a_place_that_is_none_is_refused(
-    twin: ModuleType, memory: mmap.mmap, offset: int
-) -> None:
+def test_a_place_that_is_none_is_refused(twin: ModuleType, memory: mmap.mmap, offset: int) -> None:
     with pytest.raises(ValueError, match=f"offset {offset} is no place for a gate in 4096 bytes"):
         twin.Gate(memory, offset)
 

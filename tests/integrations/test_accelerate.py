@@ -90,9 +90,10 @@ def test_skipping_goes_on_in_the_same_epoch(accelerator: Any) -> None:
         minato.DataLoader(Indexed(20), 4, shuffle=True, seed=5, transforms=[noisy])
     )
     whole = [list(prepared) for _ in range(3)]
-    prepared.set_epoch(2)
+    skipping = accelerator.skip_first_batches(prepared, 2)
+    skipping.set_epoch(2)  # Accelerate before 1.15 starts again with 0
     with engines() as seen:
-        rest = list(accelerator.skip_first_batches(prepared, 2))
+        rest = list(skipping)
     assert seen() == OURS
     assert indices(rest) == indices(whole[2][2:])
     assert [b["noise"].tolist() for b in rest] == [b["noise"].tolist() for b in whole[2][2:]]
@@ -144,7 +145,7 @@ def test_set_epoch_reaches_a_distributed_sampler(accelerator: Any) -> None:
 
 
 def test_a_seedable_sampler_on_demand(make_accelerator: Callable[..., Any]) -> None:
-    accelerator = make_accelerator(use_seedable_sampler=True, data_seed=1)
+    accelerator = make_accelerator(use_seedable_sampler=True)
     for seed in (None, 5):
         loader = minato.DataLoader(Indexed(20), 4, shuffle=True, seed=seed)
         prepared = accelerator.prepare(loader)

@@ -14,7 +14,7 @@ from tests.integrations.models import OURS, Indexed, Model, noisy
 from tests.integrations.ranks import engines
 
 pytest.importorskip("accelerate", "1.0")
-transformers = pytest.importorskip("transformers", "4.50")
+transformers = pytest.importorskip("transformers", "5.0")
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
 

@@ -34,7 +34,11 @@ def main(limit: str) -> None:
     else:
         size = psutil.Process().memory_info().vms + (3 << 30)
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    for options in ({"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "worker_method": "thread"}):
+    for options in (
+        {"num_workers": 0},
+        {"num_workers": 2},
+        {"num_workers": 2, "worker_method": "thread"},
+    ):
         kept = [list(DataLoader(Arrays(160), 2, **options)) for _ in range(2)]
         for epoch in kept:
             assert len(epoch) == 80

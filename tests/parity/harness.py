@@ -12,30 +12,31 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import resource_sharer
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.utils.data
 
 import minato
 
-__all__ = [
-    "SEED",
-    "TorchLoader",
-    "THREADS",
-    "attempt",
-    "describe",
-    "drain",
-    "generator_states",
-    "recorded_warnings",
-    "same_for_both",
-    "seed_everything",
-    "without_worker",
-]
-
 TorchLoader = torch.utils.data.DataLoader
 SEED = 20_240_613
+
+WORKERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "inline": ({"num_workers": 0}, {}),
+    "processes": ({"num_workers": 2}, {}),
+    "threads": ({"num_workers": 2}, {"worker_method": "thread"}),
+}
+"""Arguments for both classes, and for ours alone: torch has no threads, and runs processes where ours runs them."""
+each = pytest.mark.parametrize(("workers", "own"), WORKERS.values(), ids=WORKERS.keys())
+
+TORCH_IS_UNTIDY = pytest.mark.filterwarnings(
+    "ignore:.*_MultiProcessingDataLoaderIter.__del__:pytest.PytestUnraisableExceptionWarning"
+)
+"""An iterator of torch that could not be made complains when it is collected."""
 
 _WORKER = re.compile(r"in DataLoader worker (?:process|thread) \d+")
 _TRACEBACK = re.compile(
@@ -116,7 +117,7 @@ def attempt(action: Callable[[], Any]) -> Any:
     """What an action gave, or what it raised."""
     try:
         return describe(action())
-    except BaseException as error:
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit) as error:
         return failure(error)
 
 
@@ -171,6 +172,7 @@ def same_for_both(case: Callable[[Any], Any], **own: Any) -> Any:
         own: Arguments that only ours is given.
     """
     theirs = recorded(case, TorchLoader)
+    resource_sharer.stop()  # a thread that torch's tensors leave behind
     ours = recorded(case, functools.partial(minato.DataLoader, **own) if own else minato.DataLoader)
     assert ours == theirs
     return ours["outcome"]

@@ -6,9 +6,7 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
@@ -27,7 +25,6 @@ from torch.utils.data import (
 import minato
 from tests.parity import material
 from tests.parity.harness import (
-    SEED,
     TorchLoader,
     attempt,
     describe,
@@ -54,7 +51,9 @@ DATASETS = {
     "text": lambda n: "abcdefghijklmnopq"[:n],
     "array": lambda n: torch.arange(2.0 * n).view(n, 2),
     "subset": lambda n: Subset(material.Listed(2 * n), list(range(2 * n))[::-2]),
-    "concatenated": lambda n: ConcatDataset([material.Tensors(n - n // 2), material.Tensors(n // 2)]),
+    "concatenated": lambda n: ConcatDataset(
+        [material.Tensors(n - n // 2), material.Tensors(n // 2)]
+    ),
     "tensor-dataset": lambda n: TensorDataset(torch.arange(n), torch.ones(n, 2)),
     "stacked": lambda n: StackDataset(number=material.Numbers(n), image=material.Tensors(n)),
 }
@@ -95,7 +94,14 @@ COLLATE = {
 INITS = {"none": None, "no-op": material.no_op, "draws": material.add_one_more}
 ORDER_OF_ARGUMENTS = (
     *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"),
-    *("pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+    *(
+        "pin_memory",
+        "drop_last",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "generator",
+    ),
 )
 BLUNDERS: tuple[dict[str, Any], ...] = (
     {"num_workers": -1},

@@ -106,7 +106,8 @@ class Bench:
         self.slots = Slots()
         self.keys = Keys()
         self.pool = Pool()
-        self.window = Window(workers, fixed, 10**9)
+        how = Order(order, max_lag)
+        self.window = Window(workers, fixed, 10**9, None if how.bound else max_lag)
         self.discarded: list[int] = []
         self.dispatcher = Dispatcher(
             self.ledger,
@@ -114,7 +115,7 @@ class Bench:
             self.pool,
             self.slots,
             self.window,
-            Order(order, max_lag),
+            how,
             AnyWorker(),
             self.keys,
             self._discard,

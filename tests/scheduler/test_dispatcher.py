@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from minato.scheduler.dispatcher import Order
 from tests.scheduler.fakes import Bench
 
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
@@ -48,10 +49,11 @@ def test_arrival_fills_the_oldest_batch_with_whatever_is_ready() -> None:
     assert len(bench.rest()) == 3
 
 
-@pytest.mark.parametrize("max_lag", [1, 2])
+@pytest.mark.parametrize("max_lag", [2, 3])
 def test_arrival_binds_a_sample_before_it_is_too_late(max_lag: int) -> None:
-    bench = Bench("arrival", max_lag=max_lag, fixed=2)
+    bench = Bench("arrival", max_lag=max_lag, fixed=8)
     bench.begin(PAIRS)
+    assert bench.dispatcher.num_open == max_lag  # else samples would be bound before they are late
     slow = bench.claim()
     records = [item.record for item in bench.dispatcher._open]
     for _ in range(max_lag):
@@ -60,12 +62,21 @@ def test_arrival_binds_a_sample_before_it_is_too_late(max_lag: int) -> None:
         bench.dispatcher.refill()
         records.append(bench.dispatcher._open[-1].record)
     bench.work_all()
-    bench.pool.script = [lambda: finished.extend(bench.finish(slow))]
     finished: list[int] = []
+    bench.pool.script = [lambda: finished.extend(bench.finish(slow))]
     assert bench.take().record == records[max_lag]  # and not the next, which is complete
     assert finished == [records[max_lag]]
     bench.always_work()
     assert len(bench.rest()) == 6 - max_lag - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "max_lag", "bound"),
+    [("strict", 9, True), ("batch", 9, True), ("arrival", 0, True), ("fast_first", 1, True)]
+    + [("arrival", 2, False), ("fast_first", 9, False)],
+)
+def test_orders_that_give_each_sample_its_own_place(name: str, max_lag: int, bound: bool) -> None:
+    assert Order(name, max_lag).bound is bound
 
 
 def test_fast_first_puts_late_samples_into_the_newest_batch() -> None:
@@ -346,19 +357,24 @@ def test_samples_of_the_next_pass_do_not_stray_into_this_one() -> None:
 
 
 def test_late_samples_are_bound_across_an_expected_beginning() -> None:
-    # Three batches are opened ahead, more than max_lag; the fourth of that pass must bind samples of the third.
-    bench = Bench("arrival", max_lag=1, fixed=4)
+    # Two batches of the next pass are opened ahead; the third one must bind samples of the first.
+    bench = Bench("arrival", max_lag=2)
     following = [[i] for i in range(20, 26)]
     bench.begin([[0]], expected=foretold(*following))
-    assert len(bench.dispatcher._ahead) == 3
     bench.work(1)
     bench.take()
-    bench.work(2)
+    bench.dispatcher.refill()
+    assert len(bench.dispatcher._ahead) == 2
     slow = bench.claim()
+    bench.work(1)
     assert bench.begin(following, epoch=1)
     bench.take()
-    bench.take()
     bench.dispatcher.refill()
-    fourth = bench.dispatcher._open[1].record
+    third = bench.dispatcher._open[1].record
     bench.work_all()
-    assert bench.finish(slow) == [fourth]
+    bench.pool.script = [lambda: bound.extend(bench.finish(slow))]
+    bound: list[int] = []
+    bench.take()
+    assert bound == []
+    bench.take()
+    assert bound == [third]

@@ -46,7 +46,7 @@ def test_the_budget_bounds_the_window() -> None:
 
 def test_the_first_batch_is_always_opened() -> None:
     window = Window(2, None, 1000)
-    with pytest.warns(ResourceWarning, match="2000 bytes.*memory_budget_bytes=1000"):
+    with pytest.warns(RuntimeWarning, match="2000 bytes.*memory_budget_bytes=1000"):
         window.observe(2000)
     assert window.has_room(0)
     assert not window.has_room(1)
@@ -63,3 +63,13 @@ def test_larger_batches_count_at_once_and_are_slowly_forgotten() -> None:
     for _ in range(30):
         window.observe(100)
     assert window.has_room(3)
+
+
+def test_a_window_can_have_an_upper_limit() -> None:
+    window = Window(4, None, 10**9, 10)
+    assert window.limit == 8
+    assert window.grow()
+    assert window.limit == 10
+    assert not window.grow()
+    assert Window(4, None, 10**9, 3).limit == 3
+    assert Window(4, 20, 10**9, 3).limit == 3

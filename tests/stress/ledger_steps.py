@@ -1,14 +1,14 @@
 """Every instant: kill a worker after each change of memory, stop it at each instruction.
 
-    python -m tests.stress.ledger_steps --twin c --seconds 60
+    python -m tests.stress.ledger_steps --twin c --seconds 60 --all
 
 A worker's effect on the others is what it writes to shared memory. So its work is run once, step by step, and memory is
 kept after each change: these are all the states in which a kill can leave the ledger. From each of them the others must
 finish, with every sample delivered once.
 
 Then a worker, or the consumer, is stopped at an instruction in the middle of an operation, the others go on as far as
-they can, up to several rounds of the ring, and it continues with what it had read. (Only for the compiled twin: the pure one holds a
-lock, and nobody else is in the middle of anything.)
+they can, up to several rounds of the ring, and it continues with what it had read. (Only for the compiled twin: the
+pure one holds a lock, and nobody else is in the middle of anything.)
 """
 
 from __future__ import annotations
@@ -287,8 +287,12 @@ def after_kill(world: World, other: int | None) -> dict[str, Callable[[], None]]
     }
 
 
-def kill_everywhere(twin: str) -> int:
-    """Kill worker 0 in every state; returns how many there were."""
+def kill_everywhere(twin: str, thorough: bool) -> int:
+    """Kill worker 0 in every state; returns how many there were.
+
+    Args:
+        thorough: Let the others do everything they can after each kill, rather than one thing in turn.
+    """
     count = 0
     for scene in SCENES:
         for worker_1_is_busy in (False, True):
@@ -296,7 +300,8 @@ def kill_everywhere(twin: str) -> int:
             other = world.claim_for(1) if worker_1_is_busy else None
             states = images(world, twin, lambda world=world: world.work(0))
             for number, image in enumerate(states):
-                for name, others in after_kill(world, other).items():
+                ways = list(after_kill(world, other).items())
+                for name, others in ways if thorough else [ways[number % len(ways)]]:
                     world.memory[: world.nbytes] = image
                     status = in_a_copy(lambda others=others, world=world: (others(), world.end()))
                     where = f"{scene.name}, killed in state {number} of {len(states)}, {name}"
@@ -466,6 +471,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.stress.ledger_steps")
     parser.add_argument("--twin", choices=["c", "py"], default="c")
     parser.add_argument("--seconds", type=float, default=0.0, help="how long to try random stops")
+    parser.add_argument("--all", action="store_true", help="everything that may follow a kill")
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
     options = parser.parse_args(arguments)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 30)
@@ -473,7 +479,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.twin == "c" and not POSSIBLE:
         return UNTRACEABLE
     try:
-        print(f"kills {kill_everywhere(options.twin)}", flush=True)
+        print(f"kills {kill_everywhere(options.twin, options.all)}", flush=True)
         if options.twin == "c":
             print(f"stops {stop_anywhere(options.seconds, seed)}")
     except PermissionError as error:

@@ -4,8 +4,8 @@
 
 One consumer publishes batches of numbered samples, in passes of every order. Workers write each number to its place, so
 that a sample that is lost, repeated, misplaced or overwritten shows. Every few milliseconds a worker is killed; its
-samples are released only a while later, when its places may have been delivered and used again. Others are stopped for a
-while, which is how a worker looks that the system does not run for some milliseconds. Some passes are abandoned.
+samples are released only a while later, when its places may have been delivered and used again. Others are stopped
+for a while, which is how a worker looks that the system does not run for some milliseconds. Some passes are abandoned.
 """
 
 from __future__ import annotations
@@ -362,7 +362,9 @@ class Consumer:
 
     def retire(self, batch: Batch, poisoned: bool) -> None:
         places = [(batch.first + k) & self.mask for k in range(len(batch.keys))]
-        assert not poisoned or (self.values[places] == POISON).all(), f"written after delivery: {batch}"
+        assert not poisoned or (self.values[places] == POISON).all(), (
+            f"written after delivery: {batch}"
+        )
         self.ledger.retire(batch.record)
 
     def report(self) -> str:

@@ -1,0 +1,414 @@
+"""What is loaded: samplers of every kind, keys of every type, data that changes between passes."""
+
+from __future__ import annotations
+
+import decimal
+import enum
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    default_convert,
+)
+
+import minato
+from tests.datasets import Numbers, Pair
+from tests.parity.harness import (
+    TORCH_IS_UNTIDY,
+    attempt,
+    describe,
+    drain,
+    each,
+    generator_states,
+    same_for_both,
+)
+from tests.parity.material import Listed, OnlyIter, Tensors, identity
+
+# ---- keys -----------------------------------------------------------------------------------
+
+
+class Colour(enum.Enum):
+    """Keys may be members of enumerations."""
+
+    RED = 1
+
+
+class Whole(enum.IntEnum):
+    """And such that are integers, too."""
+
+    TWO = 2
+
+
+@dataclass(frozen=True)
+class Address:
+    """And objects of the user."""
+
+    street: str
+    number: int
+
+
+class Echo(Dataset[Any]):
+    """Tells the type and the value of its key."""
+
+    def __getitem__(self, key: Any) -> str:
+        return f"{type(key).__name__}: {key!r}"
+
+
+KEYS = [
+    *(0, -1, 2**63 - 1, -(2**63), 2**63, 2**200, True, None, ..., 1.5, float("nan"), 2j),
+    *("name", "", "ünïcode", b"bytes", bytearray(b"array"), (1, "two"), (), [1, 2], {3}, {"a": 1}),
+    *(np.int64(3), np.float32(0.5), np.str_("text"), np.arange(3), torch.tensor(4), torch.ones(2)),
+    *(Colour.RED, Whole.TWO, Address("Hill", 3), Pair(1, 2), slice(1, 5, 2), range(3)),
+    *(decimal.Decimal("1.50"), frozenset({1}), int, "x" * 10_000),
+]
+
+
+@each
+@pytest.mark.parametrize("batch_size", [None, 1, 5])
+def test_keys_of_any_type(batch_size: Any, workers: dict[str, Any], own: dict[str, Any]) -> None:
+    def case(make: Any) -> Any:
+        return [*make(Echo(), batch_size, sampler=KEYS, **workers)]
+
+    outcome = same_for_both(case, **own)
+    assert outcome[0] == "list"
+    assert len(outcome[1]) == -(-len(KEYS) // (batch_size or 1))
+
+
+@each
+def test_getitems_gets_python_integers_and_the_container_that_was_drawn(
+    workers: dict[str, Any], own: dict[str, Any]
+) -> None:
+    def case(make: Any) -> Any:
+        subset = Subset(Listed(20), [*range(19, 0, -2)])
+        batches = [[1, 2], (3, 4), range(5), np.arange(3), torch.arange(2), []]
+        return [
+            [*make(subset, 4, collate_fn=identity, **workers)],
+            [*make(subset, 3, shuffle=True, collate_fn=identity, **workers)],
+            [*make(Listed(9), batch_sampler=batches, collate_fn=identity, **workers)],
+            [*make(Subset(subset, np.arange(5)), 2, collate_fn=identity, **workers)],
+            [*make(subset, None, sampler=[2, 1], **workers)],
+        ]
+
+    outcome = same_for_both(case, **own)
+    first = outcome[1][0][1][0]
+    assert first == describe(
+        [(19, "list", "int"), (17, "list", "int"), (15, "list", "int"), (13, "list", "int")]
+    )
+
+
+class Both(Numbers):
+    """``__getitems__`` may be switched off by None, as torch's own wrappers do."""
+
+    __getitems__ = None
+
+
+@each
+def test_getitems_that_is_none(workers: dict[str, Any], own: dict[str, Any]) -> None:
+    same_for_both(lambda make: [*make(Both(5), 2, **workers)], **own)
+
+
+class Patched(Numbers):
+    """Its ``__getitem__`` is replaced on the instance, which indexing does not see."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.__getitem__ = lambda index: -index  # type: ignore[method-assign]
+
+
+def test_indexing_means_the_type() -> None:
+    same_for_both(lambda make: [*make(Patched(5), 2)])
+
+
+@each
+def test_mappings_and_sequences_as_dataset(workers: dict[str, Any], own: dict[str, Any]) -> None:
+    datasets: list[tuple[Any, Any]] = [
+        ({"a": 1, "b": 2}, ["b", "a"]),
+        ("text", None),
+        (b"bytes", None),
+        (range(5, 9), None),
+        (np.arange(6.0).reshape(3, 2), None),
+        (torch.arange(6).view(3, 2), None),
+        (((1, "a"), (2, "b")), None),
+        ([None, 1], [1, 1]),
+    ]
+    for dataset, sampler in datasets:
+        same_for_both(
+            lambda make, dataset=dataset, sampler=sampler: [
+                *make(dataset, 2, sampler=sampler, **workers)
+            ],
+            **own,
+        )
+
+
+# ---- samplers -------------------------------------------------------------------------------
+
+
+class Counted:
+    """A sampler that knows how much was asked of it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.iterators = 0
+        self.drawn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.iterators += 1
+        for key in itertools.count() if self.size < 0 else range(self.size):
+            self.drawn += 1
+            yield key
+
+    def __len__(self) -> int:
+        return self.size
+
+
+@each
+@pytest.mark.parametrize("size", [10**9, -1], ids=["billion", "endless"])
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "alone"])
+def test_long_samplers_are_consumed_lazily(
+    size: int, batched: bool, workers: dict[str, Any], own: dict[str, Any]
+) -> None:
+    started = time.monotonic()
+    prefetch = {"prefetch_factor": 3} if workers["num_workers"] else {}
+
+    def case(make: Any) -> Any:
+        sampler = Counted(size)
+        loader = make(Echo(), 2 if batched else None, sampler=sampler, **workers, **prefetch)
+        seen = [*itertools.islice(loader, 5)]
+        return seen, sampler.drawn, sampler.iterators, attempt(lambda: len(loader))
+
+    same_for_both(case, **own)
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+    "workers", [{"num_workers": 2}, {"num_workers": 2, "worker_method": "thread"}], ids=str
+)
+def test_without_a_prefetch_factor_an_endless_sampler_is_not_run_through(workers: Any) -> None:
+    sampler = Counted(-1)
+    iterator = iter(minato.DataLoader(Echo(), 2, sampler=sampler, **workers))
+    for _ in range(50):
+        next(iterator)
+    assert sampler.drawn < 2000
+
+
+@each
+def test_how_often_a_sampler_is_asked(workers: dict[str, Any], own: dict[str, Any]) -> None:
+    for persistent in (False, True) if workers["num_workers"] else (False,):
+
+        def case(make: Any, persistent: bool = persistent) -> Any:
+            alone, batched = Counted(6), Counted(6)
+            loaders = [
+                make(Numbers(6), None, sampler=alone, persistent_workers=persistent, **workers),
+                make(Numbers(6), 4, sampler=batched, persistent_workers=persistent, **workers),
+            ]
+            for loader in (*loaders, *loaders):
+                assert len([*loader]) in (2, 6)
+            return alone.iterators, batched.iterators, alone.drawn, batched.drawn
+
+        same_for_both(case, **own)
+
+
+class Drawing(OnlyIter):
+    """Draws from torch's generator for each key."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for key in super().__iter__():
+            yield (key + int(torch.randint(100, ()))) % 7
+
+
+@each
+def test_generators_after_each_batch(workers: dict[str, Any], own: dict[str, Any]) -> None:
+    prefetch = {"prefetch_factor": 2} if workers["num_workers"] else {}
+
+    def case(make: Any) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        states = []
+        for sampler in (Drawing(range(30)), RandomSampler(range(90), replacement=True)):
+            loader = make(
+                Numbers(90), 2, sampler=sampler, generator=generator, **workers, **prefetch
+            )
+            states.append(generator_states(generator))
+            iterator = iter(loader)
+            for batch in itertools.islice(iterator, 12):
+                states.append((batch, generator_states(generator)))
+            del iterator
+        return states
+
+    same_for_both(case, **own)
+
+
+class Reluctant:
+    """An iterator that raises now and then, and yet goes on."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __iter__(self) -> Reluctant:
+        self.calls = 0
+        return self
+
+    def __next__(self) -> int:
+        self.calls += 1
+        if self.calls == 3:
+            raise LookupError("not now")
+        if self.calls > 6:
+            raise StopIteration
+        return self.calls
+
+
+def test_sampler_that_raises_and_goes_on() -> None:
+    def case(make: Any) -> Any:
+        return [
+            drain(iter(make(Numbers(9), None, sampler=Reluctant()))),
+            drain(iter(make(Numbers(9), 2, sampler=Reluctant()))),
+            drain(iter(make(Numbers(9), batch_sampler=[[1], 2, "34", [5]], collate_fn=identity))),
+        ]
+
+    same_for_both(case)
+
+
+@TORCH_IS_UNTIDY
+@each
+def test_sampler_that_raises_at_once(workers: dict[str, Any], own: dict[str, Any]) -> None:
+    class Broken:
+        def __iter__(self) -> Any:
+            raise RuntimeError("no order today")
+
+    for batch_size in (1, None):
+        same_for_both(
+            lambda make, size=batch_size: drain(
+                iter(make(Numbers(3), size, sampler=Broken(), **workers))
+            ),
+            **own,
+        )
+
+
+@each
+def test_distributed_sampler_and_its_epochs(workers: dict[str, Any], own: dict[str, Any]) -> None:
+    for persistent in (False, True) if workers["num_workers"] else (False,):
+
+        def case(make: Any, persistent: bool = persistent) -> Any:
+            sampler = DistributedSampler(range(11), num_replicas=3, rank=2, seed=4)
+            loader = make(Numbers(11), 2, sampler=sampler, persistent_workers=persistent, **workers)
+            seen = [len(loader)]
+            for epoch in (0, 1, 1, 5, 2):
+                sampler.set_epoch(epoch)
+                seen.append([*loader])
+            return seen
+
+        same_for_both(case, **own)
+
+
+@each
+def test_sampler_that_is_changed_between_passes(
+    workers: dict[str, Any], own: dict[str, Any]
+) -> None:
+    for persistent in (False, True) if workers["num_workers"] else (False,):
+
+        def case(make: Any, persistent: bool = persistent) -> Any:
+            keys = [3, 1]
+            subset = SubsetRandomSampler([5, 6, 7])
+            batches = BatchSampler(range(4), 3, drop_last=False)
+            loaders = [
+                make(Numbers(9), sampler=keys, persistent_workers=persistent, **workers),
+                make(Numbers(9), 2, sampler=subset, persistent_workers=persistent, **workers),
+                make(Numbers(9), batch_sampler=batches, persistent_workers=persistent, **workers),
+            ]
+            seen = [[*loader] for loader in loaders]
+            keys.append(8)
+            subset.indices = [1, 2]
+            batches.batch_size = 2
+            batches.drop_last = True
+            return [*seen, *([*loader] for loader in loaders), [len(loader) for loader in loaders]]
+
+        same_for_both(case, **own)
+
+
+# ---- data that changes ----------------------------------------------------------------------
+
+
+@each
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_dataset_that_grows_between_passes(
+    shuffle: bool, workers: dict[str, Any], own: dict[str, Any]
+) -> None:
+    def case(make: Any) -> Any:
+        data = [float(i) for i in range(5)]
+        loader = make(data, 2, shuffle=shuffle, **workers)
+        seen = []
+        for more in (0, 3, 1):
+            data.extend(range(more))
+            seen.append((len(loader), [*loader]))
+        del data[2:]
+        return [*seen, len(loader), [*loader]]
+
+    same_for_both(case, **own)
+
+
+@each
+def test_sample_and_batch_of_one_and_of_nothing(
+    workers: dict[str, Any], own: dict[str, Any]
+) -> None:
+    def case(make: Any) -> Any:
+        return [
+            drain(iter(make(Tensors(size), batch_size, drop_last=drop, **workers)))
+            for size in (0, 1, 4)
+            for batch_size, drop in ((1, False), (3, False), (3, True), (None, False))
+        ]
+
+    same_for_both(case, **own)
+
+
+@each
+def test_without_batching(workers: dict[str, Any], own: dict[str, Any]) -> None:
+    samples = [
+        *(1, 2.5, True, None, "text", b"bytes", 3j),
+        *(np.float64(2), np.int8(1), np.bool_(True), np.arange(3), np.array(["text"]), np.array(5)),
+        *(torch.ones(2), [np.arange(2), 1], (np.ones(1), "a"), {"a": np.ones(2), "b": (1, 2)}),
+        *(Pair(np.ones(2), 1), {1, 2}, range(3), [], (), {}, [[np.zeros(1)]]),
+    ]
+    for collate_fn in (None, default_convert, identity, type):
+        same_for_both(
+            lambda make, collate_fn=collate_fn: [
+                *make(samples, None, collate_fn=collate_fn, **workers)
+            ],
+            **own,
+        )
+
+
+# ---- iterators ------------------------------------------------------------------------------
+
+
+@each
+def test_iterators(workers: dict[str, Any], own: dict[str, Any]) -> None:
+    def case(make: Any) -> Any:
+        loader = make(Numbers(7), 2, **workers)
+        first, second = iter(loader), iter(loader)
+        seen = [iter(first) is first, first is second, len(first), next(first)]
+        seen += [next(second), next(first), next(second), [*first], [*second]]
+        seen += [attempt(lambda: next(first)), attempt(lambda: next(first)), len(second)]
+        seen += [*enumerate(loader), [*zip(loader, loader, strict=True)]]
+        head, *rest = loader
+        return [*seen, head, len(rest), sum(1 for _ in loader)]
+
+    same_for_both(case, **own)
+
+
+def test_two_loaders_in_turn_share_the_generator() -> None:
+    def case(make: Any) -> Any:
+        loaders = [make(Numbers(6), 2, shuffle=True, num_workers=workers) for workers in (0, 1)]
+        return [[*pair] for _ in range(2) for pair in zip(*loaders, strict=True)]
+
+    same_for_both(case)

@@ -1,0 +1,294 @@
+"""Starting workers, noticing when one is gone, and ending them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from minato._core.segment import Segment
+from minato._core.wait import Gate
+from minato.scheduler import process
+from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
+from minato.scheduler.process import ProcessPool, parent_watch, wrapped_in_process
+
+FORK = multiprocessing.get_context("fork")
+
+
+class Stage:
+    """Gates, a flag that tells workers to leave, and what was said of dead ones."""
+
+    def __init__(self) -> None:
+        self.segment = Segment(4096)
+        self.ready = Gate(self.segment.array, 0)
+        self.left = False
+        self.deaths: list[tuple[Any, ...]] = []
+
+    def stop(self) -> None:
+        self.segment.array[100] = 1
+
+    def bury(self, number: int, pid: int | None, code: int | None) -> None:
+        self.deaths.append((number, pid, code))
+        if len(self.deaths) > 2:
+            raise RuntimeError("too many")
+
+    def processes(self, work: Any) -> ProcessPool:
+        return ProcessPool(
+            FORK, 2, work, (self,), self.ready, self.stop, lambda number: self.left, self.bury
+        )
+
+
+def obedient(number: int, stage: Stage) -> None:
+    while not stage.segment.array[100]:
+        time.sleep(0.002)
+
+
+def mortal(number: int, stage: Stage) -> None:
+    if number == 1:
+        os._exit(7)
+    obedient(number, stage)
+
+
+def deaf(number: int, stage: Stage) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stage.segment.array[200 + number] = 1
+    time.sleep(60)
+
+
+def checks(pool: ProcessPool, until: Any) -> None:
+    deadline = time.monotonic() + 5
+    while not until():
+        assert time.monotonic() < deadline
+        pool.check()
+        time.sleep(0.002)
+
+
+def test_processes_start_and_end() -> None:
+    stage = Stage()
+    pool = stage.processes(obedient)
+    pool.start()
+    pids = [worker.pid for worker in pool.processes]
+    pool.check()
+    assert stage.deaths == []
+    pool.shut_down()
+    assert [worker.exitcode for worker in pool.processes] == [0, 0]
+    assert multiprocessing.active_children() == []
+    assert len(set(pids)) == 2
+    pool.shut_down()  # again is harmless
+
+
+def test_a_pool_that_was_not_started_can_be_shut_down() -> None:
+    stage = Stage()
+    stage.processes(obedient).shut_down()
+    assert stage.segment.array[100] == 1
+
+
+def test_dead_processes_are_buried_and_replaced() -> None:
+    stage = Stage()
+    pool = stage.processes(mortal)
+    pool.start()
+    first = pool.processes[1].pid
+    with pytest.raises(RuntimeError, match="too many"):
+        checks(pool, lambda: False)
+    assert [death[0] for death in stage.deaths] == [1, 1, 1]
+    assert [death[2] for death in stage.deaths] == [7, 7, 7]
+    assert stage.deaths[0][1] == first
+    assert len({death[1] for death in stage.deaths}) == 3
+    pool.shut_down()
+
+
+def test_processes_may_leave_when_there_is_nothing_left_to_do() -> None:
+    stage = Stage()
+    pool = stage.processes(obedient)
+    pool.start()
+    stage.stop()
+    stage.left = True
+    deadline = time.monotonic() + 5
+    while any(worker.is_alive() for worker in pool.processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    pool.check()
+    assert stage.deaths == []
+    pool.shut_down()
+
+
+def test_processes_that_do_not_listen_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_GRACE_S", 0.05)
+    stage = Stage()
+    pool = stage.processes(deaf)
+    pool.start()
+    deadline = time.monotonic() + 5
+    while not all(stage.segment.array[200:202]):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    start = time.monotonic()
+    pool.shut_down()
+    assert time.monotonic() - start < 3
+    assert [worker.exitcode for worker in pool.processes] == [-signal.SIGKILL] * 2
+
+
+def test_a_forked_copy_of_a_pool_ends_nobody() -> None:
+    stage = Stage()
+    pool = stage.processes(obedient)
+    pool.start()
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.shut_down()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert stage.segment.array[100] == 0
+    assert all(worker.is_alive() for worker in pool.processes)
+    pool.shut_down()
+
+
+def test_waiting_ends_with_an_event() -> None:
+    stage = Stage()
+    pool = stage.processes(obedient)
+    seen = stage.ready.events
+    start = time.monotonic()
+    pool.wait(seen, 0.02)
+    assert time.monotonic() - start >= 0.02
+    stage.ready.notify()
+    pool.wait(seen, 30)
+    assert time.monotonic() - start < 5
+
+
+def test_parent_watch() -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # The grandchild watches the child, which ends.
+        watch_in_grandchild(writer)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with os.fdopen(reader) as answers:
+        assert answers.read() == "True False"
+
+
+def watch_in_grandchild(writer: int) -> None:
+    ready, steady = os.pipe()
+    grandchild = os.fork()
+    if grandchild == 0:
+        lives = parent_watch()
+        answer = f"{lives()} "
+        os.write(steady, b"x")
+        while lives():
+            time.sleep(0.002)
+        os.write(writer, (answer + str(lives())).encode())
+        os._exit(0)
+    os.read(ready, 1)
+    os._exit(0)
+
+
+# ---- threads --------------------------------------------------------------------------------
+
+
+class Worker:
+    """Stands for a worker in a thread."""
+
+    def __init__(self, number: int, leave: threading.Event) -> None:
+        self.number = number
+        self.leave = leave
+
+    def loop(self, parent_lives: Any) -> None:
+        assert parent_lives()
+        self.leave.wait(20)
+
+
+def threads(leave: threading.Event, may_leave: bool = False) -> ThreadPool:
+    stage = Stage()
+    return ThreadPool(
+        2, lambda number: Worker(number, leave), stage.ready, leave.set, lambda: may_leave
+    )
+
+
+def test_threads_start_and_end() -> None:
+    pool = threads(threading.Event())
+    pool.start()
+    assert [thread.name for thread in pool.threads] == ["minato-0", "minato-1"]
+    assert all(thread.daemon for thread in pool.threads)
+    pool.check()
+    pool.shut_down()
+    assert not any(thread.is_alive() for thread in pool.threads)
+
+
+@pytest.mark.parametrize("may_leave", [False, True])
+def test_threads_that_are_gone_are_noticed(may_leave: bool) -> None:
+    leave = threading.Event()
+    pool = threads(leave, may_leave)
+    pool.start()
+    leave.set()
+    for thread in pool.threads:
+        thread.join()
+    if may_leave:
+        pool.check()
+    else:
+        with pytest.raises(RuntimeError, match=r"worker thread\(s\) minato-0, minato-1 ended unex"):
+            pool.check()
+
+
+def test_a_thread_may_end_its_own_pool() -> None:
+    # As when the garbage collector runs in a worker and finds the last reference to a loader.
+    leave = threading.Event()
+    ended = threading.Event()
+
+    class Ending(Worker):
+        """Shuts the pool down itself."""
+
+        def loop(self, parent_lives: Any) -> None:
+            if self.number == 0:
+                pool.shut_down()
+                ended.set()
+            else:
+                super().loop(parent_lives)
+
+    pool = ThreadPool(2, lambda n: Ending(n, leave), Stage().ready, leave.set, lambda: False)  # type: ignore[arg-type]
+    pool.start()
+    assert ended.wait(5)
+    for thread in pool.threads:
+        thread.join()
+
+
+def test_in_line_whoever_waits_works() -> None:
+    steps: list[int] = []
+
+    class Inline:
+        """Stands for a worker in the consumer's thread."""
+
+        def step(self) -> bool:
+            steps.append(1)
+            return True
+
+    pool = InlinePool(lambda number: Inline())  # type: ignore[arg-type, return-value]
+    pool.start()
+    assert steps == []
+    pool.wait(0, 1.0)
+    pool.wait(0, 1.0)
+    assert steps == [1, 1]
+    pool.check()
+    pool.shut_down()
+
+
+# ---- exceptions on their way ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrap", "place"),
+    [(wrapped_in_process(3), "worker process 3"), (wrapped_in_thread(2), "worker thread 2")],
+)
+def test_exceptions_travel_in_torchs_wrapper(wrap: Any, place: str) -> None:
+    try:
+        raise KeyError("missing")
+    except KeyError as error:
+        wrapped = wrap(error)
+    assert isinstance(wrapped, torch._utils.ExceptionWrapper)
+    with pytest.raises(KeyError, match=f"(?s)Caught KeyError in DataLoader {place}.*missing"):
+        wrapped.reraise()
