@@ -10,13 +10,17 @@ import warnings
 from collections.abc import Iterator
 from multiprocessing import context, reduction
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
+import numpy as np
 import torch
 
 from minato.errors import NotPicklableError
 
-__all__ = ["SidePickler", "advise", "check_picklable", "dumps"]
+__all__ = ["Purpose", "SidePickler", "advise", "check_picklable", "dumps"]
+
+Purpose: TypeAlias = Literal["sample", "result", "process"]
+"""What a pickled object is for; see :class:`SidePickler`."""
 
 _ADVICE = (
     "Got pickle error when attempting to start a worker Process. "
@@ -31,8 +35,7 @@ _ADVICE = (
 class _StorageBytes:
     """A tensor's storage while it is pickled; tensors that share one still do on the other side."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
+    def __init__(self, storage: torch.UntypedStorage) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -41,6 +44,13 @@ class _StorageBytes:
 
 def _storage_tensor(data: Any) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _rebuild_storage(base: torch.Tensor | None, dtype: torch.dtype | None) -> Any:
+    storage = torch.UntypedStorage() if base is None else base.untyped_storage()
+    if dtype is None:
+        return storage
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def _rebuild_tensor(
@@ -64,21 +74,30 @@ class SidePickler(pickle.Pickler):
 
     Args:
         buffers: Receives the buffers, in the order in which ``pickle.loads(buffers=…)`` wants them.
-        for_new_process: The other side is a process that is being started. It must share tensors that are in shared
-            memory, so they are refused; and it does not know what an interactive session has defined.
+        purpose: ``"sample"``: everything arrives as it is. ``"result"``: arrays arrive as from torch's workers,
+            writable and in native byte order. ``"process"``: the other side is being started; it must share
+            tensors that are in shared memory, so they are refused, and does not know what an interactive session
+            has defined.
     """
 
     def __init__(
-        self, file: io.BytesIO, buffers: list[pickle.PickleBuffer], for_new_process: bool = False
+        self, file: io.BytesIO, buffers: list[pickle.PickleBuffer], purpose: Purpose = "sample"
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
-        self._for_new_process = for_new_process
+        self._purpose = purpose
         self._storages: dict[int, _StorageBytes] = {}
 
     def reducer_override(self, value: Any) -> Any:
         """Pickle a plain tensor as its storage and its view of it; leave everything else to its own methods."""
         if not isinstance(value, torch.Tensor):
-            if self._for_new_process and _stays_behind(value):
+            typed = isinstance(value, torch.storage.TypedStorage)
+            storage = value._untyped_storage if typed else value
+            if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
+                return _rebuild_storage, (self._shared(storage), value.dtype if typed else None)
+            if isinstance(value, np.ndarray) and self._purpose == "result":
+                ordinary = value.flags.writeable and value.dtype.isnative
+                return NotImplemented if ordinary else value.__reduce_ex__(4)
+            if self._purpose == "process" and _stays_behind(value):
                 return _by_value(value)
             return NotImplemented
         if value.requires_grad and not value.is_leaf:
@@ -87,28 +106,50 @@ class SidePickler(pickle.Pickler):
                 "support crossing process boundaries.  If you just want to transfer the data, call detach() on "
                 "the tensor before serializing (e.g., putting it on the queue)."
             )
-        if self._for_new_process and value.is_shared():
-            raise pickle.PicklingError("a tensor in shared memory would become a copy")
         if not _is_plain(value):
-            return NotImplemented
+            return _reduce_quantized(value) if value.is_quantized else NotImplemented
         offset = value.storage_offset()
         if value.untyped_storage().nbytes() > 2 * value.nbytes and not value.requires_grad:
-            # A small view of a large storage: only what is seen travels.
-            value, offset = value.clone(), 0
-        data = None
-        if value.untyped_storage().nbytes():
-            key = value.untyped_storage().data_ptr()
-            if key not in self._storages:
-                self._storages[key] = _StorageBytes(value.detach())
-            data = self._storages[key]
+            value, offset = _compact(value), 0
         return _rebuild_tensor, (
-            data,
+            self._shared(value.untyped_storage()),
             value.dtype,
             offset,
             tuple(value.shape),
             value.stride(),
             value.requires_grad,
         )
+
+    def _shared(self, storage: torch.UntypedStorage) -> _StorageBytes | None:
+        """What travels for a storage: the same object each time; None if it is empty."""
+        if self._purpose == "process" and storage.is_shared():
+            raise pickle.PicklingError("a tensor in shared memory would become a copy")
+        if not storage.nbytes():
+            return None
+        return self._storages.setdefault(storage.data_ptr(), _StorageBytes(storage))
+
+
+def _compact(view: torch.Tensor) -> torch.Tensor:
+    """Copy only what a small view of a large storage sees; strides are kept, unless it sees little of what it spans."""
+    shape, strides = view.shape, view.stride()
+    span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    if not view.numel() or span > 2 * view.numel():
+        return view.clone()
+    return view.as_strided((span,), (1,)).clone().as_strided(shape, strides)
+
+
+def _reduce_quantized(tensor: torch.Tensor) -> Any:
+    """Pickle without the typed storage that torch's own way warns of."""
+    if tensor.dtype not in (torch.quint8, torch.qint8, torch.qint32):
+        return NotImplemented
+    if tensor.qscheme() == torch.per_tensor_affine:
+        scale = tensor.q_scale(), tensor.q_zero_point()
+        return torch._make_per_tensor_quantized_tensor, (tensor.int_repr(), *scale)
+    if tensor.qscheme() == torch.per_channel_affine:
+        scales = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        arguments = (tensor.int_repr(), *scales, tensor.q_per_channel_axis())
+        return torch._make_per_channel_quantized_tensor, arguments
+    return NotImplemented
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -153,11 +194,11 @@ def _define(data: bytes) -> Any:
     return value
 
 
-def dumps(value: Any, for_new_process: bool = False) -> tuple[memoryview, list[memoryview]]:
+def dumps(value: Any, purpose: Purpose = "sample") -> tuple[memoryview, list[memoryview]]:
     """Pickle an object; returns the pickle and its buffers as flat bytes, valid while the object is unchanged."""
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    SidePickler(file, buffers, for_new_process).dump(value)
+    SidePickler(file, buffers, purpose).dump(value)
     return file.getbuffer(), [buffer.raw() for buffer in buffers]
 
 

@@ -91,18 +91,18 @@ class Engine:
     """Workers, their shared memory, and the consumer's end of it.
 
     Args:
-        arena: Memory of an earlier engine whose pages are warm, or None.
+        arena: Where the batches lie; that of an earlier engine has warm pages.
     """
 
-    def __init__(self, plan: Plan, arena: Arena | None = None) -> None:
-        self.arena = arena or Arena()
+    def __init__(self, plan: Plan, arena: Arena) -> None:
+        self.arena = arena
         positions = max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
         sizes = (max(plan.num_workers, 1), _BATCH_RECORDS, positions)
         ledger_nbytes = -(-Ledger.nbytes(*sizes) // 64) * 64
-        segment = Segment(ledger_nbytes + sizes[0] * HISTOGRAM_NBYTES)
+        in_processes = plan.num_workers > 0 and plan.worker_method == "process"
+        segment = Segment(ledger_nbytes + sizes[0] * HISTOGRAM_NBYTES, shared=in_processes)
         self.ledger = Ledger(segment.array, sizes, segment.descriptor)
         ready = Gate(segment.array, self.ledger.ready_gate_offset)
-        in_processes = plan.num_workers > 0 and plan.worker_method == "process"
         store = SharedStore(self.arena.segment) if in_processes else LocalStore()
         bench = _Bench(plan, segment, ledger_nbytes, self.arena.segment, store)
         self.service_times = [bench.histogram(number) for number in range(sizes[0])]
@@ -224,9 +224,7 @@ class _Bench:
         slot = arena.acquire()
         plan = dataclasses.replace(self.plan, context=None)
         try:
-            self.written_plan = self.store.put(
-                lambda nbytes: slot.start, plan, for_new_process=True
-            )
+            self.written_plan = self.store.put(lambda nbytes: slot.start, plan, "process")
         except NotPicklableError:
             raise
         except Exception:

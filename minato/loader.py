@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -213,6 +214,15 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def _in_threads(self) -> bool:
         return self.num_workers > 0 and self._options.worker_method == "thread"
 
+    def _spare_arena(self) -> Arena:
+        """The arena of an iterator that is gone, if it is of the right kind and this process's own."""
+        shared = self.num_workers > 0 and not self._in_threads
+        while self._spare_arenas:
+            arena = self._spare_arenas.pop()
+            if (arena.shared, arena.owner) == (shared, os.getpid()):
+                return arena
+        return Arena(shared=shared)
+
     def _make_engine(self, base_seed: int) -> Engine:
         options = self._options
         streams = self._dataset_kind == _DatasetKind.Iterable
@@ -222,7 +232,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             window = 1
         elif round_robin or not isinstance(self.prefetch_factor, _Unbound):
             window = self.num_workers * cast(int, self.prefetch_factor)
-        arena = self._spare_arenas.pop() if self._spare_arenas else Arena()
+        arena = self._spare_arena()
         engine = Engine(
             Plan(
                 dataset=self.dataset,

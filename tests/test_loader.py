@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.data
@@ -181,6 +182,74 @@ def test_forked_child_does_not_end_its_parents_workers(workers: dict[str, Any]) 
             os._exit(0)
     assert os.waitpid(child, 0) == (child, 0)
     assert indices([first, *iterator]) == [[i] for i in range(200)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_loaders_within_datasets(num_workers: int) -> None:
+    # The inner loader has been used before the workers were forked; each of them has a copy of it.
+    class Outer(Numbers):
+        """Samples that iterate over a loader themselves, and look whether somebody else writes to its batches."""
+
+        def __getitem__(self, index: int) -> bool:
+            return all(
+                torch.equal(batch, copy) and batch.min() >= 1000 * os.getpid()
+                for batch in inner
+                for copy in [batch.clone() for _ in range(3)]
+            )
+
+    class Own(Filled):
+        """Arrays that also hold the process in which they were made."""
+
+        def __getitem__(self, index: int) -> Any:
+            return np.full(self.shape, index + 1000 * os.getpid(), np.int64)
+
+    inner = DataLoader(Own(20, 20_000), 4, num_workers=num_workers)
+    list(inner)
+    held = next(iter(inner))
+    copies = held.clone()
+    assert (
+        flat(indices(DataLoader(Outer(8), 1, worker_init_fn=undaemonic, num_workers=4)))
+        == [True] * 8
+    )
+    assert torch.equal(held, copies)
+    assert len(list(inner)) == 5
+
+
+def undaemonic(_: int) -> None:
+    """Lets a worker have workers."""
+    multiprocessing.current_process()._config["daemon"] = False
+
+
+@each({"inline": FEW["inline"], "2-threads": FEW["2-threads"]})
+def test_a_forked_child_goes_on_by_itself(workers: dict[str, Any]) -> None:
+    # With threads it has none, but it cannot disturb those of its parent either.
+    iterator = iter(DataLoader(Filled(40, 100), 2, **workers))
+    held = next(iterator)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        answer = b"wrong"
+        try:
+            held.fill_(7)
+            if workers["num_workers"] == 0 and len(list(iterator)) == 19:
+                answer = b"right"
+        finally:
+            os.write(writer, answer)
+            os._exit(0)
+    rest = [int(batch[0, 0]) for batch in iterator]
+    os.waitpid(child, 0)
+    assert os.read(reader, 10) == (b"right" if workers["num_workers"] == 0 else b"wrong")
+    os.close(reader)
+    os.close(writer)
+    assert rest == list(range(2, 40, 2))
+    assert held[:, 0].tolist() == [0, 1]
+
+
+def test_number_of_workers_may_be_changed() -> None:
+    loader = DataLoader(Filled(12, 10), 3, num_workers=1)
+    for number in (1, 0, 2, 0):
+        loader.num_workers = number
+        assert [int(batch[0, 0]) for batch in loader] == [0, 3, 6, 9]
 
 
 @each(FEW)

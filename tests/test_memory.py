@@ -185,7 +185,7 @@ def test_nothing_is_in_dev_shm_and_no_worker_maps_it(workers: dict[str, Any]) ->
 
 
 def test_many_loaders_share_the_address_space() -> None:
-    loaders = [DataLoader(Filled(4, 1000), 2) for _ in range(150)]
+    loaders = [DataLoader(Filled(4, 1000), 2) for _ in range(130)]
     for loader in loaders:
         check(list(loader), 4)
     sizes = [loader._spare_arenas[0].segment.nbytes for loader in loaders]

@@ -714,8 +714,9 @@ class Ledger:
     def _complete(self, worker: int, batch: int) -> int:
         """If the batch is full, win the right to publish it, and publish it if nothing is left to do."""
         record = self._batches[batch]
+        # The last place is most often the last one to be filled.
         if int(record["state"]) & 15 != OPEN or any(
-            self._place(seq) & _STATE != _FILLED for seq in self._range(batch)
+            self._place(seq) & _STATE != _FILLED for seq in reversed(self._range(batch))
         ):
             return NOT_COMPLETE
         # What to do follows from what lies at the places, so that nothing a dead worker said of itself outlives it.

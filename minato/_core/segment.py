@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import sys
@@ -33,7 +34,7 @@ def _anonymous_file(nbytes: int) -> int:
     return descriptor
 
 
-def _mapped(nbytes: int) -> tuple[int, mmap.mmap]:
+def _shared(nbytes: int) -> tuple[int, mmap.mmap]:
     descriptor = _anonymous_file(nbytes)
     try:
         return descriptor, _map(descriptor, nbytes)
@@ -44,6 +45,15 @@ def _mapped(nbytes: int) -> tuple[int, mmap.mmap]:
 
 def _map(descriptor: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NO_RESERVE)
+
+
+def _private(nbytes: int) -> tuple[int, mmap.mmap]:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        # A small batch that is held would otherwise take two megabytes.
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return -1, memory
 
 
 class Segment:
@@ -57,17 +67,22 @@ class Segment:
         nbytes: Size of the address range in bytes; only written pages take memory.
         least_bytes: Smallest useful size: where address space is short, a quarter of what is left is taken, but so
             much at least.
+        shared: Whether other processes see what is written. If not, a forked child gets a copy.
 
     Raises:
         OSError: Not even ``least_bytes`` can be mapped.
+
+    Attributes:
+        descriptor: The file that is mapped; -1 if the memory is not shared.
     """
 
-    def __init__(self, nbytes: int, least_bytes: int | None = None) -> None:
+    def __init__(self, nbytes: int, least_bytes: int | None = None, shared: bool = True) -> None:
         least_bytes = max(nbytes if least_bytes is None else least_bytes, 1)
+        mapped = _shared if shared else _private
         size = nbytes
         while True:
             try:
-                descriptor, memory = _mapped(size)
+                descriptor, memory = mapped(size)
                 break
             except (OSError, ValueError):
                 if size // 2 < least_bytes:
@@ -75,9 +90,10 @@ class Segment:
                 size //= 2
         if size < nbytes and size // 4 >= least_bytes:
             memory.close()
-            os.close(descriptor)
+            if shared:
+                os.close(descriptor)
             size //= 4
-            descriptor, memory = _mapped(size)
+            descriptor, memory = mapped(size)
         self._adopt(descriptor, memory)
 
     def _adopt(self, descriptor: int, memory: mmap.mmap) -> None:
@@ -86,14 +102,16 @@ class Segment:
         self.nbytes = len(memory)
         self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(memory, np.uint8)
         self.address: int = self.array.ctypes.data
-        weakref.finalize(self, os.close, descriptor)
+        if descriptor >= 0:
+            weakref.finalize(self, os.close, descriptor)
 
     def discard(self, start: int, end: int) -> None:
         """Give the pages of [start, end) back to the system; they read as zero afterwards."""
         page = mmap.PAGESIZE
         start, end = -(-start // page) * page, end // page * page
-        if end > start and hasattr(mmap, "MADV_REMOVE"):
-            self._memory.madvise(mmap.MADV_REMOVE, start, end - start)
+        advice = "MADV_REMOVE" if self.descriptor >= 0 else "MADV_DONTNEED"
+        if end > start and hasattr(mmap, advice):
+            self._memory.madvise(getattr(mmap, advice), start, end - start)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"descriptor": reduction.DupFd(self.descriptor), "nbytes": self.nbytes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from collections import deque
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ from minato._core.segment import Segment
 
 __all__ = ["Arena", "Slot"]
 
-_RESERVE_BYTES = 1 << 41
-"""Address space of an arena: 2 TiB leave room for sixty loaders in 47 bits. It takes no memory."""
+_RESERVE_BYTES = 1 << 40
+"""Address space of an arena: 1 TiB leaves room for a hundred loaders in 47 bits. It takes no memory."""
 _LEAST_RESERVE_BYTES = 1 << 28
 _ROOMY_SLOTS = 128
 """So many slots get an equal, very large range; later ones what the batches seen so far suggest."""
@@ -39,11 +40,18 @@ class Arena:
     garbage-collected. If the user keeps batches, new slots are made; nobody ever waits for one.
 
     Args:
-        segment: Memory to carve up; by default a fresh sparse one that workers can map.
+        segment: Memory to carve up; by default a fresh sparse one.
+        shared: Whether other processes shall write to it.
+
+    Attributes:
+        shared: Whether they do.
+        owner: The process that may hand out its slots. A forked child that did so, too, would write to the same memory.
     """
 
-    def __init__(self, segment: Segment | None = None) -> None:
-        self.segment = segment or Segment(_RESERVE_BYTES, _LEAST_RESERVE_BYTES)
+    def __init__(self, segment: Segment | None = None, shared: bool = True) -> None:
+        self.segment = segment or Segment(_RESERVE_BYTES, _LEAST_RESERVE_BYTES, shared)
+        self.shared = self.segment.descriptor >= 0
+        self.owner = os.getpid()
         self._stride = max(self.segment.nbytes // (2 * _ROOMY_SLOTS), _LEAST_SLOT_BYTES)
         self._used = mmap.PAGESIZE  # no slot starts at offset 0, which means "nothing"
         self._largest = 0

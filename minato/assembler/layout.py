@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate
 
 from minato._core.copy import Packer
@@ -257,6 +258,7 @@ def _is_plain_tensor(x: torch.Tensor) -> bool:
         and not x.is_neg()
         and not x.is_conj()
         and (x.data_ptr() != 0 or x.numel() == 0)
+        and not _keeps_its_format(x.dim(), x.stride())
     )
 
 
@@ -266,7 +268,17 @@ def _is_plain_array(x: np.ndarray[Any, Any]) -> bool:
         x.dtype.str in _NUMPY_DTYPES
         and x.dtype.num == np.dtype(x.dtype.str).num
         and all(stride >= 0 and stride % x.itemsize == 0 for stride in x.strides)
+        and not _keeps_its_format(x.ndim, x.strides)
     )
+
+
+def _keeps_its_format(dim: int, strides: tuple[int, ...]) -> bool:
+    """Tell whether ``torch.stack`` may give a batch the memory format of samples with channels last.
+
+    In worker processes it does not, because ``default_collate`` prepares the place there.
+    """
+    channels_last = dim in (4, 5) and strides[1] < strides[-1]
+    return channels_last and get_worker_info() is None
 
 
 def _is_namedtuple(x: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from minato._core.segment import Segment
-from minato._pickling import dumps
+from minato._pickling import Purpose, dumps
 
 __all__ = ["LocalStore", "SharedStore", "Store"]
 
@@ -30,11 +30,11 @@ def _aligned(nbytes: int) -> int:
 class Store:
     """Where objects lie between the worker that makes them and whoever collates or delivers them."""
 
-    def put(self, allocate: Allocate, value: Any, for_new_process: bool = False) -> tuple[int, int]:
+    def put(self, allocate: Allocate, value: Any, purpose: Purpose = "sample") -> tuple[int, int]:
         """Keep an object; returns ``(offset, nbytes)``, a multiple of 64 and what ``get`` needs beside it.
 
         Args:
-            for_new_process: It is for a process that is being started (see ``SidePickler``).
+            purpose: What the object is (see ``SidePickler``).
         """
         raise NotImplementedError
 
@@ -60,9 +60,9 @@ class SharedStore(Store):
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
 
-    def put(self, allocate: Allocate, value: Any, for_new_process: bool = False) -> tuple[int, int]:
+    def put(self, allocate: Allocate, value: Any, purpose: Purpose = "sample") -> tuple[int, int]:
         """Pickle an object into the arena. Raises whatever its pickling raises."""
-        data, raws = dumps(value, for_new_process)
+        data, raws = dumps(value, purpose)
         head = _aligned(_COUNT.size + _SPAN.size * (len(raws) + 1))
         spans, end = [], head
         for raw in (data, *raws):
@@ -103,7 +103,7 @@ class LocalStore(Store):
         self._values: dict[int, Any] = {}
         self._offsets = itertools.count(_ALIGNMENT, _ALIGNMENT)
 
-    def put(self, allocate: Allocate, value: Any, for_new_process: bool = False) -> tuple[int, int]:
+    def put(self, allocate: Allocate, value: Any, purpose: Purpose = "sample") -> tuple[int, int]:
         """Keep an object until it is fetched."""
         offset = next(self._offsets)
         self._values[offset] = value

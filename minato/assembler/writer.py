@@ -20,6 +20,7 @@ from minato._core.ledger import (
     Ledger,
 )
 from minato._core.segment import Segment
+from minato._pickling import Purpose
 from minato.assembler.layout import Layout
 from minato.assembler.transport import Store
 
@@ -60,6 +61,17 @@ def read_layout(segment: Segment, offset: int) -> tuple[int, int, Layout]:
     return fields, count, Layout.from_bytes(segment.array[start : start + nbytes].tobytes())
 
 
+class _Held:
+    """Stands for a sample that cannot be sent to the worker that collates its batch.
+
+    Args:
+        error: What says so.
+    """
+
+    def __init__(self, error: SampleError) -> None:
+        self.error = error
+
+
 class BatchWriter:
     """Writes samples, errors and collated batches of one worker.
 
@@ -91,6 +103,10 @@ class BatchWriter:
         self._describe_error = describe_error
         self.collates = collate_fn is not default_collate or not auto_collation
         """Whether batches are built by calling ``collate_fn`` rather than in fields."""
+        self.holds = False
+        """Whether a sample could not be sent to another worker, so that batches are best run as a whole."""
+        self.run_again: Callable[[int], list[Any]] | None = None
+        """Runs all samples of a batch in this worker; whoever uses the writer sets it."""
         self._open: dict[int, tuple[int, Packer, int]] = {}
 
     def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
@@ -139,7 +155,7 @@ class BatchWriter:
 
     def write_collated(self, batch: int, samples: list[Any]) -> None:
         """Collate all samples of a batch that this worker holds; the caller fills their places afterwards."""
-        self._ledger.set_result(batch, *self._collated(batch, samples))
+        self._ledger.set_result(batch, *self._collated(batch, lambda: samples))
 
     def finished(self, batch: int, outcome: int) -> None:
         """Act on the answer of ``Ledger.fill``."""
@@ -148,6 +164,10 @@ class BatchWriter:
 
     def collate(self, batch: int) -> None:
         """Collate a full batch from what its workers wrote and publish it."""
+        self._ledger.set_ready(batch, *self._collated(batch, lambda: self._gathered(batch)))
+
+    def _gathered(self, batch: int) -> list[Any]:
+        """The samples of a full batch, from what its workers wrote."""
         _, layout_offset, _, _, count, _ = self._ledger.contents(batch)
         fields, layout = 0, None
         if layout_offset:
@@ -159,12 +179,20 @@ class BatchWriter:
                 assert layout is not None
                 value = layout.sample(self._segment.array, fields, count, k, value)
             samples.append(value)
-        self._ledger.set_ready(batch, *self._collated(batch, samples))
+        held = next((sample for sample in samples if type(sample) is _Held), None)
+        if held is None:
+            return samples
+        bound = self._ledger.describe(batch)[3]
+        if not (bound and self.run_again):
+            held.error.reraise()
+            raise AssertionError(held)
+        return self.run_again(batch)
 
-    def _collated(self, batch: int, samples: list[Any]) -> tuple[int, int]:
+    def _collated(self, batch: int, gather: Callable[[], list[Any]]) -> tuple[int, int]:
         try:
+            samples = gather()
             result = self._collate_fn(samples if self._auto_collation else samples[0])
-            offset, nbytes = self._put(batch, result)
+            offset, nbytes = self._put(batch, result, "result")
             return offset | SAMPLE_BLOB, nbytes
         except Exception as error:
             offset, nbytes = self._put(batch, SampleError(self._describe_error(error)))
@@ -201,9 +229,13 @@ class BatchWriter:
             offset, nbytes = self._put(batch, value)
         except Exception as error:
             # What cannot travel becomes the error that says so.
-            kind = ERROR_BLOB
-            offset, nbytes = self._put(batch, SampleError(self._describe_error(error)))
+            failure: Any = SampleError(self._describe_error(error))
+            if kind == SAMPLE_BLOB:
+                failure, self.holds = _Held(failure), True
+            else:
+                kind = ERROR_BLOB
+            offset, nbytes = self._put(batch, failure)
         self._ledger.attach(place, offset | kind, nbytes)
 
-    def _put(self, batch: int, value: Any) -> tuple[int, int]:
-        return self._store.put(lambda nbytes: self._ledger.allocate(batch, nbytes), value)
+    def _put(self, batch: int, value: Any, purpose: Purpose = "sample") -> tuple[int, int]:
+        return self._store.put(lambda nbytes: self._ledger.allocate(batch, nbytes), value, purpose)

@@ -36,6 +36,8 @@ class Sink(Protocol):
     """Where a worker's samples go (the assembler's writer)."""
 
     collates: bool
+    holds: bool
+    run_again: Callable[[int], list[Any]] | None
 
     def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
         """Put samples at consecutive places, the first of which is number k of the batch."""
@@ -94,6 +96,7 @@ class Worker:
         self._gate = gate
         self._fetcher = fetcher
         self._sink = sink
+        sink.run_again = self._run_again
         self._read_keys = read_keys
         self._make_randomness = make_randomness
         self._randomness: SampleRandomness | None = None
@@ -136,10 +139,7 @@ class Worker:
         _, first, size, bound, epoch, seed, _, _, pass_index = self._ledger.describe(batch)
         given = self._read_keys(batch, k, count)
         keys = list(given)
-        if self._make_randomness is not None and (
-            self._randomness is None or self._randomness.base_seed != seed
-        ):
-            self._randomness = self._make_randomness(seed)
+        self._enter(seed)
         whole = bound and count == size
         fetcher = self._fetcher
         if isinstance(fetcher, StreamFetcher):
@@ -160,8 +160,26 @@ class Worker:
         self._mean_ns += (_RISE if cost_ns > self._mean_ns else _FALL) * (cost_ns - self._mean_ns)
         return True
 
+    def _enter(self, seed: int) -> None:
+        """Bind randomness to this seed."""
+        if self._make_randomness is not None and (
+            self._randomness is None or self._randomness.base_seed != seed
+        ):
+            self._randomness = self._make_randomness(seed)
+
+    def _run_again(self, batch: int) -> list[Any]:
+        """Run all samples of a batch in this worker, because some cannot be sent here by those that ran them."""
+        _, first, size, _, epoch, seed, *_ = self._ledger.describe(batch)
+        assert isinstance(self._fetcher, Fetcher)
+        keys = list(self._read_keys(batch, 0, size))
+        self._enter(seed)
+        samples, error = self._run(first, epoch, keys, self._fetcher.each(keys))
+        if error is not None:
+            raise error
+        return samples
+
     def _longest_run(self) -> int:
-        if self._whole_batches:
+        if self._whole_batches or self._sink.holds:
             return _WHOLE_BATCH
         return 1 if self._draws is None else int(self._run_ns / self._mean_ns) or 1
 
@@ -227,7 +245,7 @@ class Worker:
             # The batch is lost, as with torch, which does not run the samples after a bad one either.
             failed = len(samples)
             sink.write_error(batch, position + failed, error, keys[failed])
-        elif whole and sink.collates:
+        elif whole and (sink.collates or sink.holds):
             sink.write_collated(batch, samples)
         else:
             sink.write_run(batch, k, position, samples)

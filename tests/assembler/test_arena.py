@@ -140,3 +140,21 @@ def test_trimming_leaves_leased_slots_alone() -> None:
         arena.trim(0)
     assert all(np.all(view[:MIB] == 5) for view in views)
     assert Slot(*slots[0]) == slots[0]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_who_else_sees_what_is_written(shared: bool) -> None:
+    arena = Arena(shared=shared)
+    assert (arena.shared, arena.owner) == (shared, os.getpid())
+    slot = arena.acquire()
+    memory = arena.segment.array[slot.start : slot.start + 2 * mmap.PAGESIZE]
+    memory[:] = 1
+    child = os.fork()
+    if child == 0:
+        memory[0] = 2
+        os._exit(int(memory[1] != 1))
+    assert os.waitpid(child, 0)[1] == 0
+    assert memory[0] == (2 if shared else 1)
+    arena.segment.discard(slot.start, slot.start + mmap.PAGESIZE)
+    assert memory[0] == 0
+    assert memory[-1] == 1

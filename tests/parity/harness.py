@@ -39,9 +39,10 @@ TORCH_IS_UNTIDY = pytest.mark.filterwarnings(
 """An iterator of torch that could not be made complains when it is collected."""
 
 _WORKER = re.compile(r"in DataLoader worker (?:process|thread) \d+")
-_TRACEBACK = re.compile(
-    r"Original Traceback \(most recent call last\):\n(?:[ ].*\n|\n)*(?=\S)", re.MULTILINE
+_FRAMES = re.compile(
+    r"^(?: .*|Traceback .*|During handling .*|The above exception .*|)\n", re.MULTILINE
 )
+"""Lines of a traceback that are not an exception's own."""
 _PIDS = re.compile(r"\(pid(?:\(s\))? [\d, ]+\)")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -56,7 +57,8 @@ def describe(value: Any) -> Any:
         return (kind.__qualname__, *_tensor(value))
     if isinstance(value, np.ndarray):
         content = value.tolist() if value.dtype.hasobject else value.tobytes()
-        return (kind.__qualname__, value.dtype.descr, value.shape, value.strides, content)
+        access = value.flags.writeable, value.flags.aligned
+        return (kind.__qualname__, value.dtype.descr, value.shape, value.strides, access, content)
     if isinstance(value, np.generic):
         return (kind.__qualname__, value.dtype.str, value.tobytes())
     if isinstance(value, Mapping):
@@ -84,6 +86,8 @@ def _extras(value: Any) -> Any:
 
 def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     common = (tensor.dtype, tensor.layout, tensor.device.type, tensor.requires_grad, tensor.is_leaf)
+    if tensor.is_meta:
+        return (*common, tuple(tensor.shape), tensor.stride())
     if tensor.is_nested:
         return (*common, "nested", [_tensor(part) for part in tensor.unbind()])
     if tensor.layout is torch.sparse_coo:
@@ -107,7 +111,9 @@ def failure(error: BaseException) -> tuple[Any, ...]:
     # torch's reraised errors hold their iterator in a cycle; it must end now, not in the midst of a later test.
     traceback.clear_frames(error.__traceback__)
     kind = type(error)
-    text = _TRACEBACK.sub("Original Traceback: …\n", str(error))
+    text = str(error)
+    if "Original Traceback (most recent call last):" in text:
+        text = _FRAMES.sub("", text)
     text = _WORKER.sub("in DataLoader worker N", text)
     text = _ADDRESS.sub("0x…", _PIDS.sub("(pid …)", text))
     return ("raised", kind.__qualname__, text)
@@ -174,7 +180,7 @@ def same_for_both(case: Callable[[Any], Any], **own: Any) -> Any:
     theirs = recorded(case, TorchLoader)
     resource_sharer.stop()  # a thread that torch's tensors leave behind
     ours = recorded(case, functools.partial(minato.DataLoader, **own) if own else minato.DataLoader)
-    assert ours == theirs
+    assert ours == theirs, where_they_part(ours, theirs)
     return ours["outcome"]
 
 
@@ -199,8 +205,26 @@ def without_worker(record: Any) -> Any:
         return [without_worker(part) for part in record]
     if isinstance(record, tuple) and len(record) == 3 and record[0] == "raised":
         _, kind, text = record
-        text = re.sub(r"^Caught .*\nOriginal Traceback: …\n(?:[\w.]+: )?", "", text)
+        text = re.sub(r"^Caught .*\nOriginal Traceback .*\n(?:[\w.]+: )?", "", text)
         return ("raised", kind, text.rstrip("\n"))
     if isinstance(record, tuple):
         return tuple(without_worker(part) for part in record)
     return record
+
+
+def where_they_part(ours: Any, theirs: Any, where: str = "record") -> str:
+    """The first place where two records differ, in words."""
+    if type(ours) is type(theirs) and isinstance(ours, dict) and ours.keys() == theirs.keys():
+        pairs = [(f"[{key!r}]", ours[key], theirs[key]) for key in ours]
+    elif (
+        type(ours) is type(theirs) and isinstance(ours, (list, tuple)) and len(ours) == len(theirs)
+    ):
+        pairs = [
+            (f"[{i}]", one, other) for i, (one, other) in enumerate(zip(ours, theirs, strict=True))
+        ]
+    else:
+        pairs = []
+    for step, one, other in pairs:
+        if one != other:
+            return where_they_part(one, other, where + step)
+    return f"{where}\n  ours:   {str(ours)[:600]}\n  torch:  {str(theirs)[:600]}"

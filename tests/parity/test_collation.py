@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import array
 import collections
+import copy
 import datetime
 import fractions
+import io
+import pickle
+import warnings
 from collections import OrderedDict, UserDict, UserList, UserString, defaultdict, deque
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
+from torch.utils.data import default_collate, default_convert
+from torch.utils.data._utils.collate import default_collate_fn_map
 
+import minato
 from tests.datasets import Pair, Samples
-from tests.parity.harness import describe, drain, each, same_for_both
+from tests.parity.harness import (
+    TorchLoader,
+    attempt,
+    describe,
+    drain,
+    each,
+    same_for_both,
+    without_worker,
+)
+from tests.parity.material import identity
 
 # ---- types of the user ----------------------------------------------------------------------
 
@@ -177,7 +194,12 @@ class Ratio(float):
 # ---- samples --------------------------------------------------------------------------------
 
 TENSOR_DTYPES = sorted(
-    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+    {
+        value
+        for name, value in vars(torch).items()
+        if isinstance(value, torch.dtype) and not name.startswith(("q", "bits"))
+    },
+    key=str,
 )
 NUMPY_DTYPES = (
     *("?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "g", "F", "D", "G"),
@@ -232,6 +254,13 @@ def numpy_samples() -> dict[str, list[Any]]:
     return samples
 
 
+def quietly(make: Callable[[], Any]) -> Any:
+    """Call something that warns once in a process, that it is experimental."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
+
+
 def structured(n: int) -> Any:
     return np.array([(n, 1.5), (2, 2.5)], dtype=[("a", "i4"), ("b", "f8")])
 
@@ -243,11 +272,15 @@ def read_only(n: int) -> Any:
 
 
 def quantized(n: int) -> Any:
-    return torch.quantize_per_tensor(torch.ones(2, 3) * n, 0.5, 1, torch.quint8)
+    return quietly(lambda: torch.quantize_per_tensor(torch.ones(2, 3) * n, 0.5, 1, torch.quint8))
 
 
 def nested(n: int) -> Any:
-    return torch.nested.nested_tensor([torch.ones(2), torch.ones(n + 1)])
+    return quietly(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(n + 1)]))
+
+
+def compressed(n: int) -> Any:
+    return quietly(lambda: (torch.eye(3) * n).to_sparse_csr())
 
 
 base = torch.arange(24.0)
@@ -257,7 +290,7 @@ ODD: dict[str, list[Any]] = {
     "empty-array": [np.empty((0, 2), np.float32)] * 3,
     "zero-size-then-more": [torch.empty(0), torch.empty(1), torch.empty(0)],
     "sparse-coo": [torch.eye(3).to_sparse()] * 3,
-    "sparse-csr": [torch.eye(3).to_sparse_csr()] * 3,
+    "sparse-csr": [compressed(n) for n in range(3)],
     "quantized": [quantized(n) for n in range(3)],
     "nested": [nested(n) for n in range(3)],
     "subclass": [torch.full((2,), n).as_subclass(Special) for n in range(3)],
@@ -283,6 +316,7 @@ ODD: dict[str, list[Any]] = {
     "masked": [np.ma.masked_array([1, 2], [True, False])] * 3,
     "zero-dimensional": [np.array(n) for n in range(3)],
     "fortran": [np.asfortranarray(np.arange(6).reshape(2, 3) + n) for n in range(3)],
+    "backwards": [np.arange(6.0)[::-1]] * 3,
     "window": [np.lib.stride_tricks.sliding_window_view(np.arange(5.0), 3) for _ in range(3)],
     "float-subclass": [Ratio(n / 2) for n in range(3)],
     "int-subclass": [Count(n) for n in range(3)],
@@ -336,39 +370,252 @@ ODD: dict[str, list[Any]] = {
 }
 for _ in range(60):
     ODD["hundred-levels"] = [[sample] for sample in ODD["hundred-levels"]]
-UNPICKLABLE = ("memoryview", "generator", "mappingproxy")
-"""With torch's workers these never arrive; the loader waits for ever."""
-ODD["mappingproxy"] = [MappingProxyType({"a": n}) for n in range(3)]
-
 ALL = {
     **{
-        f"{str(dtype).removeprefix('torch.')}": [of_dtype(dtype, 2, 3)] * 3
+        str(dtype).removeprefix("torch."): [of_dtype(dtype, 2, 3)] * 3
         for dtype in TENSOR_DTYPES
         if creatable(dtype)
     },
     **numpy_samples(),
     **ODD,
 }
+STRAIGHTENED_ON_THE_WAY = {"array-Q", "scalar-Q", "backwards", "window", "empty-array"}
+"""Arrays that travel from one worker to another as a pickle, which makes ordinary ones of them."""
 
 
-def collated(make: Any, names: list[str], **arguments: Any) -> list[Any]:
+def collated(make: Any, names: list[str], **arguments: Any) -> dict[str, Any]:
+    """What comes of each group of three samples."""
     samples = [sample for name in names for sample in ALL[name]]
-    return drain(iter(make(Samples(samples), 3, **arguments)), most=4 * len(names))
+    iterator = iter(make(Samples(samples), 3, **arguments))
+    found = {name: attempt(lambda: next(iterator)) for name in names}
+    assert attempt(lambda: next(iterator)) == ("raised", "StopIteration", "")
+    return found
 
 
-def plain(outcome: Any) -> Any:
-    """Of what a worker raised, only the error itself."""
-    return outcome
+def test_default_collate_in_line() -> None:
+    quietly(lambda: collated(TorchLoader, [*ALL]))
+    same_for_both(lambda make: collated(make, [*ALL]))
 
 
-@each
-def test_default_collate(workers: dict[str, Any], own: dict[str, Any]) -> None:
-    names = [*ALL]
-    if workers["num_workers"] and not own:
-        names = [name for name in names if name not in ARRIVES_OTHERWISE]
-    same_for_both(
-        lambda make: dict(zip(names, collated(make, names, **workers), strict=False)), **own
+def test_default_collate_in_processes() -> None:
+    names = [name for name in ALL if name not in STRAIGHTENED_ON_THE_WAY]
+    theirs = quietly(lambda: collated(TorchLoader, names, num_workers=1))
+    for number in (1, 2):
+        ours = collated(minato.DataLoader, names, num_workers=number)
+        assert ours == theirs
+
+
+def test_default_collate_in_threads() -> None:
+    theirs = quietly(lambda: collated(TorchLoader, [*ALL]))
+    ours = collated(minato.DataLoader, [*ALL], num_workers=2, worker_method="thread")
+    assert without_worker(ours) == without_worker(theirs)
+
+
+def test_what_torch_waits_for_in_vain_is_an_error() -> None:
+    """Results that cannot be sent to the main process: torch prints a traceback and hangs."""
+    samples = [MappingProxyType({"a": n}) for n in range(3)]
+    loader = minato.DataLoader(Samples(samples), 3, num_workers=1)
+    with pytest.raises(TypeError, match="cannot pickle 'mappingproxy' object"):
+        next(iter(loader))
+
+
+# ---- the function of the user ---------------------------------------------------------------
+
+CONVERSIONS: dict[str, Callable[[list[Any]], Any]] = {
+    "identity": identity,
+    "convert": default_convert,
+    "first": lambda samples: samples[0],
+    "none": lambda samples: None,
+    "twice": lambda samples: (samples[0], samples[0]),
+    "set": lambda samples: {len(samples), "x"},
+    "record": lambda samples: Record(len(samples), 2),
+    "function": lambda samples: len,
+    "exception": lambda samples: ValueError(len(samples)),
+}
+ARRIVES = [name for name in ALL if name not in {"generator", "memoryview", "mappingproxy", "meta"}]
+"""What torch's workers can send."""
+MUTILATED_BY_TORCH = {"conjugate", "quantized"}
+"""Its workers lose what is not in a tensor's storage."""
+
+
+def made_of(collate_fn: Any, names: list[str], make: Any, workers: int = 0) -> Any:
+    samples = [sample for name in names for sample in ALL[name]]
+    iterator = iter(make(Samples(samples), 3, collate_fn=collate_fn, num_workers=workers))
+    return {name: attempt(lambda: next(iterator)) for name in names}
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_collate_fn_may_return_anything(how: str) -> None:
+    collate_fn = CONVERSIONS[how]
+    quietly(lambda: made_of(collate_fn, ARRIVES, TorchLoader))
+    same_for_both(lambda make: made_of(collate_fn, ARRIVES, make))
+    odd = MUTILATED_BY_TORCH | (STRAIGHTENED_ON_THE_WAY if how == "convert" else set())
+    names = [name for name in ARRIVES if name not in odd]
+    quietly(lambda: made_of(collate_fn, names, TorchLoader, 1))
+    same_for_both(lambda make: made_of(collate_fn, names, make, 1))
+    assert made_of(collate_fn, names, minato.DataLoader, 2) == made_of(
+        collate_fn, names, minato.DataLoader, 1
     )
 
 
-ARRIVES_OTHERWISE: set[str] = set()
+@pytest.mark.parametrize("name", sorted(MUTILATED_BY_TORCH))
+def test_what_torchs_workers_mutilate_arrives_as_without_workers(name: str) -> None:
+    for workers in (1, 2):
+        ours = made_of(identity, [name], minato.DataLoader, workers)
+        assert ours == made_of(identity, [name], TorchLoader)
+
+
+class Sums(Samples):
+    """Samples that cannot be sent anywhere."""
+
+    def __getitem__(self, index: int) -> Any:
+        return iter([index, 1])
+
+
+@each
+def test_samples_that_only_the_collate_fn_can_read(workers: Any, own: Any) -> None:
+    def case(make: Any) -> Any:
+        loader = make(Sums(range(23)), 5, collate_fn=lambda parts: [*map(sum, parts)], **workers)
+        return [[*loader] for _ in range(2)]
+
+    same_for_both(case, **own)
+
+
+def test_results_that_cannot_be_sent_are_errors() -> None:
+    for result in (lambda: None, iter([]), memoryview(b"")):
+        loader = minato.DataLoader(
+            Samples([1, 2]), 2, collate_fn=lambda samples, result=result: result, num_workers=1
+        )
+        with pytest.raises((TypeError, AttributeError), match=r"pickle"):
+            next(iter(loader))
+
+
+class Fragile:
+    """It can be pickled, and not be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_samples_that_cannot_be_unpickled_are_errors() -> None:
+    for collate_fn in (None, identity):
+        samples = [Fragile() if n == 5 else n for n in range(9)]
+        loader = minato.DataLoader(Samples(samples), 3, collate_fn=collate_fn, num_workers=2)
+        iterator = iter(loader)
+        found = [outcome[:2] for outcome in drain(iterator)]
+        assert found[1][1] in ("ValueError", "TypeError")
+        assert found[3:] == [("raised", "StopIteration")] * 2
+        assert [outcome[0] == "raised" for outcome in found[:3]] == [False, True, False]
+
+
+# ---- entries of the user in torch's map -----------------------------------------------------
+
+
+@pytest.fixture
+def collate_fn_map() -> Iterator[dict[Any, Any]]:
+    """torch's map, as it was afterwards."""
+    before = dict(default_collate_fn_map)
+    yield default_collate_fn_map
+    default_collate_fn_map.clear()
+    default_collate_fn_map.update(before)
+
+
+def gathered(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    """An entry for the map."""
+    return ["gathered", *batch]
+
+
+@each
+@pytest.mark.parametrize(
+    "kind", [Record, torch.Tensor, np.ndarray, (Count, Ratio), int, dict, type(None), list, Special]
+)
+def test_user_entries_in_the_function_map(
+    kind: Any, workers: Any, own: Any, collate_fn_map: dict[Any, Any]
+) -> None:
+    names = ["dataclass", "float32", "array-i", "int-subclass", "float-subclass", "dict", "none"]
+    names += ["namedtuple", "subclass", "nested-containers", "list-subclass", "user-list"]
+    collate_fn_map[kind] = gathered
+    samples = [sample for name in names for sample in ALL[name]]
+
+    def case(make: Any) -> Any:
+        iterator = iter(make(Samples(samples), 3, **workers))
+        return {name: attempt(lambda: next(iterator)) for name in names}
+
+    same_for_both(case, **own)
+
+
+@each
+def test_entry_that_is_made_after_the_loader(workers: Any, own: Any, collate_fn_map: Any) -> None:
+    before = dict(collate_fn_map)
+
+    def case(make: Any) -> Any:
+        collate_fn_map.clear()
+        collate_fn_map.update(before)
+        loader = make(Samples([1, 2, 3]), 2, **workers)
+        seen = [[*loader]]
+        collate_fn_map[int] = gathered
+        seen.append([*loader])
+        del collate_fn_map[int]
+        return [*seen, attempt(lambda: [*loader])]
+
+    same_for_both(case, **own)
+
+
+# ---- what can be done with a batch ----------------------------------------------------------
+
+
+@each
+def test_delivered_tensors_are_like_any_other(workers: Any, own: Any) -> None:
+    samples = [{"x": torch.full((4, 3), float(n)), "y": np.arange(3) + n} for n in range(4)]
+
+    def use(batch: Any) -> Any:
+        x, y = batch["x"], batch["y"]
+        seen = [x.untyped_storage().nbytes(), x.storage_offset(), x.is_contiguous(), x._is_view()]
+        seen += [x.numpy().flags.writeable, x.data_ptr() % 4, x._base is None, x._version]
+        x += 1
+        x[0] = 5
+        x.requires_grad_()
+        (x * 2).sum().backward()
+        seen += [x.grad, x.detach().clone(), copy.deepcopy(y), pickle.loads(pickle.dumps(y))]
+        stream = io.BytesIO()
+        torch.save(y, stream)
+        seen += [len(stream.getvalue()), y.view(-1)[:2], y.t(), y.share_memory_().is_shared()]
+        seen += [attempt(lambda: y.resize_(2, 2)), y.untyped_storage().nbytes(), y.to(torch.int8)]
+        return seen
+
+    same_for_both(
+        lambda make: [use(batch) for batch in make(Samples(samples), 2, **workers)], **own
+    )
+
+
+@each
+def test_objects_that_occur_twice_in_a_batch_are_one(workers: Any, own: Any) -> None:
+    def twice(samples: list[Any]) -> Any:
+        tensor, values, items = torch.ones(3), np.ones(3), [1]
+        return [tensor, tensor[1:], tensor, values, values, items, items]
+
+    def case(make: Any) -> Any:
+        (batch,) = make(Samples([1]), collate_fn=twice, **workers)
+        tensor, tail, again, values, likewise, items, too = batch
+        tensor[1] = 7
+        return [tail, tensor is again, values is likewise, items is too]
+
+    same_for_both(case, **own)
+
+
+@each
+def test_views_and_shared_storages(workers: Any, own: Any) -> None:
+    table = torch.arange(60.0).view(6, 10)
+
+    def case(make: Any) -> Any:
+        samples = [table[1], table[:, 4], table[3, 2:5], table.t()[7], table[2:3], table[::2]]
+        return [*make(Samples(samples), 1, collate_fn=identity, **workers)]
+
+    same_for_both(case, **own)
+
+
+def test_nothing_is_lost_by_deep_nesting_of_equal_structures() -> None:
+    samples = [[{"a": (n, [torch.ones(2) * n] * 3)}] * 3 for n in range(5)]
+    expected = describe(default_collate(samples))
+    assert same_for_both(lambda make: next(iter(make(Samples(samples), 5)))) == expected
+    assert drain(iter(minato.DataLoader(Samples(samples), 5, num_workers=2)))[0] == expected

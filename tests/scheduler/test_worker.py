@@ -21,6 +21,7 @@ class Sink:
 
     def __init__(self, bench: Bench, collates: bool) -> None:
         self.collates = collates
+        self.holds = False
         self.journal: list[Any] = []
         self._ledger = bench.ledger
 

@@ -291,11 +291,12 @@ def kill_everywhere(twin: str, thorough: bool) -> int:
     """Kill worker 0 in every state; returns how many there were.
 
     Args:
-        thorough: Let the others do everything they can after each kill, rather than one thing in turn.
+        thorough: Let the others do everything they can after each kill, rather than one thing in turn, and see what
+            happens where worker 1 has nothing in hand.
     """
     count = 0
     for scene in SCENES:
-        for worker_1_is_busy in (False, True):
+        for worker_1_is_busy in (True, False) if thorough else (True,):
             world = World(twin, scene)
             other = world.claim_for(1) if worker_1_is_busy else None
             states = images(world, twin, lambda world=world: world.work(0))
@@ -477,6 +478,7 @@ def main(arguments: list[str] | None = None) -> int:
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}", flush=True)
     if options.twin == "c" and not POSSIBLE:
+        print("processes can be stepped on x86-64 Linux only")
         return UNTRACEABLE
     try:
         print(f"kills {kill_everywhere(options.twin, options.all)}", flush=True)
