@@ -114,6 +114,8 @@ def failure(error: BaseException) -> tuple[Any, ...]:
     text = str(error)
     if "Original Traceback (most recent call last):" in text:
         text = _FRAMES.sub("", text)
+    if isinstance(error, RecursionError):
+        text = "too deep"  # where it is noticed, is chance
     text = _WORKER.sub("in DataLoader worker N", text)
     text = _ADDRESS.sub("0x…", _PIDS.sub("(pid …)", text))
     return ("raised", kind.__qualname__, text)
