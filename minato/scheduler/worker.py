@@ -118,9 +118,11 @@ class Worker:
         ledger, gate = self._ledger, self._gate
         while not ledger.stopping:
             seen = gate.events
+            # Asked before the look: what was published last would otherwise be left to nobody.
+            draining = ledger.draining
             if self.step():
                 continue
-            if ledger.draining:
+            if draining:
                 return
             ledger.hungry()
             if not gate.wait(seen, _PATIENCE_S) and not parent_lives():

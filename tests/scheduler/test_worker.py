@@ -238,6 +238,22 @@ def test_a_worker_leaves_when_it_is_told_to() -> None:
     assert other.sink.journal == []
 
 
+def test_a_worker_does_not_leave_what_is_published_while_it_looks() -> None:
+    setting = Setting(Bad(), [])
+    look = setting.worker.step
+
+    def step() -> bool:
+        found = look()
+        if not found and not setting.bench.ledger.draining:
+            setting.bench.begin([[1, 2]])
+            setting.bench.ledger.shut_down(drain=True)
+        return found
+
+    setting.worker.step = step  # type: ignore[method-assign]
+    setting.worker.loop(lambda: True)
+    assert setting.ready() == [True]
+
+
 def test_a_worker_leaves_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minato.scheduler.worker._PATIENCE_S", 0.01)
     setting = Setting(Bad(), [[1, 2]])
