@@ -34,7 +34,7 @@ def environment() -> dict[str, str]:
         "numpy": numpy.__version__,
         "minato": f"{minato.__version__}, {implementation} core ({reason})",
         "commit": _commit() or "unknown",
-        "load average before": f"{os.getloadavg()[0]:.2f}",
+        "load average before": load_average(),
         "sleeping 1 ms takes": f"{1e3 * sleep_cost_s(0.001):.2f} ms",
     }
 
@@ -44,6 +44,11 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def load_average() -> str:
+    """Mean number of runnable processes over the last minute."""
+    return f"{os.getloadavg()[0]:.2f}"
 
 
 def sleep_cost_s(asked_s: float, repeats: int = 50) -> float:

@@ -36,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     whole = not (options.short or options.rows or options.loaders)
     stages, costs = _stages(repeats) if whole else (None, None)
     faulthandler.cancel_dump_traceback_later()
+    conditions["load average after"] = record.load_average()
     text = report.markdown(results, conditions, repeats, stages)
     print(text)
     out: Path | None = options.out or (DEFAULT_OUT if whole else None)

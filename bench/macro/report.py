@@ -114,7 +114,7 @@ def _overview(results: Sequence[RowResult]) -> str:
     lines = []
     for result in results:
         shares = {name: result.figures(name).share.median for name in result.trials}
-        cells = [f"{shares[name]:.2f}" if name in shares else "" for name in present]
+        cells = [_share(shares[name]) if name in shares else "" for name in present]
         lines.append([result.row.name, result.row.title, *cells])
     labels = [CONTENDERS[name].label for name in present]
     return _table(["row", "work", *labels], lines)
@@ -189,6 +189,10 @@ def _details(result: RowResult) -> str:
             line.append(_spread(figures.own_us, 2) if figures.own_us else "")
         lines.append(line)
     return _table(head, lines)
+
+
+def _share(share: float) -> str:
+    return f"{share:.2f}" if share >= 0.1 else f"{share:.3f}"
 
 
 def _spread(spread: Spread, digits: int) -> str:

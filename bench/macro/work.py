@@ -107,7 +107,7 @@ def straggler_costs_s(
     costs_s = np.full(count, usual_s)
     stragglers = np.random.default_rng(seed).choice(count, round(share * count), replace=False)
     costs_s[stragglers] = straggler_s
-    return costs_s.tolist()
+    return [float(cost_s) for cost_s in costs_s]
 
 
 def lognormal_costs_s(
@@ -116,7 +116,8 @@ def lognormal_costs_s(
     """Draw log-normal costs, scaled so that the mean of this very draw is ``mean_s``."""
     sigma = math.sqrt(math.log1p(relative_deviation**2))
     costs_s = np.random.default_rng(seed).lognormal(0.0, sigma, count)
-    return (costs_s * (mean_s / costs_s.mean())).tolist()
+    scale = mean_s / costs_s.mean()
+    return [float(scale * cost_s) for cost_s in costs_s]
 
 
 def bimodal_costs_s(count: int, light_s: float, heavy_s: float, every: int) -> list[float]:

@@ -4,12 +4,14 @@ import collections
 import contextlib
 import ctypes
 import importlib
+import itertools
 import os
 import pickle
 import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from random import gauss as early_gauss
 from random import random as early_random
@@ -396,7 +398,8 @@ def test_threads_that_draw_meanwhile_do_no_harm() -> None:
     thread = threading.Thread(target=draw)
     thread.start()
     try:
-        for index in range(20_000):
+        until = time.monotonic() + 2.0  # each look waits for the other thread's turn
+        for index in itertools.takewhile(lambda _: time.monotonic() < until, range(20_000)):
             randomness.bind(0, index)
             assert np.random.get_state()[2] <= 624
     finally:

@@ -1,0 +1,439 @@
+"""Workers: what they know of themselves, what they keep, how they end, and that all of them work at once."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+import minato
+from tests.datasets import Numbers, assert_same, wait_until
+from tests.parity.harness import TorchLoader, attempt, drain, each, same_for_both
+from tests.parity.material import Slow, identity
+
+# ---- who am I -------------------------------------------------------------------------------
+
+
+def surroundings(dataset: Any = None) -> dict[str, Any]:
+    """What code in a worker sees of itself."""
+    info = get_worker_info()
+    process = multiprocessing.current_process()
+    return {
+        "info": info
+        and {
+            "id": info.id,
+            "num_workers": info.num_workers,
+            "seed": info.seed,
+            "rng": info.rng,
+            "worker_method": info.worker_method,
+            "dataset": type(info.dataset).__name__,
+            "its dataset": info.dataset is dataset,
+        },
+        "type": type(info).__name__,
+        "frozen": attempt(lambda: setattr(info, "id", 3)),
+        "initial seed": torch.initial_seed(),
+        "threads": torch.get_num_threads(),
+        "daemon": process.daemon,
+        "child": process.name != "MainProcess",
+        "main thread": threading.current_thread() is threading.main_thread(),
+        "SIGINT": str(signal.getsignal(signal.SIGINT)),
+        "SIGTERM": str(signal.getsignal(signal.SIGTERM)),
+        "gradients": torch.is_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "recursion limit": sys.getrecursionlimit(),
+    }
+
+
+class Mirror(Numbers):
+    """A sample is what it sees."""
+
+    def __getitem__(self, index: int) -> Any:
+        return surroundings(self)
+
+
+LOG: list[Any] = []
+
+
+def log_surroundings(worker: int) -> None:
+    """A ``worker_init_fn`` that takes notes."""
+    LOG.append((worker, surroundings()))
+
+
+def with_log(samples: list[Any]) -> Any:
+    """A ``collate_fn`` that adds the notes, and what it sees itself."""
+    return samples, surroundings(), LOG
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_everything_that_runs_in_a_worker_knows_where_it_is(workers: int) -> None:
+    LOG.clear()
+
+    def case(make: Any) -> Any:
+        loader = make(
+            Mirror(2),
+            2,
+            num_workers=workers,
+            collate_fn=with_log,
+            worker_init_fn=log_surroundings,
+            generator=torch.Generator().manual_seed(8),
+        )
+        return [[*loader] for _ in range(2)], surroundings()
+
+    same_for_both(case)
+
+
+def test_seeds_of_all_workers() -> None:
+    class Tardy(Mirror):
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(0.02)  # until all workers are there
+            return surroundings(self)
+
+    def case(make: Any) -> Any:
+        loader = make(Tardy(36), None, num_workers=3, prefetch_factor=2)
+        seen = {sample["info"]["id"]: sample for sample in loader}
+        return [seen[number] for number in range(3)]
+
+    outcome = same_for_both(case)
+    assert len(outcome[1]) == 3
+
+
+def test_thread_workers_are_no_worker_processes() -> None:
+    loader = minato.DataLoader(Mirror(4), None, num_workers=2, worker_method="thread")
+    for seen in loader:
+        assert seen["info"] is None
+        assert seen["child"] is False
+        assert seen["main thread"] is False
+
+
+# ---- worker_init_fn -------------------------------------------------------------------------
+
+
+class Affinity(Numbers):
+    """The cores that a sample may run on."""
+
+    def __getitem__(self, index: int) -> Any:
+        return sorted(os.sched_getaffinity(0)), os.nice(0), os.environ.get("MINATO_PARITY", "")
+
+
+def confine(worker: int) -> None:
+    """A ``worker_init_fn`` that changes the process."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[worker % len(cores)]})
+    os.nice(3)
+    os.environ["MINATO_PARITY"] = f"worker {worker}"
+
+
+def test_what_worker_init_fn_changes_stays() -> None:
+    def case(make: Any) -> Any:
+        arguments = {"num_workers": 1, "worker_init_fn": confine, "persistent_workers": True}
+        loader = make(Affinity(5), None, **arguments)
+        return [[*loader] for _ in range(2)]
+
+    same_for_both(case)
+    assert os.environ.get("MINATO_PARITY") is None
+
+
+class Half(Numbers):
+    """A dataset that ``worker_init_fn`` sets up."""
+
+    offset = 0
+
+    def __getitem__(self, index: int) -> int:
+        return self.offset + index
+
+
+def move(worker: int) -> None:
+    """A ``worker_init_fn`` that sets up the worker's dataset."""
+    info = get_worker_info()
+    info.dataset.offset = 100 * (worker + 1)
+
+
+def test_worker_init_fn_may_set_up_the_dataset() -> None:
+    same_for_both(lambda make: [*make(Half(4), 2, num_workers=1, worker_init_fn=move)])
+
+
+def refuse(worker: int) -> None:
+    """A ``worker_init_fn`` that fails."""
+    raise PermissionError(13, f"worker {worker} stays out")
+
+
+def leave(worker: int) -> None:
+    """A ``worker_init_fn`` that ends the process."""
+    sys.exit(3)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_error_in_worker_init_fn_comes_with_the_first_batch(workers: int) -> None:
+    def case(make: Any) -> Any:
+        iterator = iter(make(Numbers(8), 2, num_workers=workers, worker_init_fn=refuse))
+        return attempt(lambda: next(iterator))
+
+    outcome = same_for_both(case)
+    assert "stays out" in outcome[2]
+    with pytest.raises(PermissionError, match="(?s)in refuse.*worker 0 stays out"):
+        next(iter(minato.DataLoader(Numbers(8), num_workers=1, worker_init_fn=refuse)))
+
+
+def test_every_batch_of_a_worker_that_could_not_begin_is_an_error() -> None:
+    iterator = iter(minato.DataLoader(Numbers(6), 2, num_workers=1, worker_init_fn=refuse))
+    found = drain(iterator)
+    assert [outcome[1] for outcome in found] == ["PermissionError"] * 3 + ["StopIteration"] * 2
+
+
+def test_worker_init_fn_that_ends_the_worker() -> None:
+    same_for_both(lambda make: next(iter(make(Numbers(4), num_workers=1, worker_init_fn=leave))))
+
+
+# ---- what a worker keeps --------------------------------------------------------------------
+
+
+class Memory(Numbers):
+    """Counts the samples that this copy of the dataset has given."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.given = 0
+        self.label = "first"
+
+    def __getitem__(self, index: int) -> Any:
+        self.given += 1
+        return index, self.given, self.label
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_copies_of_the_dataset(workers: int, persistent: bool) -> None:
+    def case(make: Any) -> Any:
+        dataset = Memory(5)
+        loader = make(
+            dataset, 2, num_workers=workers, persistent_workers=persistent and workers > 0
+        )
+        seen = []
+        for label in ("second", "third", "fourth"):
+            seen.append([*loader])
+            dataset.label = label
+            dataset.size += 1
+        return seen, dataset.given, len(loader)
+
+    # Counting calls is not compatible with running a sample again to bind its draws; it does not draw.
+    same_for_both(case, rng="worker")
+
+
+def test_threads_share_the_dataset_of_the_main_process() -> None:
+    dataset = Memory(5)
+    loader = minato.DataLoader(
+        dataset, 1, num_workers=2, worker_method="thread", persistent_workers=True, rng="worker"
+    )
+    for label in ("second", "third"):
+        assert len([*loader]) == 5
+        dataset.label = label
+    assert dataset.given >= 10
+
+
+def test_persistent_workers_are_the_same_processes() -> None:
+    class Pid(Numbers):
+        def __getitem__(self, index: int) -> int:
+            return os.getpid()
+
+    for persistent in (True, False):
+        pids = []
+        loader = minato.DataLoader(Pid(4), 4, num_workers=1, persistent_workers=persistent)
+        for _ in range(3):
+            (batch,) = loader
+            pids.append(int(batch[0]))
+        assert len(set(pids)) == (1 if persistent else 3)
+        del loader
+    gc.collect()
+
+
+@each
+def test_iterator_of_persistent_workers_begins_anew(workers: Any, own: Any) -> None:
+    persistent = workers["num_workers"] > 0
+
+    def case(make: Any) -> Any:
+        loader = make(Numbers(7), 2, shuffle=True, persistent_workers=persistent, **workers)
+        seen = []
+        for stop in (2, 0, 9, 1):
+            iterator = iter(loader)
+            seen.append([batch for batch, _ in zip(iterator, range(stop), strict=False)])
+        seen.append([*loader])
+        return seen
+
+    same_for_both(case, **own)
+
+
+# ---- all at once ----------------------------------------------------------------------------
+
+
+class Together(Numbers):
+    """A sample waits until each of the workers is in one."""
+
+    def __init__(self, size: int, workers: int, kind: Any) -> None:
+        super().__init__(size)
+        self.barrier = kind(workers)
+
+    def __getitem__(self, index: int) -> int:
+        self.barrier.wait(timeout=20)
+        return index
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 4])
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("method", ["process", "thread"])
+def test_barrier_across_all_workers(method: str, number: int, batch_size: Any) -> None:
+    """No worker may keep work for itself while another has none."""
+    kind = multiprocessing.Barrier if method == "process" else threading.Barrier
+    size = 12 * number
+    for options in ({}, {"prefetch_factor": 1}, {"collate_fn": identity}, {"order": "arrival"}):
+        dataset = Together(size, number, kind)
+        loader = minato.DataLoader(
+            dataset, batch_size, num_workers=number, worker_method=method, **options
+        )
+        batches = [batch if isinstance(batch, (list, int)) else batch.tolist() for batch in loader]
+        flat = batches if batch_size is None else [i for batch in batches for i in batch]
+        assert sorted(flat) == [*range(size)]
+
+
+def test_barrier_with_torchs_own_assignment() -> None:
+    def case(make: Any) -> Any:
+        return [*make(Together(8, 2, multiprocessing.Barrier), 2, num_workers=2)]
+
+    same_for_both(case, schedule="round_robin")
+    same_for_both(case)
+
+
+def test_workers_run_side_by_side() -> None:
+    loader = minato.DataLoader(Slow([0.1] * 8), 4, num_workers=4)
+    started = time.monotonic()
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert time.monotonic() - started < 0.6
+
+
+# ---- how they end ---------------------------------------------------------------------------
+
+
+class Deadly(Numbers):
+    """One sample ends its worker."""
+
+    def __init__(self, size: int, how: str) -> None:
+        super().__init__(size)
+        self.how = how
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            if self.how == "exit":
+                sys.exit(0)
+            if self.how == "exit-1":
+                sys.exit("a text")
+            if self.how == "os-exit":
+                os._exit(0)
+            if self.how == "interrupt":
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), getattr(signal, self.how))
+            time.sleep(20)
+        return index
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    "how", ["exit", "exit-1", "os-exit", "interrupt", "SIGKILL", "SIGTERM", "SIGSEGV"]
+)
+def test_worker_that_is_stopped_by_its_own_code(how: str, persistent: bool) -> None:
+    def case(make: Any) -> Any:
+        loader = make(Deadly(8, how), 4, num_workers=1, persistent_workers=persistent)
+        iterator = iter(loader)
+        return attempt(lambda: next(iterator))
+
+    assert "exited unexpectedly" in same_for_both(case, on_worker_death="raise")[2]
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker .* Another worker takes its place")
+@pytest.mark.parametrize("how", ["exit", "os-exit", "interrupt", "SIGKILL"])
+def test_worker_that_is_stopped_again_and_again(how: str) -> None:
+    """By default a dead worker is replaced; but not for ever."""
+    iterator = iter(minato.DataLoader(Deadly(8, how), 4, num_workers=2))
+    with pytest.raises(RuntimeError, match=r"\(pid\(s\) \d+\) exited unexpectedly"):
+        next(iterator)
+
+
+def test_timeout() -> None:
+    def case(make: Any) -> Any:
+        iterator = iter(make(Slow([0.0, 0.0, 8.0, 0.0]), 1, num_workers=1, timeout=0.4))
+        return [attempt(lambda: next(iterator)) for _ in range(3)]
+
+    outcome = same_for_both(case)
+    assert "DataLoader timed out after 0.4 seconds" in str(outcome)
+
+
+def test_timeout_counts_anew_for_each_batch() -> None:
+    loader = Slow([0.2] * 6)
+    same_for_both(lambda make: [*make(loader, 1, num_workers=1, timeout=3)])
+
+
+class Endless(Numbers):
+    """Its samples take as long as the test lets them."""
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(60 if index else 0)
+        return index
+
+
+@pytest.mark.parametrize("method", ["process"])
+def test_iterator_can_be_dropped_while_its_workers_are_stuck(method: str) -> None:
+    iterator = iter(minato.DataLoader(Endless(9), num_workers=2, worker_method=method))
+    assert next(iterator).tolist() == [0]
+    started = time.monotonic()
+    del iterator
+    wait_until(lambda: not multiprocessing.active_children(), 15)
+    assert time.monotonic() - started < 14
+
+
+def test_number_of_processes_is_torchs() -> None:
+    counts = []
+    for kind in (TorchLoader, minato.DataLoader):
+        iterator = iter(kind(Slow([0.3] * 2), num_workers=2))
+        counts.append(len(multiprocessing.active_children()))
+        del iterator
+        gc.collect()
+        wait_until(lambda: not multiprocessing.active_children(), 10)
+    assert counts == [2, 2]
+
+
+def test_results_do_not_depend_on_which_worker_was_slow() -> None:
+    seconds = [0.05 if n % 5 == 0 else 0.0 for n in range(20)]
+    theirs = [*TorchLoader(Slow(seconds), 3)]
+    assert_same([*minato.DataLoader(Slow(seconds), 3, num_workers=3)], theirs)
+
+
+def stream_of_numbers() -> Iterator[int]:
+    yield from range(3)
+
+
+class Wrapped(Dataset[Any]):
+    """A dataset that holds what no process can be sent; forked workers do not mind."""
+
+    def __init__(self) -> None:
+        self.stream = stream_of_numbers()
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        with self.lock:
+            return next(self.stream), np.float32(index)
+
+
+def test_forked_workers_inherit_what_cannot_be_sent() -> None:
+    same_for_both(lambda make: [*make(Wrapped(), 3, num_workers=1)], rng="worker")
