@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from minato._core.ledger import ENDED, NUM_PASSES, READY, Ledger
+from minato._core.codes import ENDED, NUM_PASSES, READY
+from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.scheduler.assignment import Assignment
 from minato.scheduler.window import Window
