@@ -23,12 +23,15 @@ from minato.assembler.transport import LocalStore, SharedStore, Store
 from minato.assembler.writer import BatchWriter
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
-from minato.errors import NotPicklableError
+from minato.errors import ErrorBudgetError, NotPicklableError
 from minato.scheduler.assignment import AnyWorker, RoundRobin
+from minato.scheduler.burial import Burial
 from minato.scheduler.deaths import Deaths
 from minato.scheduler.dispatcher import Dispatcher, Order
+from minato.scheduler.failures import ErrorPolicy, FailureCount
 from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
+from minato.scheduler.overdue import Overdue, StackFile
 from minato.scheduler.process import (
     ProcessPool,
     enter_worker_process,
@@ -63,6 +66,10 @@ class Plan:
         restarts: A dead worker process is replaced.
         drop_last: Whether a stream's incomplete batch is dropped.
         largest_batch: Samples in the largest batch, as far as it is known.
+        policy: What to do about samples that raise; None: they are errors.
+        error_budget: How many of them an epoch may have.
+        quarantine: Path of the file that keeps them.
+        sample_timeout_s: How long a sample may take.
     """
 
     dataset: Any
@@ -85,6 +92,10 @@ class Plan:
     round_robin: bool
     drop_last: bool
     restarts: bool
+    policy: ErrorPolicy | None
+    error_budget: float | None
+    quarantine: str | None
+    sample_timeout_s: float | None
 
 
 class Engine:
@@ -104,7 +115,9 @@ class Engine:
         self.ledger = Ledger(segment.array, sizes, segment.descriptor)
         ready = Gate(segment.array, self.ledger.ready_gate_offset)
         store = SharedStore(self.arena.segment) if in_processes else LocalStore()
-        bench = _Bench(plan, segment, ledger_nbytes, self.arena.segment, store)
+        bench = _Bench(
+            plan, segment, ledger_nbytes, self.arena.segment, store, policy=plan.policy
+        )
         self.service_times = [bench.histogram(number) for number in range(sizes[0])]
         """Histogram of each worker's service times in nanoseconds."""
         self._pool = _make_pool(plan, bench, self.ledger, ready)
@@ -134,7 +147,12 @@ class Engine:
             self._reader.discard,
             plan.timeout_s,
             plan.num_workers > 0 and not plan.persistent,
+            plan.policy is not None,
+            plan.drop_last,
         )
+        self._failures = None
+        if plan.policy is not None:
+            self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
         self._started = False
         self._works_ahead = plan.num_workers > 0
         self._parts_slow = plan.order.name == "fast_first" and not plan.order.bound
@@ -150,8 +168,15 @@ class Engine:
         epoch: int,
         seed: int,
         expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None],
+        size: Callable[[], int | None],
     ) -> bool:
-        """Start a pass (see ``Dispatcher.begin``) and, with the first one, the workers."""
+        """Start a pass (see ``Dispatcher.begin``) and, with the first one, the workers.
+
+        Args:
+            size: Tells how many samples it has, or None if nobody knows.
+        """
+        if self._failures is not None:
+            self._failures.begin(size())
         foretold = self._dispatcher.begin(batches, epoch, seed, expected)
         if self._works_ahead:
             self._dispatcher.refill()
@@ -166,7 +191,19 @@ class Engine:
 
     def next(self) -> Any:
         """The next batch. Raises StopIteration at the end of the pass, and what the batch's samples raised."""
-        item = self._dispatcher.next()
+        try:
+            if self._failures is not None:
+                self._failures.check()
+            item = self._dispatcher.next()
+        except ErrorBudgetError:
+            self._dispatcher.abandon()
+            raise
+        except StopIteration:
+            if self._failures is not None:
+                self._failures.end()
+            raise
+        if self._failures is not None:
+            self._failures.finished += len(item.keys)
         used_bytes = self.ledger.contents(item.record)[-1]
         try:
             return self._reader.read(item.record, item.slot)
@@ -215,6 +252,8 @@ class _Bench:
     arena: Segment
     store: Store
     written_plan: tuple[int, int] | None = None
+    stacks: StackFile | None = None
+    policy: ErrorPolicy | None = None
 
     def write_plan(self, arena: Arena) -> None:
         """Pickle the plan once for all workers, into a slot that stays theirs.
@@ -222,7 +261,7 @@ class _Bench:
         What only a starting child can be given (locks, queues, tensors in shared memory) travels with each of them.
         """
         slot = arena.acquire()
-        plan = dataclasses.replace(self.plan, context=None)
+        plan = dataclasses.replace(self.plan, context=None, policy=None)
         try:
             self.written_plan = self.store.put(lambda nbytes: slot.start, plan, "process")
         except NotPicklableError:
@@ -231,7 +270,9 @@ class _Bench:
             arena.release(slot)
 
     def __getstate__(self) -> dict[str, Any]:
-        plan = None if self.written_plan else dataclasses.replace(self.plan, context=None)
+        plan = None
+        if not self.written_plan:
+            plan = dataclasses.replace(self.plan, context=None, policy=None)
         return {**self.__dict__, "plan": plan}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -250,6 +291,17 @@ class _Bench:
         start = self.histograms_offset + number * HISTOGRAM_NBYTES
         return Histogram(self.segment.array[start : start + HISTOGRAM_NBYTES])
 
+    def writer(
+        self,
+        number: int,
+        ledger: Ledger,
+        describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
+    ) -> BatchWriter:
+        plan = self.plan
+        return BatchWriter(
+            number, ledger, self.arena, self.store, plan.collate_fn, plan.batched, describe_error
+        )
+
     def worker(
         self,
         number: int,
@@ -259,7 +311,7 @@ class _Bench:
         catches: type[BaseException],
         in_line: bool = False,
     ) -> Worker:
-        plan, store = self.plan, self.store
+        plan = self.plan
 
         def make_randomness(seed: int) -> SampleRandomness:
             return SampleRandomness(seed, bind_globals=plan.worker_method == "process")
@@ -271,9 +323,7 @@ class _Bench:
             StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last)
             if plan.streams
             else Fetcher(plan.dataset, plan.chain, plan.batched),
-            BatchWriter(
-                number, ledger, self.arena, store, plan.collate_fn, plan.batched, describe_error
-            ),
+            self.writer(number, ledger, describe_error),
             functools.partial(self.read_keys, ledger),
             make_randomness if plan.seeds_samples else None,
             self.histogram(number),
@@ -281,6 +331,7 @@ class _Bench:
             failure,
             in_line,
             catches,
+            self.policy,
         )
 
 
@@ -302,20 +353,25 @@ def _make_pool(
         return ThreadPool(
             plan.num_workers, in_thread, ready, ledger.shut_down, lambda: ledger.draining
         )
-    deaths = Deaths(plan.restarts)
+    overdue: Overdue | None = None
+    if plan.sample_timeout_s is not None:
+        bench.stacks = StackFile()
+        overdue = Overdue(ledger, plan.sample_timeout_s, bench.stacks)
+    settles = plan.policy is not None and plan.policy.on_error != "raise"
 
-    def bury(number: int, pid: int | None, exit_code: int | None) -> None:
-        position, _, _ = ledger.lease(number)
-        sample: tuple[Any, ...] = ()
-        if position is not None:
-            batch, k = ledger.locate(position)
-            _, _, count, _, epoch, *_ = ledger.describe(batch)
-            if 0 <= k < count:  # else it had finished its last sample, whose batch is gone
-                sample = epoch, bench.read_keys(ledger, batch, k, 1)[0]
-        progress = sum(ledger.activity(worker)[0] for worker in range(plan.num_workers))
-        deaths.report(pid, exit_code, sample, progress)
-        ledger.release(number)
+    def sink(number: int) -> BatchWriter:
+        return bench.writer(number, ledger, lambda error: error)
 
+    buried = Burial(
+        ledger,
+        functools.partial(bench.read_keys, ledger),
+        plan.chain.names,
+        sink,
+        plan.num_workers,
+        Deaths(plan.restarts, settles),
+        overdue,
+        plan.policy,
+    )
     return ProcessPool(
         plan.context,
         plan.num_workers,
@@ -324,7 +380,8 @@ def _make_pool(
         ready,
         ledger.shut_down,
         lambda number: ledger.draining and ledger.lease(number)[0] is None,
-        bury,
+        buried,
+        overdue,
     )
 
 
@@ -333,6 +390,8 @@ def _run_worker_process(number: int, bench: _Bench) -> None:
     plan = bench.plan
     try:
         enter_worker_process(number, plan.num_workers, plan.base_seed, plan.dataset)
+        if bench.stacks is not None:
+            bench.stacks.listen()
         ledger = Ledger(bench.segment.array, None, bench.segment.descriptor)
         failure = _initialise(plan, number)
         wrap = wrapped_in_process(number)

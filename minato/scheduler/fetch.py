@@ -24,6 +24,7 @@ class Fetcher:
 
     def __init__(self, dataset: Any, chain: Chain, batched: bool) -> None:
         self._dataset = dataset
+        self.chain = chain
         self._run = chain.run if chain.steps else None
         get = functools.partial(operator.getitem, dataset)  # dataset[key] without a frame
         self.one: Callable[[Any], Any] = self._transformed if chain.steps else get
@@ -53,6 +54,10 @@ class Fetcher:
             return next(samples)
 
         return deal
+
+    def single(self, key: Any) -> Any:
+        """The sample of one key, by a call of its own."""
+        return self.each([key])(key)
 
     def many(self, keys: Any) -> Any:
         """What the dataset returns for the keys of a batch, normally the list of their samples, after the chain."""

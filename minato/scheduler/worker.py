@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +14,7 @@ from minato._core.ledger import Ledger
 from minato._core.run import run_samples
 from minato._core.wait import Gate
 from minato.chain.rng import SampleRandomness
+from minato.scheduler.failures import SKIP, ErrorPolicy, SampleFailure
 from minato.scheduler.fetch import Fetcher, StreamEnd, StreamFetcher
 
 __all__ = ["Sink", "Worker"]
@@ -52,7 +54,10 @@ class Sink(Protocol):
         """Say that there is nothing more to come."""
 
     def write_collated(self, batch: int, samples: list[Any]) -> None:
-        """Collate all samples of a batch."""
+        """Collate all samples of a batch, or those of them that are not skipped."""
+
+    def write_nothing(self, batch: int) -> None:
+        """Say that all samples of a batch are skipped."""
 
     def finished(self, batch: int, outcome: int) -> None:
         """Act on what the ledger said when a place was filled."""
@@ -74,6 +79,7 @@ class Worker:
         failure: What ``worker_init_fn`` raised; then every sample raises it.
         in_line: The worker runs in the consumer's thread, which must find its generators as it left them.
         catches: What a sample may raise without ending the worker.
+        policy: What to do about samples that raise; None: they are errors.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class Worker:
         failure: BaseException | None = None,
         in_line: bool = False,
         catches: type[BaseException] = Exception,
+        policy: ErrorPolicy | None = None,
     ) -> None:
         self._number = number
         self._ledger = ledger
@@ -105,6 +112,7 @@ class Worker:
         self._failure = failure
         self._in_line = in_line
         self._catches = catches
+        self._policy = policy if failure is None else None
         self._run_ns = _COLLATED_RUN_NS if sink.collates else _RUN_NS
         self._mean_ns = float(_COLLATED_RUN_NS)
         self._idle_since = now_ns()
@@ -148,9 +156,9 @@ class Worker:
             self._run_stream(fetcher, batch, first, (epoch, pass_index), keys[0])
         elif whole and (fetcher.takes_lists or not keys):
             fetch = fetcher.many if fetcher.takes_lists else list
-            self._run_list(fetch, batch, first, count, epoch, given)
+            self._run_list(fetcher, fetch, batch, first, count, epoch, given)
         elif bound:
-            samples, error = self._run(first + k, epoch, keys, fetcher.each(keys))
+            samples, error = self._run_all(first + k, epoch, keys, fetcher, fetcher.each(keys))
             self._deliver_bound(batch, first + k, k, keys, samples, error, whole)
         else:
             self._run_unbound(fetcher, first + k, epoch, keys)
@@ -231,6 +239,51 @@ class Worker:
     def _guard(self, randomness: SampleRandomness) -> AbstractContextManager[None]:
         return randomness.saved() if self._in_line else nullcontext()
 
+    def _run_all(
+        self,
+        position: int,
+        epoch: int,
+        keys: list[Any],
+        fetcher: Fetcher,
+        fetch: Callable[[Any], Any],
+    ) -> tuple[list[Any], BaseException | None]:
+        """Run samples until one raises what the policy does not forgive; SKIP stands for those that it leaves out."""
+        samples, error = self._run(position, epoch, keys, fetch)
+        if error is not None and self._policy is not None and fetcher.takes_lists and not samples:
+            # One call for all of them failed: which is the cause?
+            samples, error = self._run(position, epoch, keys, fetcher.single)
+        while error is not None:
+            i = len(samples)
+            sample, error = self._forgive(position + i, epoch, keys[i], fetcher, error)
+            if error is None:
+                samples.append(sample)
+                rest, error = self._run(position + i + 1, epoch, keys[i + 1 :], fetcher.single)
+                samples += rest
+            else:
+                break
+        return samples, error
+
+    def _forgive(
+        self, position: int, epoch: int, key: Any, fetcher: Fetcher, error: BaseException
+    ) -> tuple[Any, BaseException | None]:
+        """Try a sample again that raised, or let the policy decide: a sample, or SKIP, and None; or the error."""
+        policy = self._policy
+        if policy is None or not isinstance(error, Exception):
+            return None, error
+
+        def failure(attempts: int) -> SampleFailure:
+            seed = 0 if self._randomness is None else self._randomness.base_seed
+            step = fetcher.chain.failed_step(error)
+            return SampleFailure(key, epoch, seed, self._number, attempts, error, step)
+
+        for attempt in range(1, policy.retries + 1):
+            samples, again = self._run(position, epoch, [key], fetcher.single)
+            if again is None:
+                policy.recovered(failure(attempt))
+                return samples[0], None
+            error = again
+        return policy.settle(failure(policy.retries + 1))
+
     def _deliver_bound(
         self,
         batch: int,
@@ -247,14 +300,43 @@ class Worker:
             # The batch is lost, as with torch, which does not run the samples after a bad one either.
             failed = len(samples)
             sink.write_error(batch, position + failed, error, keys[failed])
+        elif self._policy is not None and SKIP in map(_marked, samples):
+            self._deliver_rest(batch, position, k, samples, whole)
+            return
         elif whole and (sink.collates or sink.holds):
             sink.write_collated(batch, samples)
         else:
             sink.write_run(batch, k, position, samples)
         sink.finished(batch, self._ledger.fill_run(self._number, batch, k, len(keys)))
 
+    def _deliver_rest(
+        self, batch: int, position: int, k: int, samples: list[Any], whole: bool
+    ) -> None:
+        """Deliver samples some of which are left out."""
+        sink, ledger = self._sink, self._ledger
+        collated = whole and (sink.collates or sink.holds)
+        if collated:
+            kept = [sample for sample in samples if sample is not SKIP]
+            if kept:
+                sink.write_collated(batch, kept)
+            else:
+                sink.write_nothing(batch)
+        done = 0
+        for skipped, run in itertools.groupby(samples, lambda sample: sample is SKIP):
+            count = len(group := list(run))
+            first = position + done
+            if skipped:
+                for place in range(first, first + count):
+                    sink.finished(batch, ledger.skip(self._number, place))
+            else:
+                if not collated:
+                    sink.write_run(batch, k + done, first, group)
+                sink.finished(batch, ledger.fill_run(self._number, batch, k + done, count))
+            done += count
+
     def _run_list(
         self,
+        fetcher: Fetcher,
         fetch: Callable[[Any], Any],
         batch: int,
         first: int,
@@ -264,6 +346,11 @@ class Worker:
     ) -> None:
         """Run a whole batch by one call of the dataset, or an empty one; the dataset may return what it likes."""
         results, error = self._run(first, epoch, [keys], fetch)
+        if error is not None and self._policy is not None:
+            alone = list(keys)
+            samples, error = self._run_all(first, epoch, alone, fetcher, fetcher.single)
+            self._deliver_bound(batch, first, 0, alone, samples, error, True)
+            return
         if error is not None:
             self._sink.write_error(batch, first, error, keys)
         elif self._sink.collates or type(results[0]) is not list or len(results[0]) != count:
@@ -292,25 +379,38 @@ class Worker:
 
     def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]) -> None:
         """Run samples that may go to any batch; so those after one that raised are run all the same."""
+        fetch, listed = fetcher.each(keys), fetcher.takes_lists and len(keys) > 1
         while keys:
-            samples, error = self._run(position, epoch, keys, fetcher.each(keys))
-            done = len(samples) + 1 if error and not fetcher.takes_lists else len(keys)
-            self._deliver(position, keys[:done], samples, error)
+            samples, error = self._run(position, epoch, keys, fetch)
+            done = len(samples)
+            if error is not None and listed:  # one call for all of them failed: which is the cause?
+                fetch, listed = fetcher.single, False
+                continue
+            for i, sample in enumerate(samples):
+                self._deliver(position + i, keys[i], sample, None, self._durations[i])
+            if error is not None:
+                cost_ns = self._durations[done]
+                sample, error = self._forgive(position + done, epoch, keys[done], fetcher, error)
+                self._deliver(position + done, keys[done], sample, error, cost_ns)
+                done += 1
             keys, position = keys[done:], position + done
 
     def _deliver(
-        self, position: int, keys: list[Any], samples: list[Any], error: BaseException | None
+        self, position: int, key: Any, sample: Any, error: BaseException | None, cost_ns: int
     ) -> None:
-        """Find a place for each sample, and for each that an error was raised for."""
+        """Find a place for a sample, or for the error that it raised."""
         ledger, sink = self._ledger, self._sink
-        for i, key in enumerate(keys):
-            cost_ns = self._durations[i]
-            place, batch, k = ledger.reserve(
-                self._number, position + i, cost_ns > ledger.slow_ns > 0
-            )
-            if i < len(samples):
-                sink.write_run(batch, k, place, samples[i : i + 1])
-            else:
-                assert error is not None
-                sink.write_error(batch, place, error, key)
-            sink.finished(batch, ledger.fill(self._number, position + i, place, cost_ns))
+        if sample is SKIP:
+            batch = ledger.locate(position)[0]
+            sink.finished(batch, ledger.skip(self._number, position))
+            return
+        place, batch, k = ledger.reserve(self._number, position, cost_ns > ledger.slow_ns > 0)
+        if error is None:
+            sink.write_run(batch, k, place, [sample])
+        else:
+            sink.write_error(batch, place, error, key)
+        sink.finished(batch, ledger.fill(self._number, position, place, cost_ns))
+
+
+def _marked(sample: Any) -> Any:
+    return sample if sample is SKIP else None  # samples may have an equality of their own
