@@ -12,6 +12,7 @@ from typing import Any, cast
 from torch._utils import ExceptionWrapper
 
 from minato import _pickling
+from minato._core.clock import now_ns
 from minato._core.histogram import NBYTES as HISTOGRAM_NBYTES
 from minato._core.histogram import Histogram
 from minato._core.ledger import Ledger
@@ -29,6 +30,7 @@ from minato.scheduler.deaths import Deaths
 from minato.scheduler.dispatcher import Dispatcher, Order
 from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
+from minato.scheduler.policy import TimeoutPolicy
 from minato.scheduler.process import (
     ProcessPool,
     enter_worker_process,
@@ -37,13 +39,10 @@ from minato.scheduler.process import (
 )
 from minato.scheduler.window import Window
 from minato.scheduler.worker import Worker
+from minato.stats.summary import merged
 
 __all__ = ["Engine", "Plan"]
 
-_SLOW_SHARE, _SLOW_FACTOR = 0.75, 2
-"""A sample is slow if it costs more than this share of all samples, and so many times the median."""
-_SLOW_WARM_UP = 32
-"""So many samples are measured before any counts as slow."""
 _BATCH_RECORDS = 2048
 _POSITIONS = 1 << 16
 """Batches and samples that can be in flight: 4 MiB of ledger that is only touched as far as it is used."""
@@ -137,6 +136,9 @@ class Engine:
         )
         self._started = False
         self._works_ahead = plan.num_workers > 0
+        self._started_ns = now_ns()
+        self.timeouts = TimeoutPolicy()
+        """Decides which samples are slow."""
         self._parts_slow = plan.order.name == "fast_first" and not plan.order.bound
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
@@ -179,13 +181,11 @@ class Engine:
             self.arena.trim(self._dispatcher.num_open)
 
     def _mark_slow(self) -> None:
-        """Tell the workers from which cost on a sample is slow."""
-        times = Histogram()
-        for worker_times in self.service_times:
-            times.merge(worker_times)
-        if times.count >= _SLOW_WARM_UP:
-            median_ns, large_ns = times.percentile(0.5), times.percentile(_SLOW_SHARE)
-            self.ledger.slow_ns = max(large_ns, _SLOW_FACTOR * median_ns)
+        """Tell the workers from which cost on a sample is slow, when enough have run since the last time."""
+        elapsed_s = (now_ns() - self._started_ns) / 1e9
+        if self.timeouts.due(sum(times.count for times in self.service_times), elapsed_s):
+            times = merged(self.service_times)
+            self.ledger.slow_ns = self.timeouts.observe(times, elapsed_s).threshold_ns
 
     def _start(self) -> None:
         self._started = True
