@@ -12,6 +12,7 @@ from typing import Any, cast
 from torch._utils import ExceptionWrapper
 
 from minato import _pickling
+from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
@@ -28,6 +29,7 @@ from minato.scheduler.dispatcher import Dispatcher, Order
 from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
 from minato.scheduler.parking import Parking
+from minato.scheduler.policy import TimeoutPolicy
 from minato.scheduler.process import (
     ProcessPool,
     enter_worker_process,
@@ -43,10 +45,6 @@ from minato.stats.summary import merged
 
 __all__ = ["Engine", "Plan"]
 
-_SLOW_SHARE, _SLOW_FACTOR = 0.75, 2
-"""A sample is slow if it costs more than this share of all samples, and so many times the median."""
-_SLOW_WARM_UP = 32
-"""So many samples are measured before any counts as slow."""
 _PARKED_SHARE = 4
 """What workers have set aside may take the memory budget divided by this, besides the batches in flight."""
 _BATCH_RECORDS = 2048
@@ -157,6 +155,9 @@ class Engine:
         )
         self._started = False
         self._works_ahead = plan.num_workers > 0
+        self._started_ns = now_ns()
+        self.timeouts = TimeoutPolicy()
+        """Decides which samples are slow."""
         self._parts_slow = plan.leaves_samples or (
             plan.order.name == "fast_first" and not plan.order.bound
         )
@@ -206,11 +207,11 @@ class Engine:
         return self._profile
 
     def _mark_slow(self) -> None:
-        """Tell the workers from which cost on a sample is slow."""
-        times = merged(meters.total for meters in self.meters)
-        if times.count >= _SLOW_WARM_UP:
-            median_ns, large_ns = times.percentile(0.5), times.percentile(_SLOW_SHARE)
-            self.ledger.slow_ns = max(large_ns, _SLOW_FACTOR * median_ns)
+        """Tell the workers from which cost on a sample is slow, when enough have run since the last time."""
+        elapsed_s = (now_ns() - self._started_ns) / 1e9
+        if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
+            times = merged(meters.total for meters in self.meters)
+            self.ledger.slow_ns = self.timeouts.observe(times, elapsed_s).threshold_ns
 
     def _start(self) -> None:
         self._started = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 from minato._core.ledger import Ledger
 from minato.scheduler.stepper import Partial

@@ -53,7 +53,7 @@ def test_slow_samples_wait_while_quicker_ones_are_wanted(
 
 def test_a_worker_sets_few_samples_aside() -> None:
     lot = parking(View(True, False, 1))
-    for number in range(MOST_PARKED):
+    for _ in range(MOST_PARKED):
         assert lot.may_leave(8)
         lot.put(partial())
     assert not lot.may_leave(8)
