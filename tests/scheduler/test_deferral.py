@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minato._core.ledger import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
+from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
 from minato._core.wait import Gate
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness, numpy_rng
