@@ -13,8 +13,6 @@ from torch._utils import ExceptionWrapper
 
 from minato import _pickling
 from minato._core.clock import now_ns
-from minato._core.histogram import NBYTES as HISTOGRAM_NBYTES
-from minato._core.histogram import Histogram
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
@@ -30,6 +28,7 @@ from minato.scheduler.deaths import Deaths
 from minato.scheduler.dispatcher import Dispatcher, Order
 from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
+from minato.scheduler.parking import Parking
 from minato.scheduler.policy import TimeoutPolicy
 from minato.scheduler.process import (
     ProcessPool,
@@ -37,12 +36,17 @@ from minato.scheduler.process import (
     parent_watch,
     wrapped_in_process,
 )
+from minato.scheduler.runner import Runner
+from minato.scheduler.stepper import Stepper
 from minato.scheduler.window import Window
 from minato.scheduler.worker import Worker
+from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
 
 __all__ = ["Engine", "Plan"]
 
+_PARKED_SHARE = 4
+"""What workers have set aside may take the memory budget divided by this, besides the batches in flight."""
 _BATCH_RECORDS = 2048
 _POSITIONS = 1 << 16
 """Batches and samples that can be in flight: 4 MiB of ledger that is only touched as far as it is used."""
@@ -85,6 +89,19 @@ class Plan:
     drop_last: bool
     restarts: bool
 
+    @property
+    def leaves_samples(self) -> bool:
+        """Whether a worker may set a slow sample aside for quicker ones.
+
+        In strict order the sample in hand is older than all that could go before it.
+        """
+        return (
+            self.num_workers > 0
+            and len(self.chain) > 0
+            and not (self.round_robin or self.streams)
+            and (self.order.name == "batch" or not self.order.bound)
+        )
+
 
 class Engine:
     """Workers, their shared memory, and the consumer's end of it.
@@ -99,13 +116,15 @@ class Engine:
         sizes = (max(plan.num_workers, 1), _BATCH_RECORDS, positions)
         ledger_nbytes = -(-Ledger.nbytes(*sizes) // 64) * 64
         in_processes = plan.num_workers > 0 and plan.worker_method == "process"
-        segment = Segment(ledger_nbytes + sizes[0] * HISTOGRAM_NBYTES, shared=in_processes)
+        meters_nbytes = sizes[0] * Meters.nbytes(len(plan.chain))
+        segment = Segment(ledger_nbytes + meters_nbytes, shared=in_processes)
         self.ledger = Ledger(segment.array, sizes, segment.descriptor)
         ready = Gate(segment.array, self.ledger.ready_gate_offset)
         store = SharedStore(self.arena.segment) if in_processes else LocalStore()
         bench = _Bench(plan, segment, ledger_nbytes, self.arena.segment, store)
-        self.service_times = [bench.histogram(number) for number in range(sizes[0])]
-        """Histogram of each worker's service times in nanoseconds."""
+        self.meters = [bench.meters(number) for number in range(sizes[0])]
+        """What each worker has measured."""
+        self._profile = Profile(plan.chain.names)
         self._pool = _make_pool(plan, bench, self.ledger, ready)
         self._reader = BatchReader(self.ledger, self.arena, store)
         self._dispatcher = Dispatcher(
@@ -139,7 +158,9 @@ class Engine:
         self._started_ns = now_ns()
         self.timeouts = TimeoutPolicy()
         """Decides which samples are slow."""
-        self._parts_slow = plan.order.name == "fast_first" and not plan.order.bound
+        self._parts_slow = plan.leaves_samples or (
+            plan.order.name == "fast_first" and not plan.order.bound
+        )
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
             bench.write_plan(self.arena)
@@ -180,11 +201,16 @@ class Engine:
                 self._dispatcher.refill()
             self.arena.trim(self._dispatcher.num_open)
 
+    def profile(self) -> Profile:
+        """What samples have cost so far, and since this was last asked."""
+        self._profile.update(self.meters)
+        return self._profile
+
     def _mark_slow(self) -> None:
         """Tell the workers from which cost on a sample is slow, when enough have run since the last time."""
         elapsed_s = (now_ns() - self._started_ns) / 1e9
-        if self.timeouts.due(sum(times.count for times in self.service_times), elapsed_s):
-            times = merged(self.service_times)
+        if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
+            times = merged(meters.total for meters in self.meters)
             self.ledger.slow_ns = self.timeouts.observe(times, elapsed_s).threshold_ns
 
     def _start(self) -> None:
@@ -211,7 +237,7 @@ class _Bench:
 
     plan: Plan
     segment: Segment
-    histograms_offset: int
+    meters_offset: int
     arena: Segment
     store: Store
     written_plan: tuple[int, int] | None = None
@@ -246,9 +272,11 @@ class _Bench:
         keys: list[Any] = self.store.peek(offset, nbytes)
         return keys[k : k + count]
 
-    def histogram(self, number: int) -> Histogram:
-        start = self.histograms_offset + number * HISTOGRAM_NBYTES
-        return Histogram(self.segment.array[start : start + HISTOGRAM_NBYTES])
+    def meters(self, number: int) -> Meters:
+        num_steps = len(self.plan.chain)
+        nbytes = Meters.nbytes(num_steps)
+        start = self.meters_offset + number * nbytes
+        return Meters(num_steps, self.segment.array[start : start + nbytes])
 
     def worker(
         self,
@@ -264,23 +292,42 @@ class _Bench:
         def make_randomness(seed: int) -> SampleRandomness:
             return SampleRandomness(seed, bind_globals=plan.worker_method == "process")
 
+        lease, meters = ledger.lease_words(number), self.meters(number)
+        fetcher: Fetcher | StreamFetcher
+        stepper: Stepper | None = None
+        parking: Parking | None = None
+        if plan.streams:
+            fetcher = StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last)
+        else:
+            fetcher = Fetcher(plan.dataset, plan.chain, plan.batched)
+        if not plan.streams and not fetcher.takes_lists:
+            stepper = Stepper(plan.dataset, plan.chain, lease, meters)
+        if stepper is not None and plan.leaves_samples:
+            most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.num_workers)
+            always = plan.order.name == "fast_first"
+            parking = Parking(ledger, stepper.left, always, most_bytes=most_bytes)
+            stepper.may_leave = parking.may_leave
+        runner = Runner(
+            lease,
+            make_randomness if plan.seeds_samples else None,
+            meters,
+            stepper,
+            failure,
+            in_line,
+            catches,
+        )
         return Worker(
             number,
             ledger,
             Gate(self.segment.array, ledger.work_gate_offset),
-            StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last)
-            if plan.streams
-            else Fetcher(plan.dataset, plan.chain, plan.batched),
+            fetcher,
+            runner,
             BatchWriter(
                 number, ledger, self.arena, store, plan.collate_fn, plan.batched, describe_error
             ),
             functools.partial(self.read_keys, ledger),
-            make_randomness if plan.seeds_samples else None,
-            self.histogram(number),
+            parking,
             plan.round_robin,
-            failure,
-            in_line,
-            catches,
         )
 
 
