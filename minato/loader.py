@@ -21,9 +21,10 @@ from minato.assembler.arena import Arena
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.delivery.iterator import BatchIterator
-from minato.engine import Engine, Plan
+from minato.engine import Engine
 from minato.integrations.lightning import counts_batches
 from minato.options import Options
+from minato.plan import Plan
 from minato.scheduler.dispatcher import Order
 from minato.scheduler.failures import ErrorPolicy, FailureLog, SampleFailure
 from minato.scheduler.fetch import Fetcher

@@ -183,6 +183,7 @@ class FailureCount:
         """Failures by what became of them: ``skipped``, ``substituted``, ``recovered``, ``raised``."""
         self._begin_of_epoch: Counter[str] = Counter()
         self._size: int | None = None
+        self._exceeded = False
         self.finished = 0
         """Samples of this epoch that were delivered or failed."""
 
@@ -191,6 +192,7 @@ class FailureCount:
         self._look()
         self._begin_of_epoch = self.totals.copy()
         self._size = size
+        self._exceeded = False
         self.finished = 0
 
     def check(self) -> None:
@@ -200,13 +202,14 @@ class FailureCount:
             ErrorBudgetError: More of this epoch's samples failed than ``error_budget`` allows.
         """
         last = self._look()
-        if self._budget is None or last is None:
+        if self._budget is None or last is None or self._exceeded:
             return
         failed = self._of_epoch("skipped") + self._of_epoch("substituted")
         budget = self._budget
         if budget < 1:
             budget *= max(self.finished, _LEAST) if self._size is None else self._size
         if failed > budget:
+            self._exceeded = True
             raise ErrorBudgetError(
                 f"{failed} samples of this epoch failed, more than error_budget={self._budget} allows; the last is the "
                 f"one with index {last['index']!r}: {last['exception']}: {last['message']}{self._where()}"

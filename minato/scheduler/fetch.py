@@ -24,7 +24,6 @@ class Fetcher:
 
     def __init__(self, dataset: Any, chain: Chain, batched: bool) -> None:
         self._dataset = dataset
-        self.chain = chain
         self._run = chain.run if chain.steps else None
         get = functools.partial(operator.getitem, dataset)  # dataset[key] without a frame
         self.one: Callable[[Any], Any] = self._transformed if chain.steps else get

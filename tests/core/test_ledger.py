@@ -865,7 +865,8 @@ def test_a_skipped_sample_leaves_a_free_place_to_another(desk: Desk) -> None:
     assert ledger.skipped(old) == [first]
     assert ledger.skipped(new) == []
     # Nobody is left for the last place.
-    assert ledger.settled(old) and ledger.settled(new)
+    assert ledger.settled(old)
+    assert ledger.settled(new)
     ledger.fill_up(0)
     adopted = []
     while (lease := ledger.claim(1, 9)) is not None:
