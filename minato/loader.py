@@ -20,9 +20,10 @@ from minato._standin import StandIn, TorchDataLoader
 from minato.assembler.arena import Arena
 from minato.chain.chain import Chain
 from minato.delivery.iterator import BatchIterator
-from minato.engine import Engine, Plan
+from minato.engine import Engine, Experience
 from minato.integrations.lightning import counts_batches
 from minato.options import Options
+from minato.plan import Plan
 from minato.scheduler.dispatcher import Order
 from minato.source.epochs import epoch_of, nested, tell_epoch
 from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_of
@@ -136,6 +137,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         self._sampler_epoch: int | None = 0
         self._foretells = True
         self._spare_arenas: list[Arena] = []
+        self._experience = Experience()
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
             shuffle, sampler = None, SeededSampler(dataset, seed)
@@ -181,8 +183,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         super().__setattr__(attr, val)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy must not write to the same arenas.
-        return {**self.__dict__, "_spare_arenas": []}
+        # A copy must not write to the same arenas; what was measured is not worth sending.
+        return {**self.__dict__, "_spare_arenas": [], "_experience": Experience()}
 
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
         """A loader with torch's arguments as given, and all others as this one's.
@@ -258,6 +260,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 restarts=options.on_worker_death == "restart" and not round_robin,
             ),
             arena,
+            self._experience,
         )
         # The next iterator writes to this one's warm pages.
         weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False

@@ -13,6 +13,7 @@ from minato._core.codes import ENDED, NUM_PASSES, READY
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.scheduler.assignment import Assignment
+from minato.scheduler.foresight import Foresight
 from minato.scheduler.window import Window
 
 __all__ = ["Dispatcher", "InFlight", "Order", "Pool", "Slots"]
@@ -102,6 +103,7 @@ class Dispatcher:
         discard: Called with ``(record, slot)`` of a batch that nobody wants any more.
         timeout_s: torch's ``timeout``; 0: none.
         one_pass: Whether the workers may leave when they find nothing more to do in the first pass.
+        foresight: Lets long samples begin early.
     """
 
     def __init__(
@@ -117,8 +119,10 @@ class Dispatcher:
         discard: Callable[[int, Any], None],
         timeout_s: float = 0.0,
         one_pass: bool = False,
+        foresight: Foresight | None = None,
     ) -> None:
         self._ledger = ledger
+        self._foresight = foresight
         self._gate = gate
         self._pool = pool
         self._slots = slots
@@ -343,6 +347,8 @@ class Dispatcher:
             _EVERYBODY if owner else count,  # a batch with an owner must wake that very worker
             owner,
         )
+        if self._foresight is not None:
+            self._foresight.published(self._ledger.describe(record)[1], keys)
         item = InFlight(record, keys, slot, keys_slot, offset, index, epoch, seed, owner)
         if not self._order.bound:
             self._recent.append(item)

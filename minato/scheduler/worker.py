@@ -23,6 +23,8 @@ _COLLATED_RUN_NS = 4_000_000
 _PATIENCE_S = 1.0
 """How long a worker sleeps at most before it looks whether its parent lives."""
 _WHOLE_BATCH = 1 << 31
+_WORTH_NOTING_NS = 100_000
+"""What dearer samples have cost is written down for the next epoch."""
 
 
 class Sink(Protocol):
@@ -63,6 +65,7 @@ class Worker:
         runner: Runs them.
         read_keys: ``(batch, k, count) -> keys`` of samples k … k+count-1.
         parking: Decides which slow samples are set aside; None: none is.
+        fast_first: Slow samples go to the newest batch, where they have no place of their own.
         whole_batches: Claim batches as a whole, whatever their samples cost.
     """
 
@@ -76,6 +79,7 @@ class Worker:
         sink: Sink,
         read_keys: Callable[[int, int, int], Sequence[Any]],
         parking: Parking | None = None,
+        fast_first: bool = False,
         whole_batches: bool = False,
     ) -> None:
         self._number = number
@@ -87,6 +91,7 @@ class Worker:
         sink.run_again = self._run_again
         self._read_keys = read_keys
         self._parking = parking
+        self._fast_first = fast_first
         self._whole_batches = whole_batches or fetcher.takes_lists
         self._run_ns = _COLLATED_RUN_NS if sink.collates else _RUN_NS
         self._idle_since = now_ns()
@@ -169,6 +174,7 @@ class Worker:
         _, _, _, bound, epoch, seed, *_ = self._ledger.describe(batch)
         self._runner.enter(seed)
         samples, error = self._runner.resume(partial, epoch)
+        self._ledger.note_costs(partial.position, self._runner.durations, 1)
         completed = 1 - len(self._runner.left)
         if bound:
             self._deliver_bound(batch, partial.position, k, [partial.key], samples, error, False)
@@ -185,7 +191,11 @@ class Worker:
         # Who has samples that no other worker can be sent, runs whole batches.
         can_leave = self._parking is not None and not self._sink.holds
         slow_ns = self._ledger.slow_ns if can_leave else 0
-        return self._runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
+        runner = self._runner
+        samples, error = runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
+        if runner.usual_ns >= _WORTH_NOTING_NS:
+            self._ledger.note_costs(position, runner.durations, len(samples))
+        return samples, error
 
     def _run_again(self, batch: int) -> list[Any]:
         """Run all samples of a batch in this worker, because some cannot be sent here by those that ran them."""
@@ -305,12 +315,11 @@ class Worker:
             if i < len(samples) and type(samples[i]) is Partial:
                 continue
             cost_ns = self._runner.durations[i]
-            place, batch, k = ledger.reserve(
-                self._number, position + i, cost_ns > ledger.slow_ns > 0
-            )
+            late = self._fast_first and cost_ns > ledger.slow_ns > 0
+            place, batch, k = ledger.reserve(self._number, position + i, late)
             if i < len(samples):
                 sink.write_run(batch, k, place, samples[i : i + 1])
             else:
                 assert error is not None
                 sink.write_error(batch, place, error, key)
-            sink.finished(batch, ledger.fill(self._number, position + i, place, cost_ns))
+            sink.finished(batch, ledger.fill(self._number, position + i, place))
