@@ -268,11 +268,18 @@ class _Bench:
             number,
             ledger,
             Gate(self.segment.array, ledger.work_gate_offset),
-            StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last)
+            StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last, in_line)
             if plan.streams
             else Fetcher(plan.dataset, plan.chain, plan.batched),
             BatchWriter(
-                number, ledger, self.arena, store, plan.collate_fn, plan.batched, describe_error
+                number,
+                ledger,
+                self.arena,
+                store,
+                plan.collate_fn,
+                plan.batched,
+                describe_error,
+                catches,
             ),
             functools.partial(self.read_keys, ledger),
             make_randomness if plan.seeds_samples else None,
@@ -291,7 +298,8 @@ def _make_pool(
         return InlinePool(
             lambda number: bench.worker(
                 number, ledger, lambda error: error, None, BaseException, in_line=True
-            )
+            ),
+            functools.partial(ledger.release, 0),
         )
     if plan.worker_method == "thread":
 
