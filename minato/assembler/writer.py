@@ -80,6 +80,7 @@ class BatchWriter:
         worker: The worker's number.
         collate_fn: Called with the list of samples, or with the sample if ``auto_collation`` is off.
         describe_error: Turns an exception that is being handled into what the consumer raises.
+        catches: What ``collate_fn`` may raise without ending the worker.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class BatchWriter:
         collate_fn: Callable[[Any], Any],
         auto_collation: bool,
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
+        catches: type[BaseException] = Exception,
     ) -> None:
         self._worker = worker
         self._ledger = ledger
@@ -99,6 +101,7 @@ class BatchWriter:
         self._collate_fn = collate_fn
         self._auto_collation = auto_collation
         self._describe_error = describe_error
+        self._catches = catches
         self.collates = collate_fn is not default_collate or not auto_collation
         """Whether batches are built by calling ``collate_fn`` rather than in fields."""
         self.holds = False
@@ -202,7 +205,7 @@ class BatchWriter:
             return offset | SAMPLE_BLOB, nbytes
         except _NothingLeftError:
             return SKIP_BLOB, 0
-        except Exception as error:
+        except self._catches as error:
             offset, nbytes = self._put(batch, SampleError(self._describe_error(error)))
             return offset | ERROR_BLOB, nbytes
 
