@@ -16,16 +16,19 @@ from minato._core.wait import Gate
 from minato.assembler.arena import Arena
 from minato.assembler.reader import BatchReader
 from minato.assembler.transport import LocalStore, SharedStore
+from minato.errors import ErrorBudgetError
 from minato.plan import Plan
+from minato.pools import make_pool
 from minato.scheduler.assignment import AnyWorker, RoundRobin
 from minato.scheduler.dispatcher import Dispatcher
+from minato.scheduler.failures import FailureCount
 from minato.scheduler.foresight import Foresight
 from minato.scheduler.policy import TimeoutPolicy
 from minato.scheduler.window import Window
 from minato.source.prediction import CostByIndex, Predictor
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
-from minato.workplace import Workplace, make_pool
+from minato.workplace import Workplace
 
 __all__ = ["Engine", "Experience"]
 
@@ -68,11 +71,13 @@ class Engine:
         self.ledger = Ledger(segment.array, sizes, segment.descriptor)
         ready = Gate(segment.array, self.ledger.ready_gate_offset)
         store = SharedStore(self.arena.segment) if in_processes else LocalStore()
-        place = Workplace(plan, segment, ledger_nbytes, self.arena.segment, store)
-        self.meters = [place.meters(number) for number in range(sizes[0])]
+        workplace = Workplace(
+            plan, segment, ledger_nbytes, self.arena.segment, store, policy=plan.policy
+        )
+        self.meters = [workplace.meters(number) for number in range(sizes[0])]
         """What each worker has measured."""
         self._profile = Profile(plan.chain.names)
-        self._pool = make_pool(plan, place, self.ledger, ready)
+        self._pool = make_pool(plan, workplace, self.ledger, ready)
         self._reader = BatchReader(self.ledger, self.arena, store)
         self._experience = experience
         self._foresight: Foresight | None = None
@@ -105,8 +110,13 @@ class Engine:
             self._reader.discard,
             plan.timeout_s,
             plan.num_workers > 0 and not plan.persistent,
+            plan.policy is not None,
+            plan.drop_last,
             self._foresight,
         )
+        self._failures = None
+        if plan.policy is not None:
+            self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
         self._started = False
         self._works_ahead = plan.num_workers > 0
         self._started_ns = now_ns()
@@ -117,7 +127,7 @@ class Engine:
         self._parts_slow = self._foresight is not None or plan.order.name == "fast_first"
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
-            place.write_plan(self.arena)
+            workplace.write_plan(self.arena)
         self.shut_down = weakref.finalize(self, self._pool.shut_down)
         """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
 
@@ -127,8 +137,15 @@ class Engine:
         epoch: int,
         seed: int,
         expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None],
+        size: Callable[[], int | None],
     ) -> bool:
-        """Start a pass (see ``Dispatcher.begin``) and, with the first one, the workers."""
+        """Start a pass (see ``Dispatcher.begin``) and, with the first one, the workers.
+
+        Args:
+            size: Tells how many samples it has, or None if nobody knows.
+        """
+        if self._failures is not None:
+            self._failures.begin(size())
         foretold = self._dispatcher.begin(batches, epoch, seed, expected)
         if self._works_ahead:
             self._dispatcher.refill()
@@ -143,7 +160,19 @@ class Engine:
 
     def next(self) -> Any:
         """The next batch. Raises StopIteration at the end of the pass, and what the batch's samples raised."""
-        item = self._dispatcher.next()
+        try:
+            if self._failures is not None:
+                self._failures.check()
+            item = self._dispatcher.next()
+        except ErrorBudgetError:
+            self._dispatcher.abandon()
+            raise
+        except StopIteration:
+            if self._failures is not None:
+                self._failures.end()
+            raise
+        if self._failures is not None:
+            self._failures.finished += len(item.keys)
         if self._foresight is not None:
             self._foresight.learn(item.record)
         used_bytes = self.ledger.contents(item.record)[-1]

@@ -1,4 +1,4 @@
-"""Workers wired together: what each of them needs, and the pool that runs them."""
+"""Where a worker works: the parts of the engine that travel to it, and what it makes of them there."""
 
 from __future__ import annotations
 
@@ -19,22 +19,17 @@ from minato.assembler.writer import BatchWriter
 from minato.chain.rng import SampleRandomness
 from minato.errors import NotPicklableError
 from minato.plan import Plan
-from minato.scheduler.deaths import Deaths
+from minato.scheduler.failures import ErrorPolicy
 from minato.scheduler.fetch import Fetcher, StreamFetcher
-from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
+from minato.scheduler.leniency import Leniency
+from minato.scheduler.overdue import StackFile
 from minato.scheduler.parking import Parking
-from minato.scheduler.process import (
-    ProcessPool,
-    enter_worker_process,
-    parent_watch,
-    wrapped_in_process,
-)
 from minato.scheduler.runner import Runner
 from minato.scheduler.stepper import Stepper
 from minato.scheduler.worker import Worker
 from minato.stats.profile import Meters
 
-__all__ = ["Workplace", "make_pool"]
+__all__ = ["Workplace"]
 
 _PARKED_SHARE = 4
 """What workers have set aside may take the memory budget divided by this, besides the batches in flight."""
@@ -42,7 +37,15 @@ _PARKED_SHARE = 4
 
 @dataclass
 class Workplace:
-    """What a worker needs besides its number; travels to worker processes."""
+    """What a worker needs besides its number; travels to worker processes.
+
+    Attributes:
+        meters_offset: Where in ``segment`` the measurements lie, behind the ledger.
+        arena: Memory of the batches.
+        written_plan: Where in the arena the pickled plan lies, if it was written there.
+        stacks: Where stuck workers write their stacks.
+        policy: What to do about failures; not in the written plan, because only a starting child can be given its log.
+    """
 
     plan: Plan
     segment: Segment
@@ -50,6 +53,8 @@ class Workplace:
     arena: Segment
     store: Store
     written_plan: tuple[int, int] | None = None
+    stacks: StackFile | None = None
+    policy: ErrorPolicy | None = None
 
     def write_plan(self, arena: Arena) -> None:
         """Pickle the plan once for all workers, into a slot that stays theirs.
@@ -57,7 +62,7 @@ class Workplace:
         What only a starting child can be given (locks, queues, tensors in shared memory) travels with each of them.
         """
         slot = arena.acquire()
-        plan = dataclasses.replace(self.plan, context=None)
+        plan = dataclasses.replace(self.plan, context=None, policy=None)
         try:
             self.written_plan = self.store.put(lambda nbytes: slot.start, plan, "process")
         except NotPicklableError:
@@ -66,7 +71,9 @@ class Workplace:
             arena.release(slot)
 
     def __getstate__(self) -> dict[str, Any]:
-        plan = None if self.written_plan else dataclasses.replace(self.plan, context=None)
+        plan = None
+        if not self.written_plan:
+            plan = dataclasses.replace(self.plan, context=None, policy=None)
         return {**self.__dict__, "plan": plan}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -75,7 +82,7 @@ class Workplace:
             self.plan = self.store.peek(*self.written_plan)
 
     def read_keys(self, ledger: Ledger, batch: int, k: int, count: int) -> Sequence[Any]:
-        """Keys of samples k … k+count-1 of a batch."""
+        """The keys of samples k … k+count-1 of a batch."""
         *_, offset, nbytes, _ = ledger.describe(batch)
         if not offset:
             return ledger.keys(batch, k, count)
@@ -83,11 +90,23 @@ class Workplace:
         return keys[k : k + count]
 
     def meters(self, number: int) -> Meters:
-        """What a worker measures."""
+        """Where worker ``number`` keeps what it measures."""
         num_steps = len(self.plan.chain)
         nbytes = Meters.nbytes(num_steps)
         start = self.meters_offset + number * nbytes
         return Meters(num_steps, self.segment.array[start : start + nbytes])
+
+    def writer(
+        self,
+        number: int,
+        ledger: Ledger,
+        describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
+    ) -> BatchWriter:
+        """What writes the samples of worker ``number``."""
+        plan = self.plan
+        return BatchWriter(
+            number, ledger, self.arena, self.store, plan.collate_fn, plan.batched, describe_error
+        )
 
     def worker(
         self,
@@ -98,8 +117,15 @@ class Workplace:
         catches: type[BaseException],
         in_line: bool = False,
     ) -> Worker:
-        """A worker, to be made where it runs; the arguments are those of ``Runner`` and ``BatchWriter``."""
-        plan, store = self.plan, self.store
+        """Worker ``number``.
+
+        Args:
+            describe_error: Turns an exception that is being handled into what the consumer raises.
+            failure: What ``worker_init_fn`` raised.
+            catches: What a sample may raise without ending the worker.
+            in_line: It runs in the consumer's thread.
+        """
+        plan = self.plan
 
         def make_randomness(seed: int) -> SampleRandomness:
             return SampleRandomness(seed, bind_globals=plan.worker_method == "process")
@@ -128,84 +154,19 @@ class Workplace:
             in_line,
             catches,
         )
+        leniency: Leniency | None = None
+        if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):
+            leniency = Leniency(number, self.policy, runner, fetcher, plan.chain, lease)
         return Worker(
             number,
             ledger,
             Gate(self.segment.array, ledger.work_gate_offset),
             fetcher,
             runner,
-            BatchWriter(
-                number, ledger, self.arena, store, plan.collate_fn, plan.batched, describe_error
-            ),
+            self.writer(number, ledger, describe_error),
             functools.partial(self.read_keys, ledger),
             parking,
             plan.order.name == "fast_first",
             plan.round_robin,
+            leniency,
         )
-
-
-def make_pool(
-    plan: Plan, place: Workplace, ledger: Ledger, ready: Gate
-) -> ProcessPool | ThreadPool | InlinePool:
-    """The workers, not yet started, in processes or threads or in line."""
-    if plan.num_workers == 0:
-        return InlinePool(
-            lambda number: place.worker(
-                number, ledger, lambda error: error, None, BaseException, in_line=True
-            )
-        )
-    if plan.worker_method == "thread":
-
-        def in_thread(number: int) -> Worker:
-            failure = _initialise(plan, number)
-            return place.worker(number, ledger, wrapped_in_thread(number), failure, BaseException)
-
-        return ThreadPool(
-            plan.num_workers, in_thread, ready, ledger.shut_down, lambda: ledger.draining
-        )
-    deaths = Deaths(plan.restarts)
-
-    def bury(number: int, pid: int | None, exit_code: int | None) -> None:
-        position, _, _ = ledger.lease(number)
-        sample: tuple[Any, ...] = ()
-        if position is not None:
-            batch, k = ledger.locate(position)
-            _, _, count, _, epoch, *_ = ledger.describe(batch)
-            if 0 <= k < count:  # else it had finished its last sample, whose batch is gone
-                sample = epoch, place.read_keys(ledger, batch, k, 1)[0]
-        progress = sum(ledger.activity(worker)[0] for worker in range(plan.num_workers))
-        deaths.report(pid, exit_code, sample, progress)
-        ledger.release(number)
-
-    return ProcessPool(
-        plan.context,
-        plan.num_workers,
-        _run_worker_process,
-        (place,),
-        ready,
-        ledger.shut_down,
-        lambda number: ledger.draining and ledger.lease(number)[0] is None,
-        bury,
-    )
-
-
-def _run_worker_process(number: int, place: Workplace) -> None:
-    parent_lives = parent_watch()
-    plan = place.plan
-    try:
-        enter_worker_process(number, plan.num_workers, plan.base_seed, plan.dataset)
-        ledger = Ledger(place.segment.array, None, place.segment.descriptor)
-        failure = _initialise(plan, number)
-        wrap = wrapped_in_process(number)
-        place.worker(number, ledger, wrap, failure, Exception).loop(parent_lives)
-    except KeyboardInterrupt:
-        pass  # the consumer was interrupted too, and says so
-
-
-def _initialise(plan: Plan, number: int) -> Exception | None:
-    try:
-        if plan.worker_init_fn is not None:
-            plan.worker_init_fn(number)
-    except Exception as error:
-        return error
-    return None

@@ -19,6 +19,8 @@ from minato._core.codes import (
     PUBLISHED,
     RAGGED,
     READY,
+    SKIP_BLOB,
+    SKIPPED,
 )
 
 __all__ = ["Claims"]
@@ -108,7 +110,7 @@ class Claims(Records):
         """Say what lies at a place besides the fields; before the place is filled.
 
         Args:
-            blob: Arena offset, a multiple of 64, | SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB or END_BLOB.
+            blob: Arena offset, a multiple of 64, | one of the kinds SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB, END_BLOB.
         """
         with self._locked():
             there = self._positions[place & self._mask]
@@ -133,6 +135,23 @@ class Claims(Records):
             for seq in range(first, first + count):
                 self._fill_one(seq, seq)
             return self._complete(worker, batch)
+
+    def skip(self, worker: int, position: int) -> int:
+        """Say that a sample has no result; one without a place leaves it to another.
+
+        Returns:
+            As ``fill``.
+        """
+        with self._locked():
+            place = self._ticket(position) & NUMBER
+            self._set_ticket(position, DONE)
+            if place:
+                there = self._positions[(place - 1) & self._mask]
+                there["blob"] = SKIP_BLOB
+                there["place"] = FILLED | (position + 1)
+                return self._complete(worker, int(there["batch"]))
+        self.hungry()  # it may have been what the consumer waits for
+        return NOT_COMPLETE
 
     def note_costs(self, position: int, costs: Any, count: int) -> None:
         """Say what ``count`` samples from this position on have cost, in int64 memory of ns; before they are filled."""
@@ -235,7 +254,7 @@ class Claims(Records):
         if (
             flags & (FAILED | ENDED)
             or record["result"]
-            or (record["layout"] and not flags & RAGGED)
+            or (record["layout"] and not flags & (RAGGED | SKIPPED))
         ):
             self._set_state(batch, READY)
             self._ready.notify()

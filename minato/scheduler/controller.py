@@ -31,7 +31,7 @@ _LEAST_GAIN = 0.5
 """A step up must raise the throughput by this part of what it raised the number of workers by."""
 _NO_LOSS = 0.97
 """A step down must leave this part of the throughput where the consumer waits."""
-_HOLD, _MOST_DOUBLINGS = 20, 6
+_HOLD, _MOST_DOUBLINGS = 8, 6
 """Periods until a step that was taken back may be tried again; doubled each time."""
 
 
@@ -46,7 +46,8 @@ class Measurement:
         busy_share: Part of the workers' time in which they had a sample in hand.
         blocked_share: Part of that in which they neither ran nor waited for a core: they slept, or waited for a disk
             or a network.
-        samples_per_s: Samples finished per second.
+        samples_per_s: What the workers achieve: the time that they were busy, over the mean time of the samples that
+            they finished. (To count the samples would be the same, but for those that straddle the period's ends.)
     """
 
     ready_share: float

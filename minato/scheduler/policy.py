@@ -187,14 +187,19 @@ class TimeoutPolicy:
         share = share_above(pane, self._usual_ns)
         backlog = parked > max(self._parked, _TOO_MANY * usual * pane.count)
         self._parked = parked
+        too_many = share > _TOO_MANY * usual
         if self._fallen_back:
             speaks, needed = share <= _FEW * usual and not backlog, _PANES_TO_RETURN
         else:
-            speaks, needed = share > _TOO_MANY * usual or backlog, _PANES_TO_FALL_BACK
+            speaks, needed = too_many or backlog, _PANES_TO_FALL_BACK
         self._streak = self._streak + 1 if speaks else 0
         if self._streak == needed:
             self._fallen_back = not self._fallen_back
             self._streak = 0
+        if self._fallen_back and too_many:
+            # Costs have risen: what is remembered is out of date.
+            while len(self._panes) > 1:
+                self._panes.popleft()
 
     def _decide(self, costs: Histogram, slow_share: float) -> None:
         settings = self.settings
