@@ -272,7 +272,14 @@ class _Bench:
             if plan.streams
             else Fetcher(plan.dataset, plan.chain, plan.batched),
             BatchWriter(
-                number, ledger, self.arena, store, plan.collate_fn, plan.batched, describe_error
+                number,
+                ledger,
+                self.arena,
+                store,
+                plan.collate_fn,
+                plan.batched,
+                describe_error,
+                in_line,
             ),
             functools.partial(self.read_keys, ledger),
             make_randomness if plan.seeds_samples else None,

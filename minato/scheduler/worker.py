@@ -105,7 +105,7 @@ class Worker:
         self._failure = failure
         self._in_line = in_line
         self._catches = catches
-        self._run_ns = _COLLATED_RUN_NS if sink.collates else _RUN_NS
+        self._run_ns = _COLLATED_RUN_NS if sink.collates or in_line else _RUN_NS
         self._mean_ns = float(_COLLATED_RUN_NS)
         self._idle_since = now_ns()
         self._lease = ledger.lease_words(number)
