@@ -21,7 +21,7 @@ from minato.assembler.arena import Arena
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.delivery.iterator import BatchIterator
-from minato.engine import Engine
+from minato.engine import Engine, Experience
 from minato.integrations.lightning import counts_batches
 from minato.options import Options
 from minato.plan import Plan
@@ -164,6 +164,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         self._sampler_epoch: int | None = 0
         self._foretells = True
         self._spare_arenas: list[Arena] = []
+        self._experience = Experience()
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
             shuffle, sampler = None, SeededSampler(dataset, seed)
@@ -236,8 +237,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         super().__setattr__(attr, val)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy must not write to the same arenas.
-        return {**self.__dict__, "_spare_arenas": []}
+        # A copy must not write to the same arenas; what was measured is not worth sending.
+        return {**self.__dict__, "_spare_arenas": [], "_experience": Experience()}
 
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
         """A loader with torch's arguments as given, and all others as this one's.
@@ -317,6 +318,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 sample_timeout_s=options.sample_timeout_s,
             ),
             arena,
+            self._experience,
         )
         # The next iterator writes to this one's warm pages.
         weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
