@@ -106,7 +106,14 @@ class Workplace:
         """What writes the samples of worker ``number``."""
         collation = self.plan.collate_fn, self.plan.batched
         return BatchWriter(
-            number, ledger, self.arena, self.store, *collation, describe_error, catches
+            number,
+            ledger,
+            self.arena,
+            self.store,
+            *collation,
+            describe_error,
+            catches,
+            self.plan.num_workers == 0,
         )
 
     def worker(

@@ -20,8 +20,8 @@ __all__ = ["Sink", "Worker"]
 
 _RUN_NS = 1_000_000
 """A worker claims about so much work at a time: dispatch then costs a per cent, and nobody hoards."""
-_COLLATED_RUN_NS = 4_000_000
-"""The same where batches are collated by a function: samples of one worker need no transport."""
+_LONG_RUN_NS = 4_000_000
+"""The same where batches are collated by a function, as samples of one worker need no transport, and in line."""
 _PATIENCE_S = 1.0
 """How long a worker sleeps at most before it looks whether its parent lives."""
 _WHOLE_BATCH = 1 << 31
@@ -102,7 +102,7 @@ class Worker:
         self._whole_batches = whole_batches or fetcher.takes_lists
         self._leniency = leniency
         self._may_lack = parking is not None or leniency is not None
-        self._run_ns = _COLLATED_RUN_NS if sink.collates else _RUN_NS
+        self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_line else _RUN_NS
         self._idle_since = now_ns()
         self._pass_index = -1
 
