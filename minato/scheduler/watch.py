@@ -55,15 +55,22 @@ class ExitWatch:
         if self._thread is None:
             return
         os.write(self._wake, b"x")
-        self._thread.join()
+        # A loader that is part of a reference cycle may be collected in this very thread, which cannot wait for itself.
+        if self._thread is not threading.current_thread():
+            self._thread.join()
         self._thread = None
-        if self._uses_pidfd:
-            for descriptor in (*self._watched, *(added[1] for added in self._added)):
-                os.close(descriptor)
-        os.close(self._wake)
-        os.close(self._woken)
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        finally:
+            if self._uses_pidfd:
+                for descriptor in (*self._watched, *(added[1] for added in self._added)):
+                    os.close(descriptor)
+            os.close(self._wake)
+            os.close(self._woken)
+
+    def _watch(self) -> None:
         while True:
             while self._added:
                 number, descriptor = self._added.popleft()
