@@ -22,6 +22,12 @@ def options(**given: Any) -> Options:
         "rng": None,
         "schedule": "dynamic",
         "on_worker_death": "restart",
+        "on_error": "raise",
+        "retries": None,
+        "error_budget": None,
+        "quarantine": None,
+        "sample_timeout_s": None,
+        "num_workers": 2,
     }
     return Options.of(**{**defaults, **given})
 

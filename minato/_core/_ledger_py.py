@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from minato._core._claims_py import Claims
 from minato._core._records_py import (
     BOUND,
@@ -15,14 +17,17 @@ from minato._core._records_py import (
     CLAIMED,
     DONE,
     DRAINING,
+    FILLED,
     FREE,
     NUMBER,
     STATE,
     STOPPING,
 )
-from minato._core.codes import CLOSED, COLLATING, OPEN, VACANT
+from minato._core.codes import CLOSED, COLLATING, KIND_MASK, OPEN, SKIP_BLOB, VACANT
 
 __all__ = ["Ledger"]
+
+_MOST_AHEAD = 65535
 
 
 class Ledger(Claims):
@@ -93,6 +98,8 @@ class Ledger(Claims):
         with self._locked():
             if not self.has_room(count):
                 raise ValueError(f"there is no room for a batch of {count} samples")
+            if keys is not None and len(keys) != count:
+                raise ValueError(f"{len(keys)} keys are not {count}")
             index = next(i for i, word in enumerate(self._batches["state"]) if word & 15 == VACANT)
             tail = int(self._header["tail"])
             for k in range(count):
@@ -113,6 +120,16 @@ class Ledger(Claims):
             self._header["tail"] = tail + count
         self._work.notify(wake)
         return index
+
+    def start_early(self, position: int, ahead: int) -> bool:
+        """Let a sample that any worker may run begin so many samples before its turn; False: no more can be noted."""
+        with self._locked():
+            free = np.flatnonzero(self._header["hints"] == 0)
+            if not free.size:
+                return False
+            self._header["hints"][free[0]] = min(ahead, _MOST_AHEAD) << 48 | (position + 1)
+            self._header["hints_used"] = max(int(self._header["hints_used"]), int(free[0]) + 1)
+            return True
 
     def bind_late(self, old: int, new: int) -> None:
         """Give every unplaced sample of batch ``old`` a place: in batch ``new``, or else the oldest open one."""
@@ -142,6 +159,25 @@ class Ledger(Claims):
         """
         with self._locked():
             return all(self._ticket(seq) & STATE in (DONE, CANCELLED) for seq in self._range(batch))
+
+    def fill_up(self, pass_index: int) -> None:
+        """Fill the places that are left over when all samples of a pass are settled and some of them are skipped."""
+        with self._locked():
+            for index in self._live:
+                if int(self._batches[index]["pass_index"]) != pass_index:
+                    continue
+                for seq in self._range(index):
+                    if self._place(seq) & STATE != FILLED:
+                        there = self._positions[seq & self._mask]
+                        there["blob"], there["place"] = SKIP_BLOB, FILLED
+            # Whoever claims next looks for batches that are full and that nobody collates.
+            self._header["stranded"] += 1
+        self._work.notify()
+
+    def skipped(self, batch: int) -> list[int]:
+        """Positions of those samples of a settled batch that have no result."""
+        with self._locked():
+            return [seq for seq in self._range(batch) if self._ticket(seq) == DONE]
 
     def cancel(self, batch: int) -> None:
         """Take back the samples of this batch that nobody has claimed yet."""
@@ -191,7 +227,12 @@ class Ledger(Claims):
                         self._give_back(held)
                 elif self._place(place - 1) != BOUND | (seq + 1):
                     # Once filled, the place may long have been delivered and have come round the ring.
-                    self._set_ticket(seq, DONE | place)
+                    there = self._positions[(place - 1) & self._mask]
+                    skipped = (
+                        int(there["place"]) == FILLED | (seq + 1)
+                        and int(there["blob"]) & KIND_MASK == SKIP_BLOB
+                    )
+                    self._set_ticket(seq, DONE if skipped else DONE | place)
                     continue
                 else:
                     self._positions[(place - 1) & self._mask]["blob"] = 0

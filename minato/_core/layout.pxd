@@ -8,6 +8,8 @@ cdef extern from "layout.h" nogil:
     enum:
         MN_LAYOUT_VERSION
         MN_PASSES
+        MN_HINTS
+        MN_MOST_AHEAD
         MN_MAX_WORKERS
         MN_VACANT
         MN_OPEN
@@ -21,6 +23,8 @@ cdef extern from "layout.h" nogil:
         MN_RAGGED
         MN_FAILED
         MN_ENDED
+        MN_SKIPPED
+        MN_SKIP_BLOB
         MN_STOPPING
         MN_DRAINING
 
@@ -55,6 +59,8 @@ cdef extern from "layout.h" nogil:
         mn_gate work
         mn_gate ready
         mn_pass passes[8]
+        uint32_t hints_used
+        uint64_t hints[256]
 
     ctypedef struct mn_position:
         uint64_t ticket
