@@ -109,8 +109,11 @@ class Worker:
     def loop(self, parent_lives: Callable[[], bool]) -> None:
         """Work until the loader shuts down or its process is gone."""
         ledger, gate = self._ledger, self._gate
-        while not ledger.stopping:
+        while True:
+            # Before anything is asked: what happens after the answer ends the sleep.
             seen = gate.events
+            if ledger.stopping:
+                return
             # Asked before the look: what was published last would otherwise be left to nobody.
             draining = ledger.draining
             if self.step():
