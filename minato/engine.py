@@ -20,13 +20,14 @@ from minato.assembler.arena import Arena
 from minato.assembler.reader import BatchReader
 from minato.assembler.transport import LocalStore, SharedStore, Store
 from minato.assembler.writer import BatchWriter
-from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.errors import NotPicklableError
+from minato.plan import Plan
 from minato.scheduler.assignment import AnyWorker, RoundRobin
 from minato.scheduler.deaths import Deaths
-from minato.scheduler.dispatcher import Dispatcher, Order
+from minato.scheduler.dispatcher import Dispatcher
 from minato.scheduler.fetch import Fetcher, StreamFetcher
+from minato.scheduler.flow import Flow
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
 from minato.scheduler.parking import Parking
 from minato.scheduler.policy import TimeoutPolicy
@@ -36,14 +37,16 @@ from minato.scheduler.process import (
     parent_watch,
     wrapped_in_process,
 )
+from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Runner
+from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
 from minato.scheduler.stepper import Stepper
 from minato.scheduler.window import Window
 from minato.scheduler.worker import Worker
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
 
-__all__ = ["Engine", "Plan"]
+__all__ = ["Engine"]
 
 _PARKED_SHARE = 4
 """What workers have set aside may take the memory budget divided by this, besides the batches in flight."""
@@ -52,94 +55,55 @@ _POSITIONS = 1 << 16
 """Batches and samples that can be in flight: 4 MiB of ledger that is only touched as far as it is used."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """All that defines the work, as the loader's arguments give it.
-
-    Attributes:
-        batched: Keys come in lists (``batch_size`` or a ``batch_sampler``).
-        seeds_samples: Randomness is bound to each sample rather than to the worker.
-        window_batches: Batches in flight, None to let the budget decide.
-        persistent: The workers stay for further passes.
-        streams: The dataset is iterable.
-        round_robin: Batch k is for worker k mod n, as with torch.
-        restarts: A dead worker process is replaced.
-        drop_last: Whether a stream's incomplete batch is dropped.
-        largest_batch: Samples in the largest batch, as far as it is known.
-    """
-
-    dataset: Any
-    chain: Chain
-    collate_fn: Callable[[Any], Any]
-    batched: bool
-    num_workers: int
-    worker_method: str
-    context: Any
-    worker_init_fn: Callable[[int], None] | None
-    base_seed: int
-    seeds_samples: bool
-    order: Order
-    window_batches: int | None
-    budget_bytes: int
-    largest_batch: int
-    timeout_s: float
-    persistent: bool
-    streams: bool
-    round_robin: bool
-    drop_last: bool
-    restarts: bool
-
-    @property
-    def leaves_samples(self) -> bool:
-        """Whether a worker may set a slow sample aside for quicker ones.
-
-        In strict order the sample in hand is older than all that could go before it.
-        """
-        return (
-            self.num_workers > 0
-            and len(self.chain) > 0
-            and not (self.round_robin or self.streams)
-            and (self.order.name == "batch" or not self.order.bound)
-        )
-
-
 class Engine:
     """Workers, their shared memory, and the consumer's end of it.
 
     Args:
         arena: Where the batches lie; that of an earlier engine has warm pages.
+        staffing: Decides how many workers work; None: all of them.
     """
 
-    def __init__(self, plan: Plan, arena: Arena) -> None:
+    def __init__(self, plan: Plan, arena: Arena, staffing: Staffing | None = None) -> None:
         self.arena = arena
         positions = max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
-        sizes = (max(plan.num_workers, 1), _BATCH_RECORDS, positions)
+        sizes = (max(plan.most_workers, 1), _BATCH_RECORDS, positions)
         ledger_nbytes = -(-Ledger.nbytes(*sizes) // 64) * 64
         in_processes = plan.num_workers > 0 and plan.worker_method == "process"
         meters_nbytes = sizes[0] * Meters.nbytes(len(plan.chain))
-        segment = Segment(ledger_nbytes + meters_nbytes, shared=in_processes)
+        roster_offset = ledger_nbytes + meters_nbytes
+        segment = Segment(roster_offset + Roster.NBYTES, shared=in_processes)
         self.ledger = Ledger(segment.array, sizes, segment.descriptor)
         ready = Gate(segment.array, self.ledger.ready_gate_offset)
         store = SharedStore(self.arena.segment) if in_processes else LocalStore()
-        bench = _Bench(plan, segment, ledger_nbytes, self.arena.segment, store)
+        bench = _Bench(plan, segment, ledger_nbytes, roster_offset, self.arena.segment, store)
+        roster = bench.roster(self.ledger)
+        roster.want(sizes[0])
         self.meters = [bench.meters(number) for number in range(sizes[0])]
         """What each worker has measured."""
         self._profile = Profile(plan.chain.names)
-        self._pool = _make_pool(plan, bench, self.ledger, ready)
+        self._pool = _make_pool(plan, bench, self.ledger, ready, roster)
         self._reader = BatchReader(self.ledger, self.arena, store)
+        window = Window(
+            plan.num_workers,
+            plan.window_batches,
+            plan.budget_bytes,
+            # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
+            # delivered by then: else nothing would keep it from being in time.
+            None if plan.order.bound else plan.order.max_lag,
+        )
+        self._scaler: Scaler | None = None
+        flow: Flow | None = None
+        if staffing is not None and not isinstance(self._pool, InlinePool):
+            flow, times = Flow(), [meters.total for meters in self.meters]
+            self._scaler = Scaler(
+                staffing, sizes[0], self._pool, roster, window, flow, self.ledger, times
+            )
         self._dispatcher = Dispatcher(
             self.ledger,
             ready,
-            self._pool,
+            self._pool if self._scaler is None else WatchedPool(self._pool, self._scaler),
             self.arena,
-            Window(
-                plan.num_workers,
-                plan.window_batches,
-                plan.budget_bytes,
-                # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
-                # delivered by then: else nothing would keep it from being in time.
-                None if plan.order.bound else plan.order.max_lag,
-            ),
+            window,
             plan.order,
             RoundRobin(
                 max(plan.num_workers, 1),
@@ -152,6 +116,7 @@ class Engine:
             self._reader.discard,
             plan.timeout_s,
             plan.num_workers > 0 and not plan.persistent,
+            flow,
         )
         self._started = False
         self._works_ahead = plan.num_workers > 0
@@ -176,6 +141,8 @@ class Engine:
     ) -> bool:
         """Start a pass (see ``Dispatcher.begin``) and, with the first one, the workers."""
         foretold = self._dispatcher.begin(batches, epoch, seed, expected)
+        if self._scaler is not None:
+            self._scaler.restart()
         if self._works_ahead:
             self._dispatcher.refill()
         if not self._started:
@@ -197,6 +164,8 @@ class Engine:
             self._dispatcher.done(item, used_bytes)
             if self._parts_slow:
                 self._mark_slow()
+            if self._scaler is not None:
+                self._scaler.look()
             if self._works_ahead:
                 self._dispatcher.refill()
             self.arena.trim(self._dispatcher.num_open)
@@ -238,6 +207,7 @@ class _Bench:
     plan: Plan
     segment: Segment
     meters_offset: int
+    roster_offset: int
     arena: Segment
     store: Store
     written_plan: tuple[int, int] | None = None
@@ -278,6 +248,10 @@ class _Bench:
         start = self.meters_offset + number * nbytes
         return Meters(num_steps, self.segment.array[start : start + nbytes])
 
+    def roster(self, ledger: Ledger) -> Roster:
+        work = Gate(self.segment.array, ledger.work_gate_offset)
+        return Roster(self.segment.array, self.roster_offset, work)
+
     def worker(
         self,
         number: int,
@@ -303,7 +277,7 @@ class _Bench:
         if not plan.streams and not fetcher.takes_lists:
             stepper = Stepper(plan.dataset, plan.chain, lease, meters)
         if stepper is not None and plan.leaves_samples:
-            most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.num_workers)
+            most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.most_workers)
             always = plan.order.name == "fast_first"
             parking = Parking(ledger, stepper.left, always, most_bytes=most_bytes)
             stepper.may_leave = parking.may_leave
@@ -328,11 +302,12 @@ class _Bench:
             functools.partial(self.read_keys, ledger),
             parking,
             plan.round_robin,
+            self.roster(ledger),
         )
 
 
 def _make_pool(
-    plan: Plan, bench: _Bench, ledger: Ledger, ready: Gate
+    plan: Plan, bench: _Bench, ledger: Ledger, ready: Gate, roster: Roster
 ) -> ProcessPool | ThreadPool | InlinePool:
     if plan.num_workers == 0:
         return InlinePool(
@@ -340,15 +315,22 @@ def _make_pool(
                 number, ledger, lambda error: error, None, BaseException, in_line=True
             )
         )
+
+    def stop() -> None:
+        ledger.shut_down()
+        roster.dismiss()
+
     if plan.worker_method == "thread":
 
-        def in_thread(number: int) -> Worker:
+        def in_thread(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
+            if not roster.stand_by(
+                number, lambda: ledger.stopping or ledger.draining, consumer_lives
+            ):
+                return None
             failure = _initialise(plan, number)
             return bench.worker(number, ledger, wrapped_in_thread(number), failure, BaseException)
 
-        return ThreadPool(
-            plan.num_workers, in_thread, ready, ledger.shut_down, lambda: ledger.draining
-        )
+        return ThreadPool(plan.most_workers, in_thread, ready, stop, lambda: ledger.draining)
     deaths = Deaths(plan.restarts)
 
     def bury(number: int, pid: int | None, exit_code: int | None) -> None:
@@ -359,17 +341,18 @@ def _make_pool(
             _, _, count, _, epoch, *_ = ledger.describe(batch)
             if 0 <= k < count:  # else it had finished its last sample, whose batch is gone
                 sample = epoch, bench.read_keys(ledger, batch, k, 1)[0]
-        progress = sum(ledger.activity(worker)[0] for worker in range(plan.num_workers))
+        progress = sum(ledger.activity(worker)[0] for worker in range(plan.most_workers))
         deaths.report(pid, exit_code, sample, progress)
         ledger.release(number)
 
     return ProcessPool(
         plan.context,
+        plan.most_workers,
         plan.num_workers,
         _run_worker_process,
         (bench,),
         ready,
-        ledger.shut_down,
+        stop,
         lambda number: ledger.draining and ledger.lease(number)[0] is None,
         bury,
     )
@@ -379,8 +362,12 @@ def _run_worker_process(number: int, bench: _Bench) -> None:
     parent_lives = parent_watch()
     plan = bench.plan
     try:
-        enter_worker_process(number, plan.num_workers, plan.base_seed, plan.dataset)
+        enter_worker_process(number, plan.most_workers, plan.base_seed, plan.dataset)
         ledger = Ledger(bench.segment.array, None, bench.segment.descriptor)
+        if not bench.roster(ledger).stand_by(
+            number, lambda: ledger.stopping or ledger.draining, parent_lives
+        ):
+            return
         failure = _initialise(plan, number)
         wrap = wrapped_in_process(number)
         bench.worker(number, ledger, wrap, failure, Exception).loop(parent_lives)

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch.utils.data import IterableDataset, Sampler
@@ -15,15 +15,18 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minato._core.seeding import mix
-from minato._machine import available_memory_bytes
+from minato._machine import available_cores, available_memory_bytes
 from minato._standin import StandIn, TorchDataLoader
 from minato.assembler.arena import Arena
 from minato.chain.chain import Chain
 from minato.delivery.iterator import BatchIterator
-from minato.engine import Engine, Plan
+from minato.engine import Engine
 from minato.integrations.lightning import counts_batches
 from minato.options import Options
+from minato.plan import Plan
+from minato.scheduler.controller import ControllerSettings, ControllerState
 from minato.scheduler.dispatcher import Order
+from minato.scheduler.scaling import Staffing
 from minato.source.epochs import epoch_of, nested, tell_epoch
 from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_of
 
@@ -31,6 +34,9 @@ __all__ = ["DataLoader"]
 
 _SHARE_OF_MEMORY = 4
 """The default budget is available memory divided by this."""
+
+_ROOM_TO_GROW = 2
+"""Times the workers that helped in the last pass: how many there can be in the next."""
 
 _OWN = ("transforms", *(field.name for field in fields(Options)))
 """Attributes that hold minato's own arguments; code that makes one loader from another's attributes finds them."""
@@ -72,6 +78,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         on_worker_death: ``"restart"``: a worker process that dies is replaced, its samples go out again, and a warning
             says what happened; three deaths on one sample raise. ``"raise"``: torch's RuntimeError at once, as always
             with iterable datasets and ``round_robin``, whose workers hold state that would be lost.
+        min_workers, max_workers: Let the number of workers change between these while the loader is in use, beginning
+            with ``num_workers``: up while the loop waits and more of them help, down while they idle.
+            ``num_workers="auto"`` begins with one per core, 12 at most.
+        controller: What decides it: ``"corrected"``, or ``"paper"`` for the MinatoLoader paper's formulas as printed.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -87,7 +97,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -109,6 +119,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         rng: str | None = None,
         schedule: str = "dynamic",
         on_worker_death: str = "restart",
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        controller: str = "corrected",
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -129,7 +142,13 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             rng=rng,
             schedule=schedule,
             on_worker_death=on_worker_death,
+            num_workers=num_workers,
+            min_workers=min_workers,
+            max_workers=max_workers,
+            controller=controller,
         )
+        num_workers = self._options.first_workers(num_workers)
+        self._staffing = _staffing(self._options, num_workers)
         self._chain = Chain.of(transforms)
         vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag)
         self._epoch = -1
@@ -191,7 +210,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         and yet mix batches if this loader did.
         """
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("_options", "_chain", "_epoch", "_sampler_epoch", *_OWN)
+        kept = ("_options", "_staffing", "_chain", "_epoch", "_sampler_epoch", *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
         return loader
 
@@ -231,15 +250,18 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if self.num_workers == 0:
             window = 1
         elif round_robin or not isinstance(self.prefetch_factor, _Unbound):
-            window = self.num_workers * cast(int, self.prefetch_factor)
+            most = self._options.max_workers or self.num_workers
+            window = most * cast(int, self.prefetch_factor)
         arena = self._spare_arena()
+        num_workers, most_workers = self._num_workers_now()
         engine = Engine(
             Plan(
                 dataset=self.dataset,
                 chain=self._chain,
                 collate_fn=self.collate_fn,
                 batched=self._auto_collation,
-                num_workers=self.num_workers,
+                num_workers=num_workers,
+                most_workers=most_workers,
                 worker_method=options.worker_method,
                 context=self.multiprocessing_context or torch.multiprocessing.get_context(),
                 worker_init_fn=self.worker_init_fn,
@@ -258,10 +280,22 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 restarts=options.on_worker_death == "restart" and not round_robin,
             ),
             arena,
+            self._staffing,
         )
         # The next iterator writes to this one's warm pages.
         weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
         return engine
+
+    def _num_workers_now(self) -> tuple[int, int]:
+        """How many workers work at first in the next engine, and how many there can be."""
+        staffing = self._staffing
+        if staffing is None:
+            return self.num_workers, self.num_workers
+        now, most = staffing.state.workers, staffing.settings.most
+        if staffing.tried and not self.persistent_workers:
+            # These live for one pass, and those that only stand by cost time at its start.
+            most = min(most, _ROOM_TO_GROW * now)
+        return now, most
 
     def _worker_seed(self, base_seed: int) -> int:
         """What the workers' own streams start from: torch's draw, or with ``seed=`` a function of (seed, epoch)."""
@@ -276,6 +310,13 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 sampler.set_epoch(self._epoch)
         self._sampler_epoch = epoch_of(self._index_sampler)
         return _Pass(self, base_seed)
+
+
+def _staffing(options: Options, num_workers: int) -> Staffing | None:
+    if options.min_workers is None or options.max_workers is None:
+        return None
+    limits = ControllerSettings(options.min_workers, options.max_workers, available_cores())
+    return Staffing(options.controller, limits, ControllerState(num_workers))
 
 
 class _Pass:

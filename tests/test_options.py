@@ -22,6 +22,10 @@ def options(**given: Any) -> Options:
         "rng": None,
         "schedule": "dynamic",
         "on_worker_death": "restart",
+        "num_workers": 2,
+        "min_workers": None,
+        "max_workers": None,
+        "controller": "corrected",
     }
     return Options.of(**{**defaults, **given})
 

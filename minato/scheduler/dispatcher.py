@@ -7,15 +7,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from minato._core.codes import ENDED, NUM_PASSES, READY
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.scheduler.assignment import Assignment
+from minato.scheduler.flow import Flow
+from minato.scheduler.parties import KeyStore, Pool, Slots
 from minato.scheduler.window import Window
 
-__all__ = ["Dispatcher", "InFlight", "Order", "Pool", "Slots"]
+__all__ = ["Dispatcher", "InFlight", "Order"]
 
 _LIVENESS_S = 1.0
 """How long the consumer sleeps at most; whatever it waits for wakes it at once."""
@@ -62,36 +64,6 @@ class InFlight:
     retired: bool = False
 
 
-class Pool(Protocol):
-    """The workers, as the dispatcher sees them."""
-
-    def wait(self, seen: int, timeout_s: float) -> None:
-        """Sleep, or work, until the ready gate has had an event since ``seen``."""
-
-    def check(self) -> None:
-        """Raise if a worker is gone."""
-
-
-class Slots(Protocol):
-    """Where slots come from (the assembler's arena)."""
-
-    def acquire(self) -> Any:
-        """Take a slot, a pair of arena offsets."""
-
-    def release(self, slot: Any, used_bytes: int = 0) -> None:
-        """Give it back."""
-
-
-class KeyStore(Protocol):
-    """Where keys lie that are no integers (the assembler's store)."""
-
-    def put(self, allocate: Callable[[int], int], value: Any) -> tuple[int, int]:
-        """Keep the keys of a batch; returns their offset and size."""
-
-    def drop(self, offset: int) -> None:
-        """Forget them."""
-
-
 class Dispatcher:
     """Opens batches for the workers, in the sampler's order, and hands finished ones to the consumer.
 
@@ -102,6 +74,7 @@ class Dispatcher:
         discard: Called with ``(record, slot)`` of a batch that nobody wants any more.
         timeout_s: torch's ``timeout``; 0: none.
         one_pass: Whether the workers may leave when they find nothing more to do in the first pass.
+        flow: Is told of the consumer's waiting, for whoever decides how many workers there are.
     """
 
     def __init__(
@@ -117,6 +90,7 @@ class Dispatcher:
         discard: Callable[[int, Any], None],
         timeout_s: float = 0.0,
         one_pass: bool = False,
+        flow: Flow | None = None,
     ) -> None:
         self._ledger = ledger
         self._gate = gate
@@ -129,6 +103,7 @@ class Dispatcher:
         self._discard = discard
         self._timeout_s = timeout_s
         self._one_pass = one_pass
+        self._flow = flow
         self._open: deque[InFlight] = deque()
         self._ahead: deque[InFlight] = deque()  # of the pass that is expected next
         self._recent: deque[InFlight] = deque()  # the last max_lag + 1 opened of this pass
@@ -237,6 +212,8 @@ class Dispatcher:
             self.refill()
             seen = self._gate.events
             found = self._ready()
+            if self._flow is not None:
+                self._tell(self._flow)
             if found is not None:
                 self._open.remove(found)
                 if not self._ledger.contents(found.record)[0] & ENDED:
@@ -251,9 +228,13 @@ class Dispatcher:
             self._ledger.waiting = True
             try:
                 if self._dry or self._ledger.unclaimed() or not self._window.grow():
+                    if self._flow is not None:
+                        self._flow.begin_wait()
                     self._sleep(deadline, seen)
             finally:
                 self._ledger.waiting = False
+                if self._flow is not None:
+                    self._flow.end_wait()
             if deadline is not None and time.monotonic() > deadline and self._ready() is None:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
 
@@ -269,6 +250,10 @@ class Dispatcher:
             limit = min(limit, max(deadline - time.monotonic(), 0.0))
         self._pool.wait(self._gate.events if seen is None else seen, limit)
         self._pool.check()
+
+    def _tell(self, flow: Flow) -> None:
+        flow.ending = self._dry
+        flow.ready = sum(self._ledger.state(item.record) == READY for item in self._open)
 
     def _ready(self) -> InFlight | None:
         # Where membership is free, the oldest batch is waited for: overtaking it would break max_lag.

@@ -33,12 +33,18 @@ class ExitWatch:
         self._woken, self._wake = -1, -1
 
     def add(self, number: int, process: BaseProcess) -> None:
-        """Watch a process under a number of the caller's."""
+        """Take a process that was just started, under a number of the caller's, to watch it from ``run`` on.
+
+        At once: the start of another process reaps those that have ended, and then nothing is left to watch.
+        """
         descriptor = process.sentinel
         if self._uses_pidfd:
             assert process.pid is not None
             descriptor = os.pidfd_open(process.pid)
         self._added.append((number, descriptor))
+
+    def run(self) -> None:
+        """Watch what was added; the first time this starts a thread."""
         if self._thread is None:
             self._woken, self._wake = os.pipe()
             self._thread = threading.Thread(target=self._run, name="minato-exits", daemon=True)
@@ -52,16 +58,17 @@ class ExitWatch:
 
     def close(self) -> None:
         """End the thread."""
-        if self._thread is None:
-            return
-        os.write(self._wake, b"x")
-        self._thread.join()
-        self._thread = None
+        if self._thread is not None:
+            os.write(self._wake, b"x")
+            self._thread.join()
+            self._thread = None
+            os.close(self._wake)
+            os.close(self._woken)
         if self._uses_pidfd:
             for descriptor in (*self._watched, *(added[1] for added in self._added)):
                 os.close(descriptor)
-        os.close(self._wake)
-        os.close(self._woken)
+        self._watched.clear()
+        self._added.clear()
 
     def _run(self) -> None:
         while True:

@@ -11,6 +11,7 @@ from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.scheduler.fetch import Fetcher, StreamEnd, StreamFetcher
 from minato.scheduler.parking import Parking
+from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Runner
 from minato.scheduler.stepper import Partial
 
@@ -64,6 +65,7 @@ class Worker:
         read_keys: ``(batch, k, count) -> keys`` of samples k … k+count-1.
         parking: Decides which slow samples are set aside; None: none is.
         whole_batches: Claim batches as a whole, whatever their samples cost.
+        roster: Says whether this worker is wanted; None: always.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Worker:
         read_keys: Callable[[int, int, int], Sequence[Any]],
         parking: Parking | None = None,
         whole_batches: bool = False,
+        roster: Roster | None = None,
     ) -> None:
         self._number = number
         self._ledger = ledger
@@ -89,13 +92,21 @@ class Worker:
         self._parking = parking
         self._whole_batches = whole_batches or fetcher.takes_lists
         self._run_ns = _COLLATED_RUN_NS if sink.collates else _RUN_NS
+        self._roster = roster
         self._idle_since = now_ns()
         self._pass_index = -1
 
     def loop(self, parent_lives: Callable[[], bool]) -> None:
         """Work until the loader shuts down or its process is gone."""
-        ledger, gate = self._ledger, self._gate
+        ledger, gate, roster = self._ledger, self._gate, self._roster
         while not ledger.stopping:
+            if roster is not None and roster.rests(self._number):
+                self._resume_all()
+                if not roster.stand_by(
+                    self._number, lambda: ledger.stopping or ledger.draining, parent_lives
+                ):
+                    return
+                self._idle_since = now_ns()
             seen = gate.events
             # Asked before the look: what was published last would otherwise be left to nobody.
             draining = ledger.draining

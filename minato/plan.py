@@ -1,0 +1,66 @@
+"""All that defines a loader's work, for the engine and its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from minato.chain.chain import Chain
+from minato.scheduler.dispatcher import Order
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that defines the work, as the loader's arguments give it.
+
+    Attributes:
+        batched: Keys come in lists (``batch_size`` or a ``batch_sampler``).
+        num_workers: Workers that work at first.
+        most_workers: Workers that there can be.
+        seeds_samples: Randomness is bound to each sample rather than to the worker.
+        window_batches: Batches in flight, None to let the budget decide.
+        persistent: The workers stay for further passes.
+        streams: The dataset is iterable.
+        round_robin: Batch k is for worker k mod n, as with torch.
+        restarts: A dead worker process is replaced.
+        drop_last: Whether a stream's incomplete batch is dropped.
+        largest_batch: Samples in the largest batch, as far as it is known.
+    """
+
+    dataset: Any
+    chain: Chain
+    collate_fn: Callable[[Any], Any]
+    batched: bool
+    num_workers: int
+    most_workers: int
+    worker_method: str
+    context: Any
+    worker_init_fn: Callable[[int], None] | None
+    base_seed: int
+    seeds_samples: bool
+    order: Order
+    window_batches: int | None
+    budget_bytes: int
+    largest_batch: int
+    timeout_s: float
+    persistent: bool
+    streams: bool
+    round_robin: bool
+    drop_last: bool
+    restarts: bool
+
+    @property
+    def leaves_samples(self) -> bool:
+        """Whether a worker may set a slow sample aside for quicker ones.
+
+        In strict order the sample in hand is older than all that could go before it.
+        """
+        return (
+            self.num_workers > 0
+            and len(self.chain) > 0
+            and not (self.round_robin or self.streams)
+            and (self.order.name == "batch" or not self.order.bound)
+        )
