@@ -5,27 +5,29 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import fields, replace
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import BatchSampler, IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minato._core.seeding import mix
-from minato._machine import available_cores, available_memory_bytes
+from minato._machine import available_memory_bytes
 from minato._standin import StandIn, TorchDataLoader
 from minato.assembler.arena import Arena
 from minato.chain.chain import Chain
+from minato.chain.rng import SampleRandomness
 from minato.delivery.iterator import BatchIterator
 from minato.engine import Engine
 from minato.integrations.lightning import counts_batches
 from minato.options import Options
 from minato.plan import Plan
-from minato.scheduler.controller import ControllerSettings, ControllerState
 from minato.scheduler.dispatcher import Order
+from minato.scheduler.failures import ErrorPolicy, FailureLog, SampleFailure
+from minato.scheduler.fetch import Fetcher
 from minato.scheduler.scaling import Staffing
 from minato.source.epochs import epoch_of, nested, tell_epoch
 from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_of
@@ -34,9 +36,6 @@ __all__ = ["DataLoader"]
 
 _SHARE_OF_MEMORY = 4
 """The default budget is available memory divided by this."""
-
-_ROOM_TO_GROW = 2
-"""Times the workers that helped in the last pass: how many there can be in the next."""
 
 _OWN = ("transforms", *(field.name for field in fields(Options)))
 """Attributes that hold minato's own arguments; code that makes one loader from another's attributes finds them."""
@@ -78,6 +77,18 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         on_worker_death: ``"restart"``: a worker process that dies is replaced, its samples go out again, and a warning
             says what happened; three deaths on one sample raise. ``"raise"``: torch's RuntimeError at once, as always
             with iterable datasets and ``round_robin``, whose workers hold state that would be lost.
+        on_error: What becomes of a sample that raises. ``"raise"``: its batch does, as with torch. ``"skip"``: it is
+            left out. ``"retry"``: it is tried again, and raises if that does not help. A function, called in the
+            worker with a :class:`minato.SampleFailure`: what it returns takes the place of the sample, ``minato.SKIP``
+            leaves it out, and what it raises is raised.
+        retries: How often a sample is tried again, with the same random numbers, before ``on_error`` decides; by
+            default 2 with ``"retry"`` and 0 otherwise.
+        error_budget: How many samples of an epoch may be left out or replaced before ``minato.ErrorBudgetError`` ends
+            it: a number (integer), or a share of the epoch's samples (below 1). By default any number.
+        quarantine: Path of a file to which a line of JSON is added for each failure: index, epoch, seed, worker,
+            transform, exception, traceback, and what became of it.
+        sample_timeout_s: Seconds after which the worker process of a sample is ended and replaced, and the sample is a
+            failure with ``minato.SampleTimeoutError``, whose text holds the worker's stack.
         min_workers, max_workers: Let the number of workers change between these while the loader is in use, beginning
             with ``num_workers``: up while the loop waits and more of them help, down while they idle.
             ``num_workers="auto"`` begins with one per core, 12 at most.
@@ -119,6 +130,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         rng: str | None = None,
         schedule: str = "dynamic",
         on_worker_death: str = "restart",
+        on_error: str | Callable[[SampleFailure], Any] = "raise",
+        retries: int | None = None,
+        error_budget: float | None = None,
+        quarantine: str | os.PathLike[str] | None = None,
+        sample_timeout_s: float | None = None,
         min_workers: int | None = None,
         max_workers: int | None = None,
         controller: str = "corrected",
@@ -142,16 +158,27 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             rng=rng,
             schedule=schedule,
             on_worker_death=on_worker_death,
+            on_error=on_error,
+            retries=retries,
+            error_budget=error_budget,
+            quarantine=quarantine,
+            sample_timeout_s=sample_timeout_s,
             num_workers=num_workers,
             min_workers=min_workers,
             max_workers=max_workers,
             controller=controller,
         )
         num_workers = self._options.first_workers(num_workers)
-        self._staffing = _staffing(self._options, num_workers)
+        self._staffing = Staffing.of(
+            self._options.controller,
+            num_workers,
+            self._options.min_workers,
+            self._options.max_workers,
+        )
         self._chain = Chain.of(transforms)
         vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag)
         self._epoch = -1
+        self._pass_seed: int | None = None
         self._sampler_epoch: int | None = 0
         self._foretells = True
         self._spare_arenas: list[Arena] = []
@@ -188,6 +215,33 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         tell_epoch(self._index_sampler, epoch)
         self._epoch = epoch - 1
 
+    def reproduce(self, index: Any, epoch: int | None = None, seed: int | None = None) -> Any:
+        """Load one sample in this process as a worker did, random numbers included.
+
+        Args:
+            index: What the dataset is asked for.
+            epoch: By default the one that is running, or ran last.
+            seed: As a quarantine file tells it; by default that of the loader, or of the pass that is running.
+
+        Returns:
+            ``dataset[index]`` after all transforms, not collated. What it raises is not caught.
+
+        Raises:
+            ValueError: No pass has begun and ``seed`` is not given.
+        """
+        if seed is None:
+            seed = self._options.seed if self._options.seed is not None else self._pass_seed
+        if seed is None:
+            raise ValueError(
+                "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "
+                "not: give seed=, as the quarantine file tells it"
+            )
+        randomness = SampleRandomness(seed)
+        with randomness.saved():
+            if self._options.rng == "sample":
+                randomness.bind(max(self._epoch, 0) if epoch is None else epoch, index)
+            return Fetcher(self.dataset, self._chain, self._auto_collation).single(index)
+
     def __setattr__(self, attr: str, val: Any) -> None:
         if self.__initialized and attr in _OWN:
             raise ValueError(
@@ -210,7 +264,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         and yet mix batches if this loader did.
         """
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("_options", "_staffing", "_chain", "_epoch", "_sampler_epoch", *_OWN)
+        state = ("_staffing", "_epoch", "_pass_seed", "_sampler_epoch")
+        kept = ("_options", "_chain", *state, *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
         return loader
 
@@ -253,7 +308,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             most = self._options.max_workers or self.num_workers
             window = most * cast(int, self.prefetch_factor)
         arena = self._spare_arena()
-        num_workers, most_workers = self._num_workers_now()
+        num_workers = most_workers = self.num_workers
+        if self._staffing is not None:
+            num_workers, most_workers = self._staffing.numbers(self.persistent_workers)
         engine = Engine(
             Plan(
                 dataset=self.dataset,
@@ -278,6 +335,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 round_robin=round_robin,
                 drop_last=self.drop_last,
                 restarts=options.on_worker_death == "restart" and not round_robin,
+                policy=self._policy(),
+                error_budget=options.error_budget,
+                quarantine=options.quarantine,
+                sample_timeout_s=options.sample_timeout_s,
             ),
             arena,
             self._staffing,
@@ -286,16 +347,12 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
         return engine
 
-    def _num_workers_now(self) -> tuple[int, int]:
-        """How many workers work at first in the next engine, and how many there can be."""
-        staffing = self._staffing
-        if staffing is None:
-            return self.num_workers, self.num_workers
-        now, most = staffing.state.workers, staffing.settings.most
-        if staffing.tried and not self.persistent_workers:
-            # These live for one pass, and those that only stand by cost time at its start.
-            most = min(most, _ROOM_TO_GROW * now)
-        return now, most
+    def _policy(self) -> ErrorPolicy | None:
+        """What the workers do about failures; a log of failures for each iterator."""
+        options = self._options
+        if not options.settles_failures:
+            return None
+        return ErrorPolicy(options.on_error, options.retries, FailureLog(options.quarantine))
 
     def _worker_seed(self, base_seed: int) -> int:
         """What the workers' own streams start from: torch's draw, or with ``seed=`` a function of (seed, epoch)."""
@@ -309,14 +366,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             if isinstance(sampler, SeededSampler):
                 sampler.set_epoch(self._epoch)
         self._sampler_epoch = epoch_of(self._index_sampler)
+        self._pass_seed = base_seed
         return _Pass(self, base_seed)
-
-
-def _staffing(options: Options, num_workers: int) -> Staffing | None:
-    if options.min_workers is None or options.max_workers is None:
-        return None
-    limits = ControllerSettings(options.min_workers, options.max_workers, available_cores())
-    return Staffing(options.controller, limits, ControllerState(num_workers))
 
 
 class _Pass:
@@ -339,6 +390,15 @@ class _Pass:
         loader = self._loader
         whole = bool(getattr(loader.dataset, "__getitems__", None))
         return batches_of(indices, loader._auto_collation, whole)
+
+    def size(self) -> int | None:
+        """How many samples the sampler says it has, where there is no other than torch's batch sampler above it."""
+        if self._loader._auto_collation and type(self._loader._index_sampler) is not BatchSampler:
+            return None
+        try:
+            return len(cast(Sized, self._loader.sampler))
+        except TypeError:
+            return None
 
     def expected(self) -> tuple[Iterator[list[Any]], int, int] | None:
         """``(batches, epoch, seed)`` of the pass after this one, where it is known and can be prepared."""

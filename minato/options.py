@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from minato._machine import available_cores
 
 __all__ = ["Options"]
 
 ORDERS = ("strict", "batch", "arrival", "fast_first")
+DEFAULT_RETRIES = 2
 DEFAULT_MAX_LAG = 32
 """Batches; about what a few workers finish during a sample that takes a hundred times as long as the others."""
 _MOST_AT_FIRST = 12
@@ -32,6 +34,11 @@ class Options:
         rng: ``sample`` or ``worker``.
         schedule: ``dynamic`` or ``round_robin``.
         on_worker_death: ``restart`` or ``raise``.
+        on_error: ``raise``, ``skip``, ``retry`` or a function.
+        retries: How often a sample that raised is tried again first.
+        error_budget: Samples of an epoch that may fail: a number, a share below 1, or None.
+        quarantine: Path of the file that keeps failures, or None.
+        sample_timeout_s: Seconds that a sample may take, or None.
         min_workers, max_workers: Limits of a changing number of workers, both None for a fixed one.
         controller: ``corrected`` or ``paper``.
     """
@@ -44,9 +51,20 @@ class Options:
     rng: str
     schedule: str
     on_worker_death: str
+    on_error: Any
+    retries: int
+    error_budget: float | None
+    quarantine: str | None
+    sample_timeout_s: float | None
     min_workers: int | None
     max_workers: int | None
     controller: str
+
+    @property
+    def settles_failures(self) -> bool:
+        """Whether a sample that raises is anything but an error of its batch."""
+        settled = self.on_error != "raise" or self.retries or self.quarantine is not None
+        return bool(settled or self.sample_timeout_s is not None)
 
     @classmethod
     def of(
@@ -63,6 +81,11 @@ class Options:
         rng: str | None,
         schedule: str,
         on_worker_death: str,
+        on_error: Any,
+        retries: int | None,
+        error_budget: float | None,
+        quarantine: Any,
+        sample_timeout_s: float | None,
         num_workers: int | str,
         min_workers: int | None,
         max_workers: int | None,
@@ -79,6 +102,12 @@ class Options:
         _choice("rng", rng, (None, "sample", "worker"))
         _choice("on_worker_death", on_worker_death, ("restart", "raise"))
         _choice("schedule", schedule, ("dynamic", "round_robin"))
+        if not callable(on_error):
+            _choice("on_error", on_error, ("raise", "skip", "retry"))
+        _whole("retries", retries, 0)
+        _check_budget(error_budget)
+        if quarantine is not None:
+            quarantine = os.fspath(quarantine)
         _choice("controller", controller, ("corrected", "paper"))
         _whole("min_workers", min_workers, 1)
         _whole("max_workers", max_workers, 1)
@@ -115,6 +144,20 @@ class Options:
                 f"max_lag={max_lag} has no meaning with order={order!r}: samples are late only with "
                 "order='arrival' or 'fast_first'"
             )
+        if is_stream and (on_error != "raise" or retries or quarantine is not None):
+            raise ValueError(
+                f"on_error={on_error!r}, retries={retries} and quarantine={quarantine!r} are for samples that have an "
+                "index: catch the error in the iterable dataset itself"
+            )
+        if error_budget is not None and on_error in ("raise", "retry"):
+            raise ValueError(
+                f"error_budget={error_budget} has no meaning with on_error={on_error!r}, where no sample is left out: "
+                "use on_error='skip' or a function"
+            )
+        if sample_timeout_s is not None:
+            _check_sample_timeout(sample_timeout_s, num_workers, worker_method, is_stream, schedule)
+        if retries is None:
+            retries = DEFAULT_RETRIES if on_error == "retry" else 0
         if num_workers == "auto" or min_workers is not None or max_workers is not None:
             if is_stream or schedule == "round_robin":
                 cause = "an iterable dataset" if is_stream else f"schedule={schedule!r}"
@@ -137,6 +180,11 @@ class Options:
             rng=rng or ("worker" if schedule == "round_robin" else "sample"),
             schedule=schedule,
             on_worker_death=on_worker_death,
+            on_error="raise" if on_error == "retry" else on_error,
+            retries=retries,
+            error_budget=error_budget,
+            quarantine=quarantine,
+            sample_timeout_s=sample_timeout_s,
             min_workers=min_workers,
             max_workers=max_workers,
             controller=controller,
@@ -148,6 +196,38 @@ class Options:
             return cast(int, num_workers)
         least, most = cast(int, self.min_workers), cast(int, self.max_workers)
         return max(least, min(int(available_cores()), _MOST_AT_FIRST, most))
+
+
+def _check_budget(budget: object) -> None:
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(
+            f"error_budget={budget!r} is a {type(budget).__name__}: give a number of samples, or a share below 1"
+        )
+    if budget < 0 or (isinstance(budget, float) and budget >= 1):
+        raise ValueError(
+            f"error_budget={budget} is not possible: give a number of samples (an integer), or a share below 1"
+        )
+
+
+def _check_sample_timeout(
+    limit_s: object, num_workers: int | str, worker_method: str, is_stream: bool, schedule: str
+) -> None:
+    if isinstance(limit_s, bool) or not isinstance(limit_s, (int, float)):
+        raise TypeError(f"sample_timeout_s={limit_s!r} is a {type(limit_s).__name__}: give seconds")
+    if limit_s <= 0:
+        raise ValueError(f"sample_timeout_s={limit_s} is too small: give more than 0 seconds")
+    if num_workers == 0 or worker_method == "thread":
+        raise ValueError(
+            f"sample_timeout_s={limit_s} needs worker processes, because nothing else can be ended: use num_workers=1 "
+            "or more and worker_method='process'"
+        )
+    if is_stream or schedule == "round_robin":
+        raise ValueError(
+            f"sample_timeout_s={limit_s} ends and replaces workers, but those of an iterable dataset or of "
+            "schedule='round_robin' hold state that would be lost: use torch's timeout="
+        )
 
 
 def _range(

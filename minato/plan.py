@@ -1,4 +1,4 @@
-"""All that defines a loader's work, for the engine and its workers."""
+"""All that defines the work of a loader."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from minato.chain.chain import Chain
 from minato.scheduler.dispatcher import Order
+from minato.scheduler.failures import ErrorPolicy
 
 __all__ = ["Plan"]
 
@@ -28,6 +29,10 @@ class Plan:
         restarts: A dead worker process is replaced.
         drop_last: Whether a stream's incomplete batch is dropped.
         largest_batch: Samples in the largest batch, as far as it is known.
+        policy: What to do about samples that raise; None: they are errors.
+        error_budget: How many of them an epoch may have.
+        quarantine: Path of the file that keeps them.
+        sample_timeout_s: How long a sample may take.
     """
 
     dataset: Any
@@ -51,6 +56,10 @@ class Plan:
     round_robin: bool
     drop_last: bool
     restarts: bool
+    policy: ErrorPolicy | None
+    error_budget: float | None
+    quarantine: str | None
+    sample_timeout_s: float | None
 
     @property
     def leaves_samples(self) -> bool:

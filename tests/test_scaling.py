@@ -188,10 +188,11 @@ def test_a_worker_that_dies_is_replaced_whether_it_works_or_stands_by(victim):
 
 def test_the_next_pass_begins_with_what_helped_in_the_last():
     loader = DataLoader(Numbers(8), 4, num_workers=1, max_workers=16)
-    assert loader._num_workers_now() == (1, 16)
     assert loader._staffing is not None
+    assert loader._staffing.numbers(persistent=False) == (1, 16)
     loader._staffing.state, loader._staffing.tried = ControllerState(3), True
-    assert loader._num_workers_now() == (3, 6)
+    assert loader._staffing.numbers(persistent=False) == (3, 6)
+    assert loader._staffing.numbers(persistent=True) == (3, 16)
     iterator = iter(loader)
     assert len(loader_processes(iterator)) == 6
     assert flat(indices(iterator)) == list(range(8))

@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from minato._core.codes import ENDED, NUM_PASSES, READY
+from minato._core.codes import (
+    ENDED,
+    KIND_MASK,
+    NUM_PASSES,
+    READY,
+    SKIP_BLOB,
+    SKIPPED,
+)
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.scheduler.assignment import Assignment
@@ -74,6 +81,8 @@ class Dispatcher:
         discard: Called with ``(record, slot)`` of a batch that nobody wants any more.
         timeout_s: torch's ``timeout``; 0: none.
         one_pass: Whether the workers may leave when they find nothing more to do in the first pass.
+        skips: Whether samples may be left out.
+        drop_short: Whether a batch is dropped where too few samples are left to fill it.
         flow: Is told of the consumer's waiting, for whoever decides how many workers there are.
     """
 
@@ -90,6 +99,8 @@ class Dispatcher:
         discard: Callable[[int, Any], None],
         timeout_s: float = 0.0,
         one_pass: bool = False,
+        skips: bool = False,
+        drop_short: bool = False,
         flow: Flow | None = None,
     ) -> None:
         self._ledger = ledger
@@ -102,7 +113,11 @@ class Dispatcher:
         self._keys = keys
         self._discard = discard
         self._timeout_s = timeout_s
-        self._one_pass = one_pass
+        # Workers must stay until it is known which places nobody takes.
+        self._one_pass = one_pass and (order.bound or not skips)
+        self._fills_up = skips and not order.bound
+        self._filled_up = False
+        self._drops_short = drop_short and not order.bound
         self._flow = flow
         self._open: deque[InFlight] = deque()
         self._ahead: deque[InFlight] = deque()  # of the pass that is expected next
@@ -179,6 +194,13 @@ class Dispatcher:
         self.cancel(self._open)
         self.cancel(self._ahead)
 
+    def abandon(self) -> None:
+        """End the present pass here."""
+        self.cancel_all()
+        self._batches, self._expected = iter(()), lambda: None
+        self._drawn.clear()
+        self._exhausted = True
+
     def _open_pass(self, epoch: int, seed: int) -> None:
         while True:
             used = {
@@ -216,12 +238,21 @@ class Dispatcher:
                 self._tell(self._flow)
             if found is not None:
                 self._open.remove(found)
-                if not self._ledger.contents(found.record)[0] & ENDED:
+                flags, _, result, *_ = self._ledger.contents(found.record)
+                if not flags & (ENDED | SKIPPED):
                     self._assignment.delivered(found.owner)
                     return found
-                self._assignment.ended(found.owner)
+                if flags & ENDED:
+                    self._assignment.ended(found.owner)
+                else:
+                    self._assignment.delivered(found.owner)
+                    if not self._is_empty(found, result):
+                        return found
                 self._discard(found.record, found.slot)
-                self._retire(found)
+                self._delivered.append(found)
+                self._sweep()
+                continue
+            if self._fills_up and self._settled() and self._mend():
                 continue
             if self.over:
                 raise StopIteration
@@ -237,6 +268,30 @@ class Dispatcher:
                     self._flow.end_wait()
             if deadline is not None and time.monotonic() > deadline and self._ready() is None:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
+
+    def _is_empty(self, item: InFlight, result: int) -> bool:
+        """Whether all samples of a batch are skipped, or so many that it is dropped."""
+        if result & KIND_MASK == SKIP_BLOB and not result & ~KIND_MASK:
+            return True
+        return self._drops_short and -1 in self._ledger.occupants(item.record)
+
+    def _settled(self) -> bool:
+        """Whether all samples of the pass that are in flight have been run."""
+        in_flight = *self._open, *self._delivered
+        return bool(self._open) and all(self._ledger.settled(item.record) for item in in_flight)
+
+    def _mend(self) -> bool:
+        """Help open batches that lack samples which were skipped: by later samples, or else by doing without."""
+        if not self._exhausted:
+            before = self.num_open
+            self.refill(most=1)
+            if self.num_open > before:
+                return True
+        if self._filled_up:
+            return False
+        self._filled_up = True
+        self._ledger.fill_up(self._open[0].pass_index)
+        return True
 
     def done(self, item: InFlight, batch_bytes: int) -> None:
         """Say that a batch has been read and its slot leased or released."""
@@ -261,9 +316,12 @@ class Dispatcher:
         candidates = itertools.islice(self._open, 1 if oldest_only else None)
         return next((item for item in candidates if self._ledger.state(item.record) == READY), None)
 
-    def refill(self) -> None:
-        """Open as many batches as the window allows."""
-        while self._window.has_room(self.num_open):
+    def refill(self, most: int | None = None) -> None:
+        """Open as many batches as the window allows, or so many whatever it says."""
+        start = self.num_open
+        while (
+            self._window.has_room(self.num_open) if most is None else self.num_open < start + most
+        ):
             keys = self._draw()
             if keys is None:
                 self._run_dry()
@@ -306,6 +364,7 @@ class Dispatcher:
         return next(self._batches, None)
 
     def _publish(self, keys: list[Any], owner: int) -> InFlight:
+        self._filled_up = False
         slot = self._slots.acquire()
         count = len(keys) or 1  # an empty batch has a place too: for what is collated of nothing
         integers = type(keys) is list and set(map(type, keys)) == {int}

@@ -78,6 +78,11 @@ class Runner:
         weight = _RISE if cost_ns > self.usual_ns else _FALL
         self.usual_ns += weight * (cost_ns - self.usual_ns)
 
+    @property
+    def seed(self) -> int:
+        """What the randomness of samples starts from; 0 if it is not bound."""
+        return 0 if self._randomness is None else self._randomness.base_seed
+
     def enter(self, seed: int) -> None:
         """Bind randomness to this seed."""
         if self._make_randomness is not None and (

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from minato._core.clock import now_ns
 from minato._core.histogram import Histogram
 from minato._core.ledger import Ledger
+from minato._machine import available_cores
 from minato.scheduler.controller import (
     CONTROLLERS,
     ControllerSettings,
@@ -31,6 +32,8 @@ _PERIOD_SAMPLES = 4
 """… and so many samples of each worker, …"""
 _LONGEST_PERIOD_NS = 10_000_000_000
 """… or as long as this."""
+_ROOM_TO_GROW = 2
+"""Times the workers that helped in the last pass: how many there can be in the next."""
 _STARTING_NS = 20_000_000_000
 """A worker that was called may take so long before it is counted without having begun."""
 
@@ -50,6 +53,28 @@ class Staffing:
     settings: ControllerSettings
     state: ControllerState
     tried: bool = field(default=False)
+
+    @classmethod
+    def of(
+        cls, controller: str, first: int, least: int | None, most: int | None
+    ) -> Staffing | None:
+        """What a new loader knows; None if the number of its workers is fixed."""
+        if least is None or most is None:
+            return None
+        settings = ControllerSettings(least, most, available_cores())
+        return cls(controller, settings, ControllerState(first))
+
+    def numbers(self, persistent: bool) -> tuple[int, int]:
+        """How many workers work at first in the next engine, and how many there can be.
+
+        Args:
+            persistent: Whether they stay for further passes.
+        """
+        now, most = self.state.workers, self.settings.most
+        if self.tried and not persistent:
+            # These live for one pass, and those that only stand by cost time at its start.
+            most = min(most, _ROOM_TO_GROW * now)
+        return now, most
 
 
 class Workers(Protocol):

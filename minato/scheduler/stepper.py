@@ -114,7 +114,7 @@ class Stepper:
             # Past its deadline a sample runs one transform at a time.
             first, late = step, True
             if cpu_ns is None:
-                value, step = run_steps(steps, value, step, deadline_ns)
+                value, step = run_steps(steps, value, step, deadline_ns, None, self._cursor)
                 continue
             value, step = run_steps(steps, value, step, deadline_ns, laps, self._cursor)
             for i in range(first, step):

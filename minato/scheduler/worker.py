@@ -9,7 +9,9 @@ from typing import Any, Protocol
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
+from minato.scheduler.failures import SKIP
 from minato.scheduler.fetch import Fetcher, StreamEnd, StreamFetcher
+from minato.scheduler.leniency import Leniency
 from minato.scheduler.parking import Parking
 from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Runner
@@ -46,7 +48,10 @@ class Sink(Protocol):
         """Say that there is nothing more to come."""
 
     def write_collated(self, batch: int, samples: list[Any]) -> None:
-        """Collate all samples of a batch."""
+        """Collate all samples of a batch, or those of them that are not skipped."""
+
+    def write_nothing(self, batch: int) -> None:
+        """Say that all samples of a batch are skipped."""
 
     def finished(self, batch: int, outcome: int) -> None:
         """Act on what the ledger said when a place was filled."""
@@ -65,6 +70,7 @@ class Worker:
         read_keys: ``(batch, k, count) -> keys`` of samples k … k+count-1.
         parking: Decides which slow samples are set aside; None: none is.
         whole_batches: Claim batches as a whole, whatever their samples cost.
+        leniency: What to do about samples that raise; None: they are errors.
         roster: Says whether this worker is wanted; None: always.
     """
 
@@ -79,6 +85,7 @@ class Worker:
         read_keys: Callable[[int, int, int], Sequence[Any]],
         parking: Parking | None = None,
         whole_batches: bool = False,
+        leniency: Leniency | None = None,
         roster: Roster | None = None,
     ) -> None:
         self._number = number
@@ -91,6 +98,8 @@ class Worker:
         self._read_keys = read_keys
         self._parking = parking
         self._whole_batches = whole_batches or fetcher.takes_lists
+        self._leniency = leniency
+        self._may_lack = parking is not None or leniency is not None
         self._run_ns = _COLLATED_RUN_NS if sink.collates else _RUN_NS
         self._roster = roster
         self._idle_since = now_ns()
@@ -148,9 +157,9 @@ class Worker:
             self._run_stream(fetcher, batch, first, (epoch, pass_index), keys[0])
         elif whole and (fetcher.takes_lists or not keys):
             fetch = fetcher.many if fetcher.takes_lists else list
-            self._run_list(fetch, batch, first, count, epoch, given)
+            self._run_list(fetcher, fetch, batch, first, count, epoch, given)
         elif bound:
-            samples, error = self._run(fetcher, first + k, epoch, keys)
+            samples, error = self._run_lenient(fetcher, first + k, epoch, keys)
             self._deliver_bound(batch, first + k, k, keys, samples, error, whole)
         else:
             self._run_unbound(fetcher, first + k, epoch, keys)
@@ -181,10 +190,15 @@ class Worker:
         self._runner.enter(seed)
         samples, error = self._runner.resume(partial, epoch)
         completed = 1 - len(self._runner.left)
+        cost_ns, position, key = self._runner.durations[0], partial.position, partial.key
+        if error is not None and self._leniency is not None:
+            sample, error = self._leniency.settle(position, epoch, key, error)
+            samples = [] if error is not None else [sample]
         if bound:
-            self._deliver_bound(batch, partial.position, k, [partial.key], samples, error, False)
+            self._deliver_bound(batch, position, k, [key], samples, error, False)
         else:
-            self._deliver(partial.position, [partial.key], samples, error)
+            self._park()
+            self._deliver(position, key, samples[0] if samples else None, error, cost_ns)
         self._end(completed, started)
 
     def _run(
@@ -197,6 +211,14 @@ class Worker:
         can_leave = self._parking is not None and not self._sink.holds
         slow_ns = self._ledger.slow_ns if can_leave else 0
         return self._runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
+
+    def _run_singly(
+        self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
+    ) -> tuple[list[Any], BaseException | None]:
+        """The same, but never by one call for several samples."""
+        if fetcher.takes_lists:
+            return self._runner.run(position, epoch, keys, fetcher.single)
+        return self._run(fetcher, position, epoch, keys)
 
     def _run_again(self, batch: int) -> list[Any]:
         """Run all samples of a batch in this worker, because some cannot be sent here by those that ran them."""
@@ -215,6 +237,28 @@ class Worker:
         runner = self._runner
         return 1 if runner.draws is None else int(self._run_ns / runner.usual_ns) or 1
 
+    def _run_lenient(
+        self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
+    ) -> tuple[list[Any], BaseException | None]:
+        """Run samples until one raises that is not forgiven; SKIP stands for those that are left out."""
+        samples, error = self._run(fetcher, position, epoch, keys)
+        if self._leniency is None:
+            return samples, error
+        if error is not None and fetcher.takes_lists:
+            # One call for all of them failed: which is the cause?
+            samples, error = self._run_singly(fetcher, position, epoch, keys)
+        while error is not None:
+            self._park()
+            i = len(samples)
+            sample, error = self._leniency.settle(position + i, epoch, keys[i], error)
+            if error is None:
+                i += 1
+                rest, error = self._run_singly(fetcher, position + i, epoch, keys[i:])
+                samples = [*samples, sample, *rest]
+            else:
+                break
+        return samples, error
+
     def _deliver_bound(
         self,
         batch: int,
@@ -227,18 +271,45 @@ class Worker:
     ) -> None:
         """Put samples in their own places and fill all of them at once."""
         sink = self._sink
-        if self._runner.left and error is None:
-            self._deliver_pieces(batch, position, k, keys, samples)
-            return
+        self._park()
         if error is not None:
             # The batch is lost, as with torch, which does not run the samples after a bad one either.
             failed = len(samples)
             sink.write_error(batch, position + failed, error, keys[failed])
+        elif self._may_lack and any(map(_is_lacking, samples)):
+            self._deliver_pieces(batch, position, k, samples, whole)
+            return
         elif whole and (sink.collates or sink.holds):
             sink.write_collated(batch, samples)
         else:
             sink.write_run(batch, k, position, samples)
         sink.finished(batch, self._ledger.fill_run(self._number, batch, k, len(keys)))
+
+    def _deliver_pieces(
+        self, batch: int, position: int, k: int, samples: list[Any], whole: bool
+    ) -> None:
+        """The same for samples some of which are set aside or left out."""
+        sink, ledger = self._sink, self._ledger
+        complete = not any(type(sample) is Partial for sample in samples)
+        collated = complete and whole and (sink.collates or sink.holds)
+        if collated:
+            kept = [sample for sample in samples if sample is not SKIP]
+            if kept:
+                sink.write_collated(batch, kept)
+            else:
+                sink.write_nothing(batch)
+        first = 0
+        for lacking, piece in itertools.groupby(samples, _is_lacking):
+            run = list(piece)
+            end = first + len(run)
+            if not lacking:
+                if not collated:
+                    sink.write_run(batch, k + first, position + first, run)
+                sink.finished(batch, ledger.fill_run(self._number, batch, k + first, len(run)))
+            for i in range(first, end) if lacking else ():
+                if samples[i] is SKIP:
+                    sink.finished(batch, ledger.skip(self._number, position + i))
+            first = end
 
     def _park(self) -> None:
         """Set aside what was left."""
@@ -247,22 +318,9 @@ class Worker:
                 self._parking.put(partial)
             self._runner.left.clear()
 
-    def _deliver_pieces(
-        self, batch: int, position: int, k: int, keys: list[Any], samples: list[Any]
-    ) -> None:
-        """The same for samples some of which were left."""
-        self._park()
-        first = 0
-        for left, piece in itertools.groupby(samples, lambda sample: type(sample) is Partial):
-            run = list(piece)
-            end = first + len(run)
-            if not left:
-                own = keys[first:end]
-                self._deliver_bound(batch, position + first, k + first, own, run, None, False)
-            first = end
-
     def _run_list(
         self,
+        fetcher: Fetcher,
         fetch: Callable[[Any], Any],
         batch: int,
         first: int,
@@ -272,6 +330,11 @@ class Worker:
     ) -> None:
         """Run a whole batch by one call of the dataset, or an empty one; the dataset may return what it likes."""
         results, error = self._runner.run(first, epoch, [keys], fetch)
+        if error is not None and self._leniency is not None:
+            alone = list(keys)
+            samples, error = self._run_lenient(fetcher, first, epoch, alone)
+            self._deliver_bound(batch, first, 0, alone, samples, error, True)
+            return
         if error is not None:
             self._sink.write_error(batch, first, error, keys)
         elif self._sink.collates or type(results[0]) is not list or len(results[0]) != count:
@@ -300,28 +363,51 @@ class Worker:
 
     def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]) -> None:
         """Run samples that may go to any batch; so those after one that raised are run all the same."""
-        while keys:
-            samples, error = self._run(fetcher, position, epoch, keys)
-            done = len(samples) + 1 if error and not fetcher.takes_lists else len(keys)
-            self._deliver(position, keys[:done], samples, error)
+        samples, error = self._run(fetcher, position, epoch, keys)
+        if error is not None and fetcher.takes_lists and len(keys) > 1:
+            # One call for all of them failed: which is the cause?
+            samples, error = self._run_singly(fetcher, position, epoch, keys)
+        while True:
+            self._park()
+            done = len(samples)
+            for i, sample in enumerate(samples):
+                self._deliver(position + i, keys[i], sample, None, self._runner.durations[i])
+            if error is not None:
+                cost_ns = self._runner.durations[done]
+                self._deliver_failed(position + done, epoch, keys[done], error, cost_ns)
+                done += 1
             keys, position = keys[done:], position + done
+            if not keys:
+                return
+            samples, error = self._run_singly(fetcher, position, epoch, keys)
+
+    def _deliver_failed(
+        self, position: int, epoch: int, key: Any, error: BaseException | None, cost_ns: int
+    ) -> None:
+        """Deliver what becomes of a sample that raised."""
+        sample, left = None, error
+        if error is not None and self._leniency is not None:
+            sample, left = self._leniency.settle(position, epoch, key, error)
+        self._deliver(position, key, sample, left, cost_ns)
 
     def _deliver(
-        self, position: int, keys: list[Any], samples: list[Any], error: BaseException | None
+        self, position: int, key: Any, sample: Any, error: BaseException | None, cost_ns: int
     ) -> None:
-        """Find a place for each sample, and for each that an error was raised for."""
+        """Find a place for a sample, or for the error that it raised."""
         ledger, sink = self._ledger, self._sink
-        self._park()
-        for i, key in enumerate(keys):
-            if i < len(samples) and type(samples[i]) is Partial:
-                continue
-            cost_ns = self._runner.durations[i]
-            place, batch, k = ledger.reserve(
-                self._number, position + i, cost_ns > ledger.slow_ns > 0
-            )
-            if i < len(samples):
-                sink.write_run(batch, k, place, samples[i : i + 1])
-            else:
-                assert error is not None
-                sink.write_error(batch, place, error, key)
-            sink.finished(batch, ledger.fill(self._number, position + i, place, cost_ns))
+        if type(sample) is Partial:
+            return
+        if sample is SKIP:
+            batch = ledger.locate(position)[0]
+            sink.finished(batch, ledger.skip(self._number, position))
+            return
+        place, batch, k = ledger.reserve(self._number, position, cost_ns > ledger.slow_ns > 0)
+        if error is None:
+            sink.write_run(batch, k, place, [sample])
+        else:
+            sink.write_error(batch, place, error, key)
+        sink.finished(batch, ledger.fill(self._number, position, place, cost_ns))
+
+
+def _is_lacking(sample: Any) -> bool:
+    return type(sample) is Partial or sample is SKIP

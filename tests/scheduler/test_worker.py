@@ -212,7 +212,7 @@ def test_samples_fetched_together_for_free_places() -> None:
     fewer = Setting(Listed(lambda keys: keys[1:]), [[1, 2]], "arrival")
     (first, second) = fewer.run()
     assert first[0] == second[0] == "error"
-    assert "__getitems__ returned 1 samples for 2 keys" in first[2]
+    assert "__getitems__ returned 0 samples for 1 keys" in first[2]
     assert "order='batch'" in first[2]
 
 
