@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, Sampler
+from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
@@ -21,8 +21,9 @@ from minato.assembler.arena import Arena
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.delivery.iterator import BatchIterator
-from minato.engine import Engine
+from minato.engine import Engine, Experience
 from minato.integrations.lightning import counts_batches
+from minato.one_pass import OnePass
 from minato.options import Options
 from minato.plan import Plan
 from minato.scheduler.dispatcher import Order
@@ -30,7 +31,7 @@ from minato.scheduler.failures import ErrorPolicy, FailureLog, SampleFailure
 from minato.scheduler.fetch import Fetcher
 from minato.scheduler.scaling import Staffing
 from minato.source.epochs import epoch_of, nested, tell_epoch
-from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_of
+from minato.source.passes import SeededSampler
 
 __all__ = ["DataLoader"]
 
@@ -169,12 +170,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             controller=controller,
         )
         num_workers = self._options.first_workers(num_workers)
-        self._staffing = Staffing.of(
-            self._options.controller,
-            num_workers,
-            self._options.min_workers,
-            self._options.max_workers,
-        )
         self._chain = Chain.of(transforms)
         vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag)
         self._epoch = -1
@@ -182,6 +177,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         self._sampler_epoch: int | None = 0
         self._foretells = True
         self._spare_arenas: list[Arena] = []
+        self._experience = self._no_experience(num_workers)
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
             shuffle, sampler = None, SeededSampler(dataset, seed)
@@ -254,8 +250,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         super().__setattr__(attr, val)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy must not write to the same arenas.
-        return {**self.__dict__, "_spare_arenas": []}
+        # A copy must not write to the same arenas; what was measured is not worth sending.
+        fresh = self._no_experience(self.num_workers)
+        return {**self.__dict__, "_spare_arenas": [], "_experience": fresh}
 
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
         """A loader with torch's arguments as given, and all others as this one's.
@@ -264,9 +261,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         and yet mix batches if this loader did.
         """
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        state = ("_staffing", "_epoch", "_pass_seed", "_sampler_epoch")
-        kept = ("_options", "_chain", *state, *_OWN)
+        kept = ("_options", "_chain", "_epoch", "_pass_seed", "_sampler_epoch", *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
+        loader._experience = loader._no_experience(loader.num_workers)
         return loader
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
@@ -309,8 +306,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             window = most * cast(int, self.prefetch_factor)
         arena = self._spare_arena()
         num_workers = most_workers = self.num_workers
-        if self._staffing is not None:
-            num_workers, most_workers = self._staffing.numbers(self.persistent_workers)
+        if self._experience.staffing is not None:
+            num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
         engine = Engine(
             Plan(
                 dataset=self.dataset,
@@ -341,11 +338,15 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 sample_timeout_s=options.sample_timeout_s,
             ),
             arena,
-            self._staffing,
+            self._experience,
         )
         # The next iterator writes to this one's warm pages.
         weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
         return engine
+
+    def _no_experience(self, num_workers: int) -> Experience:
+        least, most = self._options.min_workers, self._options.max_workers
+        return Experience(staffing=Staffing.of(self._options.controller, num_workers, least, most))
 
     def _policy(self) -> ErrorPolicy | None:
         """What the workers do about failures; a log of failures for each iterator."""
@@ -359,7 +360,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         seed = self._options.seed
         return base_seed if seed is None else mix(seed, self._epoch + 1, 0) >> 2
 
-    def _new_pass(self, base_seed: int) -> _Pass:
+    def _new_pass(self, base_seed: int) -> OnePass:
         said = epoch_of(self._index_sampler)
         self._epoch = self._epoch + 1 if said is None or said == self._sampler_epoch else said
         for sampler in nested(self._index_sampler):
@@ -367,52 +368,4 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 sampler.set_epoch(self._epoch)
         self._sampler_epoch = epoch_of(self._index_sampler)
         self._pass_seed = base_seed
-        return _Pass(self, base_seed)
-
-
-class _Pass:
-    """One run of a loader over its sampler.
-
-    Attributes:
-        epoch: Its number.
-        seed: What the randomness of its samples starts from.
-    """
-
-    def __init__(self, loader: DataLoader[Any], base_seed: int) -> None:
-        self._loader = loader
-        self.epoch = loader._epoch
-        self.seed = base_seed if loader._options.seed is None else loader._options.seed
-
-    def batches(self, indices: Iterator[Any]) -> Iterator[list[Any]]:
-        """The keys of each batch, from what the index sampler yields."""
-        if self._loader._dataset_kind == _DatasetKind.Iterable:
-            return sizes_of(indices, self._loader._auto_collation)
-        loader = self._loader
-        whole = bool(getattr(loader.dataset, "__getitems__", None))
-        return batches_of(indices, loader._auto_collation, whole)
-
-    def size(self) -> int | None:
-        """How many samples the sampler says it has, where there is no other than torch's batch sampler above it."""
-        if self._loader._auto_collation and type(self._loader._index_sampler) is not BatchSampler:
-            return None
-        try:
-            return len(cast(Sized, self._loader.sampler))
-        except TypeError:
-            return None
-
-    def expected(self) -> tuple[Iterator[list[Any]], int, int] | None:
-        """``(batches, epoch, seed)`` of the pass after this one, where it is known and can be prepared."""
-        loader = self._loader
-        if not (
-            loader.persistent_workers and loader._foretells and loader._options.rng == "sample"
-        ):
-            return None
-        later = next_sampler(loader._index_sampler)
-        if later is None:
-            return None
-        # Persistent workers keep their base seed, as with torch, so it is the same in the next pass.
-        return batches_of(later, loader._auto_collation), self.epoch + 1, self.seed
-
-    def foretold_wrongly(self) -> None:
-        """Load nothing ahead for the next passes of this loader."""
-        self._loader._foretells = False
+        return OnePass(self, base_seed)

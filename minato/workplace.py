@@ -151,7 +151,7 @@ class Workplace:
         if stepper is not None and plan.leaves_samples:
             most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.most_workers)
             always = plan.order.name == "fast_first"
-            parking = Parking(ledger, stepper.left, always, most_bytes=most_bytes)
+            parking = Parking(ledger, stepper.left, always, plan.order.bound, most_bytes=most_bytes)
             stepper.may_leave = parking.may_leave
         runner = Runner(
             lease,
@@ -174,6 +174,7 @@ class Workplace:
             self.writer(number, ledger, describe_error),
             functools.partial(self.read_keys, ledger),
             parking,
+            plan.order.name == "fast_first",
             plan.round_robin,
             leniency,
             self.roster(ledger),

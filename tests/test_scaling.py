@@ -50,8 +50,8 @@ def children() -> set[int]:
 
 
 def workers_of(loader: DataLoader[object]) -> int:
-    assert loader._staffing is not None
-    return loader._staffing.state.workers
+    assert loader._experience.staffing is not None
+    return loader._experience.staffing.state.workers
 
 
 class Endless(Sleepy):
@@ -96,7 +96,7 @@ def test_workers_that_wait_become_more_while_the_loop_waits(method):
         delivered += batch.tolist()
         if workers_of(loader) == 6:
             break
-        assert time.monotonic() < deadline, loader._staffing
+        assert time.monotonic() < deadline, loader._experience.staffing
     assert delivered == list(range(len(delivered)))
 
 
@@ -108,7 +108,7 @@ def test_workers_that_idle_become_fewer(method):
         time.sleep(0.02)
         if workers_of(loader) <= 2:
             break
-        assert time.monotonic() < deadline, loader._staffing
+        assert time.monotonic() < deadline, loader._experience.staffing
 
 
 def test_forked_workers_are_all_there_before_the_first_batch(forced):
@@ -188,11 +188,12 @@ def test_a_worker_that_dies_is_replaced_whether_it_works_or_stands_by(victim):
 
 def test_the_next_pass_begins_with_what_helped_in_the_last():
     loader = DataLoader(Numbers(8), 4, num_workers=1, max_workers=16)
-    assert loader._staffing is not None
-    assert loader._staffing.numbers(persistent=False) == (1, 16)
-    loader._staffing.state, loader._staffing.tried = ControllerState(3), True
-    assert loader._staffing.numbers(persistent=False) == (3, 6)
-    assert loader._staffing.numbers(persistent=True) == (3, 16)
+    assert loader._experience.staffing is not None
+    assert loader._experience.staffing.numbers(persistent=False) == (1, 16)
+    staffing = loader._experience.staffing
+    staffing.state, staffing.tried = ControllerState(3), True
+    assert loader._experience.staffing.numbers(persistent=False) == (3, 6)
+    assert loader._experience.staffing.numbers(persistent=True) == (3, 16)
     iterator = iter(loader)
     assert len(loader_processes(iterator)) == 6
     assert flat(indices(iterator)) == list(range(8))
@@ -227,7 +228,11 @@ def test_limits_follow_from_the_cores(cores, arguments, expected, monkeypatch):
 
 def test_a_fixed_number_stays_fixed():
     loader = DataLoader(Numbers(8), num_workers=2)
-    assert (loader.min_workers, loader.max_workers, loader._staffing) == (None, None, None)
+    assert (loader.min_workers, loader.max_workers, loader._experience.staffing) == (
+        None,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(

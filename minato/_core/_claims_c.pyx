@@ -1,5 +1,6 @@
 """The workers' side of a ledger (compiled)."""
 
+from cpython.buffer cimport Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from libc.limits cimport INT_MAX
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -14,6 +15,7 @@ from minato._core.atomics cimport (
     mn_store_release_u64,
     mn_store_seq_cst_u64,
 )
+from minato._core.hints cimport claim_hinted
 from minato._core.layout cimport (
     MN_ALIGNMENT,
     MN_CLAIMED,
@@ -47,7 +49,7 @@ cdef class Claims(Records):
     """What workers do: they claim samples, fill places, and publish the batches that are full."""
 
     def claim(self, uint32_t worker, uint32_t max_run):
-        """Claim the oldest free samples: up to ``max_run`` consecutive ones of one batch.
+        """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that is to begin early.
 
         Returns:
             ``(batch, k, count)``: the samples k … k+count-1 of the batch; count 0: collate this batch, whose
@@ -63,6 +65,9 @@ cdef class Claims(Records):
             tail = mn_load_acquire_u64(&self.header.tail)
             head = mn_load_acquire_u64(&self.header.head)
             seq = head & MN_NUMBER
+            if self.header.hints_used and claim_hinted(self, worker, seq, &seq):
+                index = self.positions[seq & self.mask].batch
+                return index, seq - self.batches[index].first, 1
             passed_over = MN_NUMBER  # the first free sample that is for another worker
             while seq < tail:
                 position = &self.positions[seq & self.mask]
@@ -152,7 +157,7 @@ cdef class Claims(Records):
         there.blob = blob
         there.blob_nbytes = blob_nbytes
 
-    def fill(self, uint32_t worker, uint64_t position, uint64_t place, uint64_t cost_ns=0):
+    def fill(self, uint32_t worker, uint64_t position, uint64_t place):
         """Say that the sample's result lies at its place.
 
         Returns:
@@ -160,19 +165,15 @@ cdef class Claims(Records):
             or NOT_COMPLETE. The batch may be gone afterwards.
         """
         cdef uint32_t batch = self.positions[place & self.mask].batch
-        self.positions[position & self.mask].cost_ns = cost_ns
         mn_store_seq_cst_u64(&self.positions[place & self.mask].place, MN_FILLED | (position + 1))
         settle(self, worker, position, place)
         return complete(self, worker, batch)
 
-    def fill_run(self, uint32_t worker, uint32_t batch, uint32_t k, uint32_t count, uint64_t cost_ns=0):
+    def fill_run(self, uint32_t worker, uint32_t batch, uint32_t k, uint32_t count):
         """``fill`` for samples k … k+count-1 of a batch whose samples have their own places."""
         cdef uint64_t seq, first = self.batches[batch].first + k
-        cdef mn_position *position
         for seq in range(first, first + count):
-            position = &self.positions[seq & self.mask]
-            position.cost_ns = cost_ns
-            mn_store_seq_cst_u64(&position.place, MN_FILLED | (seq + 1))
+            mn_store_seq_cst_u64(&self.positions[seq & self.mask].place, MN_FILLED | (seq + 1))
             settle(self, worker, seq, seq)
         return complete(self, worker, batch)
 
@@ -199,6 +200,23 @@ cdef class Claims(Records):
             if mn_cas_seq_cst_u64(&record.ticket, word, MN_DONE):
                 self.hungry()  # it may have been what the consumer waits for
                 return MN_NOT_COMPLETE
+
+    def note_costs(self, uint64_t position, costs, uint32_t count):
+        """Say what ``count`` samples from this position on have cost, in int64 memory of ns; before they are filled."""
+        cdef Py_buffer view
+        cdef uint32_t i
+        PyObject_GetBuffer(costs, &view, 0)
+        try:
+            if view.len < 8 * <Py_ssize_t>count:
+                raise ValueError(f"{view.len} bytes hold no {count} costs")
+            for i in range(count):
+                self.positions[(position + i) & self.mask].cost_ns = (<uint64_t *>view.buf)[i]
+        finally:
+            PyBuffer_Release(&view)
+
+    def is_placed(self, uint64_t position):
+        """Whether it is settled in which batch this sample will lie."""
+        return mn_load_acquire_u64(&self.positions[position & self.mask].ticket) & MN_NUMBER != 0
 
     def set_result(self, uint32_t batch, uint64_t result, uint64_t nbytes):
         """Say where the collated result of a batch lies whose last samples are about to be filled in."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class Claims(Records):
     """What workers do: they claim samples, fill places, and publish the batches that are full."""
 
     def claim(self, worker: int, max_run: int) -> tuple[int, int, int] | None:
-        """Claim the oldest free samples: up to ``max_run`` consecutive ones of one batch.
+        """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that is to begin early.
 
         Returns:
             ``(batch, k, count)``: the samples k … k+count-1 of the batch; count 0: collate this batch, whose
@@ -46,6 +47,10 @@ class Claims(Records):
                 self._header["stranded"] = 0
             tail = int(self._header["tail"])
             seq = int(self._header["head"])
+            early = self._claim_hinted(worker, seq)
+            if early is not None:
+                index = int(self._positions[early & self._mask]["batch"])
+                return index, early - self._range(index).start, 1
             passed_over = tail  # the first free sample that is for another worker
             while seq < tail:
                 position = self._positions[seq & self._mask]
@@ -112,7 +117,7 @@ class Claims(Records):
             there["blob"] = blob
             there["blob_nbytes"] = blob_nbytes
 
-    def fill(self, worker: int, position: int, place: int, cost_ns: int = 0) -> int:
+    def fill(self, worker: int, position: int, place: int) -> int:
         """Say that the sample's result lies at its place.
 
         Returns:
@@ -120,15 +125,15 @@ class Claims(Records):
             or NOT_COMPLETE. The batch may be gone afterwards.
         """
         with self._locked():
-            self._fill_one(position, place, cost_ns)
+            self._fill_one(position, place)
             return self._complete(worker, int(self._positions[place & self._mask]["batch"]))
 
-    def fill_run(self, worker: int, batch: int, k: int, count: int, cost_ns: int = 0) -> int:
+    def fill_run(self, worker: int, batch: int, k: int, count: int) -> int:
         """``fill`` for samples k … k+count-1 of a batch whose samples have their own places."""
         with self._locked():
             first = self._range(batch).start + k
             for seq in range(first, first + count):
-                self._fill_one(seq, seq, cost_ns)
+                self._fill_one(seq, seq)
             return self._complete(worker, batch)
 
     def skip(self, worker: int, position: int) -> int:
@@ -147,6 +152,20 @@ class Claims(Records):
                 return self._complete(worker, int(there["batch"]))
         self.hungry()  # it may have been what the consumer waits for
         return NOT_COMPLETE
+
+    def note_costs(self, position: int, costs: Any, count: int) -> None:
+        """Say what ``count`` samples from this position on have cost, in int64 memory of ns; before they are filled."""
+        words = memoryview(costs)
+        if words.nbytes < 8 * count:
+            raise ValueError(f"{words.nbytes} bytes hold no {count} costs")
+        with self._locked():
+            for i in range(count):
+                self._positions[(position + i) & self._mask]["cost_ns"] = words[i]
+
+    def is_placed(self, position: int) -> bool:
+        """Whether it is settled in which batch this sample will lie."""
+        with self._locked():
+            return self._ticket(position) & NUMBER != 0
 
     def set_result(self, batch: int, result: int, nbytes: int) -> None:
         """Say where the collated result of a batch lies whose last samples are about to be filled in."""
@@ -193,8 +212,29 @@ class Claims(Records):
 
     # ---- inner parts, called with the lock held ---------------------------------------------
 
-    def _fill_one(self, position: int, place: int, cost_ns: int) -> None:
-        self._positions[position & self._mask]["cost_ns"] = cost_ns
+    def _claim_hinted(self, worker: int, front: int) -> int | None:
+        """Claim the hinted sample that should be started first, if one should by now; returns its position."""
+        hints = self._header["hints"]
+        while used := int(self._header["hints_used"]):
+            least, chosen = front + 1, -1
+            for i in range(used):
+                word = int(hints[i])
+                seq = (word & NUMBER) - 1
+                if word and seq < front:
+                    hints[i] = 0  # its turn has come anyway
+                elif word and max(seq - (word >> 48), 0) < least:
+                    least, chosen = max(seq - (word >> 48), 0), i
+            if chosen < 0:
+                return None
+            seq = (int(hints[chosen]) & NUMBER) - 1
+            hints[chosen] = 0
+            ticket = self._ticket(seq)
+            if ticket & STATE == FREE and self._positions[seq & self._mask]["position"] == seq:
+                self._set_ticket(seq, ticket | CLAIMED | worker << 48)
+                return seq
+        return None
+
+    def _fill_one(self, position: int, place: int) -> None:
         self._positions[place & self._mask]["place"] = FILLED | (position + 1)
         self._set_ticket(position, DONE | (place + 1))
 

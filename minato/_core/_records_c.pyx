@@ -197,6 +197,22 @@ cdef class Records:
             )
         return found
 
+    def costs(self, uint32_t batch):
+        """``(key, cost in ns)`` of the samples at the places of a full batch, where keys are integers.
+
+        Samples whose cost is not known are left out, and those whose own batch is long gone.
+        """
+        cdef mn_batch *record = &self.batches[batch]
+        cdef mn_position *sample
+        cdef uint64_t place, seq
+        found = []
+        for place in range(record.first, record.first + record.count):
+            seq = (self.positions[place & self.mask].place & MN_NUMBER) - 1
+            sample = &self.positions[seq & self.mask]
+            if sample.position == seq and sample.cost_ns and not self.batches[sample.batch].keys:
+                found.append((sample.key, sample.cost_ns))
+        return found
+
     def occupants(self, uint32_t batch):
         """Position of the sample that lies at each place of a full batch; -1: none does."""
         cdef mn_batch *record = &self.batches[batch]

@@ -30,7 +30,8 @@ STATE = 3 << 62
 NUMBER = (1 << 48) - 1
 
 _MAGIC = 0x6F74616E696D
-_VERSION = 1
+_VERSION = 2
+_HINTS = 256
 STOPPING, DRAINING = 1, 2
 _MAX_WORKERS = 4096
 """As many as have a number in the state of a batch."""
@@ -40,13 +41,15 @@ _HEADER = np.dtype(
         "names": [
             "magic", "version", "compiled", "num_workers", "batch_capacity", "position_capacity",
             "slow_ns", "shutdown", "stranded", "waiting", "head", "tail", "passes",
+            "hints_used", "hints",
         ],
         "formats": [
             "u8", "u4", "u4", "u4", "u4", "u8",
             "u8", "u4", "u4", "u8", "u8", "u8", ([("cursor", "u8"), ("limit", "u8")], (NUM_PASSES,)),
+            "u4", ("u8", _HINTS),
         ],
-        "offsets": [0, 8, 12, 16, 20, 24, 32, 40, 44, 48, 64, 128, 320],
-        "itemsize": 448,
+        "offsets": [0, 8, 12, 16, 20, 24, 32, 40, 44, 48, 64, 128, 320, 448, 512],
+        "itemsize": 512 + 8 * _HINTS,
     }
 )  # fmt: skip
 _WORK_GATE, _READY_GATE = 192, 256
@@ -260,6 +263,21 @@ class Records:
                 record = self._positions[seq & self._mask]
                 blob = int(record["blob"])
                 found.append((blob & KIND_MASK, blob & ~KIND_MASK, int(record["blob_nbytes"])))
+            return found
+
+    def costs(self, batch: int) -> list[tuple[int, int]]:
+        """``(key, cost in ns)`` of the samples at the places of a full batch, where keys are integers.
+
+        Samples whose cost is not known are left out, and those whose own batch is long gone.
+        """
+        with self._locked():
+            found = []
+            for place in self._range(batch):
+                seq = (self._place(place) & NUMBER) - 1
+                sample = self._positions[seq & self._mask]
+                known = sample["position"] == seq and sample["cost_ns"]
+                if known and not self._batches[sample["batch"]]["keys"]:
+                    found.append((int(sample["key"]), int(sample["cost_ns"])))
             return found
 
     def occupants(self, batch: int) -> list[int]:

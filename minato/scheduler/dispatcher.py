@@ -21,6 +21,7 @@ from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.scheduler.assignment import Assignment
 from minato.scheduler.flow import Flow
+from minato.scheduler.foresight import Foresight
 from minato.scheduler.parties import KeyStore, Pool, Slots
 from minato.scheduler.window import Window
 
@@ -83,6 +84,7 @@ class Dispatcher:
         one_pass: Whether the workers may leave when they find nothing more to do in the first pass.
         skips: Whether samples may be left out.
         drop_short: Whether a batch is dropped where too few samples are left to fill it.
+        foresight: Lets long samples begin early.
         flow: Is told of the consumer's waiting, for whoever decides how many workers there are.
     """
 
@@ -101,9 +103,11 @@ class Dispatcher:
         one_pass: bool = False,
         skips: bool = False,
         drop_short: bool = False,
+        foresight: Foresight | None = None,
         flow: Flow | None = None,
     ) -> None:
         self._ledger = ledger
+        self._foresight = foresight
         self._gate = gate
         self._pool = pool
         self._slots = slots
@@ -387,6 +391,8 @@ class Dispatcher:
             _EVERYBODY if owner else count,  # a batch with an owner must wake that very worker
             owner,
         )
+        if self._foresight is not None:
+            self._foresight.published(self._ledger.describe(record)[1], keys)
         item = InFlight(record, keys, slot, keys_slot, offset, index, epoch, seed, owner)
         if not self._order.bound:
             self._recent.append(item)

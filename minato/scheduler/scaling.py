@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -104,6 +104,7 @@ class Scaler:
         staffing: The controller, and what it knows.
         most: Workers that there can be in this engine.
         times: Service times of each worker.
+        resized: Called with the number of workers when it changes.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Scaler:
         flow: Flow,
         ledger: Ledger,
         times: Sequence[Histogram],
+        resized: Callable[[int], None] | None = None,
     ) -> None:
         self._staffing = staffing
         self._settings = replace(staffing.settings, most=most)
@@ -126,6 +128,7 @@ class Scaler:
         self._flow = flow
         self._ledger = ledger
         self._times = times
+        self._resized = resized
         self._next_ns = 0
         self._changed_ns = now_ns()
         self._before: _Reading | None = None
@@ -166,6 +169,8 @@ class Scaler:
         self._workers.grow(count)
         self._window.resize(count)
         self._roster.want(count)
+        if self._resized is not None:
+            self._resized(count)
 
     def _all_begun(self) -> bool:
         ledger = self._ledger

@@ -40,7 +40,12 @@ class ExitWatch:
         descriptor = process.sentinel
         if self._uses_pidfd:
             assert process.pid is not None
-            descriptor = os.pidfd_open(process.pid)
+            try:
+                descriptor = os.pidfd_open(process.pid)
+            except ProcessLookupError:  # it has ended, and somebody has asked for its exit code
+                self._gone.append(number)
+                self._notify()
+                return
         self._added.append((number, descriptor))
 
     def run(self) -> None:

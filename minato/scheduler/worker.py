@@ -26,6 +26,8 @@ _COLLATED_RUN_NS = 4_000_000
 _PATIENCE_S = 1.0
 """How long a worker sleeps at most before it looks whether its parent lives."""
 _WHOLE_BATCH = 1 << 31
+_WORTH_NOTING_NS = 100_000
+"""What dearer samples have cost is written down for the next epoch."""
 
 
 class Sink(Protocol):
@@ -69,6 +71,7 @@ class Worker:
         runner: Runs them.
         read_keys: ``(batch, k, count) -> keys`` of samples k … k+count-1.
         parking: Decides which slow samples are set aside; None: none is.
+        fast_first: Slow samples go to the newest batch, where they have no place of their own.
         whole_batches: Claim batches as a whole, whatever their samples cost.
         leniency: What to do about samples that raise; None: they are errors.
         roster: Says whether this worker is wanted; None: always.
@@ -84,6 +87,7 @@ class Worker:
         sink: Sink,
         read_keys: Callable[[int, int, int], Sequence[Any]],
         parking: Parking | None = None,
+        fast_first: bool = False,
         whole_batches: bool = False,
         leniency: Leniency | None = None,
         roster: Roster | None = None,
@@ -97,6 +101,7 @@ class Worker:
         sink.run_again = self._run_again
         self._read_keys = read_keys
         self._parking = parking
+        self._fast_first = fast_first
         self._whole_batches = whole_batches or fetcher.takes_lists
         self._leniency = leniency
         self._may_lack = parking is not None or leniency is not None
@@ -189,6 +194,7 @@ class Worker:
         _, _, _, bound, epoch, seed, *_ = self._ledger.describe(batch)
         self._runner.enter(seed)
         samples, error = self._runner.resume(partial, epoch)
+        self._ledger.note_costs(partial.position, self._runner.durations, 1)
         completed = 1 - len(self._runner.left)
         cost_ns, position, key = self._runner.durations[0], partial.position, partial.key
         if error is not None and self._leniency is not None:
@@ -210,7 +216,11 @@ class Worker:
         # Who has samples that no other worker can be sent, runs whole batches.
         can_leave = self._parking is not None and not self._sink.holds
         slow_ns = self._ledger.slow_ns if can_leave else 0
-        return self._runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
+        runner = self._runner
+        samples, error = runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
+        if runner.usual_ns >= _WORTH_NOTING_NS:
+            self._ledger.note_costs(position, runner.durations, len(samples))
+        return samples, error
 
     def _run_singly(
         self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
@@ -401,12 +411,13 @@ class Worker:
             batch = ledger.locate(position)[0]
             sink.finished(batch, ledger.skip(self._number, position))
             return
-        place, batch, k = ledger.reserve(self._number, position, cost_ns > ledger.slow_ns > 0)
+        late = self._fast_first and cost_ns > ledger.slow_ns > 0
+        place, batch, k = ledger.reserve(self._number, position, late)
         if error is None:
             sink.write_run(batch, k, place, [sample])
         else:
             sink.write_error(batch, place, error, key)
-        sink.finished(batch, ledger.fill(self._number, position, place, cost_ns))
+        sink.finished(batch, ledger.fill(self._number, position, place))
 
 
 def _is_lacking(sample: Any) -> bool:
