@@ -60,7 +60,7 @@ class Foresight:
         """Mark the slow ones among the samples that were just published at ``first`` and after."""
         if not self._is_worthwhile:
             return
-        slow_ns = self._ledger.slow_ns
+        slow_ns = max(self._ledger.slow_ns, self.mean_ns)
         for position, key in enumerate(keys, first):
             cost_ns = self._model.predict(key)
             if cost_ns is not None and cost_ns > slow_ns:
