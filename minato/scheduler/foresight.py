@@ -42,6 +42,10 @@ class Foresight:
         self.mean_ns = 0.0
         """Mean cost of a sample; 0: not known."""
 
+    def resize(self, num_workers: int) -> None:
+        """There are so many workers now."""
+        self._num_workers = max(num_workers, 1)
+
     @property
     def _is_worthwhile(self) -> bool:
         return self._ledger.slow_ns > 0 and self.mean_ns >= _WORTH_LEARNING_NS * self._num_workers

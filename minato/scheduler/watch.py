@@ -33,7 +33,10 @@ class ExitWatch:
         self._woken, self._wake = -1, -1
 
     def add(self, number: int, process: BaseProcess) -> None:
-        """Watch a process under a number of the caller's, from ``start`` on."""
+        """Take a process that was just started, under a number of the caller's, to watch it from ``run`` on.
+
+        At once: the start of another process reaps those that have ended, and then nothing is left to watch.
+        """
         descriptor = process.sentinel
         if self._uses_pidfd:
             assert process.pid is not None
@@ -44,14 +47,15 @@ class ExitWatch:
                 self._notify()
                 return
         self._added.append((number, descriptor))
-        if self._thread is not None:
-            os.write(self._wake, b"+")
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._woken, self._wake = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="minato-exits", daemon=True)
-        self._thread.start()
+    def run(self) -> None:
+        """Watch what was added; the first time this starts a thread."""
+        if self._thread is None:
+            self._woken, self._wake = os.pipe()
+            self._thread = threading.Thread(target=self._run, name="minato-exits", daemon=True)
+            self._thread.start()
+        else:
+            os.write(self._wake, b"+")
 
     def gone(self) -> list[int]:
         """Numbers of the processes that have ended since the last call."""

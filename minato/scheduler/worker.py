@@ -13,6 +13,7 @@ from minato.scheduler.failures import SKIP
 from minato.scheduler.fetch import Fetcher, StreamEnd, StreamFetcher
 from minato.scheduler.leniency import Leniency
 from minato.scheduler.parking import Parking
+from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Runner
 from minato.scheduler.stepper import Partial
 
@@ -73,6 +74,7 @@ class Worker:
         fast_first: Slow samples go to the newest batch, where they have no place of their own.
         whole_batches: Claim batches as a whole, whatever their samples cost.
         leniency: What to do about samples that raise; None: they are errors.
+        roster: Says whether this worker is wanted; None: always.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Worker:
         fast_first: bool = False,
         whole_batches: bool = False,
         leniency: Leniency | None = None,
+        roster: Roster | None = None,
     ) -> None:
         self._number = number
         self._ledger = ledger
@@ -103,13 +106,21 @@ class Worker:
         self._leniency = leniency
         self._may_lack = parking is not None or leniency is not None
         self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_line else _RUN_NS
+        self._roster = roster
         self._idle_since = now_ns()
         self._pass_index = -1
 
     def loop(self, parent_lives: Callable[[], bool]) -> None:
         """Work until the loader shuts down or its process is gone."""
-        ledger, gate = self._ledger, self._gate
+        ledger, gate, roster = self._ledger, self._gate, self._roster
         while True:
+            if roster is not None and roster.rests(self._number):
+                self._resume_all()
+                if not roster.stand_by(
+                    self._number, lambda: ledger.stopping or ledger.draining, parent_lives
+                ):
+                    return
+                self._idle_since = now_ns()
             # Before anything is asked: what happens after the answer ends the sleep.
             seen = gate.events
             if ledger.stopping:
