@@ -96,8 +96,6 @@ class ProcessPool:
 
     def check(self) -> None:
         """Replace dead workers, or raise torch's RuntimeError."""
-        if self._overdue is not None:
-            self._overdue.end(self.processes)
         for number in self._watch.gone():
             process = self.processes[number]
             process.join()
@@ -107,6 +105,8 @@ class ProcessPool:
                 process.start()
                 self._watch.add(number, process)
                 self._watch.run()
+        if self._overdue is not None:
+            self._overdue.end(self.processes)
 
     def shut_down(self) -> None:
         """End all workers: by request, and by signals if they do not follow it."""
