@@ -22,10 +22,10 @@ from minato.pools import make_pool
 from minato.scheduler.assignment import AnyWorker, RoundRobin
 from minato.scheduler.dispatcher import Dispatcher
 from minato.scheduler.failures import FailureCount
-from minato.scheduler.foresight import Foresight
+from minato.scheduler.foresight import Foresight, Record
 from minato.scheduler.policy import TimeoutPolicy
 from minato.scheduler.window import Window
-from minato.source.prediction import CostByIndex, Predictor
+from minato.source.prediction import CostByIndex
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
 from minato.workplace import Workplace
@@ -44,11 +44,13 @@ class Experience:
     """What a loader knows of its samples from one iterator to the next.
 
     Attributes:
-        predictor: Foretells what a sample costs.
+        known: What each sample cost in earlier epochs.
+        foresight: How good the expectations were.
         costs: Service times in ns of late.
     """
 
-    predictor: Predictor = field(default_factory=lambda: Predictor({"index": CostByIndex()}))
+    known: CostByIndex = field(default_factory=CostByIndex)
+    foresight: Record = field(default_factory=Record)
     costs: Histogram | None = None
 
 
@@ -82,7 +84,9 @@ class Engine:
         self._experience = experience
         self._foresight: Foresight | None = None
         if plan.foresees:
-            self._foresight = Foresight(self.ledger, experience.predictor, plan.num_workers)
+            self._foresight = Foresight(
+                self.ledger, experience.known, experience.foresight, plan.num_workers
+            )
             if experience.costs is not None:
                 self._foresight.mean_ns = experience.costs.mean
         self._dispatcher = Dispatcher(
