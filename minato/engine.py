@@ -23,13 +23,13 @@ from minato.scheduler.assignment import AnyWorker, RoundRobin
 from minato.scheduler.dispatcher import Dispatcher
 from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
-from minato.scheduler.foresight import Foresight
+from minato.scheduler.foresight import Foresight, Record
 from minato.scheduler.local import InlinePool
 from minato.scheduler.policy import TimeoutPolicy
 from minato.scheduler.roster import Roster
 from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
 from minato.scheduler.window import Window
-from minato.source.prediction import CostByIndex, Predictor
+from minato.source.prediction import CostByIndex
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
 from minato.workplace import Workplace
@@ -48,12 +48,14 @@ class Experience:
     """What a loader knows of its samples from one iterator to the next.
 
     Attributes:
-        predictor: Foretells what a sample costs.
+        known: What each sample cost in earlier epochs.
+        foresight: How good the expectations were.
         costs: Service times in ns of late.
         staffing: How many workers help; None: all of them work.
     """
 
-    predictor: Predictor = field(default_factory=lambda: Predictor({"index": CostByIndex()}))
+    known: CostByIndex = field(default_factory=CostByIndex)
+    foresight: Record = field(default_factory=Record)
     costs: Histogram | None = None
     staffing: Staffing | None = None
 
@@ -97,7 +99,9 @@ class Engine:
         self._experience = experience
         self._foresight: Foresight | None = None
         if plan.foresees:
-            self._foresight = Foresight(self.ledger, experience.predictor, plan.num_workers)
+            self._foresight = Foresight(
+                self.ledger, experience.known, experience.foresight, plan.num_workers
+            )
             if experience.costs is not None:
                 self._foresight.mean_ns = experience.costs.mean
         window = Window(

@@ -211,6 +211,11 @@ class Records:
     def waiting(self, value: bool) -> None:
         self._header["waiting"] = value
 
+    @property
+    def front(self) -> int:
+        """How far claims in turn have come: all before this position are taken."""
+        return int(self._header["head"])
+
     def describe(self, batch: int) -> tuple[int, int, int, bool, int, int, int, int, int]:
         """What a worker must know of a batch.
 
