@@ -34,7 +34,8 @@ def make_pool(
         return InlinePool(
             lambda number: workplace.worker(
                 number, ledger, lambda error: error, None, BaseException, in_line=True
-            )
+            ),
+            functools.partial(ledger.release, 0),
         )
 
     def stop() -> None:

@@ -109,11 +109,19 @@ class Workplace:
         number: int,
         ledger: Ledger,
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
+        catches: type[BaseException] = Exception,
     ) -> BatchWriter:
         """What writes the samples of worker ``number``."""
-        plan = self.plan
+        collation = self.plan.collate_fn, self.plan.batched
         return BatchWriter(
-            number, ledger, self.arena, self.store, plan.collate_fn, plan.batched, describe_error
+            number,
+            ledger,
+            self.arena,
+            self.store,
+            *collation,
+            describe_error,
+            catches,
+            self.plan.num_workers == 0,
         )
 
     def worker(
@@ -130,7 +138,7 @@ class Workplace:
         Args:
             describe_error: Turns an exception that is being handled into what the consumer raises.
             failure: What ``worker_init_fn`` raised.
-            catches: What a sample may raise without ending the worker.
+            catches: What a sample or the ``collate_fn`` may raise without ending the worker.
             in_line: It runs in the consumer's thread.
         """
         plan = self.plan
@@ -143,7 +151,7 @@ class Workplace:
         stepper: Stepper | None = None
         parking: Parking | None = None
         if plan.streams:
-            fetcher = StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last)
+            fetcher = StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last, in_line)
         else:
             fetcher = Fetcher(plan.dataset, plan.chain, plan.batched)
         if not plan.streams and not fetcher.takes_lists:
@@ -171,7 +179,7 @@ class Workplace:
             Gate(self.segment.array, ledger.work_gate_offset),
             fetcher,
             runner,
-            self.writer(number, ledger, describe_error),
+            self.writer(number, ledger, describe_error, catches),
             functools.partial(self.read_keys, ledger),
             parking,
             plan.order.name == "fast_first",

@@ -1,6 +1,5 @@
 """The workers' side of a ledger (compiled)."""
 
-from cpython.buffer cimport Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from libc.limits cimport INT_MAX
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -200,23 +199,6 @@ cdef class Claims(Records):
             if mn_cas_seq_cst_u64(&record.ticket, word, MN_DONE):
                 self.hungry()  # it may have been what the consumer waits for
                 return MN_NOT_COMPLETE
-
-    def note_costs(self, uint64_t position, costs, uint32_t count):
-        """Say what ``count`` samples from this position on have cost, in int64 memory of ns; before they are filled."""
-        cdef Py_buffer view
-        cdef uint32_t i
-        PyObject_GetBuffer(costs, &view, 0)
-        try:
-            if view.len < 8 * <Py_ssize_t>count:
-                raise ValueError(f"{view.len} bytes hold no {count} costs")
-            for i in range(count):
-                self.positions[(position + i) & self.mask].cost_ns = (<uint64_t *>view.buf)[i]
-        finally:
-            PyBuffer_Release(&view)
-
-    def is_placed(self, uint64_t position):
-        """Whether it is settled in which batch this sample will lie."""
-        return mn_load_acquire_u64(&self.positions[position & self.mask].ticket) & MN_NUMBER != 0
 
     def set_result(self, uint32_t batch, uint64_t result, uint64_t nbytes):
         """Say where the collated result of a batch lies whose last samples are about to be filled in."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
@@ -152,20 +151,6 @@ class Claims(Records):
                 return self._complete(worker, int(there["batch"]))
         self.hungry()  # it may have been what the consumer waits for
         return NOT_COMPLETE
-
-    def note_costs(self, position: int, costs: Any, count: int) -> None:
-        """Say what ``count`` samples from this position on have cost, in int64 memory of ns; before they are filled."""
-        words = memoryview(costs)
-        if words.nbytes < 8 * count:
-            raise ValueError(f"{words.nbytes} bytes hold no {count} costs")
-        with self._locked():
-            for i in range(count):
-                self._positions[(position + i) & self._mask]["cost_ns"] = words[i]
-
-    def is_placed(self, position: int) -> bool:
-        """Whether it is settled in which batch this sample will lie."""
-        with self._locked():
-            return self._ticket(position) & NUMBER != 0
 
     def set_result(self, batch: int, result: int, nbytes: int) -> None:
         """Say where the collated result of a batch lies whose last samples are about to be filled in."""

@@ -16,7 +16,6 @@ from minato._core.atomics cimport (
     mn_store_release_u64,
     mn_store_seq_cst_u64,
 )
-from minato._core.hints cimport add_hint
 from minato._core.layout cimport (
     MN_BOUND,
     MN_CANCELLED,
@@ -115,8 +114,6 @@ cdef class Ledger(Claims):
         cdef mn_position *position
         if not self.has_room(count):
             raise ValueError(f"there is no room for a batch of {count} samples")
-        if keys is not None and len(keys) != count:
-            raise ValueError(f"{len(keys)} keys are not {count}")
         while self.batches[index].state & 15 != MN_VACANT:
             index += 1
         cdef mn_batch *batch = &self.batches[index]
@@ -145,10 +142,6 @@ cdef class Ledger(Claims):
         mn_store_release_u64(&self.header.tail, tail + count)
         mn_gate_notify(&self.header.work, wake)
         return index
-
-    def start_early(self, uint64_t position, uint64_t ahead):
-        """Let a sample that any worker may run begin so many samples before its turn; False: no more can be noted."""
-        return add_hint(self, position, ahead)
 
     def bind_late(self, uint32_t old, uint32_t new):
         """Give every unplaced sample of batch ``old`` a place: in batch ``new``, or else the oldest open one."""

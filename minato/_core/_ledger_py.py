@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from minato._core._claims_py import Claims
 from minato._core._records_py import (
     BOUND,
@@ -26,8 +24,6 @@ from minato._core._records_py import (
 from minato._core.codes import CLOSED, COLLATING, KIND_MASK, OPEN, SKIP_BLOB, VACANT
 
 __all__ = ["Ledger"]
-
-_MOST_AHEAD = 65535
 
 
 class Ledger(Claims):
@@ -98,8 +94,6 @@ class Ledger(Claims):
         with self._locked():
             if not self.has_room(count):
                 raise ValueError(f"there is no room for a batch of {count} samples")
-            if keys is not None and len(keys) != count:
-                raise ValueError(f"{len(keys)} keys are not {count}")
             index = next(i for i, word in enumerate(self._batches["state"]) if word & 15 == VACANT)
             tail = int(self._header["tail"])
             for k in range(count):
@@ -120,16 +114,6 @@ class Ledger(Claims):
             self._header["tail"] = tail + count
         self._work.notify(wake)
         return index
-
-    def start_early(self, position: int, ahead: int) -> bool:
-        """Let a sample that any worker may run begin so many samples before its turn; False: no more can be noted."""
-        with self._locked():
-            free = np.flatnonzero(self._header["hints"] == 0)
-            if not free.size:
-                return False
-            self._header["hints"][free[0]] = min(ahead, _MOST_AHEAD) << 48 | (position + 1)
-            self._header["hints_used"] = max(int(self._header["hints_used"]), int(free[0]) + 1)
-            return True
 
     def bind_late(self, old: int, new: int) -> None:
         """Give every unplaced sample of batch ``old`` a place: in batch ``new``, or else the oldest open one."""

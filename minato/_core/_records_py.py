@@ -31,7 +31,7 @@ NUMBER = (1 << 48) - 1
 
 _MAGIC = 0x6F74616E696D
 _VERSION = 2
-_HINTS = 256
+_HINTS, _MOST_AHEAD = 256, 65535
 STOPPING, DRAINING = 1, 2
 _MAX_WORKERS = 4096
 """As many as have a number in the state of a batch."""
@@ -264,6 +264,30 @@ class Records:
                 blob = int(record["blob"])
                 found.append((blob & KIND_MASK, blob & ~KIND_MASK, int(record["blob_nbytes"])))
             return found
+
+    def start_early(self, position: int, ahead: int) -> bool:
+        """Let a sample that any worker may run begin so many samples before its turn; False: no more can be noted."""
+        with self._locked():
+            free = np.flatnonzero(self._header["hints"] == 0)
+            if not free.size:
+                return False
+            self._header["hints"][free[0]] = min(ahead, _MOST_AHEAD) << 48 | (position + 1)
+            self._header["hints_used"] = max(int(self._header["hints_used"]), int(free[0]) + 1)
+            return True
+
+    def note_costs(self, position: int, costs: Any, count: int) -> None:
+        """Say what ``count`` samples from this position on have cost, in int64 memory of ns; before they are filled."""
+        words = memoryview(costs)
+        if words.nbytes < 8 * count:
+            raise ValueError(f"{words.nbytes} bytes hold no {count} costs")
+        with self._locked():
+            for i in range(count):
+                self._positions[(position + i) & self._mask]["cost_ns"] = words[i]
+
+    def is_placed(self, position: int) -> bool:
+        """Whether it is settled in which batch this sample will lie."""
+        with self._locked():
+            return self._ticket(position) & NUMBER != 0
 
     def costs(self, batch: int) -> list[tuple[int, int]]:
         """``(key, cost in ns)`` of the samples at the places of a full batch, where keys are integers.

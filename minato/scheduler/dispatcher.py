@@ -220,7 +220,6 @@ class Dispatcher:
                 break
             # So many abandoned passes still run that the ledger cannot tell another one from them.
             self._sleep(time.monotonic() + _SETTLING_S)
-            self._sweep()
         self._ledger.open_pass(free)
         self._pass = free, epoch, seed
 
@@ -304,11 +303,13 @@ class Dispatcher:
         self._sweep()
 
     def _sleep(self, deadline: float | None, seen: int | None = None) -> None:
-        limit = _LIVENESS_S
+        # Without an open batch, room is waited for, which abandoned samples take up.
+        limit = _LIVENESS_S if self._open else _SETTLING_S
         if deadline is not None:
             limit = min(limit, max(deadline - time.monotonic(), 0.0))
         self._pool.wait(self._gate.events if seen is None else seen, limit)
         self._pool.check()
+        self._sweep()
 
     def _tell(self, flow: Flow) -> None:
         flow.ending = self._dry

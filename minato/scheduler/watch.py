@@ -63,12 +63,16 @@ class ExitWatch:
 
     def close(self) -> None:
         """End the thread."""
-        if self._thread is not None:
-            os.write(self._wake, b"x")
+        if self._thread is None:
+            self._let_go()
+            return
+        os.write(self._wake, b"x")
+        # A loader that is part of a reference cycle may be collected in this very thread, which cannot wait for itself.
+        if self._thread is not threading.current_thread():
             self._thread.join()
-            self._thread = None
-            os.close(self._wake)
-            os.close(self._woken)
+        self._thread = None
+
+    def _let_go(self) -> None:
         if self._uses_pidfd:
             for descriptor in (*self._watched, *(added[1] for added in self._added)):
                 os.close(descriptor)
@@ -76,6 +80,14 @@ class ExitWatch:
         self._added.clear()
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        finally:
+            self._let_go()
+            os.close(self._wake)
+            os.close(self._woken)
+
+    def _watch(self) -> None:
         while True:
             while self._added:
                 number, descriptor = self._added.popleft()

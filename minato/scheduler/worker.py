@@ -21,8 +21,8 @@ __all__ = ["Sink", "Worker"]
 
 _RUN_NS = 1_000_000
 """A worker claims about so much work at a time: dispatch then costs a per cent, and nobody hoards."""
-_COLLATED_RUN_NS = 4_000_000
-"""The same where batches are collated by a function: samples of one worker need no transport."""
+_LONG_RUN_NS = 4_000_000
+"""The same where batches are collated by a function, as samples of one worker need no transport, and in line."""
 _PATIENCE_S = 1.0
 """How long a worker sleeps at most before it looks whether its parent lives."""
 _WHOLE_BATCH = 1 << 31
@@ -105,7 +105,7 @@ class Worker:
         self._whole_batches = whole_batches or fetcher.takes_lists
         self._leniency = leniency
         self._may_lack = parking is not None or leniency is not None
-        self._run_ns = _COLLATED_RUN_NS if sink.collates else _RUN_NS
+        self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_line else _RUN_NS
         self._roster = roster
         self._idle_since = now_ns()
         self._pass_index = -1
@@ -113,7 +113,7 @@ class Worker:
     def loop(self, parent_lives: Callable[[], bool]) -> None:
         """Work until the loader shuts down or its process is gone."""
         ledger, gate, roster = self._ledger, self._gate, self._roster
-        while not ledger.stopping:
+        while True:
             if roster is not None and roster.rests(self._number):
                 self._resume_all()
                 if not roster.stand_by(
@@ -121,7 +121,10 @@ class Worker:
                 ):
                     return
                 self._idle_since = now_ns()
+            # Before anything is asked: what happens after the answer ends the sleep.
             seen = gate.events
+            if ledger.stopping:
+                return
             # Asked before the look: what was published last would otherwise be left to nobody.
             draining = ledger.draining
             if self.step():
