@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pickle import PicklingError
 
-__all__ = ["MinatoError", "NotPicklableError"]
+__all__ = ["CoverageError", "MinatoError", "NotPicklableError"]
 
 
 class MinatoError(Exception):
@@ -16,3 +16,7 @@ class NotPicklableError(MinatoError, TypeError, AttributeError, PicklingError):
 
     Its bases are what Python raises then, depending on what it is that cannot be pickled.
     """
+
+
+class CoverageError(MinatoError, RuntimeError):
+    """A pass has ended, and what it delivered is not what the sampler asked for."""

@@ -12,7 +12,7 @@ import warnings
 
 __all__ = ["TWINS", "USE_EXTENSIONS", "implementation"]
 
-TWINS = ("clock", "copy", "histogram", "ledger", "run", "seeding", "steps", "wait")
+TWINS = ("arrivals", "clock", "copy", "histogram", "ledger", "run", "seeding", "steps", "wait")
 """Names of the modules that exist in both forms."""
 
 
