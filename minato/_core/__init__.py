@@ -12,7 +12,19 @@ import warnings
 
 __all__ = ["TWINS", "USE_EXTENSIONS", "implementation"]
 
-TWINS = ("arrivals", "clock", "copy", "histogram", "ledger", "run", "seeding", "steps", "wait")
+TWINS = (
+    "arrivals",
+    "claims",
+    "clock",
+    "copy",
+    "histogram",
+    "ledger",
+    "records",
+    "run",
+    "seeding",
+    "steps",
+    "wait",
+)
 """Names of the modules that exist in both forms."""
 
 

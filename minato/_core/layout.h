@@ -7,6 +7,30 @@
 
 #define MN_MAGIC 0x6f74616e696dULL /* "minato" */
 enum { MN_LAYOUT_VERSION = 1, MN_PASSES = 8 };
+enum { MN_MAX_WORKERS = 4096 }; /* as many as have a number in mn_batch.state */
+
+/* The lower 4 bits of mn_batch.state */
+enum { MN_VACANT, MN_OPEN, MN_COLLATING, MN_READY, MN_CLOSED };
+/* Answers of fill */
+enum { MN_NOT_COMPLETE, MN_PUBLISHED, MN_MUST_COLLATE };
+/* The kind of a blob, and bits of mn_batch.flags: 1 << kind */
+enum { MN_KIND_MASK = 63, MN_RAGGED = 1 << 1, MN_FAILED = 1 << 2, MN_ENDED = 1 << 4 };
+/* mn_header.shutdown */
+enum { MN_STOPPING = 1, MN_DRAINING = 2 };
+
+/* Of whatever is written to a slot; the kind of a blob lies below it. */
+#define MN_ALIGNMENT 64ULL
+
+/* States of a ticket and of a place, in the upper two bits of their words. */
+#define MN_FREE 0ULL
+#define MN_CLAIMED (1ULL << 62)
+#define MN_DONE (2ULL << 62)
+#define MN_CANCELLED (3ULL << 62)
+#define MN_BOUND (1ULL << 62)
+#define MN_FILLED (2ULL << 62)
+#define MN_STATE (3ULL << 62)
+#define MN_NUMBER ((1ULL << 48) - 1)
+#define MN_ONE_VERSION (1ULL << 48)
 
 /* The pass (one run over the sampler) whose places a sample may take. */
 typedef struct {

@@ -10,15 +10,9 @@ import numpy as np
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.collate import default_collate
 
+from minato._core.codes import END_BLOB, ERROR_BLOB, MUST_COLLATE, SAMPLE_BLOB, TEXT_BLOB
 from minato._core.copy import Packer
-from minato._core.ledger import (
-    END_BLOB,
-    ERROR_BLOB,
-    MUST_COLLATE,
-    SAMPLE_BLOB,
-    TEXT_BLOB,
-    Ledger,
-)
+from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._pickling import Purpose
 from minato.assembler.layout import Layout

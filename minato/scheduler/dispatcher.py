@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from minato._core.ledger import ENDED, NUM_PASSES, READY, Ledger
+from minato._core.codes import ENDED, NUM_PASSES, READY
+from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.scheduler.assignment import Assignment
 from minato.scheduler.window import Window
 
 __all__ = ["Dispatcher", "InFlight", "Order", "Pool", "Slots"]
 
-_LIVENESS_S = 0.1
-"""How long the consumer sleeps at most before it looks whether its workers live."""
+_LIVENESS_S = 1.0
+"""How long the consumer sleeps at most; whatever it waits for wakes it at once."""
+_SETTLING_S = 0.01
+"""How often it looks whether abandoned samples have ended, of which nobody tells."""
 _INT64 = 1 << 63
 _EVERYBODY = (1 << 31) - 1
 
@@ -215,7 +218,7 @@ class Dispatcher:
             if free is not None:
                 break
             # So many abandoned passes still run that the ledger cannot tell another one from them.
-            self._sleep(time.monotonic() + _LIVENESS_S)
+            self._sleep(time.monotonic() + _SETTLING_S)
             self._sweep()
         self._ledger.open_pass(free)
         self._pass = free, epoch, seed

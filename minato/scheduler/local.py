@@ -52,7 +52,10 @@ class ThreadPool:
 
     def _run(self, number: int) -> None:
         consumer = threading.main_thread()
-        self._make_worker(number).loop(consumer.is_alive)
+        try:
+            self._make_worker(number).loop(consumer.is_alive)
+        finally:
+            self._ready.notify()  # whoever waits for this thread learns that it is gone
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready gate has had an event since ``seen``."""

@@ -16,6 +16,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
 from minato._core.wait import Gate
+from minato.scheduler.watch import ExitWatch
 
 __all__ = ["ProcessPool", "enter_worker_process", "parent_watch", "wrapped_in_process"]
 
@@ -53,6 +54,7 @@ class ProcessPool:
         self._stop = stop
         self._may_leave = may_leave
         self._owner = os.getpid()
+        self._watch = ExitWatch(context, ready.notify)
         self.processes = [self._make(number) for number in range(num_workers)]
 
     def _make(self, number: int) -> BaseProcess:
@@ -65,6 +67,8 @@ class ProcessPool:
         """Start one process after the other; each works as soon as it can."""
         for process in self.processes:
             process.start()
+        for number, process in enumerate(self.processes):
+            self._watch.add(number, process)
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready gate has had an event since ``seen``."""
@@ -72,20 +76,20 @@ class ProcessPool:
 
     def check(self) -> None:
         """Replace dead workers, or raise torch's RuntimeError."""
-        gone = connection.wait([process.sentinel for process in self.processes], timeout=0)
-        for number, process in enumerate(self.processes) if gone else ():
-            if process.sentinel not in gone:
-                continue
+        for number in self._watch.gone():
+            process = self.processes[number]
             process.join()
             if not (self._may_leave(number) and process.exitcode == 0):
                 self._buried(number, process.pid, process.exitcode)
-                self.processes[number] = self._make(number)
-                self.processes[number].start()
+                process = self.processes[number] = self._make(number)
+                process.start()
+                self._watch.add(number, process)
 
     def shut_down(self) -> None:
         """End all workers: by request, and by signals if they do not follow it."""
         if os.getpid() != self._owner:
             return  # a forked child of the user's holds a copy of this pool
+        self._watch.close()
         self._stop()
         started = [process for process in self.processes if process.pid is not None]
         waiting: dict[Any, BaseProcess] = {process.sentinel: process for process in started}

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from minato._core import codes
 from tests.core.ledger_tools import LAYOUT, SLOT, Desk
 
 TWIN = "ledger"
@@ -59,7 +60,6 @@ class Twins(RuleBasedStateMachine):
     @initialize(batches=st.integers(2, 5), positions=st.sampled_from([4, 8, 16]))
     def create(self, batches: int, positions: int) -> None:
         self.desks = [Desk(half, WORKERS, batches, positions) for half in self.halves]
-        self.names = self.halves[0]
         self.open: list[Open] = []
         self.hands = [Hand() for _ in range(WORKERS)]
         self.wanted: set[int] = set()
@@ -115,7 +115,7 @@ class Twins(RuleBasedStateMachine):
     @rule()
     def deliver(self) -> None:
         for batch in self.open:
-            ready = self.both("state", batch.record) == self.names.READY
+            ready = self.both("state", batch.record) == codes.READY
             if ready and not batch.delivered and not batch.cancelled:
                 self.delivered += self.both("occupants", batch.record)
                 self.both("contents", batch.record)
@@ -217,20 +217,20 @@ class Twins(RuleBasedStateMachine):
             return
         batch = self.batch_of(run[0])
         if together and len(run) == batch.count:
-            self.both("set_result", batch.record, 4096 | self.names.SAMPLE_BLOB, 99)
+            self.both("set_result", batch.record, 4096 | codes.SAMPLE_BLOB, 99)
         self.hands[worker].positions = before
         arguments = (worker, batch.record, run[0] - batch.first, len(run), 7)
         self.settle(worker, batch.record, self.both("fill_run", *arguments))
 
     def settle(self, worker: int, record: int, outcome: int) -> None:
-        if outcome == self.names.MUST_COLLATE:
+        if outcome == codes.MUST_COLLATE:
             self.hands[worker].collating.append(record)
 
     @rule(worker=workers)
     def collate(self, worker: int) -> None:
         collating = self.hands[worker].collating
         if collating:
-            self.both("set_ready", collating.pop(), 4096 | self.names.SAMPLE_BLOB, 11)
+            self.both("set_ready", collating.pop(), 4096 | codes.SAMPLE_BLOB, 11)
 
     @precondition(lambda self: any(not b.delivered for b in self.open))
     @rule(which=pick, nbytes=st.integers(0, 300))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
 from minato._core.histogram import Histogram
-from minato._core.ledger import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
 from minato._core.wait import Gate
 from minato.chain.chain import Chain
 from minato.scheduler.fetch import Fetcher

@@ -1,0 +1,81 @@
+"""Notices at once when a worker process ends, without looking again and again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from typing import Any, cast
+
+__all__ = ["ExitWatch"]
+
+
+class ExitWatch:
+    """A thread that sleeps until a process ends.
+
+    Args:
+        context: The multiprocessing context that the processes come from.
+        notify: Called, in the thread, whenever a process has ended.
+    """
+
+    def __init__(self, context: Any, notify: Callable[[], None]) -> None:
+        # A process's sentinel stays open while a child of its own lives. Its pidfd does not, but can only be had for a
+        # child of this process, which nobody else reaps.
+        self._uses_pidfd = hasattr(os, "pidfd_open") and context.get_start_method() != "forkserver"
+        self._notify = notify
+        self._watched: dict[int, int] = {}
+        self._added: deque[tuple[int, int]] = deque()
+        self._gone: deque[int] = deque()
+        self._thread: threading.Thread | None = None
+        self._woken, self._wake = -1, -1
+
+    def add(self, number: int, process: BaseProcess) -> None:
+        """Watch a process under a number of the caller's."""
+        descriptor = process.sentinel
+        if self._uses_pidfd:
+            assert process.pid is not None
+            descriptor = os.pidfd_open(process.pid)
+        self._added.append((number, descriptor))
+        if self._thread is None:
+            self._woken, self._wake = os.pipe()
+            self._thread = threading.Thread(target=self._run, name="minato-exits", daemon=True)
+            self._thread.start()
+        else:
+            os.write(self._wake, b"+")
+
+    def gone(self) -> list[int]:
+        """Numbers of the processes that have ended since the last call."""
+        return [self._gone.popleft() for _ in range(len(self._gone))]
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is None:
+            return
+        os.write(self._wake, b"x")
+        self._thread.join()
+        self._thread = None
+        if self._uses_pidfd:
+            for descriptor in (*self._watched, *(added[1] for added in self._added)):
+                os.close(descriptor)
+        os.close(self._wake)
+        os.close(self._woken)
+
+    def _run(self) -> None:
+        while True:
+            while self._added:
+                number, descriptor = self._added.popleft()
+                self._watched[descriptor] = number
+            ended = cast(list[int], connection.wait([self._woken, *self._watched]))
+            for descriptor in ended:
+                if descriptor == self._woken:
+                    if os.read(self._woken, 1) == b"x":
+                        return
+                    continue
+                self._gone.append(self._watched.pop(descriptor))
+                if self._uses_pidfd:
+                    os.close(descriptor)
+            if self._gone:
+                self._notify()
