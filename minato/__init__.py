@@ -6,11 +6,12 @@ from minato import integrations
 from minato._core import implementation
 from minato._version import __version__
 from minato.chain.rng import numpy_rng, python_rng, torch_rng
-from minato.errors import MinatoError, NotPicklableError
+from minato.errors import CoverageError, MinatoError, NotPicklableError
 from minato.loader import DataLoader
 from minato.patching import patch, unpatch
 
 __all__ = [
+    "CoverageError",
     "DataLoader",
     "MinatoError",
     "NotPicklableError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import weakref
@@ -12,6 +13,7 @@ from typing import Any, cast
 from torch._utils import ExceptionWrapper
 
 from minato import _pickling
+from minato._core.codes import FAILED, STATES
 from minato._core.histogram import NBYTES as HISTOGRAM_NBYTES
 from minato._core.histogram import Histogram
 from minato._core.ledger import Ledger
@@ -26,7 +28,7 @@ from minato.chain.rng import SampleRandomness
 from minato.errors import NotPicklableError
 from minato.scheduler.assignment import AnyWorker, RoundRobin
 from minato.scheduler.deaths import Deaths
-from minato.scheduler.dispatcher import Dispatcher, Order
+from minato.scheduler.dispatcher import Dispatcher, Order, Progress
 from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
 from minato.scheduler.process import (
@@ -35,6 +37,7 @@ from minato.scheduler.process import (
     parent_watch,
     wrapped_in_process,
 )
+from minato.scheduler.replicas import Replicas
 from minato.scheduler.window import Window
 from minato.scheduler.worker import Worker
 
@@ -63,6 +66,7 @@ class Plan:
         restarts: A dead worker process is replaced.
         drop_last: Whether a stream's incomplete batch is dropped.
         largest_batch: Samples in the largest batch, as far as it is known.
+        replicas: The states of the workers' copies of the dataset, if it is iterable or stateful.
     """
 
     dataset: Any
@@ -85,6 +89,7 @@ class Plan:
     round_robin: bool
     drop_last: bool
     restarts: bool
+    replicas: Replicas | None
 
 
 class Engine:
@@ -127,6 +132,7 @@ class Engine:
                 max(plan.num_workers, 1),
                 plan.order.name == "strict",
                 cast(int, plan.window_batches),
+                plan.replicas,
             )
             if plan.round_robin
             else AnyWorker(),
@@ -135,6 +141,8 @@ class Engine:
             plan.timeout_s,
             plan.num_workers > 0 and not plan.persistent,
         )
+        self._replicas = plan.replicas
+        self._by_reference = not in_processes
         self._started = False
         self._works_ahead = plan.num_workers > 0
         self._parts_slow = plan.order.name == "fast_first" and not plan.order.bound
@@ -150,9 +158,10 @@ class Engine:
         epoch: int,
         seed: int,
         expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None],
+        progress: Progress,
     ) -> bool:
         """Start a pass (see ``Dispatcher.begin``) and, with the first one, the workers."""
-        foretold = self._dispatcher.begin(batches, epoch, seed, expected)
+        foretold = self._dispatcher.begin(batches, epoch, seed, expected, progress)
         if self._works_ahead:
             self._dispatcher.refill()
         if not self._started:
@@ -167,8 +176,10 @@ class Engine:
     def next(self) -> Any:
         """The next batch. Raises StopIteration at the end of the pass, and what the batch's samples raised."""
         item = self._dispatcher.next()
-        used_bytes = self.ledger.contents(item.record)[-1]
+        flags, *_, used_bytes = self.ledger.contents(item.record)
         try:
+            if self._replicas is not None and flags & (STATES | FAILED):
+                self._note_state(self._replicas, item.record)
             return self._reader.read(item.record, item.slot)
         finally:
             self._dispatcher.done(item, used_bytes)
@@ -177,6 +188,11 @@ class Engine:
             if self._works_ahead:
                 self._dispatcher.refill()
             self.arena.trim(self._dispatcher.num_open)
+
+    def _note_state(self, replicas: Replicas, record: int) -> None:
+        state = self._reader.state(record)
+        if state is not None:
+            replicas.heard(*(copy.deepcopy(state) if self._by_reference else state))
 
     def _mark_slow(self) -> None:
         """Tell the workers from which cost on a sample is slow."""
@@ -268,7 +284,13 @@ class _Bench:
             number,
             ledger,
             Gate(self.segment.array, ledger.work_gate_offset),
-            StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last)
+            StreamFetcher(
+                plan.dataset,
+                plan.chain,
+                plan.batched,
+                plan.drop_last,
+                None if plan.replicas is None else plan.replicas.each[number],
+            )
             if plan.streams
             else Fetcher(plan.dataset, plan.chain, plan.batched),
             BatchWriter(
@@ -288,11 +310,14 @@ def _make_pool(
     plan: Plan, bench: _Bench, ledger: Ledger, ready: Gate
 ) -> ProcessPool | ThreadPool | InlinePool:
     if plan.num_workers == 0:
-        return InlinePool(
-            lambda number: bench.worker(
+
+        def in_line(number: int) -> Worker:
+            _restore(plan, number)
+            return bench.worker(
                 number, ledger, lambda error: error, None, BaseException, in_line=True
             )
-        )
+
+        return InlinePool(in_line)
     if plan.worker_method == "thread":
 
         def in_thread(number: int) -> Worker:
@@ -345,6 +370,14 @@ def _initialise(plan: Plan, number: int) -> Exception | None:
     try:
         if plan.worker_init_fn is not None:
             plan.worker_init_fn(number)
+        _restore(plan, number)
     except Exception as error:
         return error
     return None
+
+
+def _restore(plan: Plan, number: int) -> None:
+    """Give this worker's copy of the dataset the state that an earlier run left it in."""
+    state = plan.replicas and plan.replicas.each[number].dataset
+    if state is not None:
+        plan.dataset.load_state_dict(state)

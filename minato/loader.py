@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from typing import Any, TypeVar, cast
 
@@ -17,6 +17,7 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 from minato._core.seeding import mix
 from minato._machine import available_memory_bytes
 from minato._standin import StandIn, TorchDataLoader
+from minato._stateful import is_stateful
 from minato.assembler.arena import Arena
 from minato.chain.chain import Chain
 from minato.delivery.iterator import BatchIterator
@@ -24,8 +25,12 @@ from minato.engine import Engine, Plan
 from minato.integrations.lightning import counts_batches
 from minato.options import Options
 from minato.scheduler.dispatcher import Order
-from minato.source.epochs import epoch_of, nested, tell_epoch
-from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_of
+from minato.scheduler.replicas import Replicas
+from minato.source.epochs import tell_epoch
+from minato.source.passes import SeededSampler
+from minato.source.progress import Coverage
+from minato.source.replay import RecordedOrder
+from minato.source.run import Course, Run
 
 __all__ = ["DataLoader"]
 
@@ -71,7 +76,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             torch's seeds, so that all content is bit for bit torch's, random augmentations included.
         on_worker_death: ``"restart"``: a worker process that dies is replaced, its samples go out again, and a warning
             says what happened; three deaths on one sample raise. ``"raise"``: torch's RuntimeError at once, as always
-            with iterable datasets and ``round_robin``, whose workers hold state that would be lost.
+            with iterable and stateful datasets and ``round_robin``, whose workers hold state that would be lost.
+        record_order: File to which the order of the batches is appended while they are delivered.
+        replay_order: Such a file: the same samples come in the same batches, in the recorded order, with the recorded
+            seed. The sampler is not asked then.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -109,6 +117,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         rng: str | None = None,
         schedule: str = "dynamic",
         on_worker_death: str = "restart",
+        record_order: str | os.PathLike[str] | None = None,
+        replay_order: str | os.PathLike[str] | None = None,
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -129,11 +139,13 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             rng=rng,
             schedule=schedule,
             on_worker_death=on_worker_death,
+            record_order=record_order,
+            replay_order=replay_order,
         )
         self._chain = Chain.of(transforms)
         vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag)
-        self._epoch = -1
-        self._sampler_epoch: int | None = 0
+        self._course = Course()
+        self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._foretells = True
         self._spare_arenas: list[Arena] = []
         shuffles = shuffle and sampler is None and batch_sampler is None
@@ -167,7 +179,56 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         Samplers with a ``set_epoch`` of their own are told too. It is enough to tell the sampler instead.
         """
         tell_epoch(self._index_sampler, epoch)
-        self._epoch = epoch - 1
+        self._course.epoch = epoch - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the newest iterator is, by torchdata's protocol.
+
+        A batch counts as done when ``next()`` has returned it, or raised the error of one of its samples. The state is
+        plain data that ``json`` can write, apart from what the ``state_dict()`` of a sampler or dataset of your own
+        puts there; later batches do not change it. It costs no worker a step and can be taken at any time, before the
+        first iteration too.
+
+        Raises:
+            ValueError: The dataset keeps a state, and the order or the worker threads leave open which samples it
+                belongs to.
+        """
+        self._refuse_data_pipes("state_dict()")
+        if self._keeps_replicas and not self._is_stream:
+            mixes = self._options.order not in ("strict", "batch")
+            if mixes or self._in_threads:
+                cause = f"order={self._options.order!r}" if mixes else "worker_method='thread'"
+                raise ValueError(
+                    f"the dataset has a state_dict() of its own, but with {cause} there is no moment at which it "
+                    "belongs to the delivered batches: use order='strict' or 'batch', and worker processes"
+                )
+        return self._course.state(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a state was taken: the next ``iter()`` gives what was left of its epoch.
+
+        The number of workers and the worker method may be others, except with datasets that are iterable or have a
+        state of their own. An empty dictionary means the beginning.
+
+        Raises:
+            ValueError: The state belongs to another dataset length, sampler, batch size, order or seed, or is none.
+                That the sampler gives other keys than before is found by the next ``iter()``.
+            TypeError: It is no dictionary.
+        """
+        self._refuse_data_pipes("load_state_dict()")
+        self._iterator = None
+        if state_dict == {}:
+            self._course = self._course.twin()
+        else:
+            self._course.load(self, state_dict, max(self.num_workers, 1))
+
+    def coverage(self) -> Coverage:
+        """What has become of the samples of the newest iterator's epoch so far.
+
+        At the end of an epoch minato compares this by itself and raises ``CoverageError`` if a sample was lost or
+        repeated.
+        """
+        return self._course.coverage()
 
     def __setattr__(self, attr: str, val: Any) -> None:
         if self.__initialized and attr in _OWN:
@@ -191,8 +252,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         and yet mix batches if this loader did.
         """
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("_options", "_chain", "_epoch", "_sampler_epoch", *_OWN)
+        kept = ("_options", "_chain", "_replay", *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
+        loader._course = self._course.twin()
         return loader
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
@@ -210,6 +272,20 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             self.check_worker_number_rationality()
         return BatchIterator(self, self._make_engine, self._new_pass)
 
+    def _refuse_data_pipes(self, what: str) -> None:
+        if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
+            raise ValueError(
+                f"{what} is not for data pipes, which torch's own loader iterates: it keeps no account of them"
+            )
+
+    @property
+    def _is_stream(self) -> bool:
+        return bool(self._dataset_kind == _DatasetKind.Iterable)
+
+    @property
+    def _keeps_replicas(self) -> bool:
+        return self._is_stream or is_stateful(self.dataset)
+
     @property
     def _in_threads(self) -> bool:
         return self.num_workers > 0 and self._options.worker_method == "thread"
@@ -225,7 +301,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def _make_engine(self, base_seed: int) -> Engine:
         options = self._options
-        streams = self._dataset_kind == _DatasetKind.Iterable
+        streams = self._is_stream
         round_robin = streams or options.schedule == "round_robin"
         window: int | None = None
         if self.num_workers == 0:
@@ -255,7 +331,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 streams=streams,
                 round_robin=round_robin,
                 drop_last=self.drop_last,
-                restarts=options.on_worker_death == "restart" and not round_robin,
+                restarts=options.on_worker_death == "restart"
+                and not round_robin
+                and not self._keeps_replicas,
+                replicas=None if self._course.run is None else self._course.run.replicas,
             ),
             arena,
         )
@@ -266,52 +345,16 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def _worker_seed(self, base_seed: int) -> int:
         """What the workers' own streams start from: torch's draw, or with ``seed=`` a function of (seed, epoch)."""
         seed = self._options.seed
-        return base_seed if seed is None else mix(seed, self._epoch + 1, 0) >> 2
+        return base_seed if seed is None else mix(seed, self._course.epoch, 0) >> 2
 
-    def _new_pass(self, base_seed: int) -> _Pass:
-        said = epoch_of(self._index_sampler)
-        self._epoch = self._epoch + 1 if said is None or said == self._sampler_epoch else said
-        for sampler in nested(self._index_sampler):
-            if isinstance(sampler, SeededSampler):
-                sampler.set_epoch(self._epoch)
-        self._sampler_epoch = epoch_of(self._index_sampler)
-        return _Pass(self, base_seed)
-
-
-class _Pass:
-    """One run of a loader over its sampler.
-
-    Attributes:
-        epoch: Its number.
-        seed: What the randomness of its samples starts from.
-    """
-
-    def __init__(self, loader: DataLoader[Any], base_seed: int) -> None:
-        self._loader = loader
-        self.epoch = loader._epoch
-        self.seed = base_seed if loader._options.seed is None else loader._options.seed
-
-    def batches(self, indices: Iterator[Any]) -> Iterator[list[Any]]:
-        """The keys of each batch, from what the index sampler yields."""
-        if self._loader._dataset_kind == _DatasetKind.Iterable:
-            return sizes_of(indices, self._loader._auto_collation)
-        loader = self._loader
-        whole = bool(getattr(loader.dataset, "__getitems__", None))
-        return batches_of(indices, loader._auto_collation, whole)
-
-    def expected(self) -> tuple[Iterator[list[Any]], int, int] | None:
-        """``(batches, epoch, seed)`` of the pass after this one, where it is known and can be prepared."""
-        loader = self._loader
-        if not (
-            loader.persistent_workers and loader._foretells and loader._options.rng == "sample"
-        ):
-            return None
-        later = next_sampler(loader._index_sampler)
-        if later is None:
-            return None
-        # Persistent workers keep their base seed, as with torch, so it is the same in the next pass.
-        return batches_of(later, loader._auto_collation), self.epoch + 1, self.seed
-
-    def foretold_wrongly(self) -> None:
-        """Load nothing ahead for the next passes of this loader."""
-        self._loader._foretells = False
+    def _new_pass(self) -> Run:
+        course = self._course
+        before = course.run and course.run.replicas
+        run, state = course.open(self, self._replay)
+        if self._keeps_replicas:
+            lasting = self.persistent_workers or self.num_workers == 0
+            if self._iterator is not None and before is not None:
+                run.replicas = before  # the workers of the run before go on
+            else:
+                run.replicas = Replicas(max(self.num_workers, 1), lasting, state)
+        return run

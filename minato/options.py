@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 __all__ = ["Options"]
@@ -25,6 +26,8 @@ class Options:
         rng: ``sample`` or ``worker``.
         schedule: ``dynamic`` or ``round_robin``.
         on_worker_death: ``restart`` or ``raise``.
+        record_order: Path of the file to which the order is appended, or None.
+        replay_order: Path of the file whose order is repeated, or None.
     """
 
     order: str
@@ -35,6 +38,8 @@ class Options:
     rng: str
     schedule: str
     on_worker_death: str
+    record_order: str | None
+    replay_order: str | None
 
     @classmethod
     def of(
@@ -51,6 +56,8 @@ class Options:
         rng: str | None,
         schedule: str,
         on_worker_death: str,
+        record_order: str | os.PathLike[str] | None,
+        replay_order: str | os.PathLike[str] | None,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -66,6 +73,26 @@ class Options:
         _whole("max_lag", max_lag, 0)
         _whole("memory_budget_bytes", memory_budget_bytes, 1)
         _whole("seed", seed, None)
+        record_order, replay_order = _path(record_order), _path(replay_order)
+        if is_stream and (record_order or replay_order):
+            raise ValueError(
+                "record_order and replay_order write down the keys of each batch, and an iterable dataset has none: "
+                "leave them out"
+            )
+        if replay_order is not None:
+            if order not in (None, "strict"):
+                raise ValueError(
+                    f"replay_order gives the batches as they are recorded, and order={order!r} would change them: "
+                    "leave order out"
+                )
+            if record_order is not None and os.path.abspath(record_order) == os.path.abspath(
+                replay_order
+            ):
+                raise ValueError(
+                    f"record_order and replay_order are the same file {record_order!r}: use two"
+                )
+            order = "strict"
+            in_order = True
         if order is None:
             whole = has_batch_sampler or is_stream or schedule == "round_robin"
             free = "batch" if whole else "arrival"
@@ -105,6 +132,8 @@ class Options:
             rng=rng or ("worker" if schedule == "round_robin" else "sample"),
             schedule=schedule,
             on_worker_death=on_worker_death,
+            record_order=record_order,
+            replay_order=replay_order,
         )
 
 
@@ -112,6 +141,10 @@ def _choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         allowed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name}={value!r} is not possible: choose one of {allowed}")
+
+
+def _path(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else os.fspath(path)
 
 
 def _whole(name: str, value: object, least: int | None) -> None:

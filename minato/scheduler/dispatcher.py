@@ -59,6 +59,7 @@ class InFlight:
     epoch: int
     seed: int
     owner: int
+    pass_start: int
     retired: bool = False
 
 
@@ -90,6 +91,16 @@ class KeyStore(Protocol):
 
     def drop(self, offset: int) -> None:
         """Forget them."""
+
+
+class Progress(Protocol):
+    """Who is told what becomes of a pass (the source's account of it)."""
+
+    def delivered(self, positions: list[int], start: int) -> None:
+        """The consumer got a batch in which these samples lay; ``start`` is the pass's first position."""
+
+    def finish(self, dropped: bool = False) -> None:
+        """The pass is over; ``dropped``: the workers had nothing for what is still open."""
 
 
 class Dispatcher:
@@ -137,7 +148,9 @@ class Dispatcher:
         self._batches: Iterator[list[Any]] = iter(())
         self._drawn: deque[list[Any]] = deque()
         self._expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None] = lambda: None
+        self._progress: Progress
         self._pass = (0, 0, 0)
+        self._start: int | None = None  # position of the pass's first sample
         self._exhausted = True  # the present pass has no more batches to open
         self._foretold = False  # what is drawn belongs to the next pass
         self._dry = True  # nothing is left to open, in this pass and in what is known of the next
@@ -160,11 +173,13 @@ class Dispatcher:
         epoch: int,
         seed: int,
         expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None],
+        progress: Progress,
     ) -> bool:
         """Start a pass over the sampler's batches, each a list of keys.
 
         Args:
             expected: Foretells ``(batches, epoch, seed)`` of the pass after this one, or None if they are not known.
+            progress: Told what becomes of the pass.
 
         Returns:
             False if batches had been opened ahead for this pass and were not the right ones; they are dropped.
@@ -174,6 +189,7 @@ class Dispatcher:
         self._batches = iter(batches)
         self._drawn = deque()
         self._expected = expected
+        self._progress = progress
         self._exhausted = self._foretold = self._dry = False
         right = all((item.epoch, item.seed) == (epoch, seed) for item in ahead)
         if right:
@@ -181,6 +197,7 @@ class Dispatcher:
             right = [item.keys for item in ahead] == list(self._drawn)
         if ahead and right:
             self._pass = ahead[0].pass_index, epoch, seed
+            self._start = ahead[0].pass_start
             self._open = ahead
             self._drawn.clear()
         else:
@@ -222,6 +239,7 @@ class Dispatcher:
             self._sweep()
         self._ledger.open_pass(free)
         self._pass = free, epoch, seed
+        self._start = None
 
     # ---- batches ----------------------------------------------------------------------------
 
@@ -247,6 +265,7 @@ class Dispatcher:
                 self._retire(found)
                 continue
             if self.over:
+                self._progress.finish(self._assignment.over)
                 raise StopIteration
             self._ledger.waiting = True
             try:
@@ -259,6 +278,7 @@ class Dispatcher:
 
     def done(self, item: InFlight, batch_bytes: int) -> None:
         """Say that a batch has been read and its slot leased or released."""
+        self._progress.delivered(self._ledger.occupants(item.record), item.pass_start)
         self._window.observe(batch_bytes)
         self._delivered.append(item)
         self._sweep()
@@ -343,7 +363,11 @@ class Dispatcher:
             _EVERYBODY if owner else count,  # a batch with an owner must wake that very worker
             owner,
         )
-        item = InFlight(record, keys, slot, keys_slot, offset, index, epoch, seed, owner)
+        if self._start is None:
+            self._start = self._ledger.describe(record)[1]
+        item = InFlight(
+            record, keys, slot, keys_slot, offset, index, epoch, seed, owner, self._start
+        )
         if not self._order.bound:
             self._recent.append(item)
             if len(self._recent) > self._order.max_lag:

@@ -6,9 +6,12 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
+from minato._stateful import is_stateful
 from minato.chain.chain import Chain
+from minato.scheduler.replicas import Replica
 
 __all__ = ["Fetcher", "StreamEnd", "StreamFetcher"]
 
@@ -29,6 +32,11 @@ class Fetcher:
         self.one: Callable[[Any], Any] = self._transformed if chain.steps else get
         """Gets the sample of a key, after the chain."""
         self.takes_lists = batched and bool(getattr(dataset, "__getitems__", None))
+        self.keeps_state = is_stateful(dataset)
+
+    def state(self) -> tuple[Any, Any]:
+        """States of the dataset and, for streams, of its iterator."""
+        return self._dataset.state_dict(), None
 
     def _transformed(self, key: Any) -> Any:
         assert self._run is not None
@@ -70,9 +78,17 @@ class StreamFetcher:
     Args:
         batched: Whether samples are collated in lists; otherwise each is a batch.
         drop_last: Whether an incomplete list is dropped.
+        replica: Where an earlier run was, in the first pass.
     """
 
-    def __init__(self, dataset: Any, chain: Chain, batched: bool, drop_last: bool) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        chain: Chain,
+        batched: bool,
+        drop_last: bool,
+        replica: Replica | None = None,
+    ) -> None:
         self._dataset = dataset
         self._run = chain.run if chain.steps else None
         self.takes_lists = False
@@ -80,13 +96,39 @@ class StreamFetcher:
         self._drop_last = drop_last
         self._samples: Iterator[Any] | None = None
         self._pass: object = None
+        self._replica = replica or Replica()
 
-    def enter(self, this_pass: object) -> None:
-        """Make a new iterator if a new pass has begun."""
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the dataset or its iterator has a state."""
+        return is_stateful(self._dataset) or is_stateful(self._samples)
+
+    def state(self) -> tuple[Any, Any]:
+        """States of the dataset and of its iterator; None for one that has none."""
+        dataset, iterator = self._dataset, cast(Any, self._samples)
+        return (
+            dataset.state_dict() if is_stateful(dataset) and iterator is not dataset else None,
+            iterator.state_dict() if is_stateful(iterator) else None,
+        )
+
+    def enter(self, this_pass: object, count: int) -> None:
+        """Make a new iterator if a new pass has begun.
+
+        Args:
+            count: Samples in a batch.
+        """
         if this_pass != self._pass:
             self._pass = this_pass
             self._samples = None
-            self._samples = iter(self._dataset)
+            samples: Any = iter(self._dataset)
+            self._samples = samples
+            replica, self._replica = self._replica, Replica()
+            if replica.iterator is not None:
+                samples.load_state_dict(replica.iterator)
+            for _ in range(replica.batches):
+                # With the chain, whose draws belong to the same generators; what raised, raised then.
+                with suppress(Exception):
+                    self.take(count)
 
     def take(self, count: int) -> list[Any]:
         """The next ``count`` samples, or what is left of them.

@@ -45,8 +45,13 @@ class Sink(Protocol):
     def write_batch(self, batch: int, samples: list[Any]) -> None:
         """Build a whole batch, of however many samples, that has one place."""
 
-    def write_error(self, batch: int, place: int, error: BaseException, key: Any) -> None:
+    def write_error(
+        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
+    ) -> None:
         """The same for a sample that raised."""
+
+    def write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
+        """Add the state of the worker's dataset, after a batch of which nothing lies at this place."""
 
     def write_end(self, place: int) -> None:
         """Say that there is nothing more to come."""
@@ -101,7 +106,7 @@ class Worker:
         self._make_randomness = make_randomness
         self._randomness: SampleRandomness | None = None
         self._times = times
-        self._whole_batches = whole_batches or fetcher.takes_lists
+        self._whole_batches = whole_batches or fetcher.takes_lists or fetcher.keeps_state
         self._failure = failure
         self._in_line = in_line
         self._catches = catches
@@ -243,10 +248,16 @@ class Worker:
     ) -> None:
         """Put samples in their own places and fill all of them at once."""
         sink = self._sink
+        fetcher = self._fetcher
         if error is not None:
             # The batch is lost, as with torch, which does not run the samples after a bad one either.
             failed = len(samples)
-            sink.write_error(batch, position + failed, error, keys[failed])
+            sink.write_error(
+                batch, position + failed, error, keys[failed], self._state_after_error()
+            )
+        elif whole and fetcher.keeps_state:
+            sink.write_collated(batch, samples)
+            sink.write_state(batch, position, self._state)
         elif whole and (sink.collates or sink.holds):
             sink.write_collated(batch, samples)
         else:
@@ -265,7 +276,10 @@ class Worker:
         """Run a whole batch by one call of the dataset, or an empty one; the dataset may return what it likes."""
         results, error = self._run(first, epoch, [keys], fetch)
         if error is not None:
-            self._sink.write_error(batch, first, error, keys)
+            self._sink.write_error(batch, first, error, keys, self._state_after_error())
+        elif self._fetcher.keeps_state:
+            self._sink.write_collated(batch, results[0])
+            self._sink.write_state(batch, first, self._state)
         elif self._sink.collates or type(results[0]) is not list or len(results[0]) != count:
             self._sink.write_collated(batch, results[0])
         else:
@@ -278,17 +292,31 @@ class Worker:
         """Take a batch from the worker's own iterator over an iterable dataset."""
 
         def fetch(count: int) -> list[Any]:
-            stream.enter(this_pass)
+            stream.enter(this_pass, count)
             return stream.take(count)
 
         batches, error = self._run(first, 0, [wanted], fetch)
         if error is None:
             self._sink.write_batch(batch, batches[0])
+            if stream.keeps_state:
+                self._sink.write_state(batch, first, self._state)
         elif isinstance(error, StreamEnd):
             self._sink.write_end(first)
         else:
-            self._sink.write_error(batch, first, error, None)
+            self._sink.write_error(batch, first, error, None, self._state_after_error())
         self._sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, 1))
+
+    def _state(self) -> tuple[int, Any, Any]:
+        """The worker's number, the states of its dataset and of its iterator."""
+        return (self._number, *self._fetcher.state())
+
+    def _state_after_error(self) -> tuple[int, Any, Any] | None:
+        if not self._fetcher.keeps_state:
+            return None
+        try:
+            return self._state()
+        except Exception:
+            return None  # one error is enough
 
     def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]) -> None:
         """Run samples that may go to any batch; so those after one that raised are run all the same."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from minato._core.arrivals import Arrivals, sum_of_hashes
 from minato.errors import CoverageError
+from minato.source.replay import OrderRecord
 
 __all__ = ["Coverage", "Done", "Progress", "Tally", "number_of", "rest_of"]
 
@@ -26,8 +27,11 @@ class Tally(NamedTuple):
     in 2**64.
     """
 
-    count: int
+    samples: int
     hash: int
+
+
+_NOTHING = Tally(0, 0)
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Coverage:
     @property
     def complete(self) -> bool:
         """Whether all that was asked for has been delivered or skipped, each key once."""
-        return self.outstanding == (0, 0)
+        return self.outstanding == _NOTHING
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,8 @@ class Done:
 
     ranges: tuple[tuple[int, int], ...] = ()
     batches: int = 0
-    delivered: Tally = Tally(0, 0)
-    skipped: Tally = Tally(0, 0)
+    delivered: Tally = _NOTHING
+    skipped: Tally = _NOTHING
 
     @property
     def end(self) -> int:
@@ -120,6 +124,8 @@ class Progress:
         """Whether the pass has come to its end."""
         self.batches = 0
         """Batches delivered in this run."""
+        self.record: OrderRecord | None = None
+        """Where the order of the batches is written down."""
         self._before = done or Done()
         self._arrivals = Arrivals(
             number_of, self._before.expected, self._before.delivered, self._before.skipped
@@ -127,6 +133,8 @@ class Progress:
 
     def asked(self, keys: Any) -> Any:
         """Note the next batch that the sampler gives; returns it."""
+        if self.record is not None:
+            self.record.asked(keys)
         self._arrivals.ask(keys)
         return keys
 
@@ -139,6 +147,8 @@ class Progress:
         """
         self._arrivals.deliver(positions, start)
         self.batches += 1
+        if self.record is not None:
+            self.record.delivered([position - start for position in positions])
 
     def skipped(self, positions: list[int], start: int) -> None:
         """Note samples that were given up; those that lie in a batch are to be named before it is delivered."""
@@ -161,11 +171,13 @@ class Progress:
         if not coverage.complete or self._arrivals.strays:
             raise CoverageError(
                 f"epoch {self.epoch} has ended, and what was delivered is not what the sampler asked for: asked for "
-                f"{coverage.asked.count} samples, delivered {coverage.delivered.count}, skipped "
-                f"{coverage.skipped.count}, repeated {self._arrivals.strays}, and the hash of what is missing is "
+                f"{coverage.asked.samples} samples, delivered {coverage.delivered.samples}, skipped "
+                f"{coverage.skipped.samples}, repeated {self._arrivals.strays}, and the hash of what is missing is "
                 f"{coverage.outstanding.hash:#018x}. This is a fault of minato: please report it."
             )
         self.finished = True
+        if self.record is not None:
+            self.record.finish()
 
     def coverage(self) -> Coverage:
         """What has become of the keys so far."""
@@ -192,7 +204,7 @@ class Progress:
 
 
 def _less(one: Tally, other: Tally) -> Tally:
-    return Tally(one.count - other.count, (one.hash - other.hash) % _MODULUS)
+    return Tally(one.samples - other.samples, (one.hash - other.hash) % _MODULUS)
 
 
 def rest_of(batches: Iterator[Any], done: Done, mixes: bool) -> Iterator[Any]:
@@ -230,7 +242,7 @@ def rest_of(batches: Iterator[Any], done: Done, mixes: bool) -> Iterator[Any]:
 
 
 _ANOTHER_ORDER = (
-    "the sampler gives other keys than when the state was taken, so that what is done cannot be told from what is left: "
+    "the sampler gives other keys than when the state was taken, so that nobody knows which are left: "
     "use seed=, give the sampler a generator, or give it state_dict() and load_state_dict()"
 )
 
@@ -244,7 +256,8 @@ def _parted(
     start, end = ranges[0] if ranges else (ordinal, ordinal)
     if start <= ordinal and ordinal + (len(keys) or 1) <= end:
         return keys, [], True
-    finished, left = [], []
+    finished: list[Any] = []
+    left: list[Any] = []
     for at, key in enumerate(keys, ordinal):
         while ranges and ranges[0][1] <= at:
             ranges.popleft()

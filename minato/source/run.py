@@ -1,0 +1,225 @@
+"""The runs of a loader over its sampler, one after the other, and the state from which one can go on."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data.dataloader import _DatasetKind
+
+from minato.source.draws import Draw
+from minato.source.epochs import epoch_of, nested
+from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_of
+from minato.source.progress import Coverage, Progress, rest_of
+from minato.source.replay import OrderRecord, RecordedOrder
+from minato.source.state import checked, done_of, plain_done, signature
+
+__all__ = ["Course", "Run"]
+
+_MIXING = ("arrival", "fast_first")
+"""Orders in which samples take places in other batches than their own."""
+
+
+def is_stream(loader: Any) -> bool:
+    """Whether the loader's dataset is iterable, so that its workers decide what comes."""
+    return bool(loader._dataset_kind == _DatasetKind.Iterable)
+
+
+class Run:
+    """One run of a loader over its sampler.
+
+    Args:
+        state: In the middle of which it begins; None: at the beginning.
+        begun: Called when its first batches are known.
+
+    Attributes:
+        epoch: Its number.
+        seed: What the randomness of its samples starts from.
+        progress: What has become of its keys.
+        replicas: Knows the states of the workers' datasets; None if they have none.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        epoch: int,
+        replay: RecordedOrder | None,
+        state: dict[str, Any] | None = None,
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._loader = loader
+        self._replay = replay
+        self._state = state
+        self._begun = begun
+        self.epoch = epoch
+        self.seed = 0
+        self.base_seed = 0
+        self.replicas: Any = None
+        self.progress = Progress(epoch, None if state is None else done_of(state["done"]))
+        self._draw = Draw(loader.generator, loader._index_sampler)
+        self._default = None if state is None else torch.default_generator.get_state()
+        self._draw.entering()
+
+    def entering(self) -> None:
+        """Note that the sampler is about to be asked for an iterator again; the last one counts."""
+        self._draw.entering()
+
+    def seeded(self, base_seed: int) -> int:
+        """Take torch's draw for the workers; returns the one that holds."""
+        self.base_seed = base_seed if self._state is None else self._state["base_seed"]
+        self.seed = self.base_seed if self._loader.seed is None else self._loader.seed
+        if self._replay is not None:
+            self.seed = self._replay.seed(self.epoch)
+        return self.base_seed
+
+    def batches(self, indices: Any) -> Iterator[Any]:
+        """The keys of each batch that is left, from what ``iter(sampler)`` gave.
+
+        Raises:
+            ValueError: The sampler does not give again what it gave when the state was taken.
+        """
+        try:
+            batches = self._left(indices)
+        finally:
+            if self._default is not None:
+                torch.default_generator.set_state(self._default)
+        path = self._loader.record_order
+        if path is not None:
+            first = self.progress.done().batches
+            self.progress.record = OrderRecord(path, self.epoch, self.seed, first)
+        self._begun()
+        return map(self.progress.asked, batches)
+
+    def _left(self, indices: Any) -> Iterator[Any]:
+        if is_stream(self._loader):
+            return sizes_of(indices, self._loader._auto_collation)
+        if self._replay is not None:
+            drawn: Iterator[Any] = self._replay.batches(self.epoch)
+        elif self._state is not None:
+            drawn = self._keys(self._draw.again(self._state["draw"]))
+        else:
+            return itertools.chain.from_iterable(self._drawn_first(indices))
+        if self._state is None:
+            return drawn
+        mixes = self._loader.order in _MIXING
+        return rest_of(drawn, done_of(self._state["done"]), mixes)
+
+    def _drawn_first(self, indices: Any) -> Iterator[Iterator[Any]]:
+        self._draw.first(indices)
+        yield self._keys(indices)
+
+    def _keys(self, indices: Any) -> Iterator[Any]:
+        whole = bool(getattr(self._loader.dataset, "__getitems__", None))
+        return batches_of(indices, self._loader._auto_collation, whole)
+
+    def expected(self) -> tuple[Iterator[list[Any]], int, int] | None:
+        """``(batches, epoch, seed)`` of the pass after this one, where it is known and can be prepared."""
+        loader = self._loader
+        if not (
+            loader.persistent_workers
+            and loader._foretells
+            and loader.rng == "sample"
+            and self._replay is None
+        ):
+            return None
+        later = next_sampler(loader._index_sampler)
+        if later is None:
+            return None
+        # Persistent workers keep their base seed, as with torch, so it is the same in the next pass.
+        return batches_of(later, loader._auto_collation), self.epoch + 1, self.seed
+
+    def foretold_wrongly(self) -> None:
+        """Load nothing ahead for the next passes of this loader."""
+        self._loader._foretells = False
+
+    def draw(self) -> dict[str, Any]:
+        """What decided the order of its keys, as plain data."""
+        return self._draw.plain()
+
+
+class Course:
+    """Where a loader stands: its epoch, its last run, and the state that the next one begins with.
+
+    Attributes:
+        epoch: Number of the last run.
+        run: That run; None before the first.
+    """
+
+    def __init__(self, epoch: int = -1, sampler_epoch: int | None = 0) -> None:
+        self.epoch = epoch
+        self.run: Run | None = None
+        self._sampler_epoch = sampler_epoch
+        self._loaded: dict[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A run is bound to its iterator, which no copy shares.
+        return {**self.__dict__, "run": None}
+
+    def twin(self) -> Course:
+        """Another one at the same epoch."""
+        return Course(self.epoch, self._sampler_epoch)
+
+    def open(self, loader: Any, replay: RecordedOrder | None) -> tuple[Run, Any]:
+        """Begin the next run; returns it and the states of the workers' datasets to begin with, or None."""
+        sampler, loaded = loader._index_sampler, self._loaded
+        replicas = loaded and loaded["replicas"]
+        if loaded is not None and not loaded["finished"]:
+            self.epoch = loaded["epoch"]
+            self.run = Run(loader, self.epoch, replay, loaded, self._forget)
+            return self.run, replicas
+        if loaded is not None:
+            self.epoch = loaded["epoch"]
+            Draw(loader.generator, sampler).settle(loaded["draw"])
+        said = epoch_of(sampler)
+        self.epoch = self.epoch + 1 if said is None or said == self._sampler_epoch else said
+        for one in nested(sampler):
+            if isinstance(one, SeededSampler):
+                one.set_epoch(self.epoch)
+        self._sampler_epoch = epoch_of(sampler)
+        self._loaded = None
+        self.run = Run(loader, self.epoch, replay)
+        return self.run, replicas
+
+    def _forget(self) -> None:
+        self._loaded = None
+
+    def state(self, loader: Any) -> dict[str, Any]:
+        """The present state as plain data, as far as the states of samplers and datasets are."""
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        run, draw = self.run, Draw(loader.generator, loader._index_sampler)
+        state = {
+            "loader": signature(loader, is_stream(loader), draw.sources),
+            "epoch": self.epoch,
+            "finished": run is None or run.progress.finished,
+        }
+        if run is None or run.progress.finished:
+            return {**state, "draw": draw.between(), "replicas": None}
+        return {
+            **state,
+            "base_seed": run.base_seed,
+            "done": plain_done(run.progress.done()),
+            "draw": run.draw(),
+            "replicas": run.replicas and run.replicas.plain(),
+        }
+
+    def load(self, loader: Any, state: Any, replicas: int) -> None:
+        """Begin the next run with a state.
+
+        Args:
+            replicas: How many copies of the dataset the loader's workers have.
+
+        Raises:
+            TypeError, ValueError: It is none, or belongs to another loader.
+        """
+        sources = Draw(loader.generator, loader._index_sampler).sources
+        mine = signature(loader, is_stream(loader), sources)
+        self._loaded = checked(state, mine, replicas)
+        self.run = None
+
+    def coverage(self) -> Coverage:
+        """What has become of the keys of the last run."""
+        return (self.run.progress if self.run else Progress(self.epoch)).coverage()
