@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pickle import PicklingError
 
-__all__ = ["CoverageError", "MinatoError", "NotPicklableError"]
+__all__ = [
+    "CoverageError",
+    "ErrorBudgetError",
+    "MinatoError",
+    "NotPicklableError",
+    "SampleTimeoutError",
+    "WorkerDiedError",
+]
 
 
 class MinatoError(Exception):
@@ -20,3 +27,15 @@ class NotPicklableError(MinatoError, TypeError, AttributeError, PicklingError):
 
 class CoverageError(MinatoError, RuntimeError):
     """A pass has ended, and what it delivered is not what the sampler asked for."""
+
+
+class ErrorBudgetError(MinatoError, RuntimeError):
+    """More samples of an epoch failed than ``error_budget`` allows."""
+
+
+class SampleTimeoutError(MinatoError, TimeoutError):
+    """A sample took longer than ``sample_timeout_s``; the text holds the stack of the worker that ran it."""
+
+
+class WorkerDiedError(MinatoError, RuntimeError):
+    """A sample ended every worker that ran it."""

@@ -7,47 +7,38 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, Sampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
-from minato._core.seeding import mix
-from minato._machine import available_memory_bytes
 from minato._standin import StandIn, TorchDataLoader
 from minato._stateful import is_stateful
 from minato.assembler.arena import Arena
 from minato.chain.chain import Chain
+from minato.chain.rng import SampleRandomness
 from minato.delivery.iterator import BatchIterator
-from minato.engine import Engine, Plan
+from minato.engine import Engine
 from minato.integrations.lightning import counts_batches
 from minato.options import Options
-from minato.scheduler.dispatcher import Order
+from minato.plan import Plan, Unbound
+from minato.scheduler.failures import SampleFailure
+from minato.scheduler.fetch import Fetcher
 from minato.scheduler.replicas import Replicas
 from minato.source.epochs import tell_epoch
 from minato.source.passes import SeededSampler
 from minato.source.progress import Coverage
 from minato.source.replay import RecordedOrder
-from minato.source.run import Course, Run
+from minato.source.run import Course, Run, is_stream
 
 __all__ = ["DataLoader"]
-
-_SHARE_OF_MEMORY = 4
-"""The default budget is available memory divided by this."""
 
 _OWN = ("transforms", *(field.name for field in fields(Options)))
 """Attributes that hold minato's own arguments; code that makes one loader from another's attributes finds them."""
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-class _Unbound(int):
-    """torch's default of ``prefetch_factor``: reads like it, but does not bound what is loaded ahead.
-
-    A type of its own, so that a loader made from another one's attributes is not bound either.
-    """
 
 
 class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
@@ -80,6 +71,18 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         record_order: File to which the order of the batches is appended while they are delivered.
         replay_order: Such a file: the same samples come in the same batches, in the recorded order, with the recorded
             seed. The sampler is not asked then.
+        on_error: What becomes of a sample that raises. ``"raise"``: its batch does, as with torch. ``"skip"``: it is
+            left out. ``"retry"``: it is tried again, and raises if that does not help. A function, called in the
+            worker with a :class:`minato.SampleFailure`: what it returns takes the place of the sample, ``minato.SKIP``
+            leaves it out, and what it raises is raised.
+        retries: How often a sample is tried again, with the same random numbers, before ``on_error`` decides; by
+            default 2 with ``"retry"`` and 0 otherwise.
+        error_budget: How many samples of an epoch may be left out or replaced before ``minato.ErrorBudgetError`` ends
+            it: a number (integer), or a share of the epoch's samples (below 1). By default any number.
+        quarantine: Path of a file to which a line of JSON is added for each failure: index, epoch, seed, worker,
+            transform, exception, traceback, and what became of it.
+        sample_timeout_s: Seconds after which the worker process of a sample is ended and replaced, and the sample is a
+            failure with ``minato.SampleTimeoutError``, whose text holds the worker's stack.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -119,6 +122,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         on_worker_death: str = "restart",
         record_order: str | os.PathLike[str] | None = None,
         replay_order: str | os.PathLike[str] | None = None,
+        on_error: str | Callable[[SampleFailure], Any] = "raise",
+        retries: int | None = None,
+        error_budget: float | None = None,
+        quarantine: str | os.PathLike[str] | None = None,
+        sample_timeout_s: float | None = None,
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -141,6 +149,12 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             on_worker_death=on_worker_death,
             record_order=record_order,
             replay_order=replay_order,
+            on_error=on_error,
+            retries=retries,
+            error_budget=error_budget,
+            quarantine=quarantine,
+            sample_timeout_s=sample_timeout_s,
+            num_workers=num_workers,
         )
         self._chain = Chain.of(transforms)
         vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag)
@@ -171,7 +185,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             in_order=in_order,
         )
         if prefetch_factor is None and self.prefetch_factor is not None:
-            self.prefetch_factor = _Unbound(self.prefetch_factor)
+            self.prefetch_factor = Unbound(self.prefetch_factor)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next ``iter()`` starts; by default each starts the one after the last.
@@ -194,7 +208,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 belongs to.
         """
         self._refuse_data_pipes("state_dict()")
-        if self._keeps_replicas and not self._is_stream:
+        if self._keeps_replicas and not is_stream(self):
             mixes = self._options.order not in ("strict", "batch")
             if mixes or self._in_threads:
                 cause = f"order={self._options.order!r}" if mixes else "worker_method='thread'"
@@ -230,6 +244,33 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """
         return self._course.coverage()
 
+    def reproduce(self, index: Any, epoch: int | None = None, seed: int | None = None) -> Any:
+        """Load one sample in this process as a worker did, random numbers included.
+
+        Args:
+            index: What the dataset is asked for.
+            epoch: By default the one that is running, or ran last.
+            seed: As a quarantine file tells it; by default that of the loader, or of the pass that is running.
+
+        Returns:
+            ``dataset[index]`` after all transforms, not collated. What it raises is not caught.
+
+        Raises:
+            ValueError: No pass has begun and ``seed`` is not given.
+        """
+        if seed is None:
+            seed = self._options.seed if self._options.seed is not None else self._course.seed
+        if seed is None:
+            raise ValueError(
+                "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "
+                "not: give seed=, as the quarantine file tells it"
+            )
+        randomness = SampleRandomness(seed)
+        with randomness.saved():
+            if self._options.rng == "sample":
+                randomness.bind(max(self._course.epoch, 0) if epoch is None else epoch, index)
+            return Fetcher(self.dataset, self._chain, self._auto_collation).single(index)
+
     def __setattr__(self, attr: str, val: Any) -> None:
         if self.__initialized and attr in _OWN:
             raise ValueError(
@@ -263,7 +304,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             if self._chain.steps:
                 raise ValueError("transforms= is not for data pipes: use their .map(...)")
             return super()._get_iterator()
-        if self._dataset_kind == _DatasetKind.Iterable and self._in_threads:
+        if is_stream(self) and self._in_threads:
             raise ValueError(
                 "worker_method='thread' cannot split an iterable dataset, which does so by torch's get_worker_info() "
                 "and that knows processes only: use worker_method='process'"
@@ -279,12 +320,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             )
 
     @property
-    def _is_stream(self) -> bool:
-        return bool(self._dataset_kind == _DatasetKind.Iterable)
-
-    @property
     def _keeps_replicas(self) -> bool:
-        return self._is_stream or is_stateful(self.dataset)
+        return is_stream(self) or is_stateful(self.dataset)
 
     @property
     def _in_threads(self) -> bool:
@@ -300,52 +337,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         return Arena(shared=shared)
 
     def _make_engine(self, base_seed: int) -> Engine:
-        options = self._options
-        streams = self._is_stream
-        round_robin = streams or options.schedule == "round_robin"
-        window: int | None = None
-        if self.num_workers == 0:
-            window = 1
-        elif round_robin or not isinstance(self.prefetch_factor, _Unbound):
-            window = self.num_workers * cast(int, self.prefetch_factor)
         arena = self._spare_arena()
-        engine = Engine(
-            Plan(
-                dataset=self.dataset,
-                chain=self._chain,
-                collate_fn=self.collate_fn,
-                batched=self._auto_collation,
-                num_workers=self.num_workers,
-                worker_method=options.worker_method,
-                context=self.multiprocessing_context or torch.multiprocessing.get_context(),
-                worker_init_fn=self.worker_init_fn,
-                base_seed=self._worker_seed(base_seed),
-                seeds_samples=options.rng == "sample" and not streams,
-                order=Order(options.order, options.max_lag),
-                window_batches=window,
-                budget_bytes=options.memory_budget_bytes
-                or available_memory_bytes() // _SHARE_OF_MEMORY,
-                largest_batch=self.batch_size or 1,
-                timeout_s=self.timeout,
-                persistent=self.persistent_workers,
-                streams=streams,
-                round_robin=round_robin,
-                drop_last=self.drop_last,
-                restarts=options.on_worker_death == "restart"
-                and not round_robin
-                and not self._keeps_replicas,
-                replicas=None if self._course.run is None else self._course.run.replicas,
-            ),
-            arena,
-        )
+        engine = Engine(Plan.of(self, base_seed), arena)
         # The next iterator writes to this one's warm pages.
         weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
         return engine
-
-    def _worker_seed(self, base_seed: int) -> int:
-        """What the workers' own streams start from: torch's draw, or with ``seed=`` a function of (seed, epoch)."""
-        seed = self._options.seed
-        return base_seed if seed is None else mix(seed, self._course.epoch, 0) >> 2
 
     def _new_pass(self) -> Run:
         course = self._course

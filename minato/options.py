@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Options"]
 
 ORDERS = ("strict", "batch", "arrival", "fast_first")
+DEFAULT_RETRIES = 2
 DEFAULT_MAX_LAG = 32
 """Batches; about what a few workers finish during a sample that takes a hundred times as long as the others."""
 _INT64 = 1 << 63
@@ -28,6 +30,11 @@ class Options:
         on_worker_death: ``restart`` or ``raise``.
         record_order: Path of the file to which the order is appended, or None.
         replay_order: Path of the file whose order is repeated, or None.
+        on_error: ``raise``, ``skip``, ``retry`` or a function.
+        retries: How often a sample that raised is tried again first.
+        error_budget: Samples of an epoch that may fail: a number, a share below 1, or None.
+        quarantine: Path of the file that keeps failures, or None.
+        sample_timeout_s: Seconds that a sample may take, or None.
     """
 
     order: str
@@ -40,6 +47,17 @@ class Options:
     on_worker_death: str
     record_order: str | None
     replay_order: str | None
+    on_error: Any
+    retries: int
+    error_budget: float | None
+    quarantine: str | None
+    sample_timeout_s: float | None
+
+    @property
+    def settles_failures(self) -> bool:
+        """Whether a sample that raises is anything but an error of its batch."""
+        settled = self.on_error != "raise" or self.retries or self.quarantine is not None
+        return bool(settled or self.sample_timeout_s is not None)
 
     @classmethod
     def of(
@@ -58,6 +76,12 @@ class Options:
         on_worker_death: str,
         record_order: str | os.PathLike[str] | None,
         replay_order: str | os.PathLike[str] | None,
+        on_error: Any,
+        retries: int | None,
+        error_budget: float | None,
+        quarantine: Any,
+        sample_timeout_s: float | None,
+        num_workers: int,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -70,6 +94,12 @@ class Options:
         _choice("rng", rng, (None, "sample", "worker"))
         _choice("on_worker_death", on_worker_death, ("restart", "raise"))
         _choice("schedule", schedule, ("dynamic", "round_robin"))
+        if not callable(on_error):
+            _choice("on_error", on_error, ("raise", "skip", "retry"))
+        _whole("retries", retries, 0)
+        _check_budget(error_budget)
+        if quarantine is not None:
+            quarantine = os.fspath(quarantine)
         _whole("max_lag", max_lag, 0)
         _whole("memory_budget_bytes", memory_budget_bytes, 1)
         _whole("seed", seed, None)
@@ -123,6 +153,20 @@ class Options:
                 f"max_lag={max_lag} has no meaning with order={order!r}: samples are late only with "
                 "order='arrival' or 'fast_first'"
             )
+        if is_stream and (on_error != "raise" or retries or quarantine is not None):
+            raise ValueError(
+                f"on_error={on_error!r}, retries={retries} and quarantine={quarantine!r} are for samples that have an "
+                "index: catch the error in the iterable dataset itself"
+            )
+        if error_budget is not None and on_error in ("raise", "retry"):
+            raise ValueError(
+                f"error_budget={error_budget} has no meaning with on_error={on_error!r}, where no sample is left out: "
+                "use on_error='skip' or a function"
+            )
+        if sample_timeout_s is not None:
+            _check_sample_timeout(sample_timeout_s, num_workers, worker_method, is_stream, schedule)
+        if retries is None:
+            retries = DEFAULT_RETRIES if on_error == "retry" else 0
         return cls(
             order=order,
             max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
@@ -134,6 +178,43 @@ class Options:
             on_worker_death=on_worker_death,
             record_order=record_order,
             replay_order=replay_order,
+            on_error="raise" if on_error == "retry" else on_error,
+            retries=retries,
+            error_budget=error_budget,
+            quarantine=quarantine,
+            sample_timeout_s=sample_timeout_s,
+        )
+
+
+def _check_budget(budget: object) -> None:
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(
+            f"error_budget={budget!r} is a {type(budget).__name__}: give a number of samples, or a share below 1"
+        )
+    if budget < 0 or (isinstance(budget, float) and budget >= 1):
+        raise ValueError(
+            f"error_budget={budget} is not possible: give a number of samples (an integer), or a share below 1"
+        )
+
+
+def _check_sample_timeout(
+    limit_s: object, num_workers: int, worker_method: str, is_stream: bool, schedule: str
+) -> None:
+    if isinstance(limit_s, bool) or not isinstance(limit_s, (int, float)):
+        raise TypeError(f"sample_timeout_s={limit_s!r} is a {type(limit_s).__name__}: give seconds")
+    if limit_s <= 0:
+        raise ValueError(f"sample_timeout_s={limit_s} is too small: give more than 0 seconds")
+    if num_workers == 0 or worker_method == "thread":
+        raise ValueError(
+            f"sample_timeout_s={limit_s} needs worker processes, because nothing else can be ended: use num_workers=1 "
+            "or more and worker_method='process'"
+        )
+    if is_stream or schedule == "round_robin":
+        raise ValueError(
+            f"sample_timeout_s={limit_s} ends and replaces workers, but those of an iterable dataset or of "
+            "schedule='round_robin' hold state that would be lost: use torch's timeout="
         )
 
 

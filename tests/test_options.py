@@ -24,6 +24,12 @@ def options(**given: Any) -> Options:
         "on_worker_death": "restart",
         "record_order": None,
         "replay_order": None,
+        "on_error": "raise",
+        "retries": None,
+        "error_budget": None,
+        "quarantine": None,
+        "sample_timeout_s": None,
+        "num_workers": 2,
     }
     return Options.of(**{**defaults, **given})
 

@@ -137,11 +137,15 @@ cdef class Arrivals:
     def deliver(self, list positions not None, int64_t start) -> None:
         """Note that keys have arrived, those with the numbers ``position - start``.
 
-        A key that was skipped before may still have its place in a batch: it stays skipped.
+        A key that was skipped before may still have its place in a batch: it stays skipped. Negative positions are
+        those of nothing.
         """
-        cdef int64_t number
+        cdef int64_t number, at
         for position in positions:
-            number = <int64_t>position - start
+            at = position
+            if at < 0:
+                continue
+            number = at - start
             if self._is_waiting(number):
                 self._settle(number, &self.delivered_)
             elif number not in self.skipped_numbers:

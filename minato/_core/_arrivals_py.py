@@ -102,10 +102,13 @@ class Arrivals:
     def deliver(self, positions: list[int], start: int) -> None:
         """Note that keys have arrived, those with the numbers ``position - start``.
 
-        A key that was skipped before may still have its place in a batch: it stays skipped.
+        A key that was skipped before may still have its place in a batch: it stays skipped. Negative positions are
+        those of nothing.
         """
         for position in positions:
             number = position - start
+            if position < 0:
+                continue
             if number in self._waiting:
                 self._settle(number, 1)
             elif number not in self._skipped_numbers:

@@ -31,6 +31,8 @@ from minato._core.layout cimport (
     MN_PUBLISHED,
     MN_RAGGED,
     MN_READY,
+    MN_SKIP_BLOB,
+    MN_SKIPPED,
     MN_STATE,
     mn_batch,
     mn_position,
@@ -144,7 +146,7 @@ cdef class Claims(Records):
         """Say what lies at a place besides the fields; before the place is filled.
 
         Args:
-            blob: Arena offset, a multiple of 64, | SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB or END_BLOB.
+            blob: Arena offset, a multiple of 64, | one of the kinds SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB, END_BLOB.
         """
         cdef mn_position *there = &self.positions[place & self.mask]
         there.blob = blob
@@ -173,6 +175,30 @@ cdef class Claims(Records):
             mn_store_seq_cst_u64(&position.place, MN_FILLED | (seq + 1))
             settle(self, worker, seq, seq)
         return complete(self, worker, batch)
+
+    def skip(self, uint32_t worker, uint64_t position):
+        """Say that a sample has no result; one without a place leaves it to another.
+
+        Returns:
+            As ``fill``.
+        """
+        cdef mn_position *record = &self.positions[position & self.mask]
+        cdef mn_position *there
+        cdef uint64_t word, place
+        cdef uint32_t batch
+        while True:
+            word = mn_load_acquire_u64(&record.ticket)
+            place = word & MN_NUMBER
+            if place:
+                there = &self.positions[(place - 1) & self.mask]
+                batch = there.batch
+                there.blob = MN_SKIP_BLOB
+                mn_store_seq_cst_u64(&there.place, MN_FILLED | (position + 1))
+                mn_cas_seq_cst_u64(&record.ticket, word, MN_DONE)
+                return complete(self, worker, batch)
+            if mn_cas_seq_cst_u64(&record.ticket, word, MN_DONE):
+                self.hungry()  # it may have been what the consumer waits for
+                return MN_NOT_COMPLETE
 
     def set_result(self, uint32_t batch, uint64_t result, uint64_t nbytes):
         """Say where the collated result of a batch lies whose last samples are about to be filled in."""
@@ -262,7 +288,9 @@ cdef int complete(Records ledger, uint32_t worker, uint32_t index) noexcept nogi
     for seq in range(batch.first, batch.first + batch.count):
         flags |= <uint64_t>1 << (ledger.positions[seq & ledger.mask].blob & MN_KIND_MASK)
     batch.flags = flags
-    if flags & (MN_FAILED | MN_ENDED) or batch.result or (batch.layout and not flags & MN_RAGGED):
+    if flags & (MN_FAILED | MN_ENDED) or batch.result or (
+        batch.layout and not flags & (MN_RAGGED | MN_SKIPPED)
+    ):
         mn_store_release_u64(&batch.state, state & ~<uint64_t>0xFFFF | MN_READY)
         mn_gate_notify(&ledger.header.ready, INT_MAX)
         return MN_PUBLISHED

@@ -18,6 +18,8 @@ from minato._core.codes import (
     PUBLISHED,
     RAGGED,
     READY,
+    SKIP_BLOB,
+    SKIPPED,
 )
 
 __all__ = ["Claims"]
@@ -103,7 +105,7 @@ class Claims(Records):
         """Say what lies at a place besides the fields; before the place is filled.
 
         Args:
-            blob: Arena offset, a multiple of 64, | SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB or END_BLOB.
+            blob: Arena offset, a multiple of 64, | one of the kinds SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB, END_BLOB.
         """
         with self._locked():
             there = self._positions[place & self._mask]
@@ -128,6 +130,23 @@ class Claims(Records):
             for seq in range(first, first + count):
                 self._fill_one(seq, seq, cost_ns)
             return self._complete(worker, batch)
+
+    def skip(self, worker: int, position: int) -> int:
+        """Say that a sample has no result; one without a place leaves it to another.
+
+        Returns:
+            As ``fill``.
+        """
+        with self._locked():
+            place = self._ticket(position) & NUMBER
+            self._set_ticket(position, DONE)
+            if place:
+                there = self._positions[(place - 1) & self._mask]
+                there["blob"] = SKIP_BLOB
+                there["place"] = FILLED | (position + 1)
+                return self._complete(worker, int(there["batch"]))
+        self.hungry()  # it may have been what the consumer waits for
+        return NOT_COMPLETE
 
     def set_result(self, batch: int, result: int, nbytes: int) -> None:
         """Say where the collated result of a batch lies whose last samples are about to be filled in."""
@@ -195,7 +214,7 @@ class Claims(Records):
         if (
             flags & (FAILED | ENDED)
             or record["result"]
-            or (record["layout"] and not flags & RAGGED)
+            or (record["layout"] and not flags & (RAGGED | SKIPPED))
         ):
             self._set_state(batch, READY)
             self._ready.notify()

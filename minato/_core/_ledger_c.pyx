@@ -24,10 +24,13 @@ from minato._core.layout cimport (
     MN_COLLATING,
     MN_DONE,
     MN_DRAINING,
+    MN_FILLED,
     MN_FREE,
+    MN_KIND_MASK,
     MN_NUMBER,
     MN_ONE_VERSION,
     MN_OPEN,
+    MN_SKIP_BLOB,
     MN_STATE,
     MN_STOPPING,
     MN_VACANT,
@@ -182,6 +185,34 @@ cdef class Ledger(Claims):
                 return False
         return True
 
+    def fill_up(self, uint32_t pass_index):
+        """Fill the places that are left over when all samples of a pass are settled and some of them are skipped."""
+        cdef uint64_t seq
+        cdef mn_batch *batch
+        cdef mn_position *place
+        for index in self.live:
+            batch = &self.batches[index]
+            if batch.pass_index != pass_index:
+                continue
+            for seq in range(batch.first, batch.first + batch.count):
+                place = &self.positions[seq & self.mask]
+                if mn_load_acquire_u64(&place.place) & MN_STATE != MN_FILLED:
+                    place.blob = MN_SKIP_BLOB
+                    mn_store_release_u64(&place.place, MN_FILLED)
+        # Whoever claims next looks for batches that are full and that nobody collates.
+        mn_fetch_add_seq_cst_u32(&self.header.stranded, 1)
+        mn_gate_notify(&self.header.work, INT_MAX)
+
+    def skipped(self, uint32_t batch):
+        """Positions of those samples of a settled batch that have no result."""
+        cdef mn_batch *record = &self.batches[batch]
+        cdef uint64_t seq
+        return [
+            seq
+            for seq in range(record.first, record.first + record.count)
+            if mn_load_acquire_u64(&self.positions[seq & self.mask].ticket) == MN_DONE
+        ]
+
     def cancel(self, uint32_t batch):
         """Take back the samples of this batch that nobody has claimed yet."""
         cdef mn_batch *record = &self.batches[batch]
@@ -250,6 +281,8 @@ cdef class Ledger(Claims):
                 there = &self.positions[(place - 1) & self.mask]
                 # Once filled, the place may long have been delivered and have come round the ring.
                 if mn_load_acquire_u64(&there.place) != MN_BOUND | (seq + 1):
+                    if is_skipped(there, seq):
+                        place = 0
                     mn_store_release_u64(&position.ticket, MN_DONE | place)
                     continue
                 there.blob = 0
@@ -293,3 +326,10 @@ cdef class Ledger(Claims):
         """``(samples, busy_ns, idle_ns)`` of a worker so far."""
         cdef mn_worker *record = &self.workers[worker]
         return record.samples, record.busy_ns, record.idle_ns
+
+
+cdef bint is_skipped(mn_position *there, uint64_t seq) noexcept nogil:
+    return (
+        mn_load_acquire_u64(&there.place) == MN_FILLED | (seq + 1)
+        and there.blob & MN_KIND_MASK == MN_SKIP_BLOB
+    )

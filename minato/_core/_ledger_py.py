@@ -15,12 +15,13 @@ from minato._core._records_py import (
     CLAIMED,
     DONE,
     DRAINING,
+    FILLED,
     FREE,
     NUMBER,
     STATE,
     STOPPING,
 )
-from minato._core.codes import CLOSED, COLLATING, OPEN, VACANT
+from minato._core.codes import CLOSED, COLLATING, KIND_MASK, OPEN, SKIP_BLOB, VACANT
 
 __all__ = ["Ledger"]
 
@@ -143,6 +144,25 @@ class Ledger(Claims):
         with self._locked():
             return all(self._ticket(seq) & STATE in (DONE, CANCELLED) for seq in self._range(batch))
 
+    def fill_up(self, pass_index: int) -> None:
+        """Fill the places that are left over when all samples of a pass are settled and some of them are skipped."""
+        with self._locked():
+            for index in self._live:
+                if int(self._batches[index]["pass_index"]) != pass_index:
+                    continue
+                for seq in self._range(index):
+                    if self._place(seq) & STATE != FILLED:
+                        there = self._positions[seq & self._mask]
+                        there["blob"], there["place"] = SKIP_BLOB, FILLED
+            # Whoever claims next looks for batches that are full and that nobody collates.
+            self._header["stranded"] += 1
+        self._work.notify()
+
+    def skipped(self, batch: int) -> list[int]:
+        """Positions of those samples of a settled batch that have no result."""
+        with self._locked():
+            return [seq for seq in self._range(batch) if self._ticket(seq) == DONE]
+
     def cancel(self, batch: int) -> None:
         """Take back the samples of this batch that nobody has claimed yet."""
         with self._locked():
@@ -191,7 +211,12 @@ class Ledger(Claims):
                         self._give_back(held)
                 elif self._place(place - 1) != BOUND | (seq + 1):
                     # Once filled, the place may long have been delivered and have come round the ring.
-                    self._set_ticket(seq, DONE | place)
+                    there = self._positions[(place - 1) & self._mask]
+                    skipped = (
+                        int(there["place"]) == FILLED | (seq + 1)
+                        and int(there["blob"]) & KIND_MASK == SKIP_BLOB
+                    )
+                    self._set_ticket(seq, DONE if skipped else DONE | place)
                     continue
                 else:
                     self._positions[(place - 1) & self._mask]["blob"] = 0

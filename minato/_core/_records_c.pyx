@@ -1,7 +1,7 @@
 """The shared memory that a ledger lies in (compiled)."""
 
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from minato._core.atomics cimport (
@@ -198,10 +198,10 @@ cdef class Records:
         return found
 
     def occupants(self, uint32_t batch):
-        """Position of the sample that lies at each place of a full batch."""
+        """Position of the sample that lies at each place of a full batch; -1: none does."""
         cdef mn_batch *record = &self.batches[batch]
         cdef uint64_t seq, first = record.first
         return [
-            (self.positions[seq & self.mask].place & MN_NUMBER) - 1
+            <int64_t>(self.positions[seq & self.mask].place & MN_NUMBER) - 1
             for seq in range(first, first + record.count)
         ]

@@ -263,7 +263,7 @@ class Records:
             return found
 
     def occupants(self, batch: int) -> list[int]:
-        """Position of the sample that lies at each place of a full batch."""
+        """Position of the sample that lies at each place of a full batch; -1: none does."""
         with self._locked():
             return [(self._place(seq) & NUMBER) - 1 for seq in self._range(batch)]
 

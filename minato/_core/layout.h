@@ -14,7 +14,8 @@ enum { MN_VACANT, MN_OPEN, MN_COLLATING, MN_READY, MN_CLOSED };
 /* Answers of fill */
 enum { MN_NOT_COMPLETE, MN_PUBLISHED, MN_MUST_COLLATE };
 /* The kind of a blob, and bits of mn_batch.flags: 1 << kind */
-enum { MN_KIND_MASK = 63, MN_RAGGED = 1 << 1, MN_FAILED = 1 << 2, MN_ENDED = 1 << 4 };
+enum { MN_KIND_MASK = 63, MN_SKIP_BLOB = 5 };
+enum { MN_RAGGED = 1 << 1, MN_FAILED = 1 << 2, MN_ENDED = 1 << 4, MN_SKIPPED = 1 << MN_SKIP_BLOB };
 /* mn_header.shutdown */
 enum { MN_STOPPING = 1, MN_DRAINING = 2 };
 

@@ -21,6 +21,8 @@ cdef extern from "layout.h" nogil:
         MN_RAGGED
         MN_FAILED
         MN_ENDED
+        MN_SKIPPED
+        MN_SKIP_BLOB
         MN_STOPPING
         MN_DRAINING
 

@@ -15,6 +15,7 @@ from minato._core.codes import (
     ERROR_BLOB,
     MUST_COLLATE,
     SAMPLE_BLOB,
+    SKIP_BLOB,
     STATE_BLOB,
     TEXT_BLOB,
 )
@@ -75,6 +76,10 @@ class _Held:
 
     def __init__(self, error: SampleError) -> None:
         self.error = error
+
+
+class _NothingLeftError(Exception):
+    """All samples of a batch were skipped."""
 
 
 class BatchWriter:
@@ -172,6 +177,10 @@ class BatchWriter:
         """Collate all samples of a batch that this worker holds; the caller fills their places afterwards."""
         self._ledger.set_result(batch, *self._collated(batch, lambda: samples))
 
+    def write_nothing(self, batch: int) -> None:
+        """Say that all samples of a batch are skipped."""
+        self._ledger.set_result(batch, SKIP_BLOB, 0)
+
     def finished(self, batch: int, outcome: int) -> None:
         """Act on the answer of ``Ledger.fill``."""
         if outcome == MUST_COLLATE:
@@ -182,18 +191,22 @@ class BatchWriter:
         self._ledger.set_ready(batch, *self._collated(batch, lambda: self._gathered(batch)))
 
     def _gathered(self, batch: int) -> list[Any]:
-        """The samples of a full batch, from what its workers wrote."""
+        """The samples of a full batch, from what its workers wrote; without those that were skipped."""
         _, layout_offset, _, _, count, _ = self._ledger.contents(batch)
         fields, layout = 0, None
         if layout_offset:
             fields, _, layout = read_layout(self._segment, layout_offset)
         samples = []
         for k, (kind, offset, nbytes) in enumerate(self._ledger.blobs(batch)):
+            if kind == SKIP_BLOB:
+                continue
             value = self._store.get(offset, nbytes) if kind else []
             if kind != SAMPLE_BLOB:
                 assert layout is not None
                 value = layout.sample(self._segment.array, fields, count, k, value)
             samples.append(value)
+        if not samples:
+            raise _NothingLeftError
         held = next((sample for sample in samples if type(sample) is _Held), None)
         if held is None:
             return samples
@@ -209,6 +222,8 @@ class BatchWriter:
             result = self._collate_fn(samples if self._auto_collation else samples[0])
             offset, nbytes = self._put(batch, result, "result")
             return offset | SAMPLE_BLOB, nbytes
+        except _NothingLeftError:
+            return SKIP_BLOB, 0
         except Exception as error:
             offset, nbytes = self._put(batch, SampleError(self._describe_error(error)))
             return offset | ERROR_BLOB, nbytes

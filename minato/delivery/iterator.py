@@ -26,6 +26,7 @@ class BatchSource(Protocol):
         seed: int,
         expected: Callable[[], Any],
         progress: Any,
+        size: Callable[[], int | None],
     ) -> bool:
         """Start a pass; False if what was loaded ahead for it was in vain."""
 
@@ -51,6 +52,9 @@ class Pass(Protocol):
 
     def batches(self, indices: Iterator[Any]) -> Iterator[list[Any]]:
         """The keys of each batch."""
+
+    def size(self) -> int | None:
+        """How many samples it has, None if nobody knows."""
 
     def expected(self) -> Any:
         """``(batches, epoch, seed)`` of the next pass, or None."""
@@ -93,7 +97,10 @@ class BatchIterator(_BaseDataLoaderIter):
         assert self._source is not None
         this = self._pass
         batches = this.batches(self._sampler_iter)
-        if not self._source.begin(batches, this.epoch, this.seed, this.expected, this.progress):
+        begun = self._source.begin(
+            batches, this.epoch, this.seed, this.expected, this.progress, this.size
+        )
+        if not begun:
             this.foretold_wrongly()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:

@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from minato._core.codes import ENDED, NUM_PASSES, READY
+from minato._core.codes import (
+    ENDED,
+    KIND_MASK,
+    NUM_PASSES,
+    READY,
+    SKIP_BLOB,
+    SKIPPED,
+)
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.scheduler.assignment import Assignment
@@ -60,6 +67,7 @@ class InFlight:
     seed: int
     owner: int
     pass_start: int
+    progress: Progress | None
     retired: bool = False
 
 
@@ -99,6 +107,9 @@ class Progress(Protocol):
     def delivered(self, positions: list[int], start: int) -> None:
         """The consumer got a batch in which these samples lay; ``start`` is the pass's first position."""
 
+    def skipped(self, positions: list[int], start: int) -> None:
+        """These samples were given up."""
+
     def finish(self, dropped: bool = False) -> None:
         """The pass is over; ``dropped``: the workers had nothing for what is still open."""
 
@@ -113,6 +124,8 @@ class Dispatcher:
         discard: Called with ``(record, slot)`` of a batch that nobody wants any more.
         timeout_s: torch's ``timeout``; 0: none.
         one_pass: Whether the workers may leave when they find nothing more to do in the first pass.
+        skips: Whether samples may be left out.
+        drop_short: Whether a batch is dropped where too few samples are left to fill it.
     """
 
     def __init__(
@@ -128,6 +141,8 @@ class Dispatcher:
         discard: Callable[[int, Any], None],
         timeout_s: float = 0.0,
         one_pass: bool = False,
+        skips: bool = False,
+        drop_short: bool = False,
     ) -> None:
         self._ledger = ledger
         self._gate = gate
@@ -139,7 +154,12 @@ class Dispatcher:
         self._keys = keys
         self._discard = discard
         self._timeout_s = timeout_s
-        self._one_pass = one_pass
+        # Workers must stay until it is known which places nobody takes.
+        self._one_pass = one_pass and (order.bound or not skips)
+        self._skips = skips
+        self._fills_up = skips and not order.bound
+        self._filled_up = False
+        self._drops_short = drop_short and not order.bound
         self._open: deque[InFlight] = deque()
         self._ahead: deque[InFlight] = deque()  # of the pass that is expected next
         self._recent: deque[InFlight] = deque()  # the last max_lag + 1 opened of this pass
@@ -149,6 +169,7 @@ class Dispatcher:
         self._drawn: deque[list[Any]] = deque()
         self._expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None] = lambda: None
         self._progress: Progress
+        self._abandoned = False
         self._pass = (0, 0, 0)
         self._start: int | None = None  # position of the pass's first sample
         self._exhausted = True  # the present pass has no more batches to open
@@ -190,6 +211,7 @@ class Dispatcher:
         self._drawn = deque()
         self._expected = expected
         self._progress = progress
+        self._abandoned = False
         self._exhausted = self._foretold = self._dry = False
         right = all((item.epoch, item.seed) == (epoch, seed) for item in ahead)
         if right:
@@ -198,6 +220,8 @@ class Dispatcher:
         if ahead and right:
             self._pass = ahead[0].pass_index, epoch, seed
             self._start = ahead[0].pass_start
+            for item in ahead:
+                item.progress = progress
             self._open = ahead
             self._drawn.clear()
         else:
@@ -220,6 +244,14 @@ class Dispatcher:
         """Abandon everything in flight."""
         self.cancel(self._open)
         self.cancel(self._ahead)
+
+    def abandon(self) -> None:
+        """End the present pass here."""
+        self.cancel_all()
+        self._abandoned = True
+        self._batches, self._expected = iter(()), lambda: None
+        self._drawn.clear()
+        self._exhausted = True
 
     def _open_pass(self, epoch: int, seed: int) -> None:
         while True:
@@ -257,15 +289,26 @@ class Dispatcher:
             found = self._ready()
             if found is not None:
                 self._open.remove(found)
-                if not self._ledger.contents(found.record)[0] & ENDED:
+                flags, _, result, *_ = self._ledger.contents(found.record)
+                if not flags & (ENDED | SKIPPED):
                     self._assignment.delivered(found.owner)
                     return found
-                self._assignment.ended(found.owner)
+                if flags & ENDED:
+                    self._assignment.ended(found.owner)
+                else:
+                    self._assignment.delivered(found.owner)
+                    if not self._is_empty(found, result):
+                        return found
+                    self._account(found, dropped=True)
                 self._discard(found.record, found.slot)
-                self._retire(found)
+                self._delivered.append(found)
+                self._sweep()
+                continue
+            if self._fills_up and self._settled() and self._mend():
                 continue
             if self.over:
-                self._progress.finish(self._assignment.over)
+                if not self._abandoned:
+                    self._progress.finish(self._assignment.over)
                 raise StopIteration
             self._ledger.waiting = True
             try:
@@ -276,12 +319,48 @@ class Dispatcher:
             if deadline is not None and time.monotonic() > deadline and self._ready() is None:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
 
+    def _is_empty(self, item: InFlight, result: int) -> bool:
+        """Whether all samples of a batch are skipped, or so many that it is dropped."""
+        if result & KIND_MASK == SKIP_BLOB and not result & ~KIND_MASK:
+            return True
+        return self._drops_short and -1 in self._ledger.occupants(item.record)
+
+    def _settled(self) -> bool:
+        """Whether all samples of the pass that are in flight have been run."""
+        in_flight = *self._open, *self._delivered
+        return bool(self._open) and all(self._ledger.settled(item.record) for item in in_flight)
+
+    def _mend(self) -> bool:
+        """Help open batches that lack samples which were skipped: by later samples, or else by doing without."""
+        if not self._exhausted:
+            before = self.num_open
+            self.refill(most=1)
+            if self.num_open > before:
+                return True
+        if self._filled_up:
+            return False
+        self._filled_up = True
+        self._ledger.fill_up(self._open[0].pass_index)
+        return True
+
     def done(self, item: InFlight, batch_bytes: int) -> None:
         """Say that a batch has been read and its slot leased or released."""
-        self._progress.delivered(self._ledger.occupants(item.record), item.pass_start)
+        self._account(item)
         self._window.observe(batch_bytes)
         self._delivered.append(item)
         self._sweep()
+
+    def _account(self, item: InFlight, dropped: bool = False) -> None:
+        """Tell what becomes of the samples that lie in a batch, and of its own that were skipped."""
+        progress = item.progress
+        assert progress is not None
+        occupants = self._ledger.occupants(item.record)
+        if self._order.bound and self._skips:
+            progress.skipped(self._ledger.skipped(item.record), item.pass_start)
+        if dropped:
+            progress.skipped(occupants, item.pass_start)
+        else:
+            progress.delivered(occupants, item.pass_start)
 
     def _sleep(self, deadline: float | None, seen: int | None = None) -> None:
         limit = _LIVENESS_S
@@ -296,9 +375,12 @@ class Dispatcher:
         candidates = itertools.islice(self._open, 1 if oldest_only else None)
         return next((item for item in candidates if self._ledger.state(item.record) == READY), None)
 
-    def refill(self) -> None:
-        """Open as many batches as the window allows."""
-        while self._window.has_room(self.num_open):
+    def refill(self, most: int | None = None) -> None:
+        """Open as many batches as the window allows, or so many whatever it says."""
+        start = self.num_open
+        while (
+            self._window.has_room(self.num_open) if most is None else self.num_open < start + most
+        ):
             keys = self._draw()
             if keys is None:
                 self._run_dry()
@@ -341,6 +423,7 @@ class Dispatcher:
         return next(self._batches, None)
 
     def _publish(self, keys: list[Any], owner: int) -> InFlight:
+        self._filled_up = False
         slot = self._slots.acquire()
         count = len(keys) or 1  # an empty batch has a place too: for what is collated of nothing
         integers = type(keys) is list and set(map(type, keys)) == {int}
@@ -366,7 +449,17 @@ class Dispatcher:
         if self._start is None:
             self._start = self._ledger.describe(record)[1]
         item = InFlight(
-            record, keys, slot, keys_slot, offset, index, epoch, seed, owner, self._start
+            record,
+            keys,
+            slot,
+            keys_slot,
+            offset,
+            index,
+            epoch,
+            seed,
+            owner,
+            self._start,
+            None if self._foretold else self._progress,
         )
         if not self._order.bound:
             self._recent.append(item)
@@ -389,6 +482,8 @@ class Dispatcher:
         for item in self._delivered[:]:
             if self._order.bound or self._ledger.settled(item.record):
                 self._delivered.remove(item)
+                if self._fills_up and item.progress is not None:
+                    item.progress.skipped(self._ledger.skipped(item.record), item.pass_start)
                 self._retire(item)
         # Samples of a cancelled pass may take places in any of its batches, so it ends as a whole; and not before those
         # samples have run whose own batch is delivered.

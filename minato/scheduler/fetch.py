@@ -62,6 +62,10 @@ class Fetcher:
 
         return deal
 
+    def single(self, key: Any) -> Any:
+        """The sample of one key, by a call of its own."""
+        return self.each([key])(key)
+
     def many(self, keys: Any) -> Any:
         """What the dataset returns for the keys of a batch, normally the list of their samples, after the chain."""
         samples = self._dataset.__getitems__(keys)

@@ -16,6 +16,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
 from minato._core.wait import Gate
+from minato.scheduler.overdue import Overdue
 from minato.scheduler.watch import ExitWatch
 
 __all__ = ["ProcessPool", "enter_worker_process", "parent_watch", "wrapped_in_process"]
@@ -32,6 +33,7 @@ class ProcessPool:
         target: Run in each worker as ``target(number, *args)``.
         stop: Tells the workers to leave.
         may_leave: Whether worker number i may have left by itself.
+        overdue: Ends workers that are stuck.
         buried: Called with ``(number, pid, exit code)`` of a dead worker; gives its samples out again, or raises.
     """
 
@@ -45,11 +47,13 @@ class ProcessPool:
         stop: Callable[[], None],
         may_leave: Callable[[int], bool],
         buried: Callable[[int, int | None, int | None], None],
+        overdue: Overdue | None = None,
     ) -> None:
         self._context = context
         self._target = target
         self._args = args
         self._buried = buried
+        self._overdue = overdue
         self._ready = ready
         self._stop = stop
         self._may_leave = may_leave
@@ -72,10 +76,14 @@ class ProcessPool:
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready gate has had an event since ``seen``."""
+        if self._overdue is not None:
+            timeout_s = min(timeout_s, self._overdue.interval_s)
         self._ready.wait(seen, timeout_s)
 
     def check(self) -> None:
         """Replace dead workers, or raise torch's RuntimeError."""
+        if self._overdue is not None:
+            self._overdue.end(self.processes)
         for number in self._watch.gone():
             process = self.processes[number]
             process.join()

@@ -142,7 +142,8 @@ class Progress:
         """Note a batch that the consumer got.
 
         Args:
-            positions: Of the samples that lay in it; positions follow one another as the batches were drawn.
+            positions: Of the samples that lay in it, negative for none; they follow one another as the batches were
+                drawn.
             start: Position of the first sample of the pass.
         """
         self._arrivals.deliver(positions, start)
@@ -207,18 +208,22 @@ def _less(one: Tally, other: Tally) -> Tally:
     return Tally(one.samples - other.samples, (one.hash - other.hash) % _MODULUS)
 
 
-def rest_of(batches: Iterator[Any], done: Done, mixes: bool) -> Iterator[Any]:
+def rest_of(
+    batches: Iterator[Any], done: Done, mixes: bool, drop_last: bool = False
+) -> Iterator[Any]:
     """The batches that are left of a pass, from all that its sampler gives.
 
     Args:
         mixes: Samples take places in other batches than their own. Then the keys that are left are cut anew, to the
             sizes of the batches that were not delivered; otherwise whole batches are left.
+        drop_last: Whether a batch cut anew is dropped if keys are missing, because some were skipped.
 
     Raises:
         ValueError: The sampler does not give the keys that are done.
     """
-    first: list[Any] = []
-    held: deque[Any] = deque()  # keys that are left of batches before
+    whole_batches: list[Any] = []
+    keys_left: deque[Any] = deque()
+    sizes: deque[int] = deque()
     ranges = deque(done.ranges)
     count = total = number = ordinal = 0
     while ordinal < done.end:
@@ -228,17 +233,18 @@ def rest_of(batches: Iterator[Any], done: Done, mixes: bool) -> Iterator[Any]:
         finished, left, whole = _parted(keys, ordinal, ranges)
         count += len(finished)
         total += sum_of_hashes(finished, number_of)
-        if mixes:
-            held.extend(left)
-            if number >= done.batches:
-                first.append(_taken(held, len(keys)))
-        elif not whole:
-            first.append(keys)
+        keys_left.extend(left)
+        if number >= done.batches:
+            sizes.append(len(keys))
+        if not whole:
+            whole_batches.append(keys)
         ordinal += len(keys) or 1
         number += 1
     if (count, total % _MODULUS) != done.expected:
         raise ValueError(_ANOTHER_ORDER)
-    return itertools.chain(first, _cut_anew(batches, held) if mixes else batches)
+    if mixes:
+        return _cut_anew(batches, keys_left, sizes, drop_last)
+    return itertools.chain(whole_batches, batches)
 
 
 _ANOTHER_ORDER = (
@@ -265,16 +271,19 @@ def _parted(
     return finished, left, False
 
 
-def _taken(held: deque[Any], most: int) -> list[Any]:
-    return [held.popleft() for _ in range(min(most, len(held)))]
-
-
-def _cut_anew(batches: Iterator[Any], held: deque[Any]) -> Iterator[list[Any]]:
-    for keys in batches:
-        held.extend(keys)
-        yield _taken(held, len(keys))
-    if held:
-        yield list(held)
+def _cut_anew(
+    batches: Iterator[Any], keys: deque[Any], sizes: deque[int], drop_last: bool
+) -> Iterator[list[Any]]:
+    while True:
+        while sizes and len(keys) >= sizes[0]:
+            yield [keys.popleft() for _ in range(sizes.popleft())]
+        drawn = next(batches, None)
+        if drawn is None:
+            break
+        keys.extend(drawn)
+        sizes.append(len(drawn))
+    if keys and not drop_last:
+        yield list(keys)
 
 
 def number_of(key: Any) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _DatasetKind
 
 from minato.source.draws import Draw
@@ -17,7 +18,7 @@ from minato.source.progress import Coverage, Progress, rest_of
 from minato.source.replay import OrderRecord, RecordedOrder
 from minato.source.state import checked, done_of, plain_done, signature
 
-__all__ = ["Course", "Run"]
+__all__ = ["Course", "Run", "is_stream"]
 
 _MIXING = ("arrival", "fast_first")
 """Orders in which samples take places in other batches than their own."""
@@ -105,7 +106,7 @@ class Run:
         if self._state is None:
             return drawn
         mixes = self._loader.order in _MIXING
-        return rest_of(drawn, done_of(self._state["done"]), mixes)
+        return rest_of(drawn, done_of(self._state["done"]), mixes, self._loader.drop_last)
 
     def _drawn_first(self, indices: Any) -> Iterator[Iterator[Any]]:
         self._draw.first(indices)
@@ -131,6 +132,16 @@ class Run:
         # Persistent workers keep their base seed, as with torch, so it is the same in the next pass.
         return batches_of(later, loader._auto_collation), self.epoch + 1, self.seed
 
+    def size(self) -> int | None:
+        """How many samples the sampler says it has, where there is no other than torch's batch sampler above it."""
+        loader = self._loader
+        if loader._auto_collation and type(loader._index_sampler) is not BatchSampler:
+            return None
+        try:
+            return len(loader.sampler)
+        except TypeError:
+            return None
+
     def foretold_wrongly(self) -> None:
         """Load nothing ahead for the next passes of this loader."""
         self._loader._foretells = False
@@ -148,19 +159,27 @@ class Course:
         run: That run; None before the first.
     """
 
-    def __init__(self, epoch: int = -1, sampler_epoch: int | None = 0) -> None:
-        self.epoch = epoch
+    def __init__(self) -> None:
+        self.epoch = -1
         self.run: Run | None = None
-        self._sampler_epoch = sampler_epoch
+        self._sampler_epoch: int | None = 0
+        self._last_seed: int | None = None
         self._loaded: dict[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A run is bound to its iterator, which no copy shares.
-        return {**self.__dict__, "run": None}
+        return {**self.__dict__, "run": None, "_last_seed": self.seed}
+
+    @property
+    def seed(self) -> int | None:
+        """What the randomness of the last run's samples started from; None before the first."""
+        return self._last_seed if self.run is None else self.run.seed
 
     def twin(self) -> Course:
-        """Another one at the same epoch."""
-        return Course(self.epoch, self._sampler_epoch)
+        """Another one at the same epoch, without a state to begin with."""
+        twin = copy.copy(self)
+        twin._loaded = None
+        return twin
 
     def open(self, loader: Any, replay: RecordedOrder | None) -> tuple[Run, Any]:
         """Begin the next run; returns it and the states of the workers' datasets to begin with, or None."""
@@ -218,7 +237,7 @@ class Course:
         sources = Draw(loader.generator, loader._index_sampler).sources
         mine = signature(loader, is_stream(loader), sources)
         self._loaded = checked(state, mine, replicas)
-        self.run = None
+        self._last_seed, self.run = self.seed, None
 
     def coverage(self) -> Coverage:
         """What has become of the keys of the last run."""

@@ -830,3 +830,59 @@ def test_a_slot_that_is_too_small_says_so_and_stays_as_it_was(desk: Desk) -> Non
     with pytest.raises(MemoryError):
         desk.ledger.allocate(batch, 1)
     assert desk.ledger.allocate(batch, 0) == 8192
+
+
+# ----------------------------------------------------------------------------------------- skipping
+
+
+def test_a_skipped_sample_leaves_its_own_place_empty(desk: Desk) -> None:
+    ledger = desk.ledger
+    batch = desk.publish(3)
+    assert ledger.claim(0, 3) == (batch, 0, 3)
+    first = ledger.describe(batch)[1]
+    assert ledger.skip(0, first + 1) == codes.NOT_COMPLETE
+    assert ledger.fill_run(0, batch, 0, 1) == codes.NOT_COMPLETE
+    assert ledger.fill_run(0, batch, 2, 1) == codes.MUST_COLLATE
+    assert ledger.contents(batch)[0] & codes.SKIPPED
+    assert [kind for kind, _, _ in ledger.blobs(batch)] == [0, codes.SKIP_BLOB, 0]
+    assert ledger.settled(batch)
+    assert ledger.skipped(batch) == [first + 1]
+
+
+def test_a_skipped_sample_leaves_a_free_place_to_another(desk: Desk) -> None:
+    ledger = desk.ledger
+    old = desk.publish(2, bound=False)
+    new = desk.publish(2, bound=False)
+    first = ledger.describe(old)[1]
+    assert ledger.claim(0, 2) == (old, 0, 2)
+    assert ledger.skip(0, first) == codes.NOT_COMPLETE
+    assert ledger.claim(0, 2) == (new, 0, 2)
+    for position in (first + 1, first + 2, first + 3):
+        place, _, _ = ledger.reserve(0, position)
+        ledger.attach(place, 64 * position | codes.SAMPLE_BLOB, 1)
+        ledger.fill(0, position, place)
+    assert ledger.occupants(old) == [first + 1, first + 2]
+    assert ledger.skipped(old) == [first]
+    assert ledger.skipped(new) == []
+    # Nobody is left for the last place.
+    assert ledger.settled(old)
+    assert ledger.settled(new)
+    ledger.fill_up(0)
+    adopted = []
+    while (lease := ledger.claim(1, 9)) is not None:
+        adopted.append(lease)
+        ledger.set_ready(lease[0], 64 | codes.SAMPLE_BLOB, 1)
+    assert (new, 0, 0) in adopted
+    assert ledger.occupants(new) == [first + 3, -1]
+    assert ledger.contents(new)[0] & codes.SKIPPED
+
+
+def test_a_skip_of_a_worker_that_dies_is_remembered(desk: Desk) -> None:
+    ledger = desk.ledger
+    batch = desk.publish(2, bound=False)
+    first = ledger.describe(batch)[1]
+    assert ledger.claim(0, 2) == (batch, 0, 2)
+    ledger.skip(0, first)
+    assert ledger.release(0) == 1
+    assert ledger.skipped(batch) == [first]
+    assert ledger.claim(1, 2) == (batch, 1, 1)

@@ -32,6 +32,7 @@ class Source:
         seed: int,
         expected: Callable[[], Any],
         progress: Any,
+        size: Callable[[], int | None],
     ) -> bool:
         assert progress == f"of {epoch}"
         self.journal.append(("begin", epoch, seed, expected()))
@@ -71,6 +72,9 @@ class Pass:
 
     def batches(self, indices: Iterator[Any]) -> Iterator[Any]:
         yield from indices
+
+    def size(self) -> int:
+        return 4
 
     def expected(self) -> str:
         return f"after {self.epoch}"

@@ -78,10 +78,14 @@ class Account:
 
     def __init__(self) -> None:
         self.delivered_numbers: list[list[int]] = []
+        self.skipped_numbers: list[int] = []
         self.finished: list[bool] = []
 
     def delivered(self, positions: list[int], start: int) -> None:
         self.delivered_numbers.append([position - start for position in positions])
+
+    def skipped(self, positions: list[int], start: int) -> None:
+        self.skipped_numbers += [position - start for position in positions]
 
     def finish(self, dropped: bool = False) -> None:
         self.finished.append(dropped)

@@ -1,0 +1,146 @@
+"""All that defines the work of a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minato._core.seeding import mix
+from minato._machine import available_memory_bytes
+from minato.chain.chain import Chain
+from minato.options import Options
+from minato.scheduler.dispatcher import Order
+from minato.scheduler.failures import ErrorPolicy, FailureLog
+from minato.scheduler.replicas import Replicas
+from minato.source.run import Run, is_stream
+
+__all__ = ["Plan", "Unbound"]
+
+_SHARE_OF_MEMORY = 4
+"""The default budget is available memory divided by this."""
+
+
+class Unbound(int):
+    """torch's default of ``prefetch_factor``: reads like it, but does not bound what is loaded ahead.
+
+    A type of its own, so that a loader made from another one's attributes is not bound either.
+    """
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that defines the work, as the loader's arguments give it.
+
+    Attributes:
+        batched: Keys come in lists (``batch_size`` or a ``batch_sampler``).
+        seeds_samples: Randomness is bound to each sample rather than to the worker.
+        window_batches: Batches in flight, None to let the budget decide.
+        persistent: The workers stay for further passes.
+        streams: The dataset is iterable.
+        round_robin: Batch k is for worker k mod n, as with torch.
+        restarts: A dead worker process is replaced.
+        drop_last: Whether a stream's incomplete batch is dropped.
+        largest_batch: Samples in the largest batch, as far as it is known.
+        policy: What to do about samples that raise; None: they are errors.
+        error_budget: How many of them an epoch may have.
+        quarantine: Path of the file that keeps them.
+        sample_timeout_s: How long a sample may take.
+        replicas: The states of the workers' copies of the dataset, if it is iterable or has a state.
+    """
+
+    dataset: Any
+    chain: Chain
+    collate_fn: Callable[[Any], Any]
+    batched: bool
+    num_workers: int
+    worker_method: str
+    context: Any
+    worker_init_fn: Callable[[int], None] | None
+    base_seed: int
+    seeds_samples: bool
+    order: Order
+    window_batches: int | None
+    budget_bytes: int
+    largest_batch: int
+    timeout_s: float
+    persistent: bool
+    streams: bool
+    round_robin: bool
+    drop_last: bool
+    restarts: bool
+    policy: ErrorPolicy | None
+    error_budget: float | None
+    quarantine: str | None
+    sample_timeout_s: float | None
+    replicas: Replicas | None
+
+    @classmethod
+    def of(cls, loader: Any, base_seed: int) -> Plan:
+        """The plan of a loader's next iterator.
+
+        Args:
+            loader: A ``minato.DataLoader`` whose next run is opened.
+            base_seed: What torch drew for the workers.
+        """
+        options: Options = loader._options
+        run: Run = loader._course.run
+        streams = is_stream(loader)
+        round_robin = streams or options.schedule == "round_robin"
+        window: int | None = None
+        if loader.num_workers == 0:
+            window = 1
+        elif round_robin or not isinstance(loader.prefetch_factor, Unbound):
+            window = loader.num_workers * loader.prefetch_factor
+        policy: ErrorPolicy | None = None
+        if options.settles_failures:
+            # A log of failures for each iterator.
+            policy = ErrorPolicy(options.on_error, options.retries, FailureLog(options.quarantine))
+        if options.seed is not None:
+            base_seed = mix(options.seed, run.epoch, 0) >> 2
+        return cls(
+            dataset=loader.dataset,
+            chain=loader._chain,
+            collate_fn=loader.collate_fn,
+            batched=loader._auto_collation,
+            num_workers=loader.num_workers,
+            worker_method=options.worker_method,
+            context=loader.multiprocessing_context or torch.multiprocessing.get_context(),
+            worker_init_fn=loader.worker_init_fn,
+            base_seed=base_seed,
+            seeds_samples=options.rng == "sample" and not streams,
+            order=Order(options.order, options.max_lag),
+            window_batches=window,
+            budget_bytes=options.memory_budget_bytes
+            or available_memory_bytes() // _SHARE_OF_MEMORY,
+            largest_batch=loader.batch_size or 1,
+            timeout_s=loader.timeout,
+            persistent=loader.persistent_workers,
+            streams=streams,
+            round_robin=round_robin,
+            drop_last=loader.drop_last,
+            # State that workers hold would be lost with them.
+            restarts=options.on_worker_death == "restart"
+            and not round_robin
+            and run.replicas is None,
+            policy=policy,
+            error_budget=options.error_budget,
+            quarantine=options.quarantine,
+            sample_timeout_s=options.sample_timeout_s,
+            replicas=run.replicas,
+        )
+
+    @property
+    def leaves_samples(self) -> bool:
+        """Whether a worker may set a slow sample aside for quicker ones.
+
+        In strict order the sample in hand is older than all that could go before it.
+        """
+        return (
+            self.num_workers > 0
+            and len(self.chain) > 0
+            and not (self.round_robin or self.replicas is not None)
+            and (self.order.name == "batch" or not self.order.bound)
+        )
