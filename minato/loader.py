@@ -345,12 +345,12 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def _new_pass(self) -> Run:
         course = self._course
-        before = course.run and course.run.replicas
+        before = None if course.last is None else course.last.replicas
         run, state = course.open(self, self._replay)
         if self._keeps_replicas:
-            lasting = self.persistent_workers or self.num_workers == 0
-            if self._iterator is not None and before is not None:
-                run.replicas = before  # the workers of the run before go on
-            else:
-                run.replicas = Replicas(max(self.num_workers, 1), lasting, state)
+            assert course.last is not None
+            if self._iterator is None or before is None:
+                lasting = self.persistent_workers or self.num_workers == 0
+                before = Replicas(max(self.num_workers, 1), lasting, state)
+            course.last.replicas = before  # persistent workers go on as they are
         return run

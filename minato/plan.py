@@ -15,7 +15,7 @@ from minato.options import Options
 from minato.scheduler.dispatcher import Order
 from minato.scheduler.failures import ErrorPolicy, FailureLog
 from minato.scheduler.replicas import Replicas
-from minato.source.run import Run, is_stream
+from minato.source.run import Standing, is_stream
 
 __all__ = ["Plan", "Unbound"]
 
@@ -86,7 +86,7 @@ class Plan:
             base_seed: What torch drew for the workers.
         """
         options: Options = loader._options
-        run: Run = loader._course.run
+        run: Standing = loader._course.last
         streams = is_stream(loader)
         round_robin = streams or options.schedule == "round_robin"
         window: int | None = None

@@ -40,9 +40,17 @@ class BatchSource(Protocol):
 class Pass(Protocol):
     """One run over the sampler, as the loader sees it."""
 
-    epoch: int
-    seed: int
-    progress: Any
+    @property
+    def epoch(self) -> int:
+        """Its number."""
+
+    @property
+    def seed(self) -> int:
+        """What the randomness of its samples starts from."""
+
+    @property
+    def progress(self) -> Any:
+        """Told what becomes of it."""
 
     def entering(self) -> None:
         """Learn that the sampler is about to be asked for its iterator."""

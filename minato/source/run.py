@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from torch.utils.data.dataloader import _DatasetKind
 from minato.source.draws import Draw
 from minato.source.epochs import epoch_of, nested
 from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_of
-from minato.source.progress import Coverage, Progress, rest_of
+from minato.source.progress import Coverage, Done, Progress, rest_of
 from minato.source.replay import OrderRecord, RecordedOrder
 from minato.source.state import checked, done_of, plain_done, signature
 
-__all__ = ["Course", "Run", "is_stream"]
+__all__ = ["Course", "Run", "Standing", "is_stream"]
 
 _MIXING = ("arrival", "fast_first")
 """Orders in which samples take places in other batches than their own."""
@@ -29,40 +30,67 @@ def is_stream(loader: Any) -> bool:
     return bool(loader._dataset_kind == _DatasetKind.Iterable)
 
 
+@dataclass
+class Standing:
+    """What a loader remembers of its last run, whose iterator may be gone.
+
+    Attributes:
+        epoch: Its number.
+        progress: What has become of its keys.
+        draw: What decided their order.
+        base_seed: What torch drew for the workers.
+        seed: What the randomness of its samples starts from.
+        replicas: Knows the states of the workers' datasets; None if they have none.
+    """
+
+    epoch: int
+    progress: Progress
+    draw: Draw
+    base_seed: int = 0
+    seed: int = 0
+    replicas: Any = None
+
+
 class Run:
     """One run of a loader over its sampler.
 
     Args:
+        standing: Kept up to date.
         state: In the middle of which it begins; None: at the beginning.
         begun: Called when its first batches are known.
-
-    Attributes:
-        epoch: Its number.
-        seed: What the randomness of its samples starts from.
-        progress: What has become of its keys.
-        replicas: Knows the states of the workers' datasets; None if they have none.
     """
 
     def __init__(
         self,
         loader: Any,
-        epoch: int,
+        standing: Standing,
         replay: RecordedOrder | None,
         state: dict[str, Any] | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> None:
         self._loader = loader
+        self._standing = standing
+        self._draw = standing.draw
         self._replay = replay
         self._state = state
         self._begun = begun
-        self.epoch = epoch
-        self.seed = 0
-        self.base_seed = 0
-        self.replicas: Any = None
-        self.progress = Progress(epoch, None if state is None else done_of(state["done"]))
-        self._draw = Draw(loader.generator, loader._index_sampler)
         self._default = None if state is None else torch.default_generator.get_state()
         self._draw.entering()
+
+    @property
+    def epoch(self) -> int:
+        """Its number."""
+        return self._standing.epoch
+
+    @property
+    def seed(self) -> int:
+        """What the randomness of its samples starts from."""
+        return self._standing.seed
+
+    @property
+    def progress(self) -> Progress:
+        """What has become of its keys."""
+        return self._standing.progress
 
     def entering(self) -> None:
         """Note that the sampler is about to be asked for an iterator again; the last one counts."""
@@ -70,11 +98,13 @@ class Run:
 
     def seeded(self, base_seed: int) -> int:
         """Take torch's draw for the workers; returns the one that holds."""
-        self.base_seed = base_seed if self._state is None else self._state["base_seed"]
-        self.seed = self.base_seed if self._loader.seed is None else self._loader.seed
+        if self._state is not None:
+            base_seed = self._state["base_seed"]
+        seed: int = base_seed if self._loader.seed is None else self._loader.seed
         if self._replay is not None:
-            self.seed = self._replay.seed(self.epoch)
-        return self.base_seed
+            seed = self._replay.seed(self.epoch)
+        self._standing.base_seed, self._standing.seed = base_seed, seed
+        return base_seed
 
     def batches(self, indices: Any) -> Iterator[Any]:
         """The keys of each batch that is left, from what ``iter(sampler)`` gave.
@@ -146,34 +176,30 @@ class Run:
         """Load nothing ahead for the next passes of this loader."""
         self._loader._foretells = False
 
-    def draw(self) -> dict[str, Any]:
-        """What decided the order of its keys, as plain data."""
-        return self._draw.plain()
-
 
 class Course:
     """Where a loader stands: its epoch, its last run, and the state that the next one begins with.
 
     Attributes:
         epoch: Number of the last run.
-        run: That run; None before the first.
+        last: What is known of that run; None before the first.
     """
 
     def __init__(self) -> None:
         self.epoch = -1
-        self.run: Run | None = None
+        self.last: Standing | None = None
         self._sampler_epoch: int | None = 0
         self._last_seed: int | None = None
         self._loaded: dict[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A run is bound to its iterator, which no copy shares.
-        return {**self.__dict__, "run": None, "_last_seed": self.seed}
+        # What the last run is, is its iterator's, which no copy shares.
+        return {**self.__dict__, "last": None, "_last_seed": self.seed}
 
     @property
     def seed(self) -> int | None:
         """What the randomness of the last run's samples started from; None before the first."""
-        return self._last_seed if self.run is None else self.run.seed
+        return self._last_seed if self.last is None else self.last.seed
 
     def twin(self) -> Course:
         """Another one at the same epoch, without a state to begin with."""
@@ -187,8 +213,8 @@ class Course:
         replicas = loaded and loaded["replicas"]
         if loaded is not None and not loaded["finished"]:
             self.epoch = loaded["epoch"]
-            self.run = Run(loader, self.epoch, replay, loaded, self._forget)
-            return self.run, replicas
+            self.last = _standing(loader, self.epoch, done_of(loaded["done"]))
+            return Run(loader, self.last, replay, loaded, self._forget), replicas
         if loaded is not None:
             self.epoch = loaded["epoch"]
             Draw(loader.generator, sampler).settle(loaded["draw"])
@@ -199,8 +225,8 @@ class Course:
                 one.set_epoch(self.epoch)
         self._sampler_epoch = epoch_of(sampler)
         self._loaded = None
-        self.run = Run(loader, self.epoch, replay)
-        return self.run, replicas
+        self.last = _standing(loader, self.epoch)
+        return Run(loader, self.last, replay), replicas
 
     def _forget(self) -> None:
         self._loaded = None
@@ -209,20 +235,20 @@ class Course:
         """The present state as plain data, as far as the states of samplers and datasets are."""
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
-        run, draw = self.run, Draw(loader.generator, loader._index_sampler)
+        last, draw = self.last, Draw(loader.generator, loader._index_sampler)
         state = {
             "loader": signature(loader, is_stream(loader), draw.sources),
             "epoch": self.epoch,
-            "finished": run is None or run.progress.finished,
+            "finished": last is None or last.progress.finished,
         }
-        if run is None or run.progress.finished:
+        if last is None or last.progress.finished:
             return {**state, "draw": draw.between(), "replicas": None}
         return {
             **state,
-            "base_seed": run.base_seed,
-            "done": plain_done(run.progress.done()),
-            "draw": run.draw(),
-            "replicas": run.replicas and run.replicas.plain(),
+            "base_seed": last.base_seed,
+            "done": plain_done(last.progress.done()),
+            "draw": last.draw.plain(),
+            "replicas": None if last.replicas is None else last.replicas.plain(),
         }
 
     def load(self, loader: Any, state: Any, replicas: int) -> None:
@@ -237,8 +263,13 @@ class Course:
         sources = Draw(loader.generator, loader._index_sampler).sources
         mine = signature(loader, is_stream(loader), sources)
         self._loaded = checked(state, mine, replicas)
-        self._last_seed, self.run = self.seed, None
+        self._last_seed, self.last = self.seed, None
 
     def coverage(self) -> Coverage:
         """What has become of the keys of the last run."""
-        return (self.run.progress if self.run else Progress(self.epoch)).coverage()
+        return (self.last.progress if self.last else Progress(self.epoch)).coverage()
+
+
+def _standing(loader: Any, epoch: int, done: Done | None = None) -> Standing:
+    draw = Draw(loader.generator, loader._index_sampler)
+    return Standing(epoch, Progress(epoch, done), draw)
