@@ -49,9 +49,12 @@ class BatchReader:
             ]
         return layout.batch(lease, fields - slot.start, count, texts)
 
-    def state(self, batch: int) -> tuple[int, Any, Any] | None:
-        """``(worker, state of its dataset, of its iterator)`` if that came with a batch; before ``read``."""
-        state: tuple[int, Any, Any] | None = None
+    def state(self, batch: int) -> tuple[int, Any, Any, bool] | None:
+        """``(worker, state of its dataset, of its iterator, has that ended)`` if that came with a batch.
+
+        To be called before ``read``.
+        """
+        state: tuple[int, Any, Any, bool] | None = None
         for kind, offset, nbytes in self._ledger.blobs(batch):
             if kind == STATE_BLOB:
                 state = self._store.get(offset, nbytes)

@@ -34,9 +34,9 @@ class Fetcher:
         self.takes_lists = batched and bool(getattr(dataset, "__getitems__", None))
         self.keeps_state = is_stateful(dataset)
 
-    def state(self) -> tuple[Any, Any]:
-        """States of the dataset and, for streams, of its iterator."""
-        return self._dataset.state_dict(), None
+    def state(self) -> tuple[Any, Any, bool]:
+        """States of the dataset and, for streams, of its iterator, and whether that has ended."""
+        return self._dataset.state_dict(), None, False
 
     def _transformed(self, key: Any) -> Any:
         assert self._run is not None
@@ -101,18 +101,16 @@ class StreamFetcher:
         self._samples: Iterator[Any] | None = None
         self._pass: object = None
         self._replica = replica or Replica()
-
-    @property
-    def keeps_state(self) -> bool:
+        self.keeps_state = is_stateful(dataset)
         """Whether the dataset or its iterator has a state."""
-        return is_stateful(self._dataset) or is_stateful(self._samples)
 
-    def state(self) -> tuple[Any, Any]:
-        """States of the dataset and of its iterator; None for one that has none."""
+    def state(self) -> tuple[Any, Any, bool]:
+        """States of the dataset and of its iterator, None for one that has none, and whether that has ended."""
         dataset, iterator = self._dataset, cast(Any, self._samples)
         return (
             dataset.state_dict() if is_stateful(dataset) and iterator is not dataset else None,
             iterator.state_dict() if is_stateful(iterator) else None,
+            iterator is None,
         )
 
     def enter(self, this_pass: object, count: int) -> None:
@@ -126,6 +124,7 @@ class StreamFetcher:
             self._samples = None
             samples: Any = iter(self._dataset)
             self._samples = samples
+            self.keeps_state = is_stateful(self._dataset) or is_stateful(samples)
             replica, self._replica = self._replica, Replica()
             if replica.iterator is not None:
                 samples.load_state_dict(replica.iterator)

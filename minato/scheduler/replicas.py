@@ -65,9 +65,9 @@ class Replicas:
         self.turn = (number + 1) % len(self.each)
         self.each[number].ended = True
 
-    def heard(self, number: int, dataset: Any, iterator: Any) -> None:
+    def heard(self, number: int, dataset: Any, iterator: Any, ended: bool) -> None:
         """Note the states that came with a batch."""
-        self.each[number] = Replica(dataset, iterator)
+        self.each[number] = Replica(dataset, iterator, 0, ended)
 
     def plain(self) -> dict[str, Any]:
         """All of it as plain data, as far as the states are."""

@@ -364,11 +364,11 @@ class Worker:
             self._sink.write_error(batch, first, error, None, self._state_after_error())
         self._sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, 1))
 
-    def _state(self) -> tuple[int, Any, Any]:
-        """The worker's number, the states of its dataset and of its iterator."""
+    def _state(self) -> tuple[int, Any, Any, bool]:
+        """The worker's number, the states of its dataset and iterator, whether that has ended."""
         return (self._number, *self._fetcher.state())
 
-    def _state_after_error(self) -> tuple[int, Any, Any] | None:
+    def _state_after_error(self) -> tuple[int, Any, Any, bool] | None:
         if not self._fetcher.keeps_state:
             return None
         try:

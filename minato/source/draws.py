@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import base64
 import copy
+from collections.abc import Iterator
 from types import GeneratorType
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from minato._stateful import is_stateful
-from minato.source.epochs import epoch_of, nested, tell_epoch
+from minato.source.epochs import epoch_of, nested
 from minato.source.passes import SeededSampler
 
 __all__ = ["Draw"]
@@ -25,6 +33,36 @@ _DRAWS_NOTHING = (
     _InfiniteConstantSampler,
 )
 """Samplers that use no generator that outlives a pass."""
+_DRAWS_AT_FIRST = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Samplers that use torch's default generator before their first key, and not afterwards."""
+
+
+class _Apart:
+    """Draws from an iterator that finds torch's default generator as it left it.
+
+    Args:
+        state: Of the generator, for the first draw.
+        once: Only the first draw uses the generator.
+    """
+
+    def __init__(self, iterator: Iterator[Any], state: torch.Tensor, once: bool) -> None:
+        self._iterator = iterator
+        self._state: torch.Tensor | None = state
+        self._once = once
+
+    def __iter__(self) -> _Apart:
+        return self
+
+    def __next__(self) -> Any:
+        if self._state is None:
+            return next(self._iterator)
+        outside = torch.default_generator.get_state()
+        torch.default_generator.set_state(self._state)
+        try:
+            return next(self._iterator)
+        finally:
+            self._state = None if self._once else torch.default_generator.get_state()
+            torch.default_generator.set_state(outside)
 
 
 class Draw:
@@ -67,11 +105,24 @@ class Draw:
         if is_stateful(iterator):
             self._state["iterator"] = copy.deepcopy(iterator.state_dict())
 
-    def again(self, state: dict[str, Any]) -> Any:
-        """``iter(sampler)``, with everything as a state tells that it was; the next key is the first."""
+    def again(self, state: dict[str, Any]) -> Iterator[Any]:
+        """``iter(sampler)``, with everything as a state tells that it was; the next key is the first.
+
+        For the draws of the sampler, torch's default generator is as it was; for all others, it is as it is.
+        """
         self._state = _loaded(state)
-        if self._state["epoch"] is not None:
-            tell_epoch(self._sampler, self._state["epoch"])
+        outside = torch.default_generator.get_state()
+        try:
+            iterator = self._entered()
+            if not self._needs_default:
+                return iterator
+            kinds = {type(sampler) for sampler in nested(self._sampler)}
+            inside = torch.default_generator.get_state()
+            return _Apart(iterator, inside, once=kinds <= {*_DRAWS_NOTHING, *_DRAWS_AT_FIRST})
+        finally:
+            torch.default_generator.set_state(outside)
+
+    def _entered(self) -> Any:
         self._load_samplers()
         self._load_generators("before_iter")
         iterator = iter(self._sampler)

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _DatasetKind
 
 from minato.source.draws import Draw
-from minato.source.epochs import epoch_of, nested
+from minato.source.epochs import epoch_of, nested, tell_epoch
 from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_of
 from minato.source.progress import Coverage, Done, Progress, rest_of
 from minato.source.replay import OrderRecord, RecordedOrder
@@ -213,6 +213,9 @@ class Course:
         replicas = loaded and loaded["replicas"]
         if loaded is not None and not loaded["finished"]:
             self.epoch = loaded["epoch"]
+            if loaded["draw"]["epoch"] is not None:
+                tell_epoch(sampler, loaded["draw"]["epoch"])
+            self._sampler_epoch = epoch_of(sampler)
             self.last = _standing(loader, self.epoch, done_of(loaded["done"]))
             return Run(loader, self.last, replay, loaded, self._forget), replicas
         if loaded is not None:
