@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from minato import _pickling
 from minato._core.clock import now_ns
 from minato._core.codes import FAILED, STATES
+from minato._core.histogram import Histogram
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
@@ -20,20 +22,38 @@ from minato.errors import ErrorBudgetError
 from minato.plan import Plan
 from minato.pools import make_pool
 from minato.scheduler.assignment import AnyWorker, RoundRobin
-from minato.scheduler.dispatcher import Dispatcher, Progress
+from minato.scheduler.dispatcher import Dispatcher
 from minato.scheduler.failures import FailureCount
+from minato.scheduler.foresight import Foresight
+from minato.scheduler.parties import Progress
 from minato.scheduler.policy import TimeoutPolicy
 from minato.scheduler.replicas import Replicas
 from minato.scheduler.window import Window
+from minato.source.prediction import CostByIndex, Predictor
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
 from minato.workplace import Workplace
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Experience"]
 
+_LOOK_EVERY_NS = 10_000_000
+"""How often the costs of samples are looked at."""
 _BATCH_RECORDS = 2048
 _POSITIONS = 1 << 16
 """Batches and samples that can be in flight: 4 MiB of ledger that is only touched as far as it is used."""
+
+
+@dataclass
+class Experience:
+    """What a loader knows of its samples from one iterator to the next.
+
+    Attributes:
+        predictor: Foretells what a sample costs.
+        costs: Service times in ns of late.
+    """
+
+    predictor: Predictor = field(default_factory=lambda: Predictor({"index": CostByIndex()}))
+    costs: Histogram | None = None
 
 
 class Engine:
@@ -41,9 +61,10 @@ class Engine:
 
     Args:
         arena: Where the batches lie; that of an earlier engine has warm pages.
+        experience: What earlier engines have learned of the samples; this one adds to it.
     """
 
-    def __init__(self, plan: Plan, arena: Arena) -> None:
+    def __init__(self, plan: Plan, arena: Arena, experience: Experience) -> None:
         self.arena = arena
         positions = max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
         sizes = (max(plan.num_workers, 1), _BATCH_RECORDS, positions)
@@ -62,6 +83,12 @@ class Engine:
         self._profile = Profile(plan.chain.names)
         self._pool = make_pool(plan, workplace, self.ledger, ready)
         self._reader = BatchReader(self.ledger, self.arena, store)
+        self._experience = experience
+        self._foresight: Foresight | None = None
+        if plan.foresees:
+            self._foresight = Foresight(self.ledger, experience.predictor, plan.num_workers)
+            if experience.costs is not None:
+                self._foresight.mean_ns = experience.costs.mean
         self._dispatcher = Dispatcher(
             self.ledger,
             ready,
@@ -90,6 +117,7 @@ class Engine:
             plan.num_workers > 0 and not plan.persistent,
             plan.policy is not None,
             plan.drop_last,
+            self._foresight,
         )
         self._replicas = plan.replicas
         self._by_reference = not in_processes
@@ -99,11 +127,11 @@ class Engine:
         self._started = False
         self._works_ahead = plan.num_workers > 0
         self._started_ns = now_ns()
-        self.timeouts = TimeoutPolicy()
+        self.timeouts = TimeoutPolicy(known=experience.costs)
         """Decides which samples are slow."""
-        self._parts_slow = plan.leaves_samples or (
-            plan.order.name == "fast_first" and not plan.order.bound
-        )
+        self.ledger.slow_ns = self.timeouts.decision.threshold_ns
+        self._looked_ns = self._started_ns
+        self._parts_slow = self._foresight is not None or plan.order.name == "fast_first"
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
             workplace.write_plan(self.arena)
@@ -153,6 +181,8 @@ class Engine:
             raise
         if self._failures is not None:
             self._failures.finished += len(item.keys)
+        if self._foresight is not None:
+            self._foresight.learn(item.record)
         flags, *_, used_bytes = self.ledger.contents(item.record)
         try:
             if self._replicas is not None and flags & (STATES | FAILED):
@@ -178,10 +208,16 @@ class Engine:
 
     def _mark_slow(self) -> None:
         """Tell the workers from which cost on a sample is slow, when enough have run since the last time."""
-        elapsed_s = (now_ns() - self._started_ns) / 1e9
+        now = now_ns()
+        if now - self._looked_ns < _LOOK_EVERY_NS:
+            return
+        self._looked_ns, elapsed_s = now, (now - self._started_ns) / 1e9
         if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
             self.ledger.slow_ns = self.timeouts.observe(times, elapsed_s).threshold_ns
+            self._experience.costs = self.timeouts.recent
+            if self._foresight is not None:
+                self._foresight.mean_ns = self.timeouts.recent.mean
 
     def _start(self) -> None:
         self._started = True

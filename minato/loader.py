@@ -20,7 +20,7 @@ from minato.assembler.arena import Arena
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.delivery.iterator import BatchIterator
-from minato.engine import Engine
+from minato.engine import Engine, Experience
 from minato.integrations.lightning import counts_batches
 from minato.options import Options
 from minato.plan import Plan, Unbound
@@ -162,6 +162,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._foretells = True
         self._spare_arenas: list[Arena] = []
+        self._experience = Experience()
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
             shuffle, sampler = None, SeededSampler(dataset, seed)
@@ -283,8 +284,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         super().__setattr__(attr, val)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy must not write to the same arenas.
-        return {**self.__dict__, "_spare_arenas": []}
+        # A copy must not write to the same arenas; what was measured is not worth sending.
+        return {**self.__dict__, "_spare_arenas": [], "_experience": Experience()}
 
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
         """A loader with torch's arguments as given, and all others as this one's.
@@ -338,7 +339,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def _make_engine(self, base_seed: int) -> Engine:
         arena = self._spare_arena()
-        engine = Engine(Plan.of(self, base_seed), arena)
+        engine = Engine(Plan.of(self, base_seed), arena, self._experience)
         # The next iterator writes to this one's warm pages.
         weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
         return engine

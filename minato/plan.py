@@ -1,4 +1,4 @@
-"""All that defines the work of a loader."""
+"""What a loader's arguments come to: all that its engine and its workers go by."""
 
 from __future__ import annotations
 
@@ -131,6 +131,12 @@ class Plan:
             sample_timeout_s=options.sample_timeout_s,
             replicas=run.replicas,
         )
+
+    @property
+    def foresees(self) -> bool:
+        """Whether samples may begin before their turn."""
+        lists = self.batched and bool(getattr(self.dataset, "__getitems__", None))
+        return self.num_workers > 0 and not (self.round_robin or self.streams or lists)
 
     @property
     def leaves_samples(self) -> bool:

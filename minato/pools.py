@@ -36,7 +36,7 @@ def make_pool(
                 number, ledger, lambda error: error, None, BaseException, in_line=True
             )
 
-        return InlinePool(in_line)
+        return InlinePool(in_line, functools.partial(ledger.release, 0))
     if plan.worker_method == "thread":
 
         def in_thread(number: int) -> Worker:

@@ -101,11 +101,19 @@ class Workplace:
         number: int,
         ledger: Ledger,
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
+        catches: type[BaseException] = Exception,
     ) -> BatchWriter:
         """What writes the samples of worker ``number``."""
-        plan = self.plan
+        collation = self.plan.collate_fn, self.plan.batched
         return BatchWriter(
-            number, ledger, self.arena, self.store, plan.collate_fn, plan.batched, describe_error
+            number,
+            ledger,
+            self.arena,
+            self.store,
+            *collation,
+            describe_error,
+            catches,
+            self.plan.num_workers == 0,
         )
 
     def worker(
@@ -122,7 +130,7 @@ class Workplace:
         Args:
             describe_error: Turns an exception that is being handled into what the consumer raises.
             failure: What ``worker_init_fn`` raised.
-            catches: What a sample may raise without ending the worker.
+            catches: What a sample or the ``collate_fn`` may raise without ending the worker.
             in_line: It runs in the consumer's thread.
         """
         plan = self.plan
@@ -136,7 +144,9 @@ class Workplace:
         parking: Parking | None = None
         if plan.streams:
             replica = None if plan.replicas is None else plan.replicas.each[number]
-            fetcher = StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last, replica)
+            fetcher = StreamFetcher(
+                plan.dataset, plan.chain, plan.batched, plan.drop_last, in_line, replica
+            )
         else:
             fetcher = Fetcher(plan.dataset, plan.chain, plan.batched)
         if not plan.streams and not fetcher.takes_lists:
@@ -144,7 +154,7 @@ class Workplace:
         if stepper is not None and plan.leaves_samples:
             most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.num_workers)
             always = plan.order.name == "fast_first"
-            parking = Parking(ledger, stepper.left, always, most_bytes=most_bytes)
+            parking = Parking(ledger, stepper.left, always, plan.order.bound, most_bytes=most_bytes)
             stepper.may_leave = parking.may_leave
         runner = Runner(
             lease,
@@ -164,9 +174,10 @@ class Workplace:
             Gate(self.segment.array, ledger.work_gate_offset),
             fetcher,
             runner,
-            self.writer(number, ledger, describe_error),
+            self.writer(number, ledger, describe_error, catches),
             functools.partial(self.read_keys, ledger),
             parking,
+            plan.order.name == "fast_first",
             plan.round_robin,
             leniency,
         )

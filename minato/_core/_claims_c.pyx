@@ -14,6 +14,7 @@ from minato._core.atomics cimport (
     mn_store_release_u64,
     mn_store_seq_cst_u64,
 )
+from minato._core.hints cimport claim_hinted
 from minato._core.layout cimport (
     MN_ALIGNMENT,
     MN_CLAIMED,
@@ -47,7 +48,7 @@ cdef class Claims(Records):
     """What workers do: they claim samples, fill places, and publish the batches that are full."""
 
     def claim(self, uint32_t worker, uint32_t max_run):
-        """Claim the oldest free samples: up to ``max_run`` consecutive ones of one batch.
+        """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that is to begin early.
 
         Returns:
             ``(batch, k, count)``: the samples k … k+count-1 of the batch; count 0: collate this batch, whose
@@ -63,6 +64,9 @@ cdef class Claims(Records):
             tail = mn_load_acquire_u64(&self.header.tail)
             head = mn_load_acquire_u64(&self.header.head)
             seq = head & MN_NUMBER
+            if self.header.hints_used and claim_hinted(self, worker, seq, &seq):
+                index = self.positions[seq & self.mask].batch
+                return index, seq - self.batches[index].first, 1
             passed_over = MN_NUMBER  # the first free sample that is for another worker
             while seq < tail:
                 position = &self.positions[seq & self.mask]
@@ -152,7 +156,7 @@ cdef class Claims(Records):
         there.blob = blob
         there.blob_nbytes = blob_nbytes
 
-    def fill(self, uint32_t worker, uint64_t position, uint64_t place, uint64_t cost_ns=0):
+    def fill(self, uint32_t worker, uint64_t position, uint64_t place):
         """Say that the sample's result lies at its place.
 
         Returns:
@@ -160,19 +164,15 @@ cdef class Claims(Records):
             or NOT_COMPLETE. The batch may be gone afterwards.
         """
         cdef uint32_t batch = self.positions[place & self.mask].batch
-        self.positions[position & self.mask].cost_ns = cost_ns
         mn_store_seq_cst_u64(&self.positions[place & self.mask].place, MN_FILLED | (position + 1))
         settle(self, worker, position, place)
         return complete(self, worker, batch)
 
-    def fill_run(self, uint32_t worker, uint32_t batch, uint32_t k, uint32_t count, uint64_t cost_ns=0):
+    def fill_run(self, uint32_t worker, uint32_t batch, uint32_t k, uint32_t count):
         """``fill`` for samples k … k+count-1 of a batch whose samples have their own places."""
         cdef uint64_t seq, first = self.batches[batch].first + k
-        cdef mn_position *position
         for seq in range(first, first + count):
-            position = &self.positions[seq & self.mask]
-            position.cost_ns = cost_ns
-            mn_store_seq_cst_u64(&position.place, MN_FILLED | (seq + 1))
+            mn_store_seq_cst_u64(&self.positions[seq & self.mask].place, MN_FILLED | (seq + 1))
             settle(self, worker, seq, seq)
         return complete(self, worker, batch)
 

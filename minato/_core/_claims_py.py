@@ -32,7 +32,7 @@ class Claims(Records):
     """What workers do: they claim samples, fill places, and publish the batches that are full."""
 
     def claim(self, worker: int, max_run: int) -> tuple[int, int, int] | None:
-        """Claim the oldest free samples: up to ``max_run`` consecutive ones of one batch.
+        """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that is to begin early.
 
         Returns:
             ``(batch, k, count)``: the samples k … k+count-1 of the batch; count 0: collate this batch, whose
@@ -46,6 +46,10 @@ class Claims(Records):
                 self._header["stranded"] = 0
             tail = int(self._header["tail"])
             seq = int(self._header["head"])
+            early = self._claim_hinted(worker, seq)
+            if early is not None:
+                index = int(self._positions[early & self._mask]["batch"])
+                return index, early - self._range(index).start, 1
             passed_over = tail  # the first free sample that is for another worker
             while seq < tail:
                 position = self._positions[seq & self._mask]
@@ -112,7 +116,7 @@ class Claims(Records):
             there["blob"] = blob
             there["blob_nbytes"] = blob_nbytes
 
-    def fill(self, worker: int, position: int, place: int, cost_ns: int = 0) -> int:
+    def fill(self, worker: int, position: int, place: int) -> int:
         """Say that the sample's result lies at its place.
 
         Returns:
@@ -120,15 +124,15 @@ class Claims(Records):
             or NOT_COMPLETE. The batch may be gone afterwards.
         """
         with self._locked():
-            self._fill_one(position, place, cost_ns)
+            self._fill_one(position, place)
             return self._complete(worker, int(self._positions[place & self._mask]["batch"]))
 
-    def fill_run(self, worker: int, batch: int, k: int, count: int, cost_ns: int = 0) -> int:
+    def fill_run(self, worker: int, batch: int, k: int, count: int) -> int:
         """``fill`` for samples k … k+count-1 of a batch whose samples have their own places."""
         with self._locked():
             first = self._range(batch).start + k
             for seq in range(first, first + count):
-                self._fill_one(seq, seq, cost_ns)
+                self._fill_one(seq, seq)
             return self._complete(worker, batch)
 
     def skip(self, worker: int, position: int) -> int:
@@ -193,8 +197,29 @@ class Claims(Records):
 
     # ---- inner parts, called with the lock held ---------------------------------------------
 
-    def _fill_one(self, position: int, place: int, cost_ns: int) -> None:
-        self._positions[position & self._mask]["cost_ns"] = cost_ns
+    def _claim_hinted(self, worker: int, front: int) -> int | None:
+        """Claim the hinted sample that should be started first, if one should by now; returns its position."""
+        hints = self._header["hints"]
+        while used := int(self._header["hints_used"]):
+            least, chosen = front + 1, -1
+            for i in range(used):
+                word = int(hints[i])
+                seq = (word & NUMBER) - 1
+                if word and seq < front:
+                    hints[i] = 0  # its turn has come anyway
+                elif word and max(seq - (word >> 48), 0) < least:
+                    least, chosen = max(seq - (word >> 48), 0), i
+            if chosen < 0:
+                return None
+            seq = (int(hints[chosen]) & NUMBER) - 1
+            hints[chosen] = 0
+            ticket = self._ticket(seq)
+            if ticket & STATE == FREE and self._positions[seq & self._mask]["position"] == seq:
+                self._set_ticket(seq, ticket | CLAIMED | worker << 48)
+                return seq
+        return None
+
+    def _fill_one(self, position: int, place: int) -> None:
         self._positions[place & self._mask]["place"] = FILLED | (position + 1)
         self._set_ticket(position, DONE | (place + 1))
 

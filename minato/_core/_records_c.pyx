@@ -1,6 +1,6 @@
 """The shared memory that a ledger lies in (compiled)."""
 
-from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
@@ -10,6 +10,7 @@ from minato._core.atomics cimport (
     mn_store_release_u64,
     mn_store_seq_cst_u64,
 )
+from minato._core.hints cimport add_hint
 from minato._core.layout cimport (
     MN_DRAINING,
     MN_KIND_MASK,
@@ -195,6 +196,43 @@ cdef class Records:
             found.append(
                 (position.blob & MN_KIND_MASK, position.blob & ~<uint64_t>MN_KIND_MASK, position.blob_nbytes)
             )
+        return found
+
+    def start_early(self, uint64_t position, uint64_t ahead):
+        """Let a sample that any worker may run begin so many samples before its turn; False: no more can be noted."""
+        return add_hint(self, position, ahead)
+
+    def note_costs(self, uint64_t position, costs, uint32_t count):
+        """Say what ``count`` samples from this position on have cost, in int64 memory of ns; before they are filled."""
+        cdef Py_buffer view
+        cdef uint32_t i
+        PyObject_GetBuffer(costs, &view, 0)
+        try:
+            if view.len < 8 * <Py_ssize_t>count:
+                raise ValueError(f"{view.len} bytes hold no {count} costs")
+            for i in range(count):
+                self.positions[(position + i) & self.mask].cost_ns = (<uint64_t *>view.buf)[i]
+        finally:
+            PyBuffer_Release(&view)
+
+    def is_placed(self, uint64_t position):
+        """Whether it is settled in which batch this sample will lie."""
+        return mn_load_acquire_u64(&self.positions[position & self.mask].ticket) & MN_NUMBER != 0
+
+    def costs(self, uint32_t batch):
+        """``(key, cost in ns)`` of the samples at the places of a full batch, where keys are integers.
+
+        Samples whose cost is not known are left out, and those whose own batch is long gone.
+        """
+        cdef mn_batch *record = &self.batches[batch]
+        cdef mn_position *sample
+        cdef uint64_t place, seq
+        found = []
+        for place in range(record.first, record.first + record.count):
+            seq = (self.positions[place & self.mask].place & MN_NUMBER) - 1
+            sample = &self.positions[seq & self.mask]
+            if sample.position == seq and sample.cost_ns and not self.batches[sample.batch].keys:
+                found.append((sample.key, sample.cost_ns))
         return found
 
     def occupants(self, uint32_t batch):

@@ -30,7 +30,8 @@ STATE = 3 << 62
 NUMBER = (1 << 48) - 1
 
 _MAGIC = 0x6F74616E696D
-_VERSION = 1
+_VERSION = 2
+_HINTS, _MOST_AHEAD = 256, 65535
 STOPPING, DRAINING = 1, 2
 _MAX_WORKERS = 4096
 """As many as have a number in the state of a batch."""
@@ -40,13 +41,15 @@ _HEADER = np.dtype(
         "names": [
             "magic", "version", "compiled", "num_workers", "batch_capacity", "position_capacity",
             "slow_ns", "shutdown", "stranded", "waiting", "head", "tail", "passes",
+            "hints_used", "hints",
         ],
         "formats": [
             "u8", "u4", "u4", "u4", "u4", "u8",
             "u8", "u4", "u4", "u8", "u8", "u8", ([("cursor", "u8"), ("limit", "u8")], (NUM_PASSES,)),
+            "u4", ("u8", _HINTS),
         ],
-        "offsets": [0, 8, 12, 16, 20, 24, 32, 40, 44, 48, 64, 128, 320],
-        "itemsize": 448,
+        "offsets": [0, 8, 12, 16, 20, 24, 32, 40, 44, 48, 64, 128, 320, 448, 512],
+        "itemsize": 512 + 8 * _HINTS,
     }
 )  # fmt: skip
 _WORK_GATE, _READY_GATE = 192, 256
@@ -260,6 +263,45 @@ class Records:
                 record = self._positions[seq & self._mask]
                 blob = int(record["blob"])
                 found.append((blob & KIND_MASK, blob & ~KIND_MASK, int(record["blob_nbytes"])))
+            return found
+
+    def start_early(self, position: int, ahead: int) -> bool:
+        """Let a sample that any worker may run begin so many samples before its turn; False: no more can be noted."""
+        with self._locked():
+            free = np.flatnonzero(self._header["hints"] == 0)
+            if not free.size:
+                return False
+            self._header["hints"][free[0]] = min(ahead, _MOST_AHEAD) << 48 | (position + 1)
+            self._header["hints_used"] = max(int(self._header["hints_used"]), int(free[0]) + 1)
+            return True
+
+    def note_costs(self, position: int, costs: Any, count: int) -> None:
+        """Say what ``count`` samples from this position on have cost, in int64 memory of ns; before they are filled."""
+        words = memoryview(costs)
+        if words.nbytes < 8 * count:
+            raise ValueError(f"{words.nbytes} bytes hold no {count} costs")
+        with self._locked():
+            for i in range(count):
+                self._positions[(position + i) & self._mask]["cost_ns"] = words[i]
+
+    def is_placed(self, position: int) -> bool:
+        """Whether it is settled in which batch this sample will lie."""
+        with self._locked():
+            return self._ticket(position) & NUMBER != 0
+
+    def costs(self, batch: int) -> list[tuple[int, int]]:
+        """``(key, cost in ns)`` of the samples at the places of a full batch, where keys are integers.
+
+        Samples whose cost is not known are left out, and those whose own batch is long gone.
+        """
+        with self._locked():
+            found = []
+            for place in self._range(batch):
+                seq = (self._place(place) & NUMBER) - 1
+                sample = self._positions[seq & self._mask]
+                known = sample["position"] == seq and sample["cost_ns"]
+                if known and not self._batches[sample["batch"]]["keys"]:
+                    found.append((int(sample["key"]), int(sample["cost_ns"])))
             return found
 
     def occupants(self, batch: int) -> list[int]:

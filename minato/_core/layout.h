@@ -6,7 +6,7 @@
 #include <stddef.h>
 
 #define MN_MAGIC 0x6f74616e696dULL /* "minato" */
-enum { MN_LAYOUT_VERSION = 1, MN_PASSES = 8 };
+enum { MN_LAYOUT_VERSION = 2, MN_PASSES = 8, MN_HINTS = 256, MN_MOST_AHEAD = 65535 };
 enum { MN_MAX_WORKERS = 4096 }; /* as many as have a number in mn_batch.state */
 
 /* The lower 4 bits of mn_batch.state */
@@ -60,6 +60,9 @@ typedef struct {
     mn_gate ready; /* the consumer sleeps here for a batch */
     uint64_t pad_ready[7];
     mn_pass passes[MN_PASSES];
+    uint32_t hints_used; /* entries of the table from the start on that were ever written */
+    uint32_t pad_hints[15];
+    uint64_t hints[MN_HINTS]; /* samples to start early: by how many samples << 48 | position + 1; 0: none */
 } mn_header;
 
 /* One sample in flight. `ticket` and `place` are the only truth about it. */
@@ -107,12 +110,13 @@ typedef struct {
     uint64_t pad[2];
 } mn_worker;
 
-_Static_assert(sizeof(mn_header) == 448, "header");
+_Static_assert(sizeof(mn_header) == 512 + 8 * MN_HINTS, "header");
 _Static_assert(offsetof(mn_header, head) == 64, "head has its own cache line");
 _Static_assert(offsetof(mn_header, tail) == 128, "tail has its own cache line");
 _Static_assert(offsetof(mn_header, work) == 192, "work gate");
 _Static_assert(offsetof(mn_header, ready) == 256, "ready gate");
 _Static_assert(offsetof(mn_header, passes) == 320, "passes");
+_Static_assert(offsetof(mn_header, hints_used) == 448, "hints have their own cache lines");
 _Static_assert(sizeof(mn_position) == 64, "one cache line per sample");
 _Static_assert(sizeof(mn_batch) == 128, "two cache lines per batch");
 _Static_assert(sizeof(mn_worker) == 64, "one cache line per worker");

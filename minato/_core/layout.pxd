@@ -8,6 +8,8 @@ cdef extern from "layout.h" nogil:
     enum:
         MN_LAYOUT_VERSION
         MN_PASSES
+        MN_HINTS
+        MN_MOST_AHEAD
         MN_MAX_WORKERS
         MN_VACANT
         MN_OPEN
@@ -57,6 +59,8 @@ cdef extern from "layout.h" nogil:
         mn_gate work
         mn_gate ready
         mn_pass passes[8]
+        uint32_t hints_used
+        uint64_t hints[256]
 
     ctypedef struct mn_position:
         uint64_t ticket

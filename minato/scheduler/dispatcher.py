@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from minato._core.codes import (
     ENDED,
@@ -20,9 +20,11 @@ from minato._core.codes import (
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.scheduler.assignment import Assignment
+from minato.scheduler.foresight import Foresight
+from minato.scheduler.parties import KeyStore, Pool, Progress, Slots
 from minato.scheduler.window import Window
 
-__all__ = ["Dispatcher", "InFlight", "Order", "Pool", "Slots"]
+__all__ = ["Dispatcher", "InFlight", "Order"]
 
 _LIVENESS_S = 1.0
 """How long the consumer sleeps at most; whatever it waits for wakes it at once."""
@@ -71,49 +73,6 @@ class InFlight:
     retired: bool = False
 
 
-class Pool(Protocol):
-    """The workers, as the dispatcher sees them."""
-
-    def wait(self, seen: int, timeout_s: float) -> None:
-        """Sleep, or work, until the ready gate has had an event since ``seen``."""
-
-    def check(self) -> None:
-        """Raise if a worker is gone."""
-
-
-class Slots(Protocol):
-    """Where slots come from (the assembler's arena)."""
-
-    def acquire(self) -> Any:
-        """Take a slot, a pair of arena offsets."""
-
-    def release(self, slot: Any, used_bytes: int = 0) -> None:
-        """Give it back."""
-
-
-class KeyStore(Protocol):
-    """Where keys lie that are no integers (the assembler's store)."""
-
-    def put(self, allocate: Callable[[int], int], value: Any) -> tuple[int, int]:
-        """Keep the keys of a batch; returns their offset and size."""
-
-    def drop(self, offset: int) -> None:
-        """Forget them."""
-
-
-class Progress(Protocol):
-    """Who is told what becomes of a pass (the source's account of it)."""
-
-    def delivered(self, positions: list[int], start: int) -> None:
-        """The consumer got a batch in which these samples lay; ``start`` is the pass's first position."""
-
-    def skipped(self, positions: list[int], start: int) -> None:
-        """These samples were given up."""
-
-    def finish(self, dropped: bool = False) -> None:
-        """The pass is over; ``dropped``: the workers had nothing for what is still open."""
-
-
 class Dispatcher:
     """Opens batches for the workers, in the sampler's order, and hands finished ones to the consumer.
 
@@ -126,6 +85,7 @@ class Dispatcher:
         one_pass: Whether the workers may leave when they find nothing more to do in the first pass.
         skips: Whether samples may be left out.
         drop_short: Whether a batch is dropped where too few samples are left to fill it.
+        foresight: Lets long samples begin early.
     """
 
     def __init__(
@@ -143,8 +103,10 @@ class Dispatcher:
         one_pass: bool = False,
         skips: bool = False,
         drop_short: bool = False,
+        foresight: Foresight | None = None,
     ) -> None:
         self._ledger = ledger
+        self._foresight = foresight
         self._gate = gate
         self._pool = pool
         self._slots = slots
@@ -448,6 +410,8 @@ class Dispatcher:
         )
         if self._start is None:
             self._start = self._ledger.describe(record)[1]
+        if self._foresight is not None:
+            self._foresight.published(self._ledger.describe(record)[1], keys)
         item = InFlight(
             record,
             keys,

@@ -82,6 +82,8 @@ class StreamFetcher:
     Args:
         batched: Whether samples are collated in lists; otherwise each is a batch.
         drop_last: Whether an incomplete list is dropped.
+        at_once: Whether the first pass is begun now, where the caller gets the errors of the dataset's ``__iter__``;
+            otherwise each is begun with its first batch.
         replica: Where an earlier run was, in the first pass.
     """
 
@@ -91,6 +93,7 @@ class StreamFetcher:
         chain: Chain,
         batched: bool,
         drop_last: bool,
+        at_once: bool = False,
         replica: Replica | None = None,
     ) -> None:
         self._dataset = dataset
@@ -98,7 +101,8 @@ class StreamFetcher:
         self.takes_lists = False
         self._batched = batched
         self._drop_last = drop_last
-        self._samples: Iterator[Any] | None = None
+        self._begun = at_once
+        self._samples: Iterator[Any] | None = iter(dataset) if at_once else None
         self._pass: object = None
         self._replica = replica or Replica()
         self.keeps_state = is_stateful(dataset)
@@ -121,9 +125,11 @@ class StreamFetcher:
         """
         if this_pass != self._pass:
             self._pass = this_pass
-            self._samples = None
-            samples: Any = iter(self._dataset)
-            self._samples = samples
+            if not self._begun:
+                self._samples = None
+                self._samples = iter(self._dataset)
+            self._begun = False
+            samples = cast(Any, self._samples)
             self.keeps_state = is_stateful(self._dataset) or is_stateful(samples)
             replica, self._replica = self._replica, Replica()
             if replica.iterator is not None:

@@ -78,10 +78,18 @@ class ThreadPool:
 
 
 class InlinePool:
-    """``num_workers=0``: whoever waits for a batch works on it."""
+    """``num_workers=0``: whoever waits for a batch works on it.
 
-    def __init__(self, make_worker: Callable[[int], Worker]) -> None:
+    Args:
+        make_worker: Called with its number, 0.
+        give_back: Offers again what an interrupted worker has not finished.
+    """
+
+    def __init__(
+        self, make_worker: Callable[[int], Worker], give_back: Callable[[], object]
+    ) -> None:
         self._make_worker = make_worker
+        self._give_back = give_back
         self._worker: Worker | None = None
 
     def start(self) -> None:
@@ -91,7 +99,11 @@ class InlinePool:
     def wait(self, seen: int, timeout_s: float) -> None:
         """Work."""
         assert self._worker is not None
-        self._worker.step()
+        try:
+            self._worker.step()
+        except BaseException:
+            self._give_back()  # whoever catches this may ask for the next batch
+            raise
 
     def check(self) -> None:
         """Nobody can die here."""

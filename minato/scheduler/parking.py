@@ -23,6 +23,7 @@ class Parking:
     Args:
         left: What the stepper has left and nobody has put here yet.
         always: Set samples aside whether or not the consumer waits.
+        bound: Every sample has its own place from the start; if not, one that has a place is overdue.
         most: How many.
         most_bytes: How many bytes they may hold together.
     """
@@ -32,12 +33,14 @@ class Parking:
         ledger: Ledger,
         left: list[Partial],
         always: bool,
+        bound: bool,
         most: int = MOST_PARKED,
         most_bytes: int = 1 << 62,
     ) -> None:
         self._ledger = ledger
         self._left = left
         self._always = always
+        self._bound = bound
         self._most = most
         self._most_bytes = most_bytes
         self._parked: deque[Partial] = deque()
@@ -45,14 +48,15 @@ class Parking:
     def __len__(self) -> int:
         return len(self._parked)
 
-    def may_leave(self, nbytes: int) -> bool:
-        """Whether the sample in hand, of so many bytes, is better set aside now."""
+    def may_leave(self, position: int, nbytes: int) -> bool:
+        """Whether the sample at this position, so far of so many bytes, is better set aside now."""
         ledger = self._ledger
         return (
             len(self._parked) + len(self._left) < self._most
             and ledger.unclaimed() > 0
             and not ledger.draining
             and (self._always or ledger.waiting)
+            and not self._is_overdue(position)
             and sum(each.nbytes for each in (*self._parked, *self._left)) + nbytes
             <= self._most_bytes
         )
@@ -62,12 +66,23 @@ class Parking:
         self._parked.append(partial)
 
     def due(self) -> bool:
-        """Whether the oldest of them goes before samples that nobody has begun."""
+        """Whether one of them goes before samples that nobody has begun."""
         ledger = self._ledger
         return bool(self._parked) and (
-            ledger.draining or not (self._always or ledger.waiting) or not ledger.unclaimed()
+            ledger.draining
+            or not (self._always or ledger.waiting)
+            or not ledger.unclaimed()
+            or any(self._is_overdue(partial.position) for partial in self._parked)
         )
 
     def take(self) -> Partial:
-        """The oldest of them; IndexError if there is none."""
+        """The oldest of them, an overdue one first; IndexError if there is none."""
+        for partial in self._parked:
+            if self._is_overdue(partial.position):
+                self._parked.remove(partial)
+                return partial
         return self._parked.popleft()
+
+    def _is_overdue(self, position: int) -> bool:
+        """Whether ``max_lag`` is reached, so that the batch of this sample is settled."""
+        return not self._bound and self._ledger.is_placed(position)

@@ -69,10 +69,10 @@ class ProcessPool:
 
     def start(self) -> None:
         """Start one process after the other; each works as soon as it can."""
-        for process in self.processes:
-            process.start()
         for number, process in enumerate(self.processes):
-            self._watch.add(number, process)
+            process.start()
+            self._watch.add(number, process)  # before the next start, which reaps what has ended
+        self._watch.start()  # now that there is nothing left to fork
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready gate has had an event since ``seen``."""

@@ -60,8 +60,8 @@ class Stepper:
         self._laps = array("q", bytes(8 * len(chain.steps)))
         self.slow_ns = 0
         """A sample that has taken longer may be left; 0: none is."""
-        self.may_leave: Callable[[int], bool] | None = None
-        """Asked with the bytes of a slow sample whether to leave it now; None: never."""
+        self.may_leave: Callable[[int, int], bool] | None = None
+        """Asked with the position and the bytes of a slow sample whether to leave it now; None: never."""
         self.capture: Callable[[], object] | None = None
         """Saves the randomness of the sample in hand; None while samples run unbound."""
         self.left: list[Partial] = []
@@ -109,7 +109,7 @@ class Stepper:
         while step < length:
             if late and self.may_leave is not None:
                 nbytes = nbytes_of(value)
-                if self.may_leave(nbytes):
+                if self.may_leave(self._lease[0] - 1, nbytes):
                     return self._leave(key, value, nbytes, step, active_ns, cpu_ns)
             # Past its deadline a sample runs one transform at a time.
             first, late = step, True

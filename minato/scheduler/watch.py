@@ -33,18 +33,25 @@ class ExitWatch:
         self._woken, self._wake = -1, -1
 
     def add(self, number: int, process: BaseProcess) -> None:
-        """Watch a process under a number of the caller's."""
+        """Watch a process under a number of the caller's, from ``start`` on."""
         descriptor = process.sentinel
         if self._uses_pidfd:
             assert process.pid is not None
-            descriptor = os.pidfd_open(process.pid)
+            try:
+                descriptor = os.pidfd_open(process.pid)
+            except ProcessLookupError:  # it has ended, and somebody has asked for its exit code
+                self._gone.append(number)
+                self._notify()
+                return
         self._added.append((number, descriptor))
-        if self._thread is None:
-            self._woken, self._wake = os.pipe()
-            self._thread = threading.Thread(target=self._run, name="minato-exits", daemon=True)
-            self._thread.start()
-        else:
+        if self._thread is not None:
             os.write(self._wake, b"+")
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._woken, self._wake = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="minato-exits", daemon=True)
+        self._thread.start()
 
     def gone(self) -> list[int]:
         """Numbers of the processes that have ended since the last call."""
@@ -52,16 +59,17 @@ class ExitWatch:
 
     def close(self) -> None:
         """End the thread."""
-        if self._thread is None:
-            return
-        os.write(self._wake, b"x")
-        self._thread.join()
-        self._thread = None
+        if self._thread is not None:
+            os.write(self._wake, b"x")
+            self._thread.join()
+            self._thread = None
+            os.close(self._wake)
+            os.close(self._woken)
         if self._uses_pidfd:
             for descriptor in (*self._watched, *(added[1] for added in self._added)):
                 os.close(descriptor)
-        os.close(self._wake)
-        os.close(self._woken)
+        self._watched.clear()
+        self._added.clear()
 
     def _run(self) -> None:
         while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
@@ -13,55 +13,21 @@ from minato.scheduler.failures import SKIP
 from minato.scheduler.fetch import Fetcher, StreamEnd, StreamFetcher
 from minato.scheduler.leniency import Leniency
 from minato.scheduler.parking import Parking
+from minato.scheduler.parties import Sink
 from minato.scheduler.runner import Runner
 from minato.scheduler.stepper import Partial
 
-__all__ = ["Sink", "Worker"]
+__all__ = ["Worker"]
 
 _RUN_NS = 1_000_000
 """A worker claims about so much work at a time: dispatch then costs a per cent, and nobody hoards."""
-_COLLATED_RUN_NS = 4_000_000
-"""The same where batches are collated by a function: samples of one worker need no transport."""
+_LONG_RUN_NS = 4_000_000
+"""The same where batches are collated by a function, as samples of one worker need no transport, and in line."""
 _PATIENCE_S = 1.0
 """How long a worker sleeps at most before it looks whether its parent lives."""
 _WHOLE_BATCH = 1 << 31
-
-
-class Sink(Protocol):
-    """Where a worker's samples go (the assembler's writer)."""
-
-    collates: bool
-    holds: bool
-    run_again: Callable[[int], list[Any]] | None
-
-    def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
-        """Put samples at consecutive places, the first of which is number k of the batch."""
-
-    def write_batch(self, batch: int, samples: list[Any]) -> None:
-        """Build a whole batch, of however many samples, that has one place."""
-
-    def write_error(
-        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
-    ) -> None:
-        """The same for a sample that raised."""
-
-    def write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
-        """Add the state of the worker's dataset, after a batch of which nothing lies at this place."""
-
-    def write_end(self, place: int) -> None:
-        """Say that there is nothing more to come."""
-
-    def write_collated(self, batch: int, samples: list[Any]) -> None:
-        """Collate all samples of a batch, or those of them that are not skipped."""
-
-    def write_nothing(self, batch: int) -> None:
-        """Say that all samples of a batch are skipped."""
-
-    def finished(self, batch: int, outcome: int) -> None:
-        """Act on what the ledger said when a place was filled."""
-
-    def collate(self, batch: int) -> None:
-        """Collate a full batch that a dead worker left."""
+_WORTH_NOTING_NS = 100_000
+"""What dearer samples have cost is written down for the next epoch."""
 
 
 class Worker:
@@ -73,6 +39,7 @@ class Worker:
         runner: Runs them.
         read_keys: ``(batch, k, count) -> keys`` of samples k … k+count-1.
         parking: Decides which slow samples are set aside; None: none is.
+        fast_first: Slow samples go to the newest batch, where they have no place of their own.
         whole_batches: Claim batches as a whole, whatever their samples cost.
         leniency: What to do about samples that raise; None: they are errors.
     """
@@ -87,6 +54,7 @@ class Worker:
         sink: Sink,
         read_keys: Callable[[int, int, int], Sequence[Any]],
         parking: Parking | None = None,
+        fast_first: bool = False,
         whole_batches: bool = False,
         leniency: Leniency | None = None,
     ) -> None:
@@ -99,10 +67,11 @@ class Worker:
         sink.run_again = self._run_again
         self._read_keys = read_keys
         self._parking = parking
+        self._fast_first = fast_first
         self._whole_batches = whole_batches or fetcher.takes_lists or fetcher.keeps_state
         self._leniency = leniency
         self._may_lack = parking is not None or leniency is not None
-        self._run_ns = _COLLATED_RUN_NS if sink.collates else _RUN_NS
+        self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_line else _RUN_NS
         self._idle_since = now_ns()
         self._pass_index = -1
 
@@ -183,6 +152,7 @@ class Worker:
         _, _, _, bound, epoch, seed, *_ = self._ledger.describe(batch)
         self._runner.enter(seed)
         samples, error = self._runner.resume(partial, epoch)
+        self._ledger.note_costs(partial.position, self._runner.durations, 1)
         completed = 1 - len(self._runner.left)
         cost_ns, position, key = self._runner.durations[0], partial.position, partial.key
         if error is not None and self._leniency is not None:
@@ -204,7 +174,11 @@ class Worker:
         # Who has samples that no other worker can be sent, runs whole batches.
         can_leave = self._parking is not None and not self._sink.holds
         slow_ns = self._ledger.slow_ns if can_leave else 0
-        return self._runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
+        runner = self._runner
+        samples, error = runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
+        if runner.usual_ns >= _WORTH_NOTING_NS:
+            self._ledger.note_costs(position, runner.durations, len(samples))
+        return samples, error
 
     def _run_singly(
         self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
@@ -416,12 +390,13 @@ class Worker:
             batch = ledger.locate(position)[0]
             sink.finished(batch, ledger.skip(self._number, position))
             return
-        place, batch, k = ledger.reserve(self._number, position, cost_ns > ledger.slow_ns > 0)
+        late = self._fast_first and cost_ns > ledger.slow_ns > 0
+        place, batch, k = ledger.reserve(self._number, position, late)
         if error is None:
             sink.write_run(batch, k, place, [sample])
         else:
             sink.write_error(batch, place, error, key)
-        sink.finished(batch, ledger.fill(self._number, position, place, cost_ns))
+        sink.finished(batch, ledger.fill(self._number, position, place))
 
 
 def _is_lacking(sample: Any) -> bool:

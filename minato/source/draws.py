@@ -113,7 +113,7 @@ class Draw:
         self._state = _loaded(state)
         outside = torch.default_generator.get_state()
         try:
-            iterator = self._entered()
+            iterator: Iterator[Any] = self._entered()
             if not self._needs_default:
                 return iterator
             kinds = {type(sampler) for sampler in nested(self._sampler)}

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from minato._core import _records_py as spec
 from minato._core import codes
 from tests.core.ledger_tools import (
     BOUND,
@@ -71,7 +72,7 @@ def test_a_second_party_sees_the_same_ledger(desk: Desk) -> None:
 
 def test_too_little_memory_is_refused(desk: Desk) -> None:
     whole = bytearray(desk.memory[:])
-    for nbytes in (0, 8, 447):
+    for nbytes in (0, 8, spec._HEADER.itemsize - 1):
         with pytest.raises(ValueError, match=f"{nbytes} bytes are no ledger"):
             desk.twin.Ledger(whole[:nbytes])
     with pytest.raises(ValueError, match=f"a ledger of {desk.nbytes} bytes does not fit"):
@@ -209,11 +210,110 @@ def test_a_run_is_filled_at_once(desk: Desk) -> None:
     assert desk.claim(0, 3) == (batch, 0, 3)
     assert desk.claim(1, 3) == (batch, 3, 2)
     desk.ledger.publish_layout(batch, LAYOUT)
-    assert desk.ledger.fill_run(1, batch, 3, 2, 9) == codes.NOT_COMPLETE
-    assert desk.ledger.fill_run(0, batch, 0, 3, 8) == codes.PUBLISHED
+    assert desk.ledger.fill_run(1, batch, 3, 2) == codes.NOT_COMPLETE
+    assert desk.ledger.fill_run(0, batch, 0, 3) == codes.PUBLISHED
     assert desk.deliver(batch) == [0, 1, 2, 3, 4]
-    assert [int(record["cost_ns"]) for record in desk.positions[:5]] == [8, 8, 8, 9, 9]
     assert desk.ledger.settled(batch)
+
+
+def test_costs_of_a_full_batch_by_key(desk: Desk) -> None:
+    batch = desk.ledger.publish([70, 71, 72, 73], 4, SLOT, 0, 0, 0, False)
+    desk.claim(0, 4)
+    desk.ledger.note_costs(0, array.array("q", [500, 600, 0, 9]), 3)
+    for position in (1, 0, 2, 3):
+        desk.fill(0, position)
+    # In the order of the places that they took; of two nothing is known.
+    assert desk.ledger.costs(batch) == [(71, 600), (70, 500)]
+    with pytest.raises(ValueError, match="8 bytes hold no 2 costs"):
+        desk.ledger.note_costs(0, array.array("q", [1]), 2)
+
+
+def test_costs_without_integer_keys_are_not_told(desk: Desk) -> None:
+    batch = desk.ledger.publish(None, 1, SLOT, 0, 0, 0, True, 128, 10)
+    desk.claim(0)
+    desk.ledger.note_costs(0, array.array("q", [500]), 1)
+    desk.fill(0, 0)
+    assert desk.ledger.costs(batch) == []
+
+
+def test_whether_a_sample_has_its_place(desk: Desk) -> None:
+    desk.publish(2, bound=False)
+    new = desk.publish(2, bound=False)
+    desk.claim(0, 2)
+    assert not desk.ledger.is_placed(0)
+    desk.ledger.bind_late(0, new)
+    assert desk.ledger.is_placed(0)
+    assert desk.ledger.is_placed(1)
+    assert not desk.ledger.is_placed(2)
+    desk.publish(2)
+    assert desk.ledger.is_placed(4)
+
+
+# ------------------------------------------------------------------------------ starting samples early
+
+
+def order_of_claims(desk: Desk) -> list[int]:
+    found = []
+    while (lease := desk.claim(0, 1)) is not None:
+        found.append(desk.first(lease[0]) + lease[1])
+    return found
+
+
+def test_a_sample_is_claimed_before_its_turn(desk: Desk) -> None:
+    desk.publish(4)
+    desk.publish(4)
+    assert desk.ledger.start_early(6, 4)
+    assert desk.ledger.start_early(3, 1)
+    assert order_of_claims(desk) == [0, 1, 6, 3, 2, 4, 5, 7]
+    assert desk.ledger.unclaimed() == 0
+
+
+def test_of_several_the_one_that_should_begin_first_does(desk: Desk) -> None:
+    desk.publish(8)
+    for position, ahead in ((4, 1), (5, 60), (7, 6)):
+        assert desk.ledger.start_early(position, ahead)
+    assert order_of_claims(desk) == [5, 0, 7, 1, 2, 4, 3, 6]
+    assert not desk.header["hints"].any()
+
+
+def test_a_claim_of_several_passes_over_what_began_early(desk: Desk) -> None:
+    batch = desk.publish(6)
+    desk.ledger.start_early(2, 9)
+    assert [desk.claim(0, 4) for _ in range(4)] == [
+        (batch, 2, 1),
+        (batch, 0, 2),
+        (batch, 3, 3),
+        None,
+    ]
+
+
+def test_hints_may_be_wrong(desk: Desk) -> None:
+    batch = desk.publish(3)
+    assert desk.claim(0) == (batch, 0, 1)
+    for position in (0, 1, 1, 2, 40):
+        assert desk.ledger.start_early(position, 1000)
+    desk.ledger.cancel(batch)
+    assert desk.claim(0) is None
+    other = desk.publish(2)
+    assert desk.claim(0, 5) == (other, 0, 2)
+    assert desk.claim(0) is None
+
+
+def test_a_sample_that_began_early_on_a_dead_worker_goes_out_again(desk: Desk) -> None:
+    batch = desk.publish(4)
+    desk.ledger.start_early(3, 9)
+    assert desk.claim(1) == (batch, 3, 1)
+    assert desk.ledger.release(1) == 1
+    assert exactly(desk.work(0), range(4))
+    assert desk.deliver(batch) == [0, 1, 2, 3]
+
+
+def test_so_many_hints_and_no_more(desk: Desk) -> None:
+    desk.publish(4)
+    assert all(desk.ledger.start_early(position % 4, 1) for position in range(256))
+    assert not desk.ledger.start_early(0, 1)
+    assert order_of_claims(desk) == [0, 1, 2, 3]
+    assert desk.ledger.start_early(0, 1)
 
 
 def test_publishing_wakes_the_workers_and_a_ready_batch_the_consumer(desk: Desk) -> None:

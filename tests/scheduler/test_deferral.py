@@ -148,20 +148,22 @@ class Case:
         self.share = leaves.random()
         self.most_parked = 0
         chain = Chain(tuple(Counted(s, i, self.calls, bad) for i, s in enumerate(steps)))
-        self.workers = [self._worker(n, chain, leaves, usual_ns) for n in range(workers)]
+        self.workers = [self._worker(n, chain, order, leaves, usual_ns) for n in range(workers)]
         self.bench.ledger.slow_ns = 1  # any boundary is late
         batches = [list(range(i, i + BATCH)) for i in range(0, SIZE, BATCH)]
         self.bench.begin(batches, seed=SEED)
 
-    def _worker(self, number: int, chain: Chain, leaves: random.Random, usual_ns: float) -> Worker:
+    def _worker(
+        self, number: int, chain: Chain, order: str, leaves: random.Random, usual_ns: float
+    ) -> Worker:
         ledger = self.bench.ledger
         lease = ledger.lease_words(number)
         stepper = Stepper(Keyed(), chain, lease, self.meters)
-        parking = Parking(ledger, stepper.left, always=True)
+        parking = Parking(ledger, stepper.left, True, order in ("strict", "batch"))
 
-        def may_leave(nbytes: int) -> bool:
+        def may_leave(position: int, nbytes: int) -> bool:
             self.most_parked = max(self.most_parked, len(parking) + len(stepper.left))
-            return leaves.random() < self.share and parking.may_leave(nbytes)
+            return leaves.random() < self.share and parking.may_leave(position, nbytes)
 
         stepper.may_leave = may_leave
         runner = Runner(lease, SampleRandomness, self.meters, stepper, None, False, Exception)

@@ -267,7 +267,7 @@ def test_in_line_whoever_waits_works() -> None:
             steps.append(1)
             return True
 
-    pool = InlinePool(lambda number: Inline())  # type: ignore[arg-type, return-value]
+    pool = InlinePool(lambda number: Inline(), lambda: None)  # type: ignore[arg-type, return-value]
     pool.start()
     assert steps == []
     pool.wait(0, 1.0)

@@ -62,14 +62,14 @@ def test_without_a_chain_the_dataset_is_all_there_is() -> None:
     stepper, meters, _ = stepper_of()
     assert stepper.measured(3) == 3
     assert counts(meters) == [0, 1, 1, 1, 1]
-    stepper.slow_ns, stepper.may_leave = 1, lambda nbytes: True
+    stepper.slow_ns, stepper.may_leave = 1, lambda position, nbytes: True
     assert stepper.measured(3) == 3  # nothing is left of it that could wait
 
 
 @pytest.mark.parametrize("way", ["straight", "measured"])
 def test_a_slow_sample_is_left_between_any_two_stages(way: str) -> None:
     stepper, meters, _ = stepper_of(plus(1), plus(10), plus(100))
-    stepper.slow_ns, stepper.may_leave = 1, lambda nbytes: True
+    stepper.slow_ns, stepper.may_leave = 1, lambda position, nbytes: True
     stepper.capture = lambda: "state"
     partial = getattr(stepper, way)(3)
     found = []
@@ -89,10 +89,10 @@ def test_a_slow_sample_is_left_between_any_two_stages(way: str) -> None:
 
 def test_quick_samples_and_refused_ones_are_not_left() -> None:
     stepper, _, _ = stepper_of(plus(1), plus(10))
-    asked: list[int] = []
+    asked: list[tuple[int, int]] = []
 
-    def refuse(nbytes: int) -> bool:
-        asked.append(nbytes)
+    def refuse(position: int, nbytes: int) -> bool:
+        asked.append((position, nbytes))
         return False
 
     stepper.may_leave = refuse
@@ -102,13 +102,13 @@ def test_quick_samples_and_refused_ones_are_not_left() -> None:
     assert asked == []
     stepper.slow_ns = 1
     assert stepper.straight(3) == 14
-    assert asked == [8, 8]  # and not when it is complete
+    assert asked == [(39, 8), (39, 8)]  # and not when it is complete
     assert stepper.left == []
 
 
 def test_time_spent_before_a_sample_was_left_counts() -> None:
     stepper, _, _ = stepper_of(plus(1), plus(10))
-    stepper.slow_ns, stepper.may_leave = 10**12, lambda nbytes: True
+    stepper.slow_ns, stepper.may_leave = 10**12, lambda position, nbytes: True
     quick = Partial(39, 3, 3, 8, 0, None, 0, None)
     assert stepper.resume(quick) == 14
     slow = Partial(39, 3, 3, 8, 0, None, 10**12, None)
