@@ -68,9 +68,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         on_worker_death: ``"restart"``: a worker process that dies is replaced, its samples go out again, and a warning
             says what happened; three deaths on one sample raise. ``"raise"``: torch's RuntimeError at once, as always
             with iterable and stateful datasets and ``round_robin``, whose workers hold state that would be lost.
-        record_order: File to which the order of the batches is appended while they are delivered.
-        replay_order: Such a file: the same samples come in the same batches, in the recorded order, with the recorded
-            seed. The sampler is not asked then.
         on_error: What becomes of a sample that raises. ``"raise"``: its batch does, as with torch. ``"skip"``: it is
             left out. ``"retry"``: it is tried again, and raises if that does not help. A function, called in the
             worker with a :class:`minato.SampleFailure`: what it returns takes the place of the sample, ``minato.SKIP``
@@ -83,6 +80,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             transform, exception, traceback, and what became of it.
         sample_timeout_s: Seconds after which the worker process of a sample is ended and replaced, and the sample is a
             failure with ``minato.SampleTimeoutError``, whose text holds the worker's stack.
+        record_order: File to which the order of the batches is appended while they are delivered.
+        replay_order: Such a file: the same samples come in the same batches, in the recorded order, with the recorded
+            seed. The sampler is not asked then.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -120,13 +120,13 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         rng: str | None = None,
         schedule: str = "dynamic",
         on_worker_death: str = "restart",
-        record_order: str | os.PathLike[str] | None = None,
-        replay_order: str | os.PathLike[str] | None = None,
         on_error: str | Callable[[SampleFailure], Any] = "raise",
         retries: int | None = None,
         error_budget: float | None = None,
         quarantine: str | os.PathLike[str] | None = None,
         sample_timeout_s: float | None = None,
+        record_order: str | os.PathLike[str] | None = None,
+        replay_order: str | os.PathLike[str] | None = None,
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(

@@ -69,6 +69,13 @@ class Replicas:
         """Note the states that came with a batch."""
         self.each[number] = Replica(dataset, iterator, 0, ended)
 
+    def between(self) -> dict[str, Any] | None:
+        """What counts after the end of a pass, as plain data; None if the next one begins anew."""
+        if not self._lasting:
+            return None
+        kept = [asdict(Replica(dataset=replica.dataset)) for replica in self.each]
+        return copy.deepcopy({"turn": 0, "each": kept})
+
     def plain(self) -> dict[str, Any]:
         """All of it as plain data, as far as the states are."""
         return copy.deepcopy({"turn": self.turn, "each": [asdict(one) for one in self.each]})

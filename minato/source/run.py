@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _DatasetKind
 
+from minato._stateful import is_stateful
 from minato.source.draws import Draw
 from minato.source.epochs import epoch_of, nested, tell_epoch
 from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_of
@@ -245,13 +246,15 @@ class Course:
             "finished": last is None or last.progress.finished,
         }
         if last is None or last.progress.finished:
-            return {**state, "draw": draw.between(), "replicas": None}
+            kept = None if last is None or last.replicas is None else last.replicas.between()
+            return {**state, "draw": draw.between(), "replicas": _with_own(loader, kept)}
+        kept = None if last.replicas is None else last.replicas.plain()
         return {
             **state,
             "base_seed": last.base_seed,
             "done": plain_done(last.progress.done()),
             "draw": last.draw.plain(),
-            "replicas": None if last.replicas is None else last.replicas.plain(),
+            "replicas": _with_own(loader, kept),
         }
 
     def load(self, loader: Any, state: Any, replicas: int) -> None:
@@ -276,3 +279,14 @@ class Course:
 def _standing(loader: Any, epoch: int, done: Done | None = None) -> Standing:
     draw = Draw(loader.generator, loader._index_sampler)
     return Standing(epoch, Progress(epoch, done), draw)
+
+
+def _with_own(loader: Any, replicas: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The states of the workers' datasets; before a batch told it, the state of the one in this process is asked."""
+    if loader.num_workers > 0 or not is_stateful(loader.dataset):
+        return replicas
+    own: dict[str, Any] = {"dataset": None, "iterator": None, "batches": 0, "ended": False}
+    if replicas is not None and replicas["each"][0] != own:
+        return replicas
+    own["dataset"] = copy.deepcopy(loader.dataset.state_dict())
+    return {"turn": 0, "each": [own]}
