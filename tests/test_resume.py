@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from minato import DataLoader
 from tests.datasets import ORDERS, Draws, Numbers, Shuffled, Sleepy, flat, indices
+from tests.subprocesses import run
 
 SIZE, BATCH = 23, 4
 
@@ -668,3 +669,9 @@ def test_the_length_stays_what_it_was() -> None:
     loader = make()
     _, state = begun(loader, 3)
     assert len(resumed(state, make())) == math.ceil(SIZE / BATCH)
+
+
+@pytest.mark.slow
+def test_the_same_as_torchdatas_loader() -> None:
+    pytest.importorskip("torchdata")
+    assert run("stateful.py") == "84\n"
