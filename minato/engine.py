@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 from minato import _pickling
 from minato._core.clock import now_ns
+from minato._core.codes import FAILED, STATES
 from minato._core.histogram import Histogram
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
@@ -25,7 +27,9 @@ from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import Foresight, Record
 from minato.scheduler.local import InlinePool
+from minato.scheduler.parties import Progress
 from minato.scheduler.policy import TimeoutPolicy
+from minato.scheduler.replicas import Replicas
 from minato.scheduler.roster import Roster
 from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
 from minato.scheduler.window import Window
@@ -138,6 +142,7 @@ class Engine:
                 max(plan.num_workers, 1),
                 plan.order.name == "strict",
                 cast(int, plan.window_batches),
+                plan.replicas,
             )
             if plan.round_robin
             else AnyWorker(),
@@ -150,6 +155,8 @@ class Engine:
             self._foresight,
             flow,
         )
+        self._replicas = plan.replicas
+        self._by_reference = not in_processes
         self._failures = None
         if plan.policy is not None:
             self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
@@ -173,6 +180,7 @@ class Engine:
         epoch: int,
         seed: int,
         expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None],
+        progress: Progress,
         size: Callable[[], int | None],
     ) -> bool:
         """Start a pass (see ``Dispatcher.begin``) and, with the first one, the workers.
@@ -182,7 +190,7 @@ class Engine:
         """
         if self._failures is not None:
             self._failures.begin(size())
-        foretold = self._dispatcher.begin(batches, epoch, seed, expected)
+        foretold = self._dispatcher.begin(batches, epoch, seed, expected, progress)
         if self._scaler is not None:
             self._scaler.restart()
         if self._works_ahead:
@@ -213,8 +221,10 @@ class Engine:
             self._failures.finished += len(item.keys)
         if self._foresight is not None:
             self._foresight.learn(item.record)
-        used_bytes = self.ledger.contents(item.record)[-1]
+        flags, *_, used_bytes = self.ledger.contents(item.record)
         try:
+            if self._replicas is not None and flags & (STATES | FAILED):
+                self._note_state(self._replicas, item.record)
             return self._reader.read(item.record, item.slot)
         finally:
             self._dispatcher.done(item, used_bytes)
@@ -225,6 +235,11 @@ class Engine:
             if self._works_ahead:
                 self._dispatcher.refill()
             self.arena.trim(self._dispatcher.num_open)
+
+    def _note_state(self, replicas: Replicas, record: int) -> None:
+        state = self._reader.state(record)
+        if state is not None:
+            replicas.heard(*(copy.deepcopy(state) if self._by_reference else state))
 
     def profile(self) -> Profile:
         """What samples have cost so far, and since this was last asked."""

@@ -34,6 +34,8 @@ class Options:
         rng: ``sample`` or ``worker``.
         schedule: ``dynamic`` or ``round_robin``.
         on_worker_death: ``restart`` or ``raise``.
+        record_order: Path of the file to which the order is appended, or None.
+        replay_order: Path of the file whose order is repeated, or None.
         on_error: ``raise``, ``skip``, ``retry`` or a function.
         retries: How often a sample that raised is tried again first.
         error_budget: Samples of an epoch that may fail: a number, a share below 1, or None.
@@ -51,6 +53,8 @@ class Options:
     rng: str
     schedule: str
     on_worker_death: str
+    record_order: str | None
+    replay_order: str | None
     on_error: Any
     retries: int
     error_budget: float | None
@@ -81,6 +85,8 @@ class Options:
         rng: str | None,
         schedule: str,
         on_worker_death: str,
+        record_order: str | os.PathLike[str] | None,
+        replay_order: str | os.PathLike[str] | None,
         on_error: Any,
         retries: int | None,
         error_budget: float | None,
@@ -114,6 +120,26 @@ class Options:
         _whole("max_lag", max_lag, 0)
         _whole("memory_budget_bytes", memory_budget_bytes, 1)
         _whole("seed", seed, None)
+        record_order, replay_order = _path(record_order), _path(replay_order)
+        if is_stream and (record_order or replay_order):
+            raise ValueError(
+                "record_order and replay_order write down the keys of each batch, and an iterable dataset has none: "
+                "leave them out"
+            )
+        if replay_order is not None:
+            if order not in (None, "strict"):
+                raise ValueError(
+                    f"replay_order gives the batches as they are recorded, and order={order!r} would change them: "
+                    "leave order out"
+                )
+            if record_order is not None and os.path.abspath(record_order) == os.path.abspath(
+                replay_order
+            ):
+                raise ValueError(
+                    f"record_order and replay_order are the same file {record_order!r}: use two"
+                )
+            order = "strict"
+            in_order = True
         if order is None:
             whole = has_batch_sampler or is_stream or schedule == "round_robin"
             free = "batch" if whole else "arrival"
@@ -180,6 +206,8 @@ class Options:
             rng=rng or ("worker" if schedule == "round_robin" else "sample"),
             schedule=schedule,
             on_worker_death=on_worker_death,
+            record_order=record_order,
+            replay_order=replay_order,
             on_error="raise" if on_error == "retry" else on_error,
             retries=retries,
             error_budget=error_budget,
@@ -251,6 +279,10 @@ def _choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         allowed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name}={value!r} is not possible: choose one of {allowed}")
+
+
+def _path(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else os.fspath(path)
 
 
 def _whole(name: str, value: object, least: int | None) -> None:

@@ -22,6 +22,8 @@ def options(**given: Any) -> Options:
         "rng": None,
         "schedule": "dynamic",
         "on_worker_death": "restart",
+        "record_order": None,
+        "replay_order": None,
         "on_error": "raise",
         "retries": None,
         "error_budget": None,

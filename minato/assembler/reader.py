@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, TEXT_BLOB, TEXTS
+from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, STATE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.ledger import Ledger
 from minato.assembler.arena import Arena, Slot
 from minato.assembler.transport import Store
@@ -48,6 +48,19 @@ class BatchReader:
                 for kind, offset, nbytes in self._ledger.blobs(batch)
             ]
         return layout.batch(lease, fields - slot.start, count, texts)
+
+    def state(self, batch: int) -> tuple[int, Any, Any, bool] | None:
+        """``(worker, state of its dataset, of its iterator, has that ended)`` if that came with a batch.
+
+        To be called before ``read``.
+        """
+        state: tuple[int, Any, Any, bool] | None = None
+        for kind, offset, nbytes in self._ledger.blobs(batch):
+            if kind == STATE_BLOB:
+                state = self._store.get(offset, nbytes)
+            elif kind == ERROR_BLOB:
+                state = self._store.peek(offset, nbytes).state
+        return state
 
     def discard(self, batch: int, slot: Slot) -> None:
         """Drop a batch that nobody wants any more."""

@@ -10,7 +10,15 @@ import numpy as np
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.collate import default_collate
 
-from minato._core.codes import END_BLOB, ERROR_BLOB, MUST_COLLATE, SAMPLE_BLOB, SKIP_BLOB, TEXT_BLOB
+from minato._core.codes import (
+    END_BLOB,
+    ERROR_BLOB,
+    MUST_COLLATE,
+    SAMPLE_BLOB,
+    SKIP_BLOB,
+    STATE_BLOB,
+    TEXT_BLOB,
+)
 from minato._core.copy import Packer
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
@@ -33,11 +41,15 @@ class SampleError:
     Args:
         error: The exception itself (workers in this process) or torch's wrapper of it.
         key: Dataset index, or None when the batch as a whole failed (its collation).
+        state: Of the worker's dataset afterwards, if it has one.
     """
 
-    def __init__(self, error: ExceptionWrapper | BaseException, key: Any = None) -> None:
+    def __init__(
+        self, error: ExceptionWrapper | BaseException, key: Any = None, state: Any = None
+    ) -> None:
         self.error = error
         self.key = key
+        self.state = state
 
     def reraise(self) -> None:
         """Raise the exception with torch's type and text, and a note that names the sample."""
@@ -181,9 +193,19 @@ class BatchWriter:
         """Say at a batch's one place that there is nothing more to come."""
         self._ledger.attach(place, END_BLOB, 0)
 
-    def write_error(self, batch: int, place: int, error: BaseException, key: Any) -> None:
+    def write_error(
+        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
+    ) -> None:
         """Like ``write``, for a sample that raised."""
-        self._attach(batch, place, SampleError(self._describe_error(error), key), ERROR_BLOB)
+        failure = SampleError(self._describe_error(error), key, state)
+        self._attach(batch, place, failure, ERROR_BLOB)
+
+    def write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
+        """Add the state of the worker's dataset, after a batch of which nothing lies at this place."""
+        try:
+            self._attach(batch, place, state(), STATE_BLOB)
+        except Exception as error:
+            self.write_error(batch, place, error, None)
 
     def write_collated(self, batch: int, samples: list[Any]) -> None:
         """Collate all samples of a batch that this worker holds; the caller fills their places afterwards."""
