@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, Sampler
@@ -27,6 +27,7 @@ from minato.plan import Plan, Unbound
 from minato.scheduler.failures import SampleFailure
 from minato.scheduler.fetch import Fetcher
 from minato.scheduler.replicas import Replicas
+from minato.scheduler.scaling import Staffing
 from minato.source.epochs import tell_epoch
 from minato.source.passes import SeededSampler
 from minato.source.progress import Coverage
@@ -83,6 +84,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         record_order: File to which the order of the batches is appended while they are delivered.
         replay_order: Such a file: the same samples come in the same batches, in the recorded order, with the recorded
             seed. The sampler is not asked then.
+        min_workers, max_workers: Let the number of workers change between these while the loader is in use, beginning
+            with ``num_workers``: up while the loop waits and more of them help, down while they idle.
+            ``num_workers="auto"`` begins with one per core, 12 at most.
+        controller: What decides it: ``"corrected"``, or ``"paper"`` for the MinatoLoader paper's formulas as printed.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -98,7 +103,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -127,6 +132,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         sample_timeout_s: float | None = None,
         record_order: str | os.PathLike[str] | None = None,
         replay_order: str | os.PathLike[str] | None = None,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        controller: str = "corrected",
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -155,14 +163,18 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             quarantine=quarantine,
             sample_timeout_s=sample_timeout_s,
             num_workers=num_workers,
+            min_workers=min_workers,
+            max_workers=max_workers,
+            controller=controller,
         )
+        num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
         vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag)
         self._course = Course()
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._foretells = True
         self._spare_arenas: list[Arena] = []
-        self._experience = Experience()
+        self._experience = self._no_experience(num_workers)
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
             shuffle, sampler = None, SeededSampler(dataset, seed)
@@ -235,7 +247,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if state_dict == {}:
             self._course = self._course.twin()
         else:
-            self._course.load(self, state_dict, max(self.num_workers, 1))
+            self._course.load(self, state_dict, self._most_replicas)
 
     def coverage(self) -> Coverage:
         """What has become of the samples of the newest iterator's epoch so far.
@@ -285,7 +297,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy must not write to the same arenas; what was measured is not worth sending.
-        return {**self.__dict__, "_spare_arenas": [], "_experience": Experience()}
+        fresh = self._no_experience(self.num_workers)
+        return {**self.__dict__, "_spare_arenas": [], "_experience": fresh}
 
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
         """A loader with torch's arguments as given, and all others as this one's.
@@ -296,6 +309,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
         kept = ("_options", "_chain", "_replay", *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
+        loader._experience = loader._no_experience(loader.num_workers)
         loader._course = self._course.twin()
         return loader
 
@@ -325,6 +339,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         return is_stream(self) or is_stateful(self.dataset)
 
     @property
+    def _most_replicas(self) -> int:
+        """How many copies of the dataset there can be."""
+        return max(self._options.max_workers or 0, self.num_workers, 1)
+
+    @property
     def _in_threads(self) -> bool:
         return self.num_workers > 0 and self._options.worker_method == "thread"
 
@@ -339,7 +358,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def _make_engine(self, base_seed: int) -> Engine:
         arena = self._spare_arena()
-        engine = Engine(Plan.of(self, base_seed), arena, self._experience)
+        num_workers = most_workers = self.num_workers
+        if self._experience.staffing is not None:
+            num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
+        plan = Plan.of(self, base_seed, num_workers, most_workers)
+        engine = Engine(plan, arena, self._experience)
         # The next iterator writes to this one's warm pages.
         weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
         return engine
@@ -352,6 +375,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             assert course.last is not None
             if self._iterator is None or before is None:
                 lasting = self.persistent_workers or self.num_workers == 0
-                before = Replicas(max(self.num_workers, 1), lasting, state)
+                before = Replicas(self._most_replicas, lasting, state)
             course.last.replicas = before  # persistent workers go on as they are
         return run
+
+    def _no_experience(self, num_workers: int) -> Experience:
+        least, most = self._options.min_workers, self._options.max_workers
+        return Experience(staffing=Staffing.of(self._options.controller, num_workers, least, most))

@@ -36,6 +36,8 @@ class Plan:
 
     Attributes:
         batched: Keys come in lists (``batch_size`` or a ``batch_sampler``).
+        num_workers: Workers that work at first.
+        most_workers: Workers that there can be.
         seeds_samples: Randomness is bound to each sample rather than to the worker.
         window_batches: Batches in flight, None to let the budget decide.
         persistent: The workers stay for further passes.
@@ -56,6 +58,7 @@ class Plan:
     collate_fn: Callable[[Any], Any]
     batched: bool
     num_workers: int
+    most_workers: int
     worker_method: str
     context: Any
     worker_init_fn: Callable[[int], None] | None
@@ -78,12 +81,14 @@ class Plan:
     replicas: Replicas | None
 
     @classmethod
-    def of(cls, loader: Any, base_seed: int) -> Plan:
+    def of(cls, loader: Any, base_seed: int, num_workers: int, most_workers: int) -> Plan:
         """The plan of a loader's next iterator.
 
         Args:
             loader: A ``minato.DataLoader`` whose next run is opened.
             base_seed: What torch drew for the workers.
+            num_workers: Workers that work at first.
+            most_workers: Workers that there can be.
         """
         options: Options = loader._options
         run: Standing = loader._course.last
@@ -93,7 +98,7 @@ class Plan:
         if loader.num_workers == 0:
             window = 1
         elif round_robin or not isinstance(loader.prefetch_factor, Unbound):
-            window = loader.num_workers * loader.prefetch_factor
+            window = most_workers * loader.prefetch_factor
         policy: ErrorPolicy | None = None
         if options.settles_failures:
             # A log of failures for each iterator.
@@ -105,7 +110,8 @@ class Plan:
             chain=loader._chain,
             collate_fn=loader.collate_fn,
             batched=loader._auto_collation,
-            num_workers=loader.num_workers,
+            num_workers=num_workers,
+            most_workers=most_workers,
             worker_method=options.worker_method,
             context=loader.multiprocessing_context or torch.multiprocessing.get_context(),
             worker_init_fn=loader.worker_init_fn,

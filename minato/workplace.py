@@ -24,6 +24,7 @@ from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.leniency import Leniency
 from minato.scheduler.overdue import StackFile
 from minato.scheduler.parking import Parking
+from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Runner
 from minato.scheduler.stepper import Stepper
 from minato.scheduler.worker import Worker
@@ -41,6 +42,7 @@ class Workplace:
 
     Attributes:
         meters_offset: Where in ``segment`` the measurements lie, behind the ledger.
+        roster_offset: Where it says which workers work.
         arena: Memory of the batches.
         written_plan: Where in the arena the pickled plan lies, if it was written there.
         stacks: Where stuck workers write their stacks.
@@ -50,6 +52,7 @@ class Workplace:
     plan: Plan
     segment: Segment
     meters_offset: int
+    roster_offset: int
     arena: Segment
     store: Store
     written_plan: tuple[int, int] | None = None
@@ -95,6 +98,11 @@ class Workplace:
         nbytes = Meters.nbytes(num_steps)
         start = self.meters_offset + number * nbytes
         return Meters(num_steps, self.segment.array[start : start + nbytes])
+
+    def roster(self, ledger: Ledger) -> Roster:
+        """Which workers work."""
+        work = Gate(self.segment.array, ledger.work_gate_offset)
+        return Roster(self.segment.array, self.roster_offset, work)
 
     def writer(
         self,
@@ -152,7 +160,7 @@ class Workplace:
         if not plan.streams and not fetcher.takes_lists:
             stepper = Stepper(plan.dataset, plan.chain, lease, meters)
         if stepper is not None and plan.leaves_samples:
-            most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.num_workers)
+            most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.most_workers)
             always = plan.order.name == "fast_first"
             parking = Parking(ledger, stepper.left, always, plan.order.bound, most_bytes=most_bytes)
             stepper.may_leave = parking.may_leave
@@ -180,4 +188,5 @@ class Workplace:
             plan.order.name == "fast_first",
             plan.round_robin,
             leniency,
+            self.roster(ledger),
         )

@@ -2,8 +2,8 @@
 
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
-``integrations`` know no stage; only ``engine.py``, ``loader.py``, ``patching.py``,
-``plan.py``, ``pools.py``, ``workplace.py`` and the package itself know all.
+``integrations`` know no stage; only ``engine.py``, ``loader.py``, ``patching.py``, ``plan.py``,
+``pools.py``, ``workplace.py`` and the package itself know all.
 """
 
 from __future__ import annotations

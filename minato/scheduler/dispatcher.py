@@ -20,6 +20,7 @@ from minato._core.codes import (
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.scheduler.assignment import Assignment
+from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import Foresight
 from minato.scheduler.parties import KeyStore, Pool, Progress, Slots
 from minato.scheduler.window import Window
@@ -86,6 +87,7 @@ class Dispatcher:
         skips: Whether samples may be left out.
         drop_short: Whether a batch is dropped where too few samples are left to fill it.
         foresight: Lets long samples begin early.
+        flow: Is told of the consumer's waiting, for whoever decides how many workers there are.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Dispatcher:
         skips: bool = False,
         drop_short: bool = False,
         foresight: Foresight | None = None,
+        flow: Flow | None = None,
     ) -> None:
         self._ledger = ledger
         self._foresight = foresight
@@ -122,6 +125,7 @@ class Dispatcher:
         self._fills_up = skips and not order.bound
         self._filled_up = False
         self._drops_short = drop_short and not order.bound
+        self._flow = flow
         self._open: deque[InFlight] = deque()
         self._ahead: deque[InFlight] = deque()  # of the pass that is expected next
         self._recent: deque[InFlight] = deque()  # the last max_lag + 1 opened of this pass
@@ -230,7 +234,6 @@ class Dispatcher:
                 break
             # So many abandoned passes still run that the ledger cannot tell another one from them.
             self._sleep(time.monotonic() + _SETTLING_S)
-            self._sweep()
         self._ledger.open_pass(free)
         self._pass = free, epoch, seed
         self._start = None
@@ -249,6 +252,8 @@ class Dispatcher:
             self.refill()
             seen = self._gate.events
             found = self._ready()
+            if self._flow is not None:
+                self._tell(self._flow)
             if found is not None:
                 self._open.remove(found)
                 flags, _, result, *_ = self._ledger.contents(found.record)
@@ -275,9 +280,13 @@ class Dispatcher:
             self._ledger.waiting = True
             try:
                 if self._dry or self._ledger.unclaimed() or not self._window.grow():
+                    if self._flow is not None:
+                        self._flow.begin_wait()
                     self._sleep(deadline, seen)
             finally:
                 self._ledger.waiting = False
+                if self._flow is not None:
+                    self._flow.end_wait()
             if deadline is not None and time.monotonic() > deadline and self._ready() is None:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
 
@@ -325,11 +334,17 @@ class Dispatcher:
             progress.delivered(occupants, item.pass_start)
 
     def _sleep(self, deadline: float | None, seen: int | None = None) -> None:
-        limit = _LIVENESS_S
+        # Without an open batch, room is waited for, which abandoned samples take up.
+        limit = _LIVENESS_S if self._open else _SETTLING_S
         if deadline is not None:
             limit = min(limit, max(deadline - time.monotonic(), 0.0))
         self._pool.wait(self._gate.events if seen is None else seen, limit)
         self._pool.check()
+        self._sweep()
+
+    def _tell(self, flow: Flow) -> None:
+        flow.ending = self._dry
+        flow.ready = sum(self._ledger.state(item.record) == READY for item in self._open)
 
     def _ready(self) -> InFlight | None:
         # Where membership is free, the oldest batch is waited for: overtaking it would break max_lag.

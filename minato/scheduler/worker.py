@@ -14,6 +14,7 @@ from minato.scheduler.fetch import Fetcher, StreamEnd, StreamFetcher
 from minato.scheduler.leniency import Leniency
 from minato.scheduler.parking import Parking
 from minato.scheduler.parties import Sink
+from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Runner
 from minato.scheduler.stepper import Partial
 
@@ -42,6 +43,7 @@ class Worker:
         fast_first: Slow samples go to the newest batch, where they have no place of their own.
         whole_batches: Claim batches as a whole, whatever their samples cost.
         leniency: What to do about samples that raise; None: they are errors.
+        roster: Says whether this worker is wanted; None: always.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Worker:
         fast_first: bool = False,
         whole_batches: bool = False,
         leniency: Leniency | None = None,
+        roster: Roster | None = None,
     ) -> None:
         self._number = number
         self._ledger = ledger
@@ -72,14 +75,25 @@ class Worker:
         self._leniency = leniency
         self._may_lack = parking is not None or leniency is not None
         self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_line else _RUN_NS
+        self._roster = roster
         self._idle_since = now_ns()
         self._pass_index = -1
 
     def loop(self, parent_lives: Callable[[], bool]) -> None:
         """Work until the loader shuts down or its process is gone."""
-        ledger, gate = self._ledger, self._gate
-        while not ledger.stopping:
+        ledger, gate, roster = self._ledger, self._gate, self._roster
+        while True:
+            if roster is not None and roster.rests(self._number):
+                self._resume_all()
+                if not roster.stand_by(
+                    self._number, lambda: ledger.stopping or ledger.draining, parent_lives
+                ):
+                    return
+                self._idle_since = now_ns()
+            # Before anything is asked: what happens after the answer ends the sleep.
             seen = gate.events
+            if ledger.stopping:
+                return
             # Asked before the look: what was published last would otherwise be left to nobody.
             draining = ledger.draining
             if self.step():
