@@ -407,7 +407,7 @@ class Dispatcher:
             owner,
         )
         if self._foresight is not None:
-            self._foresight.published(self._ledger.describe(record)[1], keys)
+            self._foresight.published(self._ledger.describe(record)[1], index, keys)
         item = InFlight(record, keys, slot, keys_slot, offset, index, epoch, seed, owner)
         if not self._order.bound:
             self._recent.append(item)
