@@ -22,8 +22,12 @@ from minato.pools import make_pool
 from minato.scheduler.assignment import AnyWorker, RoundRobin
 from minato.scheduler.dispatcher import Dispatcher
 from minato.scheduler.failures import FailureCount
+from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import Foresight, Record
+from minato.scheduler.local import InlinePool
 from minato.scheduler.policy import TimeoutPolicy
+from minato.scheduler.roster import Roster
+from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
 from minato.scheduler.window import Window
 from minato.source.prediction import CostByIndex
 from minato.stats.profile import Meters, Profile
@@ -47,11 +51,13 @@ class Experience:
         known: What each sample cost in earlier epochs.
         foresight: How good the expectations were.
         costs: Service times in ns of late.
+        staffing: How many workers help; None: all of them work.
     """
 
     known: CostByIndex = field(default_factory=CostByIndex)
     foresight: Record = field(default_factory=Record)
     costs: Histogram | None = None
+    staffing: Staffing | None = None
 
 
 class Engine:
@@ -65,21 +71,30 @@ class Engine:
     def __init__(self, plan: Plan, arena: Arena, experience: Experience) -> None:
         self.arena = arena
         positions = max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
-        sizes = (max(plan.num_workers, 1), _BATCH_RECORDS, positions)
+        sizes = (max(plan.most_workers, 1), _BATCH_RECORDS, positions)
         ledger_nbytes = -(-Ledger.nbytes(*sizes) // 64) * 64
         in_processes = plan.num_workers > 0 and plan.worker_method == "process"
         meters_nbytes = sizes[0] * Meters.nbytes(len(plan.chain))
-        segment = Segment(ledger_nbytes + meters_nbytes, shared=in_processes)
+        roster_offset = ledger_nbytes + meters_nbytes
+        segment = Segment(roster_offset + Roster.NBYTES, shared=in_processes)
         self.ledger = Ledger(segment.array, sizes, segment.descriptor)
         ready = Gate(segment.array, self.ledger.ready_gate_offset)
         store = SharedStore(self.arena.segment) if in_processes else LocalStore()
         workplace = Workplace(
-            plan, segment, ledger_nbytes, self.arena.segment, store, policy=plan.policy
+            plan,
+            segment,
+            ledger_nbytes,
+            roster_offset,
+            self.arena.segment,
+            store,
+            policy=plan.policy,
         )
+        roster = workplace.roster(self.ledger)
+        roster.want(sizes[0])
         self.meters = [workplace.meters(number) for number in range(sizes[0])]
         """What each worker has measured."""
         self._profile = Profile(plan.chain.names)
-        self._pool = make_pool(plan, workplace, self.ledger, ready)
+        self._pool = make_pool(plan, workplace, self.ledger, ready, roster)
         self._reader = BatchReader(self.ledger, self.arena, store)
         self._experience = experience
         self._foresight: Foresight | None = None
@@ -89,19 +104,35 @@ class Engine:
             )
             if experience.costs is not None:
                 self._foresight.mean_ns = experience.costs.mean
+        window = Window(
+            plan.num_workers,
+            plan.window_batches,
+            plan.budget_bytes,
+            # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
+            # delivered by then: else nothing would keep it from being in time.
+            None if plan.order.bound else plan.order.max_lag,
+        )
+        self._scaler: Scaler | None = None
+        flow: Flow | None = None
+        if experience.staffing is not None and not isinstance(self._pool, InlinePool):
+            flow, times = Flow(), [meters.total for meters in self.meters]
+            self._scaler = Scaler(
+                experience.staffing,
+                sizes[0],
+                self._pool,
+                roster,
+                window,
+                flow,
+                self.ledger,
+                times,
+                None if self._foresight is None else self._foresight.resize,
+            )
         self._dispatcher = Dispatcher(
             self.ledger,
             ready,
-            self._pool,
+            self._pool if self._scaler is None else WatchedPool(self._pool, self._scaler),
             self.arena,
-            Window(
-                plan.num_workers,
-                plan.window_batches,
-                plan.budget_bytes,
-                # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
-                # delivered by then: else nothing would keep it from being in time.
-                None if plan.order.bound else plan.order.max_lag,
-            ),
+            window,
             plan.order,
             RoundRobin(
                 max(plan.num_workers, 1),
@@ -117,6 +148,7 @@ class Engine:
             plan.policy is not None,
             plan.drop_last,
             self._foresight,
+            flow,
         )
         self._failures = None
         if plan.policy is not None:
@@ -151,6 +183,8 @@ class Engine:
         if self._failures is not None:
             self._failures.begin(size())
         foretold = self._dispatcher.begin(batches, epoch, seed, expected)
+        if self._scaler is not None:
+            self._scaler.restart()
         if self._works_ahead:
             self._dispatcher.refill()
         if not self._started:
@@ -186,6 +220,8 @@ class Engine:
             self._dispatcher.done(item, used_bytes)
             if self._parts_slow:
                 self._mark_slow()
+            if self._scaler is not None:
+                self._scaler.look()
             if self._works_ahead:
                 self._dispatcher.refill()
             self.arena.trim(self._dispatcher.num_open)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, Sampler
+from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
@@ -23,13 +23,15 @@ from minato.chain.rng import SampleRandomness
 from minato.delivery.iterator import BatchIterator
 from minato.engine import Engine, Experience
 from minato.integrations.lightning import counts_batches
+from minato.one_pass import OnePass
 from minato.options import Options
 from minato.plan import Plan
 from minato.scheduler.dispatcher import Order
 from minato.scheduler.failures import ErrorPolicy, FailureLog, SampleFailure
 from minato.scheduler.fetch import Fetcher
+from minato.scheduler.scaling import Staffing
 from minato.source.epochs import epoch_of, nested, tell_epoch
-from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_of
+from minato.source.passes import SeededSampler
 
 __all__ = ["DataLoader"]
 
@@ -88,6 +90,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             transform, exception, traceback, and what became of it.
         sample_timeout_s: Seconds after which the worker process of a sample is ended and replaced, and the sample is a
             failure with ``minato.SampleTimeoutError``, whose text holds the worker's stack.
+        min_workers, max_workers: Let the number of workers change between these while the loader is in use, beginning
+            with ``num_workers``: up while the loop waits and more of them help, down while they idle.
+            ``num_workers="auto"`` begins with one per core, 12 at most.
+        controller: What decides it: ``"corrected"``, or ``"paper"`` for the MinatoLoader paper's formulas as printed.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -103,7 +109,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -130,6 +136,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         error_budget: float | None = None,
         quarantine: str | os.PathLike[str] | None = None,
         sample_timeout_s: float | None = None,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        controller: str = "corrected",
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -156,7 +165,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             quarantine=quarantine,
             sample_timeout_s=sample_timeout_s,
             num_workers=num_workers,
+            min_workers=min_workers,
+            max_workers=max_workers,
+            controller=controller,
         )
+        num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
         vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag)
         self._epoch = -1
@@ -164,7 +177,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         self._sampler_epoch: int | None = 0
         self._foretells = True
         self._spare_arenas: list[Arena] = []
-        self._experience = Experience()
+        self._experience = self._no_experience(num_workers)
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
             shuffle, sampler = None, SeededSampler(dataset, seed)
@@ -238,7 +251,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy must not write to the same arenas; what was measured is not worth sending.
-        return {**self.__dict__, "_spare_arenas": [], "_experience": Experience()}
+        fresh = self._no_experience(self.num_workers)
+        return {**self.__dict__, "_spare_arenas": [], "_experience": fresh}
 
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
         """A loader with torch's arguments as given, and all others as this one's.
@@ -249,6 +263,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
         kept = ("_options", "_chain", "_epoch", "_pass_seed", "_sampler_epoch", *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
+        loader._experience = loader._no_experience(loader.num_workers)
         return loader
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
@@ -287,15 +302,20 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if self.num_workers == 0:
             window = 1
         elif round_robin or not isinstance(self.prefetch_factor, _Unbound):
-            window = self.num_workers * cast(int, self.prefetch_factor)
+            most = self._options.max_workers or self.num_workers
+            window = most * cast(int, self.prefetch_factor)
         arena = self._spare_arena()
+        num_workers = most_workers = self.num_workers
+        if self._experience.staffing is not None:
+            num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
         engine = Engine(
             Plan(
                 dataset=self.dataset,
                 chain=self._chain,
                 collate_fn=self.collate_fn,
                 batched=self._auto_collation,
-                num_workers=self.num_workers,
+                num_workers=num_workers,
+                most_workers=most_workers,
                 worker_method=options.worker_method,
                 context=self.multiprocessing_context or torch.multiprocessing.get_context(),
                 worker_init_fn=self.worker_init_fn,
@@ -324,6 +344,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
         return engine
 
+    def _no_experience(self, num_workers: int) -> Experience:
+        least, most = self._options.min_workers, self._options.max_workers
+        return Experience(staffing=Staffing.of(self._options.controller, num_workers, least, most))
+
     def _policy(self) -> ErrorPolicy | None:
         """What the workers do about failures; a log of failures for each iterator."""
         options = self._options
@@ -336,7 +360,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         seed = self._options.seed
         return base_seed if seed is None else mix(seed, self._epoch + 1, 0) >> 2
 
-    def _new_pass(self, base_seed: int) -> _Pass:
+    def _new_pass(self, base_seed: int) -> OnePass:
         said = epoch_of(self._index_sampler)
         self._epoch = self._epoch + 1 if said is None or said == self._sampler_epoch else said
         for sampler in nested(self._index_sampler):
@@ -344,52 +368,4 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 sampler.set_epoch(self._epoch)
         self._sampler_epoch = epoch_of(self._index_sampler)
         self._pass_seed = base_seed
-        return _Pass(self, base_seed)
-
-
-class _Pass:
-    """One run of a loader over its sampler.
-
-    Attributes:
-        epoch: Its number.
-        seed: What the randomness of its samples starts from.
-    """
-
-    def __init__(self, loader: DataLoader[Any], base_seed: int) -> None:
-        self._loader = loader
-        self.epoch = loader._epoch
-        self.seed = base_seed if loader._options.seed is None else loader._options.seed
-
-    def batches(self, indices: Iterator[Any]) -> Iterator[list[Any]]:
-        """The keys of each batch, from what the index sampler yields."""
-        if self._loader._dataset_kind == _DatasetKind.Iterable:
-            return sizes_of(indices, self._loader._auto_collation)
-        loader = self._loader
-        whole = bool(getattr(loader.dataset, "__getitems__", None))
-        return batches_of(indices, loader._auto_collation, whole)
-
-    def size(self) -> int | None:
-        """How many samples the sampler says it has, where there is no other than torch's batch sampler above it."""
-        if self._loader._auto_collation and type(self._loader._index_sampler) is not BatchSampler:
-            return None
-        try:
-            return len(cast(Sized, self._loader.sampler))
-        except TypeError:
-            return None
-
-    def expected(self) -> tuple[Iterator[list[Any]], int, int] | None:
-        """``(batches, epoch, seed)`` of the pass after this one, where it is known and can be prepared."""
-        loader = self._loader
-        if not (
-            loader.persistent_workers and loader._foretells and loader._options.rng == "sample"
-        ):
-            return None
-        later = next_sampler(loader._index_sampler)
-        if later is None:
-            return None
-        # Persistent workers keep their base seed, as with torch, so it is the same in the next pass.
-        return batches_of(later, loader._auto_collation), self.epoch + 1, self.seed
-
-    def foretold_wrongly(self) -> None:
-        """Load nothing ahead for the next passes of this loader."""
-        self._loader._foretells = False
+        return OnePass(self, base_seed)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+
+from minato._machine import available_cores
 
 __all__ = ["Options"]
 
@@ -12,6 +14,10 @@ ORDERS = ("strict", "batch", "arrival", "fast_first")
 DEFAULT_RETRIES = 2
 DEFAULT_MAX_LAG = 32
 """Batches; about what a few workers finish during a sample that takes a hundred times as long as the others."""
+_MOST_AT_FIRST = 12
+"""Workers with which ``num_workers="auto"`` begins at most, as in the MinatoLoader paper."""
+_WAITING_PER_CORE, _MOST_WAITING = 8, 32
+"""The default of ``max_workers`` where there are few cores: for workers that wait for a disk or a network."""
 _INT64 = 1 << 63
 
 
@@ -33,6 +39,8 @@ class Options:
         error_budget: Samples of an epoch that may fail: a number, a share below 1, or None.
         quarantine: Path of the file that keeps failures, or None.
         sample_timeout_s: Seconds that a sample may take, or None.
+        min_workers, max_workers: Limits of a changing number of workers, both None for a fixed one.
+        controller: ``corrected`` or ``paper``.
     """
 
     order: str
@@ -48,6 +56,9 @@ class Options:
     error_budget: float | None
     quarantine: str | None
     sample_timeout_s: float | None
+    min_workers: int | None
+    max_workers: int | None
+    controller: str
 
     @property
     def settles_failures(self) -> bool:
@@ -75,7 +86,10 @@ class Options:
         error_budget: float | None,
         quarantine: Any,
         sample_timeout_s: float | None,
-        num_workers: int,
+        num_workers: int | str,
+        min_workers: int | None,
+        max_workers: int | None,
+        controller: str,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -94,6 +108,9 @@ class Options:
         _check_budget(error_budget)
         if quarantine is not None:
             quarantine = os.fspath(quarantine)
+        _choice("controller", controller, ("corrected", "paper"))
+        _whole("min_workers", min_workers, 1)
+        _whole("max_workers", max_workers, 1)
         _whole("max_lag", max_lag, 0)
         _whole("memory_budget_bytes", memory_budget_bytes, 1)
         _whole("seed", seed, None)
@@ -141,6 +158,19 @@ class Options:
             _check_sample_timeout(sample_timeout_s, num_workers, worker_method, is_stream, schedule)
         if retries is None:
             retries = DEFAULT_RETRIES if on_error == "retry" else 0
+        if num_workers == "auto" or min_workers is not None or max_workers is not None:
+            if is_stream or schedule == "round_robin":
+                cause = "an iterable dataset" if is_stream else f"schedule={schedule!r}"
+                raise ValueError(
+                    f"the number of workers cannot change with {cause}, whose content depends on it: give "
+                    "num_workers as a number, without min_workers and max_workers"
+                )
+            min_workers, max_workers = _range(num_workers, min_workers, max_workers)
+        elif controller != "corrected":
+            raise ValueError(
+                f"controller={controller!r} has no meaning while the number of workers is fixed: give max_workers, or "
+                "num_workers='auto'"
+            )
         return cls(
             order=order,
             max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
@@ -155,7 +185,17 @@ class Options:
             error_budget=error_budget,
             quarantine=quarantine,
             sample_timeout_s=sample_timeout_s,
+            min_workers=min_workers,
+            max_workers=max_workers,
+            controller=controller,
         )
+
+    def first_workers(self, num_workers: int | str) -> int:
+        """How many workers there are at first, as a number."""
+        if num_workers != "auto":
+            return cast(int, num_workers)
+        least, most = cast(int, self.min_workers), cast(int, self.max_workers)
+        return max(least, min(int(available_cores()), _MOST_AT_FIRST, most))
 
 
 def _check_budget(budget: object) -> None:
@@ -172,7 +212,7 @@ def _check_budget(budget: object) -> None:
 
 
 def _check_sample_timeout(
-    limit_s: object, num_workers: int, worker_method: str, is_stream: bool, schedule: str
+    limit_s: object, num_workers: int | str, worker_method: str, is_stream: bool, schedule: str
 ) -> None:
     if isinstance(limit_s, bool) or not isinstance(limit_s, (int, float)):
         raise TypeError(f"sample_timeout_s={limit_s!r} is a {type(limit_s).__name__}: give seconds")
@@ -188,6 +228,23 @@ def _check_sample_timeout(
             f"sample_timeout_s={limit_s} ends and replaces workers, but those of an iterable dataset or of "
             "schedule='round_robin' hold state that would be lost: use torch's timeout="
         )
+
+
+def _range(
+    num_workers: int | str, min_workers: int | None, max_workers: int | None
+) -> tuple[int, int]:
+    """Least and most workers."""
+    cores = int(available_cores())
+    least = 1 if min_workers is None else min_workers
+    first = max(least, 1) if num_workers == "auto" else cast(int, num_workers)
+    # Workers that wait for a disk or a network do not need a core each.
+    most = max(cores, min(_WAITING_PER_CORE * cores, _MOST_WAITING), first)
+    most = most if max_workers is None else max_workers
+    if not least <= first <= most:
+        raise ValueError(
+            f"num_workers={num_workers!r} is not between min_workers={least} and max_workers={most}"
+        )
+    return least, most
 
 
 def _choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -19,6 +19,8 @@ class Plan:
 
     Attributes:
         batched: Keys come in lists (``batch_size`` or a ``batch_sampler``).
+        num_workers: Workers that work at first.
+        most_workers: Workers that there can be.
         seeds_samples: Randomness is bound to each sample rather than to the worker.
         window_batches: Batches in flight, None to let the budget decide.
         persistent: The workers stay for further passes.
@@ -38,6 +40,7 @@ class Plan:
     collate_fn: Callable[[Any], Any]
     batched: bool
     num_workers: int
+    most_workers: int
     worker_method: str
     context: Any
     worker_init_fn: Callable[[int], None] | None

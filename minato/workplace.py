@@ -24,6 +24,7 @@ from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.leniency import Leniency
 from minato.scheduler.overdue import StackFile
 from minato.scheduler.parking import Parking
+from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Runner
 from minato.scheduler.stepper import Stepper
 from minato.scheduler.worker import Worker
@@ -41,6 +42,7 @@ class Workplace:
 
     Attributes:
         meters_offset: Where in ``segment`` the measurements lie, behind the ledger.
+        roster_offset: Where it says which workers work.
         arena: Memory of the batches.
         written_plan: Where in the arena the pickled plan lies, if it was written there.
         stacks: Where stuck workers write their stacks.
@@ -50,6 +52,7 @@ class Workplace:
     plan: Plan
     segment: Segment
     meters_offset: int
+    roster_offset: int
     arena: Segment
     store: Store
     written_plan: tuple[int, int] | None = None
@@ -96,16 +99,29 @@ class Workplace:
         start = self.meters_offset + number * nbytes
         return Meters(num_steps, self.segment.array[start : start + nbytes])
 
+    def roster(self, ledger: Ledger) -> Roster:
+        """Which workers work."""
+        work = Gate(self.segment.array, ledger.work_gate_offset)
+        return Roster(self.segment.array, self.roster_offset, work)
+
     def writer(
         self,
         number: int,
         ledger: Ledger,
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
+        catches: type[BaseException] = Exception,
     ) -> BatchWriter:
         """What writes the samples of worker ``number``."""
-        plan = self.plan
+        collation = self.plan.collate_fn, self.plan.batched
         return BatchWriter(
-            number, ledger, self.arena, self.store, plan.collate_fn, plan.batched, describe_error
+            number,
+            ledger,
+            self.arena,
+            self.store,
+            *collation,
+            describe_error,
+            catches,
+            self.plan.num_workers == 0,
         )
 
     def worker(
@@ -122,7 +138,7 @@ class Workplace:
         Args:
             describe_error: Turns an exception that is being handled into what the consumer raises.
             failure: What ``worker_init_fn`` raised.
-            catches: What a sample may raise without ending the worker.
+            catches: What a sample or the ``collate_fn`` may raise without ending the worker.
             in_line: It runs in the consumer's thread.
         """
         plan = self.plan
@@ -135,13 +151,13 @@ class Workplace:
         stepper: Stepper | None = None
         parking: Parking | None = None
         if plan.streams:
-            fetcher = StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last)
+            fetcher = StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last, in_line)
         else:
             fetcher = Fetcher(plan.dataset, plan.chain, plan.batched)
         if not plan.streams and not fetcher.takes_lists:
             stepper = Stepper(plan.dataset, plan.chain, lease, meters)
         if stepper is not None and plan.leaves_samples:
-            most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.num_workers)
+            most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.most_workers)
             always = plan.order.name == "fast_first"
             parking = Parking(ledger, stepper.left, always, plan.order.bound, most_bytes=most_bytes)
             stepper.may_leave = parking.may_leave
@@ -163,10 +179,11 @@ class Workplace:
             Gate(self.segment.array, ledger.work_gate_offset),
             fetcher,
             runner,
-            self.writer(number, ledger, describe_error),
+            self.writer(number, ledger, describe_error, catches),
             functools.partial(self.read_keys, ledger),
             parking,
             plan.order.name == "fast_first",
             plan.round_robin,
             leniency,
+            self.roster(ledger),
         )

@@ -28,6 +28,9 @@ def options(**given: Any) -> Options:
         "quarantine": None,
         "sample_timeout_s": None,
         "num_workers": 2,
+        "min_workers": None,
+        "max_workers": None,
+        "controller": "corrected",
     }
     return Options.of(**{**defaults, **given})
 

@@ -58,7 +58,7 @@ cdef class Claims(Records):
         cdef mn_position *position
         cdef mn_batch *batch
         cdef uint32_t index, owner, count = 1
-        if self.header.stranded and adopt(self, worker, &index):
+        if self.header.stranded != self.header.adopted and adopt(self, worker, &index):
             return index, 0, 0
         while True:
             tail = mn_load_acquire_u64(&self.header.tail)
@@ -300,10 +300,12 @@ cdef int complete(Records ledger, uint32_t worker, uint32_t index) noexcept nogi
 cdef bint adopt(Records ledger, uint32_t worker, uint32_t *index) noexcept nogil:
     """Find a batch that is full and that nobody collates; True if this worker must."""
     cdef uint32_t seen = mn_load_acquire_u32(&ledger.header.stranded)
+    cdef uint32_t adopted = mn_load_acquire_u32(&ledger.header.adopted)
     cdef uint32_t i
     for i in range(ledger.header.batch_capacity):
         if complete(ledger, worker, i) == MN_MUST_COLLATE:
             index[0] = i
             return True
-    mn_cas_seq_cst_u32(&ledger.header.stranded, seen, 0)
+    # What is stranded during the look raises the count: the next claim looks again.
+    mn_cas_seq_cst_u32(&ledger.header.adopted, adopted, seen)
     return False

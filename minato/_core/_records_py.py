@@ -40,15 +40,15 @@ _HEADER = np.dtype(
     {
         "names": [
             "magic", "version", "compiled", "num_workers", "batch_capacity", "position_capacity",
-            "slow_ns", "shutdown", "stranded", "waiting", "head", "tail", "passes",
+            "slow_ns", "shutdown", "stranded", "waiting", "adopted", "head", "tail", "passes",
             "hints_used", "hints",
         ],
         "formats": [
             "u8", "u4", "u4", "u4", "u4", "u8",
-            "u8", "u4", "u4", "u8", "u8", "u8", ([("cursor", "u8"), ("limit", "u8")], (NUM_PASSES,)),
+            "u8", "u4", "u4", "u8", "u4", "u8", "u8", ([("cursor", "u8"), ("limit", "u8")], (NUM_PASSES,)),
             "u4", ("u8", _HINTS),
         ],
-        "offsets": [0, 8, 12, 16, 20, 24, 32, 40, 44, 48, 64, 128, 320, 448, 512],
+        "offsets": [0, 8, 12, 16, 20, 24, 32, 40, 44, 48, 56, 64, 128, 320, 448, 512],
         "itemsize": 512 + 8 * _HINTS,
     }
 )  # fmt: skip

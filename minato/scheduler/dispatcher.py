@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from minato._core.codes import (
     ENDED,
@@ -20,10 +20,12 @@ from minato._core.codes import (
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.scheduler.assignment import Assignment
+from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import Foresight
+from minato.scheduler.parties import KeyStore, Pool, Slots
 from minato.scheduler.window import Window
 
-__all__ = ["Dispatcher", "InFlight", "Order", "Pool", "Slots"]
+__all__ = ["Dispatcher", "InFlight", "Order"]
 
 _LIVENESS_S = 1.0
 """How long the consumer sleeps at most; whatever it waits for wakes it at once."""
@@ -70,36 +72,6 @@ class InFlight:
     retired: bool = False
 
 
-class Pool(Protocol):
-    """The workers, as the dispatcher sees them."""
-
-    def wait(self, seen: int, timeout_s: float) -> None:
-        """Sleep, or work, until the ready gate has had an event since ``seen``."""
-
-    def check(self) -> None:
-        """Raise if a worker is gone."""
-
-
-class Slots(Protocol):
-    """Where slots come from (the assembler's arena)."""
-
-    def acquire(self) -> Any:
-        """Take a slot, a pair of arena offsets."""
-
-    def release(self, slot: Any, used_bytes: int = 0) -> None:
-        """Give it back."""
-
-
-class KeyStore(Protocol):
-    """Where keys lie that are no integers (the assembler's store)."""
-
-    def put(self, allocate: Callable[[int], int], value: Any) -> tuple[int, int]:
-        """Keep the keys of a batch; returns their offset and size."""
-
-    def drop(self, offset: int) -> None:
-        """Forget them."""
-
-
 class Dispatcher:
     """Opens batches for the workers, in the sampler's order, and hands finished ones to the consumer.
 
@@ -113,6 +85,7 @@ class Dispatcher:
         skips: Whether samples may be left out.
         drop_short: Whether a batch is dropped where too few samples are left to fill it.
         foresight: Lets long samples begin early.
+        flow: Is told of the consumer's waiting, for whoever decides how many workers there are.
     """
 
     def __init__(
@@ -131,6 +104,7 @@ class Dispatcher:
         skips: bool = False,
         drop_short: bool = False,
         foresight: Foresight | None = None,
+        flow: Flow | None = None,
     ) -> None:
         self._ledger = ledger
         self._foresight = foresight
@@ -148,6 +122,7 @@ class Dispatcher:
         self._fills_up = skips and not order.bound
         self._filled_up = False
         self._drops_short = drop_short and not order.bound
+        self._flow = flow
         self._open: deque[InFlight] = deque()
         self._ahead: deque[InFlight] = deque()  # of the pass that is expected next
         self._recent: deque[InFlight] = deque()  # the last max_lag + 1 opened of this pass
@@ -245,7 +220,6 @@ class Dispatcher:
                 break
             # So many abandoned passes still run that the ledger cannot tell another one from them.
             self._sleep(time.monotonic() + _SETTLING_S)
-            self._sweep()
         self._ledger.open_pass(free)
         self._pass = free, epoch, seed
 
@@ -263,6 +237,8 @@ class Dispatcher:
             self.refill()
             seen = self._gate.events
             found = self._ready()
+            if self._flow is not None:
+                self._tell(self._flow)
             if found is not None:
                 self._open.remove(found)
                 flags, _, result, *_ = self._ledger.contents(found.record)
@@ -286,9 +262,13 @@ class Dispatcher:
             self._ledger.waiting = True
             try:
                 if self._dry or self._ledger.unclaimed() or not self._window.grow():
+                    if self._flow is not None:
+                        self._flow.begin_wait()
                     self._sleep(deadline, seen)
             finally:
                 self._ledger.waiting = False
+                if self._flow is not None:
+                    self._flow.end_wait()
             if deadline is not None and time.monotonic() > deadline and self._ready() is None:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
 
@@ -323,11 +303,17 @@ class Dispatcher:
         self._sweep()
 
     def _sleep(self, deadline: float | None, seen: int | None = None) -> None:
-        limit = _LIVENESS_S
+        # Without an open batch, room is waited for, which abandoned samples take up.
+        limit = _LIVENESS_S if self._open else _SETTLING_S
         if deadline is not None:
             limit = min(limit, max(deadline - time.monotonic(), 0.0))
         self._pool.wait(self._gate.events if seen is None else seen, limit)
         self._pool.check()
+        self._sweep()
+
+    def _tell(self, flow: Flow) -> None:
+        flow.ending = self._dry
+        flow.ready = sum(self._ledger.state(item.record) == READY for item in self._open)
 
     def _ready(self) -> InFlight | None:
         # Where membership is free, the oldest batch is waited for: overtaking it would break max_lag.

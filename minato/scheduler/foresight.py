@@ -90,6 +90,10 @@ class Foresight:
         self.mean_ns = 0.0
         """Mean cost of a sample; 0: not known."""
 
+    def resize(self, num_workers: int) -> None:
+        """There are so many workers now."""
+        self._num_workers = max(num_workers, 1)
+
     @property
     def _threshold_ns(self) -> float:
         """From which cost on a sample is worth starting early; 0 while nothing is worth the effort."""

@@ -17,6 +17,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from minato._core.wait import Gate
 from minato.scheduler.overdue import Overdue
+from minato.scheduler.usage import Usage, process_usage
 from minato.scheduler.watch import ExitWatch
 
 __all__ = ["ProcessPool", "enter_worker_process", "parent_watch", "wrapped_in_process"]
@@ -30,6 +31,8 @@ class ProcessPool:
 
     Args:
         context: A multiprocessing context; its start method is used.
+        num_workers: How many there can be.
+        at_first: How many are started at first; with ``fork`` all are, because later it may be unsafe.
         target: Run in each worker as ``target(number, *args)``.
         stop: Tells the workers to leave.
         may_leave: Whether worker number i may have left by itself.
@@ -41,6 +44,7 @@ class ProcessPool:
         self,
         context: Any,
         num_workers: int,
+        at_first: int,
         target: Callable[..., None],
         args: tuple[Any, ...],
         ready: Gate,
@@ -58,6 +62,7 @@ class ProcessPool:
         self._stop = stop
         self._may_leave = may_leave
         self._owner = os.getpid()
+        self._at_first = num_workers if context.get_start_method() == "fork" else at_first
         self._watch = ExitWatch(context, ready.notify)
         self.processes = [self._make(number) for number in range(num_workers)]
 
@@ -69,10 +74,19 @@ class ProcessPool:
 
     def start(self) -> None:
         """Start one process after the other; each works as soon as it can."""
-        for process in self.processes:
-            process.start()
-        for number, process in enumerate(self.processes):
-            self._watch.add(number, process)
+        self.grow(self._at_first)
+
+    def grow(self, count: int) -> None:
+        """Start those of the first ``count`` processes that have not been started."""
+        new = [number for number in range(count) if self.processes[number].pid is None]
+        for number in new:
+            self.processes[number].start()
+            self._watch.add(number, self.processes[number])
+        self._watch.run()  # afterwards, for it is a thread
+
+    def usage(self) -> Usage:
+        """Processor time of all workers."""
+        return process_usage(process.pid for process in self.processes if process.pid is not None)
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready gate has had an event since ``seen``."""
@@ -82,8 +96,6 @@ class ProcessPool:
 
     def check(self) -> None:
         """Replace dead workers, or raise torch's RuntimeError."""
-        if self._overdue is not None:
-            self._overdue.end(self.processes)
         for number in self._watch.gone():
             process = self.processes[number]
             process.join()
@@ -92,6 +104,9 @@ class ProcessPool:
                 process = self.processes[number] = self._make(number)
                 process.start()
                 self._watch.add(number, process)
+                self._watch.run()
+        if self._overdue is not None:
+            self._overdue.end(self.processes)
 
     def shut_down(self) -> None:
         """End all workers: by request, and by signals if they do not follow it."""

@@ -59,7 +59,7 @@ class Runner:
         self._meters = meters
         self._stepper = stepper
         self._failure = failure
-        self._in_line = in_line
+        self.in_line = in_line
         self._catches = catches
         self.usual_ns = _FIRST_GUESS_NS
         """Mean cost per sample of late."""
@@ -235,4 +235,4 @@ class Runner:
                 self._meters.total.record(self.durations[i])
 
     def _guard(self, randomness: SampleRandomness) -> AbstractContextManager[None]:
-        return randomness.saved() if self._in_line else nullcontext()
+        return randomness.saved() if self.in_line else nullcontext()

@@ -33,7 +33,10 @@ class ExitWatch:
         self._woken, self._wake = -1, -1
 
     def add(self, number: int, process: BaseProcess) -> None:
-        """Watch a process under a number of the caller's."""
+        """Take a process that was just started, under a number of the caller's, to watch it from ``run`` on.
+
+        At once: the start of another process reaps those that have ended, and then nothing is left to watch.
+        """
         descriptor = process.sentinel
         if self._uses_pidfd:
             assert process.pid is not None
@@ -44,6 +47,9 @@ class ExitWatch:
                 self._notify()
                 return
         self._added.append((number, descriptor))
+
+    def run(self) -> None:
+        """Watch what was added; the first time this starts a thread."""
         if self._thread is None:
             self._woken, self._wake = os.pipe()
             self._thread = threading.Thread(target=self._run, name="minato-exits", daemon=True)
@@ -58,17 +64,30 @@ class ExitWatch:
     def close(self) -> None:
         """End the thread."""
         if self._thread is None:
+            self._let_go()
             return
         os.write(self._wake, b"x")
-        self._thread.join()
+        # A loader that is part of a reference cycle may be collected in this very thread, which cannot wait for itself.
+        if self._thread is not threading.current_thread():
+            self._thread.join()
         self._thread = None
+
+    def _let_go(self) -> None:
         if self._uses_pidfd:
             for descriptor in (*self._watched, *(added[1] for added in self._added)):
                 os.close(descriptor)
-        os.close(self._wake)
-        os.close(self._woken)
+        self._watched.clear()
+        self._added.clear()
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        finally:
+            self._let_go()
+            os.close(self._wake)
+            os.close(self._woken)
+
+    def _watch(self) -> None:
         while True:
             while self._added:
                 number, descriptor = self._added.popleft()

@@ -13,6 +13,7 @@ from minato.scheduler.failures import SKIP
 from minato.scheduler.fetch import Fetcher, StreamEnd, StreamFetcher
 from minato.scheduler.leniency import Leniency
 from minato.scheduler.parking import Parking
+from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Runner
 from minato.scheduler.stepper import Partial
 
@@ -20,8 +21,8 @@ __all__ = ["Sink", "Worker"]
 
 _RUN_NS = 1_000_000
 """A worker claims about so much work at a time: dispatch then costs a per cent, and nobody hoards."""
-_COLLATED_RUN_NS = 4_000_000
-"""The same where batches are collated by a function: samples of one worker need no transport."""
+_LONG_RUN_NS = 4_000_000
+"""The same where batches are collated by a function, as samples of one worker need no transport, and in line."""
 _PATIENCE_S = 1.0
 """How long a worker sleeps at most before it looks whether its parent lives."""
 _WHOLE_BATCH = 1 << 31
@@ -73,6 +74,7 @@ class Worker:
         fast_first: Slow samples go to the newest batch, where they have no place of their own.
         whole_batches: Claim batches as a whole, whatever their samples cost.
         leniency: What to do about samples that raise; None: they are errors.
+        roster: Says whether this worker is wanted; None: always.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Worker:
         fast_first: bool = False,
         whole_batches: bool = False,
         leniency: Leniency | None = None,
+        roster: Roster | None = None,
     ) -> None:
         self._number = number
         self._ledger = ledger
@@ -102,15 +105,26 @@ class Worker:
         self._whole_batches = whole_batches or fetcher.takes_lists
         self._leniency = leniency
         self._may_lack = parking is not None or leniency is not None
-        self._run_ns = _COLLATED_RUN_NS if sink.collates else _RUN_NS
+        self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_line else _RUN_NS
+        self._roster = roster
         self._idle_since = now_ns()
         self._pass_index = -1
 
     def loop(self, parent_lives: Callable[[], bool]) -> None:
         """Work until the loader shuts down or its process is gone."""
-        ledger, gate = self._ledger, self._gate
-        while not ledger.stopping:
+        ledger, gate, roster = self._ledger, self._gate, self._roster
+        while True:
+            if roster is not None and roster.rests(self._number):
+                self._resume_all()
+                if not roster.stand_by(
+                    self._number, lambda: ledger.stopping or ledger.draining, parent_lives
+                ):
+                    return
+                self._idle_since = now_ns()
+            # Before anything is asked: what happens after the answer ends the sleep.
             seen = gate.events
+            if ledger.stopping:
+                return
             # Asked before the look: what was published last would otherwise be left to nobody.
             draining = ledger.draining
             if self.step():

@@ -57,11 +57,14 @@ class Desk:
         writer = self.writers[worker]
         first = self.ledger.describe(batch)[1]
         self.ledger.claim(worker, len(samples))
-        for i, sample in enumerate(samples):
-            if isinstance(sample, BaseException):
-                writer.write_error(batch, first + k + i, sample, 100 + k + i)
-            else:
-                writer.write_run(batch, k + i, first + k + i, [sample])
+        if any(isinstance(sample, BaseException) for sample in samples):
+            for i, sample in enumerate(samples, k):
+                if isinstance(sample, BaseException):
+                    writer.write_error(batch, first + i, sample, 100 + i)
+                else:
+                    writer.write_run(batch, i, first + i, [sample])
+        else:
+            writer.write_run(batch, k, first + k, samples)
         writer.finished(batch, self.ledger.fill_run(worker, batch, k, len(samples)))
 
     def batch(self, samples: list[Any], run: int = 2) -> Any:

@@ -40,7 +40,7 @@ class Stage:
 
     def processes(self, work: Any) -> ProcessPool:
         return ProcessPool(
-            FORK, 2, work, (self,), self.ready, self.stop, lambda number: self.left, self.bury
+            FORK, 2, 2, work, (self,), self.ready, self.stop, lambda number: self.left, self.bury
         )
 
 
@@ -206,7 +206,7 @@ class Worker:
 def threads(leave: threading.Event, may_leave: bool = False) -> ThreadPool:
     stage = Stage()
     return ThreadPool(
-        2, lambda number: Worker(number, leave), stage.ready, leave.set, lambda: may_leave
+        2, lambda number, _: Worker(number, leave), stage.ready, leave.set, lambda: may_leave
     )
 
 
@@ -250,7 +250,7 @@ def test_a_thread_may_end_its_own_pool() -> None:
             else:
                 super().loop(parent_lives)
 
-    pool = ThreadPool(2, lambda n: Ending(n, leave), Stage().ready, leave.set, lambda: False)  # type: ignore[arg-type]
+    pool = ThreadPool(2, lambda n, _: Ending(n, leave), Stage().ready, leave.set, lambda: False)  # type: ignore[arg-type]
     pool.start()
     assert ended.wait(5)
     for thread in pool.threads:
@@ -267,7 +267,7 @@ def test_in_line_whoever_waits_works() -> None:
             steps.append(1)
             return True
 
-    pool = InlinePool(lambda number: Inline())  # type: ignore[arg-type, return-value]
+    pool = InlinePool(lambda number: Inline(), lambda: None)  # type: ignore[arg-type, return-value]
     pool.start()
     assert steps == []
     pool.wait(0, 1.0)

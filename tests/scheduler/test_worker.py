@@ -269,3 +269,24 @@ def test_a_worker_leaves_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch
     setting.worker.loop(parent_lives)
     assert asked == [True, True, False]
     assert setting.ready() == [True]
+
+
+class StopsFirst:
+    """A gate whose loader ends in the very moment before a worker looks at it."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+
+    @property
+    def events(self) -> int:
+        self._stop()
+        return 0
+
+    def wait(self, seen: int, timeout_s: float) -> bool:
+        raise AssertionError("it sleeps through the end")
+
+
+def test_an_end_between_two_looks_is_not_slept_through() -> None:
+    setting = Setting(Bad(), [])
+    setting.worker._gate = StopsFirst(setting.bench.ledger.shut_down)  # type: ignore[assignment]
+    setting.worker.loop(lambda: True)

@@ -72,8 +72,10 @@ class Worker:
         self.draw = random.Random(os.getpid())
 
     def run(self) -> None:
-        while not self.ledger.stopping:
+        while True:
             seen = self.gate.events
+            if self.ledger.stopping:
+                return
             lease = self.ledger.claim(self.number, self.draw.choice([1, 1, 2, 8]))
             if lease is not None:
                 self.work(*lease)
