@@ -426,7 +426,7 @@ class Dispatcher:
         if self._start is None:
             self._start = self._ledger.describe(record)[1]
         if self._foresight is not None:
-            self._foresight.published(self._ledger.describe(record)[1], keys)
+            self._foresight.published(self._ledger.describe(record)[1], index, keys)
         item = InFlight(
             record,
             keys,
