@@ -30,10 +30,10 @@ class BatchReader:
         flags, layout_offset, result, result_nbytes, _, used = self._ledger.contents(batch)
         kind, result = result & KIND_MASK, result & ~KIND_MASK
         if flags & FAILED or kind == ERROR_BLOB:
+            if flags & FAILED:
+                result, result_nbytes = self._first_error(batch)
             error: SampleError = (
-                self._first_error(batch)
-                if flags & FAILED
-                else self._store.get(result, result_nbytes)
+                self._store.get(result, result_nbytes) if result else _too_large(slot)
             )
             self.discard(batch, slot)
             error.reraise()
@@ -70,9 +70,19 @@ class BatchReader:
             self._store.drop(offset)
         self._arena.release(slot, used)
 
-    def _first_error(self, batch: int) -> SampleError:
+    def _first_error(self, batch: int) -> tuple[int, int]:
+        """Offset and size of the first error of a batch."""
         _, offset, nbytes = next(
             blob for blob in self._ledger.blobs(batch) if blob[0] == ERROR_BLOB
         )
-        error: SampleError = self._store.get(offset, nbytes)
-        return error
+        return offset, nbytes
+
+
+def _too_large(slot: Slot) -> SampleError:
+    """The error of a batch whose slot has no room left, not even for an error."""
+    return SampleError(
+        MemoryError(
+            f"a batch fills the {slot.end - slot.start} bytes of address space of its slot: use smaller "
+            "batches, or raise the limit on address space (ulimit -v)"
+        )
+    )

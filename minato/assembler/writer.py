@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,7 +150,11 @@ class BatchWriter:
 
         The caller fills the places afterwards.
         """
-        packing = None if self.collates else self._packing(batch, samples[0])
+        try:
+            packing = None if self.collates else self._packing(batch, samples[0])
+        except MemoryError as error:  # the batch does not fit its slot
+            self.write_error(batch, place, error, None)
+            return
         if packing is None:
             for i, sample in enumerate(samples):
                 self._attach(batch, place + i, sample, SAMPLE_BLOB)
@@ -168,8 +173,11 @@ class BatchWriter:
         """Build a whole batch that has one place, however many samples it holds; the caller fills the place."""
         if not self.collates:
             layout = Layout.infer(samples[0])
-            if layout is not None and self._pack_all(batch, layout, samples):
-                return
+            with suppress(
+                MemoryError
+            ):  # then what is collated does not fit either, and becomes an error
+                if layout is not None and self._pack_all(batch, layout, samples):
+                    return
         self.write_collated(batch, samples)
 
     def _pack_all(self, batch: int, layout: Layout, samples: list[Any]) -> bool:
@@ -259,7 +267,7 @@ class BatchWriter:
         except _NothingLeftError:
             return SKIP_BLOB, 0
         except self._catches as error:
-            offset, nbytes = self._put(batch, SampleError(self._describe_error(error)))
+            offset, nbytes = self._put_error(batch, SampleError(self._describe_error(error)))
             return offset | ERROR_BLOB, nbytes
 
     def _packing(self, batch: int, sample: Any) -> _Packing | None:
@@ -298,8 +306,17 @@ class BatchWriter:
                 failure, self.holds = _Held(failure), True
             else:
                 kind = ERROR_BLOB
-            offset, nbytes = self._put(batch, failure)
+            offset, nbytes = self._put_error(batch, failure)
+            if not offset:
+                kind = ERROR_BLOB
         self._ledger.attach(place, offset | kind, nbytes)
+
+    def _put_error(self, batch: int, error: SampleError | _Held) -> tuple[int, int]:
+        """Keep an error; offset 0 if the slot has no room even for that, and the reader knows what to say."""
+        try:
+            return self._put(batch, error)
+        except MemoryError:
+            return 0, 0
 
     def _put(self, batch: int, value: Any, purpose: Purpose = "sample") -> tuple[int, int]:
         return self._store.put(lambda nbytes: self._ledger.allocate(batch, nbytes), value, purpose)
