@@ -9,6 +9,7 @@ from typing import Any
 from minato.chain.chain import Chain
 from minato.scheduler.dispatcher import Order
 from minato.scheduler.failures import ErrorPolicy
+from minato.scheduler.policy import TimeoutSettings
 
 __all__ = ["Plan"]
 
@@ -33,6 +34,8 @@ class Plan:
         error_budget: How many of them an epoch may have.
         quarantine: Path of the file that keeps them.
         sample_timeout_s: How long a sample may take.
+        slow: From which cost on a sample is slow.
+        profile: Folder that keeps what samples cost, None for none.
     """
 
     dataset: Any
@@ -60,6 +63,8 @@ class Plan:
     error_budget: float | None
     quarantine: str | None
     sample_timeout_s: float | None
+    slow: TimeoutSettings
+    profile: str | None
 
     @property
     def foresees(self) -> bool:
