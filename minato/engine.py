@@ -19,6 +19,7 @@ from minato.assembler.arena import Arena
 from minato.assembler.reader import BatchReader
 from minato.assembler.transport import LocalStore, SharedStore
 from minato.errors import ErrorBudgetError
+from minato.memory import Memory
 from minato.plan import Plan
 from minato.pools import make_pool
 from minato.scheduler.assignment import AnyWorker, RoundRobin
@@ -74,6 +75,9 @@ class Engine:
 
     def __init__(self, plan: Plan, arena: Arena, experience: Experience) -> None:
         self.arena = arena
+        self._memory = None if plan.profile is None else Memory(plan.profile, plan)
+        if self._memory is not None and experience.costs is None:
+            experience.costs = self._memory.costs()
         positions = max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
         sizes = (max(plan.most_workers, 1), _BATCH_RECORDS, positions)
         ledger_nbytes = -(-Ledger.nbytes(*sizes) // 64) * 64
@@ -163,7 +167,7 @@ class Engine:
         self._started = False
         self._works_ahead = plan.num_workers > 0
         self._started_ns = now_ns()
-        self.timeouts = TimeoutPolicy(known=experience.costs)
+        self.timeouts = TimeoutPolicy(plan.slow, experience.costs)
         """Decides which samples are slow."""
         self.ledger.slow_ns = self.timeouts.decision.threshold_ns
         self._looked_ns = self._started_ns
@@ -216,6 +220,8 @@ class Engine:
         except StopIteration:
             if self._failures is not None:
                 self._failures.end()
+            if self._memory is not None:
+                self._memory.keep(self.profile(), self.timeouts.recent)
             raise
         if self._failures is not None:
             self._failures.finished += len(item.keys)

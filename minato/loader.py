@@ -88,6 +88,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             with ``num_workers``: up while the loop waits and more of them help, down while they idle.
             ``num_workers="auto"`` begins with one per core, 12 at most.
         controller: What decides it: ``"corrected"``, or ``"paper"`` for the MinatoLoader paper's formulas as printed.
+        slow_percentile: Samples that cost more than this percentile of all are slow (75); nothing is where costs differ
+            little.
+        slow_after_s: Or those that take longer than so many seconds.
+        profile: Folder in which each epoch leaves what samples cost, so that the next run of the program knows from the
+            start which are slow.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -135,6 +140,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         min_workers: int | None = None,
         max_workers: int | None = None,
         controller: str = "corrected",
+        slow_percentile: float | None = None,
+        slow_after_s: float | None = None,
+        profile: str | os.PathLike[str] | None = None,
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -166,6 +174,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             min_workers=min_workers,
             max_workers=max_workers,
             controller=controller,
+            slow_percentile=slow_percentile,
+            slow_after_s=slow_after_s,
+            profile=profile,
         )
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)

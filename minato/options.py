@@ -14,6 +14,8 @@ ORDERS = ("strict", "batch", "arrival", "fast_first")
 DEFAULT_RETRIES = 2
 DEFAULT_MAX_LAG = 32
 """Batches; about what a few workers finish during a sample that takes a hundred times as long as the others."""
+_SLOW_PERCENTILE = 75.0
+"""Of the costs, as in the MinatoLoader paper."""
 _MOST_AT_FIRST = 12
 """Workers with which ``num_workers="auto"`` begins at most, as in the MinatoLoader paper."""
 _WAITING_PER_CORE, _MOST_WAITING = 8, 32
@@ -43,6 +45,9 @@ class Options:
         sample_timeout_s: Seconds that a sample may take, or None.
         min_workers, max_workers: Limits of a changing number of workers, both None for a fixed one.
         controller: ``corrected`` or ``paper``.
+        slow_percentile: Of the costs of samples, from which on they are slow.
+        slow_after_s: The same in seconds, or None.
+        profile: Folder that keeps what samples cost, or None.
     """
 
     order: str
@@ -63,6 +68,9 @@ class Options:
     min_workers: int | None
     max_workers: int | None
     controller: str
+    slow_percentile: float
+    slow_after_s: float | None
+    profile: str | None
 
     @property
     def settles_failures(self) -> bool:
@@ -96,6 +104,9 @@ class Options:
         min_workers: int | None,
         max_workers: int | None,
         controller: str,
+        slow_percentile: float | None,
+        slow_after_s: float | None,
+        profile: Any,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -115,6 +126,7 @@ class Options:
         if quarantine is not None:
             quarantine = os.fspath(quarantine)
         _choice("controller", controller, ("corrected", "paper"))
+        _check_slow(slow_percentile, slow_after_s)
         _whole("min_workers", min_workers, 1)
         _whole("max_workers", max_workers, 1)
         _whole("max_lag", max_lag, 0)
@@ -216,6 +228,9 @@ class Options:
             min_workers=min_workers,
             max_workers=max_workers,
             controller=controller,
+            slow_percentile=_SLOW_PERCENTILE if slow_percentile is None else slow_percentile,
+            slow_after_s=slow_after_s,
+            profile=None if profile is None else os.fspath(profile),
         )
 
     def first_workers(self, num_workers: int | str) -> int:
@@ -224,6 +239,20 @@ class Options:
             return cast(int, num_workers)
         least, most = cast(int, self.min_workers), cast(int, self.max_workers)
         return max(least, min(int(available_cores()), _MOST_AT_FIRST, most))
+
+
+def _check_slow(percentile: object, after_s: object) -> None:
+    for name, value in (("slow_percentile", percentile), ("slow_after_s", after_s)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a number")
+    if isinstance(percentile, (int, float)) and not 0 < percentile < 100:
+        raise ValueError(f"slow_percentile={percentile} is not between 0 and 100")
+    if isinstance(after_s, (int, float)) and not after_s > 0:
+        raise ValueError(f"slow_after_s={after_s} is too small: give more than 0 seconds")
+    if percentile is not None and after_s is not None:
+        raise ValueError(
+            f"slow_percentile={percentile} and slow_after_s={after_s} both say from when on a sample is slow: give one"
+        )
 
 
 def _check_budget(budget: object) -> None:

@@ -14,6 +14,7 @@ from minato.chain.chain import Chain
 from minato.options import Options
 from minato.scheduler.dispatcher import Order
 from minato.scheduler.failures import ErrorPolicy, FailureLog
+from minato.scheduler.policy import TimeoutSettings
 from minato.scheduler.replicas import Replicas
 from minato.source.run import Standing, is_stream
 
@@ -51,6 +52,8 @@ class Plan:
         quarantine: Path of the file that keeps them.
         sample_timeout_s: How long a sample may take.
         replicas: The states of the workers' copies of the dataset, if it is iterable or has a state.
+        slow: From which cost on a sample is slow.
+        profile: Folder that keeps what samples cost, None for none.
     """
 
     dataset: Any
@@ -79,6 +82,8 @@ class Plan:
     quarantine: str | None
     sample_timeout_s: float | None
     replicas: Replicas | None
+    slow: TimeoutSettings
+    profile: str | None
 
     @classmethod
     def of(cls, loader: Any, base_seed: int, num_workers: int, most_workers: int) -> Plan:
@@ -136,6 +141,8 @@ class Plan:
             quarantine=options.quarantine,
             sample_timeout_s=options.sample_timeout_s,
             replicas=run.replicas,
+            slow=TimeoutSettings(options.slow_percentile / 100, options.slow_after_s),
+            profile=options.profile,
         )
 
     @property

@@ -33,6 +33,9 @@ def options(**given: Any) -> Options:
         "min_workers": None,
         "max_workers": None,
         "controller": "corrected",
+        "slow_percentile": None,
+        "slow_after_s": None,
+        "profile": None,
     }
     return Options.of(**{**defaults, **given})
 
