@@ -25,6 +25,7 @@ from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.errors import NotPicklableError
 from minato.scheduler.assignment import AnyWorker, RoundRobin
+from minato.scheduler.concurrent_worker import ConcurrentWorker
 from minato.scheduler.deaths import Deaths
 from minato.scheduler.dispatcher import Dispatcher, Order
 from minato.scheduler.fetch import Fetcher, StreamFetcher
@@ -35,6 +36,7 @@ from minato.scheduler.process import (
     parent_watch,
     wrapped_in_process,
 )
+from minato.scheduler.reads import reads_of
 from minato.scheduler.window import Window
 from minato.scheduler.worker import Worker
 
@@ -61,6 +63,7 @@ class Plan:
         streams: The dataset is iterable.
         round_robin: Batch k is for worker k mod n, as with torch.
         restarts: A dead worker process is replaced.
+        fetch_concurrency: Samples that a worker reads at once.
         drop_last: Whether a stream's incomplete batch is dropped.
         largest_batch: Samples in the largest batch, as far as it is known.
     """
@@ -85,6 +88,7 @@ class Plan:
     round_robin: bool
     drop_last: bool
     restarts: bool
+    fetch_concurrency: int = 1
 
 
 class Engine:
@@ -121,6 +125,8 @@ class Engine:
                 # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
                 # delivered by then: else nothing would keep it from being in time.
                 None if plan.order.bound else plan.order.max_lag,
+                # Batches that hold as many samples as all workers read at once.
+                -(-plan.num_workers * plan.fetch_concurrency // plan.largest_batch),
             ),
             plan.order,
             RoundRobin(
@@ -264,7 +270,11 @@ class _Bench:
         def make_randomness(seed: int) -> SampleRandomness:
             return SampleRandomness(seed, bind_globals=plan.worker_method == "process")
 
-        return Worker(
+        make: Callable[..., Worker] = Worker
+        if plan.fetch_concurrency > 1:
+            reads = reads_of(plan.dataset, plan.fetch_concurrency)
+            make = functools.partial(ConcurrentWorker, reads, plan.chain)
+        return make(
             number,
             ledger,
             Gate(self.segment.array, ledger.work_gate_offset),
@@ -335,7 +345,9 @@ def _run_worker_process(number: int, bench: _Bench) -> None:
         ledger = Ledger(bench.segment.array, None, bench.segment.descriptor)
         failure = _initialise(plan, number)
         wrap = wrapped_in_process(number)
-        bench.worker(number, ledger, wrap, failure, Exception).loop(parent_lives)
+        worker = bench.worker(number, ledger, wrap, failure, Exception)
+        worker.loop(parent_lives)
+        worker.close()
     except KeyboardInterrupt:
         pass  # the consumer was interrupted too, and says so
 

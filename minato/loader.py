@@ -72,6 +72,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         on_worker_death: ``"restart"``: a worker process that dies is replaced, its samples go out again, and a warning
             says what happened; three deaths on one sample raise. ``"raise"``: torch's RuntimeError at once, as always
             with iterable datasets and ``round_robin``, whose workers hold state that would be lost.
+        fetch_concurrency: How many samples each worker reads at once, for datasets that wait for a disk, a database or
+            a network: ``dataset[i]`` in so many threads or, if the dataset has ``async def __aget__(self, i)``, as
+            coroutines of one thread. The transforms run one after the other in the worker's main thread.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -109,6 +112,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         rng: str | None = None,
         schedule: str = "dynamic",
         on_worker_death: str = "restart",
+        fetch_concurrency: int = 1,
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -129,6 +133,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             rng=rng,
             schedule=schedule,
             on_worker_death=on_worker_death,
+            fetch_concurrency=fetch_concurrency,
         )
         self._chain = Chain.of(transforms)
         vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag)
@@ -256,6 +261,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 round_robin=round_robin,
                 drop_last=self.drop_last,
                 restarts=options.on_worker_death == "restart" and not round_robin,
+                fetch_concurrency=options.fetch_concurrency,
             ),
             arena,
         )

@@ -25,6 +25,7 @@ class Options:
         rng: ``sample`` or ``worker``.
         schedule: ``dynamic`` or ``round_robin``.
         on_worker_death: ``restart`` or ``raise``.
+        fetch_concurrency: Samples that a worker reads at once.
     """
 
     order: str
@@ -35,6 +36,7 @@ class Options:
     rng: str
     schedule: str
     on_worker_death: str
+    fetch_concurrency: int
 
     @classmethod
     def of(
@@ -51,6 +53,7 @@ class Options:
         rng: str | None,
         schedule: str,
         on_worker_death: str,
+        fetch_concurrency: int,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -64,6 +67,7 @@ class Options:
         _choice("on_worker_death", on_worker_death, ("restart", "raise"))
         _choice("schedule", schedule, ("dynamic", "round_robin"))
         _whole("max_lag", max_lag, 0)
+        _whole("fetch_concurrency", fetch_concurrency, 1)
         _whole("memory_budget_bytes", memory_budget_bytes, 1)
         _whole("seed", seed, None)
         if order is None:
@@ -96,6 +100,8 @@ class Options:
                 f"max_lag={max_lag} has no meaning with order={order!r}: samples are late only with "
                 "order='arrival' or 'fast_first'"
             )
+        if fetch_concurrency > 1:
+            _check_concurrency(fetch_concurrency, is_stream, schedule, rng)
         return cls(
             order=order,
             max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
@@ -105,6 +111,24 @@ class Options:
             rng=rng or ("worker" if schedule == "round_robin" else "sample"),
             schedule=schedule,
             on_worker_death=on_worker_death,
+            fetch_concurrency=fetch_concurrency,
+        )
+
+
+def _check_concurrency(
+    fetch_concurrency: int, is_stream: bool, schedule: str, rng: str | None
+) -> None:
+    given = f"fetch_concurrency={fetch_concurrency}"
+    if is_stream:
+        raise ValueError(
+            f"{given} reads several samples by their keys, and an iterable dataset has none: leave it out, or use a "
+            "map-style dataset"
+        )
+    if schedule == "round_robin" or rng == "worker":
+        other = "rng='worker'" if rng == "worker" else f"schedule={schedule!r}"
+        raise ValueError(
+            f"{given} contradicts {other}: samples that are read at once draw from the worker's stream in any order; "
+            "leave one of the two out"
         )
 
 

@@ -22,6 +22,7 @@ def options(**given: Any) -> Options:
         "rng": None,
         "schedule": "dynamic",
         "on_worker_death": "restart",
+        "fetch_concurrency": 1,
     }
     return Options.of(**{**defaults, **given})
 

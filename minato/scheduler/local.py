@@ -52,7 +52,11 @@ class ThreadPool:
 
     def _run(self, number: int) -> None:
         consumer = threading.main_thread()
-        self._make_worker(number).loop(consumer.is_alive)
+        worker = self._make_worker(number)
+        try:
+            worker.loop(consumer.is_alive)
+        finally:
+            worker.close()
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready gate has had an event since ``seen``."""
@@ -80,6 +84,7 @@ class InlinePool:
     def __init__(self, make_worker: Callable[[int], Worker]) -> None:
         self._make_worker = make_worker
         self._worker: Worker | None = None
+        self._owner = os.getpid()
 
     def start(self) -> None:
         """Prepare the one worker."""
@@ -88,13 +93,15 @@ class InlinePool:
     def wait(self, seen: int, timeout_s: float) -> None:
         """Work."""
         assert self._worker is not None
-        self._worker.step()
+        self._worker.turn(timeout_s)
 
     def check(self) -> None:
         """Nobody can die here."""
 
     def shut_down(self) -> None:
-        """Nobody has to leave."""
+        """End what the worker has begun in other threads."""
+        if self._worker is not None and os.getpid() == self._owner:
+            self._worker.close()
 
 
 def wrapped_in_thread(number: int) -> Callable[[BaseException], ExceptionWrapper]:

@@ -122,11 +122,29 @@ class Worker:
             draining = ledger.draining
             if self.step():
                 continue
-            if draining:
+            if draining and self.idle:
                 return
             ledger.hungry()
-            if not gate.wait(seen, _PATIENCE_S) and not parent_lives():
+            if not self.rest(seen, _PATIENCE_S) and not parent_lives():
                 return
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing that the worker has claimed is still to be done, when ``step`` has nothing to do."""
+        return True
+
+    def rest(self, seen: int, timeout_s: float) -> bool:
+        """Sleep until the work gate has had an event since ``seen``; whether it had one."""
+        return self._gate.wait(seen, timeout_s)
+
+    def turn(self, timeout_s: float) -> None:
+        """Do one lease, or sleep until there is one."""
+        seen = self._gate.events
+        if not self.step():
+            self.rest(seen, timeout_s)
+
+    def close(self) -> None:
+        """End what the worker has begun in other threads."""
 
     def step(self) -> bool:
         """Do one lease; False if there is nothing to do."""
@@ -225,8 +243,12 @@ class Worker:
         else:
             with self._guard(randomness):
                 samples, error = run(randomness.bind)
-        self._times.record_all(self._durations, len(samples))
+        self._record(len(samples))
         return samples, error
+
+    def _record(self, count: int) -> None:
+        """Note what the samples that were just run have cost."""
+        self._times.record_all(self._durations, count)
 
     def _guard(self, randomness: SampleRandomness) -> AbstractContextManager[None]:
         return randomness.saved() if self._in_line else nullcontext()
