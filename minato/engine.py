@@ -319,8 +319,9 @@ def _make_pool(
         sample: tuple[Any, ...] = ()
         if position is not None:
             batch, k = ledger.locate(position)
-            epoch = ledger.describe(batch)[4]
-            sample = epoch, bench.read_keys(ledger, batch, k, 1)[0]
+            _, _, count, _, epoch, *_ = ledger.describe(batch)
+            if 0 <= k < count:  # else the sample was done, and its place belongs to another batch by now
+                sample = epoch, bench.read_keys(ledger, batch, k, 1)[0]
         progress = sum(ledger.activity(worker)[0] for worker in range(plan.num_workers))
         deaths.report(pid, exit_code, sample, progress)
         ledger.release(number)
