@@ -320,7 +320,9 @@ def _make_pool(
         if position is not None:
             batch, k = ledger.locate(position)
             _, _, count, _, epoch, *_ = ledger.describe(batch)
-            if 0 <= k < count:  # else the sample was done, and its place belongs to another batch by now
+            if (
+                0 <= k < count
+            ):  # else the sample was done, and its place belongs to another batch by now
                 sample = epoch, bench.read_keys(ledger, batch, k, 1)[0]
         progress = sum(ledger.activity(worker)[0] for worker in range(plan.num_workers))
         deaths.report(pid, exit_code, sample, progress)
