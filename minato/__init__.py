@@ -6,14 +6,26 @@ from minato import integrations
 from minato._core import implementation
 from minato._version import __version__
 from minato.chain.rng import numpy_rng, python_rng, torch_rng
-from minato.errors import MinatoError, NotPicklableError
+from minato.errors import (
+    ErrorBudgetError,
+    MinatoError,
+    NotPicklableError,
+    SampleTimeoutError,
+    WorkerDiedError,
+)
 from minato.loader import DataLoader
 from minato.patching import patch, unpatch
+from minato.scheduler.failures import SKIP, SampleFailure
 
 __all__ = [
+    "SKIP",
     "DataLoader",
+    "ErrorBudgetError",
     "MinatoError",
     "NotPicklableError",
+    "SampleFailure",
+    "SampleTimeoutError",
+    "WorkerDiedError",
     "__version__",
     "implementation",
     "numpy_rng",

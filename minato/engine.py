@@ -2,93 +2,60 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
-from torch._utils import ExceptionWrapper
-
 from minato import _pickling
-from minato._core.histogram import NBYTES as HISTOGRAM_NBYTES
+from minato._core.clock import now_ns
 from minato._core.histogram import Histogram
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato.assembler.arena import Arena
 from minato.assembler.reader import BatchReader
-from minato.assembler.transport import LocalStore, SharedStore, Store
-from minato.assembler.writer import BatchWriter
-from minato.chain.chain import Chain
-from minato.chain.rng import SampleRandomness
-from minato.errors import NotPicklableError
+from minato.assembler.transport import LocalStore, SharedStore
+from minato.errors import ErrorBudgetError
+from minato.plan import Plan
+from minato.pools import make_pool
 from minato.scheduler.assignment import AnyWorker, RoundRobin
-from minato.scheduler.concurrent_worker import ConcurrentWorker
-from minato.scheduler.deaths import Deaths
-from minato.scheduler.dispatcher import Dispatcher, Order
-from minato.scheduler.fetch import Fetcher, StreamFetcher
-from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
-from minato.scheduler.process import (
-    ProcessPool,
-    enter_worker_process,
-    parent_watch,
-    wrapped_in_process,
-)
-from minato.scheduler.reads import reads_of
+from minato.scheduler.dispatcher import Dispatcher
+from minato.scheduler.failures import FailureCount
+from minato.scheduler.flow import Flow
+from minato.scheduler.foresight import Foresight
+from minato.scheduler.local import InlinePool
+from minato.scheduler.policy import TimeoutPolicy
+from minato.scheduler.roster import Roster
+from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
 from minato.scheduler.window import Window
-from minato.scheduler.worker import Worker
+from minato.source.prediction import CostByIndex, Predictor
+from minato.stats.profile import Meters, Profile
+from minato.stats.summary import merged
+from minato.workplace import Workplace
 
-__all__ = ["Engine", "Plan"]
+__all__ = ["Engine", "Experience"]
 
-_SLOW_SHARE, _SLOW_FACTOR = 0.75, 2
-"""A sample is slow if it costs more than this share of all samples, and so many times the median."""
-_SLOW_WARM_UP = 32
-"""So many samples are measured before any counts as slow."""
+_LOOK_EVERY_NS = 10_000_000
+"""How often the costs of samples are looked at."""
 _BATCH_RECORDS = 2048
 _POSITIONS = 1 << 16
 """Batches and samples that can be in flight: 4 MiB of ledger that is only touched as far as it is used."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """All that defines the work, as the loader's arguments give it.
+@dataclass
+class Experience:
+    """What a loader knows of its samples from one iterator to the next.
 
     Attributes:
-        batched: Keys come in lists (``batch_size`` or a ``batch_sampler``).
-        seeds_samples: Randomness is bound to each sample rather than to the worker.
-        window_batches: Batches in flight, None to let the budget decide.
-        persistent: The workers stay for further passes.
-        streams: The dataset is iterable.
-        round_robin: Batch k is for worker k mod n, as with torch.
-        restarts: A dead worker process is replaced.
-        fetch_concurrency: Samples that a worker reads at once.
-        drop_last: Whether a stream's incomplete batch is dropped.
-        largest_batch: Samples in the largest batch, as far as it is known.
+        predictor: Foretells what a sample costs.
+        costs: Service times in ns of late.
+        staffing: How many workers help; None: all of them work.
     """
 
-    dataset: Any
-    chain: Chain
-    collate_fn: Callable[[Any], Any]
-    batched: bool
-    num_workers: int
-    worker_method: str
-    context: Any
-    worker_init_fn: Callable[[int], None] | None
-    base_seed: int
-    seeds_samples: bool
-    order: Order
-    window_batches: int | None
-    budget_bytes: int
-    largest_batch: int
-    timeout_s: float
-    persistent: bool
-    streams: bool
-    round_robin: bool
-    drop_last: bool
-    restarts: bool
-    fetch_concurrency: int = 1
+    predictor: Predictor = field(default_factory=lambda: Predictor({"index": CostByIndex()}))
+    costs: Histogram | None = None
+    staffing: Staffing | None = None
 
 
 class Engine:
@@ -96,38 +63,74 @@ class Engine:
 
     Args:
         arena: Where the batches lie; that of an earlier engine has warm pages.
+        experience: What earlier engines have learned of the samples; this one adds to it.
     """
 
-    def __init__(self, plan: Plan, arena: Arena) -> None:
+    def __init__(self, plan: Plan, arena: Arena, experience: Experience) -> None:
         self.arena = arena
         positions = max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
-        sizes = (max(plan.num_workers, 1), _BATCH_RECORDS, positions)
+        sizes = (max(plan.most_workers, 1), _BATCH_RECORDS, positions)
         ledger_nbytes = -(-Ledger.nbytes(*sizes) // 64) * 64
         in_processes = plan.num_workers > 0 and plan.worker_method == "process"
-        segment = Segment(ledger_nbytes + sizes[0] * HISTOGRAM_NBYTES, shared=in_processes)
+        meters_nbytes = sizes[0] * Meters.nbytes(len(plan.chain))
+        roster_offset = ledger_nbytes + meters_nbytes
+        segment = Segment(roster_offset + Roster.NBYTES, shared=in_processes)
         self.ledger = Ledger(segment.array, sizes, segment.descriptor)
         ready = Gate(segment.array, self.ledger.ready_gate_offset)
         store = SharedStore(self.arena.segment) if in_processes else LocalStore()
-        bench = _Bench(plan, segment, ledger_nbytes, self.arena.segment, store)
-        self.service_times = [bench.histogram(number) for number in range(sizes[0])]
-        """Histogram of each worker's service times in nanoseconds."""
-        self._pool = _make_pool(plan, bench, self.ledger, ready)
+        workplace = Workplace(
+            plan,
+            segment,
+            ledger_nbytes,
+            roster_offset,
+            self.arena.segment,
+            store,
+            policy=plan.policy,
+        )
+        roster = workplace.roster(self.ledger)
+        roster.want(sizes[0])
+        self.meters = [workplace.meters(number) for number in range(sizes[0])]
+        """What each worker has measured."""
+        self._profile = Profile(plan.chain.names)
+        self._pool = make_pool(plan, workplace, self.ledger, ready, roster)
         self._reader = BatchReader(self.ledger, self.arena, store)
+        self._experience = experience
+        self._foresight: Foresight | None = None
+        if plan.foresees:
+            self._foresight = Foresight(self.ledger, experience.predictor, plan.num_workers)
+            if experience.costs is not None:
+                self._foresight.mean_ns = experience.costs.mean
+        window = Window(
+            plan.num_workers,
+            plan.window_batches,
+            plan.budget_bytes,
+            # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
+            # delivered by then: else nothing would keep it from being in time.
+            None if plan.order.bound else plan.order.max_lag,
+            # Batches that hold as many samples as all workers read at once.
+            -(-plan.num_workers * plan.fetch_concurrency // plan.largest_batch),
+        )
+        self._scaler: Scaler | None = None
+        flow: Flow | None = None
+        if experience.staffing is not None and not isinstance(self._pool, InlinePool):
+            flow, times = Flow(), [meters.total for meters in self.meters]
+            self._scaler = Scaler(
+                experience.staffing,
+                sizes[0],
+                self._pool,
+                roster,
+                window,
+                flow,
+                self.ledger,
+                times,
+                None if self._foresight is None else self._foresight.resize,
+            )
         self._dispatcher = Dispatcher(
             self.ledger,
             ready,
-            self._pool,
+            self._pool if self._scaler is None else WatchedPool(self._pool, self._scaler),
             self.arena,
-            Window(
-                plan.num_workers,
-                plan.window_batches,
-                plan.budget_bytes,
-                # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
-                # delivered by then: else nothing would keep it from being in time.
-                None if plan.order.bound else plan.order.max_lag,
-                # Batches that hold as many samples as all workers read at once.
-                -(-plan.num_workers * plan.fetch_concurrency // plan.largest_batch),
-            ),
+            window,
             plan.order,
             RoundRobin(
                 max(plan.num_workers, 1),
@@ -140,13 +143,25 @@ class Engine:
             self._reader.discard,
             plan.timeout_s,
             plan.num_workers > 0 and not plan.persistent,
+            plan.policy is not None,
+            plan.drop_last,
+            self._foresight,
+            flow,
         )
+        self._failures = None
+        if plan.policy is not None:
+            self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
         self._started = False
         self._works_ahead = plan.num_workers > 0
-        self._parts_slow = plan.order.name == "fast_first" and not plan.order.bound
+        self._started_ns = now_ns()
+        self.timeouts = TimeoutPolicy(known=experience.costs)
+        """Decides which samples are slow."""
+        self.ledger.slow_ns = self.timeouts.decision.threshold_ns
+        self._looked_ns = self._started_ns
+        self._parts_slow = self._foresight is not None or plan.order.name == "fast_first"
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
-            bench.write_plan(self.arena)
+            workplace.write_plan(self.arena)
         self.shut_down = weakref.finalize(self, self._pool.shut_down)
         """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
 
@@ -156,9 +171,18 @@ class Engine:
         epoch: int,
         seed: int,
         expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None],
+        size: Callable[[], int | None],
     ) -> bool:
-        """Start a pass (see ``Dispatcher.begin``) and, with the first one, the workers."""
+        """Start a pass (see ``Dispatcher.begin``) and, with the first one, the workers.
+
+        Args:
+            size: Tells how many samples it has, or None if nobody knows.
+        """
+        if self._failures is not None:
+            self._failures.begin(size())
         foretold = self._dispatcher.begin(batches, epoch, seed, expected)
+        if self._scaler is not None:
+            self._scaler.restart()
         if self._works_ahead:
             self._dispatcher.refill()
         if not self._started:
@@ -172,7 +196,21 @@ class Engine:
 
     def next(self) -> Any:
         """The next batch. Raises StopIteration at the end of the pass, and what the batch's samples raised."""
-        item = self._dispatcher.next()
+        try:
+            if self._failures is not None:
+                self._failures.check()
+            item = self._dispatcher.next()
+        except ErrorBudgetError:
+            self._dispatcher.abandon()
+            raise
+        except StopIteration:
+            if self._failures is not None:
+                self._failures.end()
+            raise
+        if self._failures is not None:
+            self._failures.finished += len(item.keys)
+        if self._foresight is not None:
+            self._foresight.learn(item.record)
         used_bytes = self.ledger.contents(item.record)[-1]
         try:
             return self._reader.read(item.record, item.slot)
@@ -180,18 +218,29 @@ class Engine:
             self._dispatcher.done(item, used_bytes)
             if self._parts_slow:
                 self._mark_slow()
+            if self._scaler is not None:
+                self._scaler.look()
             if self._works_ahead:
                 self._dispatcher.refill()
             self.arena.trim(self._dispatcher.num_open)
 
+    def profile(self) -> Profile:
+        """What samples have cost so far, and since this was last asked."""
+        self._profile.update(self.meters)
+        return self._profile
+
     def _mark_slow(self) -> None:
-        """Tell the workers from which cost on a sample is slow."""
-        times = Histogram()
-        for worker_times in self.service_times:
-            times.merge(worker_times)
-        if times.count >= _SLOW_WARM_UP:
-            median_ns, large_ns = times.percentile(0.5), times.percentile(_SLOW_SHARE)
-            self.ledger.slow_ns = max(large_ns, _SLOW_FACTOR * median_ns)
+        """Tell the workers from which cost on a sample is slow, when enough have run since the last time."""
+        now = now_ns()
+        if now - self._looked_ns < _LOOK_EVERY_NS:
+            return
+        self._looked_ns, elapsed_s = now, (now - self._started_ns) / 1e9
+        if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
+            times = merged(meters.total for meters in self.meters)
+            self.ledger.slow_ns = self.timeouts.observe(times, elapsed_s).threshold_ns
+            self._experience.costs = self.timeouts.recent
+            if self._foresight is not None:
+                self._foresight.mean_ns = self.timeouts.recent.mean
 
     def _start(self) -> None:
         self._started = True
@@ -209,156 +258,3 @@ class Engine:
     def cancel(self) -> None:
         """Abandon what is in flight."""
         self._dispatcher.cancel_all()
-
-
-@dataclass
-class _Bench:
-    """What a worker needs besides its number; travels to worker processes."""
-
-    plan: Plan
-    segment: Segment
-    histograms_offset: int
-    arena: Segment
-    store: Store
-    written_plan: tuple[int, int] | None = None
-
-    def write_plan(self, arena: Arena) -> None:
-        """Pickle the plan once for all workers, into a slot that stays theirs.
-
-        What only a starting child can be given (locks, queues, tensors in shared memory) travels with each of them.
-        """
-        slot = arena.acquire()
-        plan = dataclasses.replace(self.plan, context=None)
-        try:
-            self.written_plan = self.store.put(lambda nbytes: slot.start, plan, "process")
-        except NotPicklableError:
-            raise
-        except Exception:
-            arena.release(slot)
-
-    def __getstate__(self) -> dict[str, Any]:
-        plan = None if self.written_plan else dataclasses.replace(self.plan, context=None)
-        return {**self.__dict__, "plan": plan}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self.written_plan:
-            self.plan = self.store.peek(*self.written_plan)
-
-    def read_keys(self, ledger: Ledger, batch: int, k: int, count: int) -> Sequence[Any]:
-        *_, offset, nbytes, _ = ledger.describe(batch)
-        if not offset:
-            return ledger.keys(batch, k, count)
-        keys: list[Any] = self.store.peek(offset, nbytes)
-        return keys[k : k + count]
-
-    def histogram(self, number: int) -> Histogram:
-        start = self.histograms_offset + number * HISTOGRAM_NBYTES
-        return Histogram(self.segment.array[start : start + HISTOGRAM_NBYTES])
-
-    def worker(
-        self,
-        number: int,
-        ledger: Ledger,
-        describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
-        failure: BaseException | None,
-        catches: type[BaseException],
-        in_line: bool = False,
-    ) -> Worker:
-        plan, store = self.plan, self.store
-
-        def make_randomness(seed: int) -> SampleRandomness:
-            return SampleRandomness(seed, bind_globals=plan.worker_method == "process")
-
-        make: Callable[..., Worker] = Worker
-        if plan.fetch_concurrency > 1:
-            reads = reads_of(plan.dataset, plan.fetch_concurrency)
-            make = functools.partial(ConcurrentWorker, reads, plan.chain)
-        return make(
-            number,
-            ledger,
-            Gate(self.segment.array, ledger.work_gate_offset),
-            StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last)
-            if plan.streams
-            else Fetcher(plan.dataset, plan.chain, plan.batched),
-            BatchWriter(
-                number, ledger, self.arena, store, plan.collate_fn, plan.batched, describe_error
-            ),
-            functools.partial(self.read_keys, ledger),
-            make_randomness if plan.seeds_samples else None,
-            self.histogram(number),
-            plan.round_robin,
-            failure,
-            in_line,
-            catches,
-        )
-
-
-def _make_pool(
-    plan: Plan, bench: _Bench, ledger: Ledger, ready: Gate
-) -> ProcessPool | ThreadPool | InlinePool:
-    if plan.num_workers == 0:
-        return InlinePool(
-            lambda number: bench.worker(
-                number, ledger, lambda error: error, None, BaseException, in_line=True
-            )
-        )
-    if plan.worker_method == "thread":
-
-        def in_thread(number: int) -> Worker:
-            failure = _initialise(plan, number)
-            return bench.worker(number, ledger, wrapped_in_thread(number), failure, BaseException)
-
-        return ThreadPool(
-            plan.num_workers, in_thread, ready, ledger.shut_down, lambda: ledger.draining
-        )
-    deaths = Deaths(plan.restarts)
-
-    def bury(number: int, pid: int | None, exit_code: int | None) -> None:
-        position, _, _ = ledger.lease(number)
-        sample: tuple[Any, ...] = ()
-        if position is not None:
-            batch, k = ledger.locate(position)
-            _, _, count, _, epoch, *_ = ledger.describe(batch)
-            if (
-                0 <= k < count
-            ):  # else the sample was done, and its place belongs to another batch by now
-                sample = epoch, bench.read_keys(ledger, batch, k, 1)[0]
-        progress = sum(ledger.activity(worker)[0] for worker in range(plan.num_workers))
-        deaths.report(pid, exit_code, sample, progress)
-        ledger.release(number)
-
-    return ProcessPool(
-        plan.context,
-        plan.num_workers,
-        _run_worker_process,
-        (bench,),
-        ready,
-        ledger.shut_down,
-        lambda number: ledger.draining and ledger.lease(number)[0] is None,
-        bury,
-    )
-
-
-def _run_worker_process(number: int, bench: _Bench) -> None:
-    parent_lives = parent_watch()
-    plan = bench.plan
-    try:
-        enter_worker_process(number, plan.num_workers, plan.base_seed, plan.dataset)
-        ledger = Ledger(bench.segment.array, None, bench.segment.descriptor)
-        failure = _initialise(plan, number)
-        wrap = wrapped_in_process(number)
-        worker = bench.worker(number, ledger, wrap, failure, Exception)
-        worker.loop(parent_lives)
-        worker.close()
-    except KeyboardInterrupt:
-        pass  # the consumer was interrupted too, and says so
-
-
-def _initialise(plan: Plan, number: int) -> Exception | None:
-    try:
-        if plan.worker_init_fn is not None:
-            plan.worker_init_fn(number)
-    except Exception as error:
-        return error
-    return None

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pickle import PicklingError
 
-__all__ = ["MinatoError", "NotPicklableError"]
+__all__ = [
+    "ErrorBudgetError",
+    "MinatoError",
+    "NotPicklableError",
+    "SampleTimeoutError",
+    "WorkerDiedError",
+]
 
 
 class MinatoError(Exception):
@@ -16,3 +22,15 @@ class NotPicklableError(MinatoError, TypeError, AttributeError, PicklingError):
 
     Its bases are what Python raises then, depending on what it is that cannot be pickled.
     """
+
+
+class ErrorBudgetError(MinatoError, RuntimeError):
+    """More samples of an epoch failed than ``error_budget`` allows."""
+
+
+class SampleTimeoutError(MinatoError, TimeoutError):
+    """A sample took longer than ``sample_timeout_s``; the text holds the stack of the worker that ran it."""
+
+
+class WorkerDiedError(MinatoError, RuntimeError):
+    """A sample ended every worker that ran it."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch.utils.data import IterableDataset, Sampler
@@ -19,13 +19,19 @@ from minato._machine import available_memory_bytes
 from minato._standin import StandIn, TorchDataLoader
 from minato.assembler.arena import Arena
 from minato.chain.chain import Chain
+from minato.chain.rng import SampleRandomness
 from minato.delivery.iterator import BatchIterator
-from minato.engine import Engine, Plan
+from minato.engine import Engine, Experience
 from minato.integrations.lightning import counts_batches
+from minato.one_pass import OnePass
 from minato.options import Options
+from minato.plan import Plan
 from minato.scheduler.dispatcher import Order
+from minato.scheduler.failures import ErrorPolicy, FailureLog, SampleFailure
+from minato.scheduler.fetch import Fetcher
+from minato.scheduler.scaling import Staffing
 from minato.source.epochs import epoch_of, nested, tell_epoch
-from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_of
+from minato.source.passes import SeededSampler
 
 __all__ = ["DataLoader"]
 
@@ -75,6 +81,22 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         fetch_concurrency: How many samples each worker reads at once, for datasets that wait for a disk, a database or
             a network: ``dataset[i]`` in so many threads or, if the dataset has ``async def __aget__(self, i)``, as
             coroutines of one thread. The transforms run one after the other in the worker's main thread.
+        on_error: What becomes of a sample that raises. ``"raise"``: its batch does, as with torch. ``"skip"``: it is
+            left out. ``"retry"``: it is tried again, and raises if that does not help. A function, called in the
+            worker with a :class:`minato.SampleFailure`: what it returns takes the place of the sample, ``minato.SKIP``
+            leaves it out, and what it raises is raised.
+        retries: How often a sample is tried again, with the same random numbers, before ``on_error`` decides; by
+            default 2 with ``"retry"`` and 0 otherwise.
+        error_budget: How many samples of an epoch may be left out or replaced before ``minato.ErrorBudgetError`` ends
+            it: a number (integer), or a share of the epoch's samples (below 1). By default any number.
+        quarantine: Path of a file to which a line of JSON is added for each failure: index, epoch, seed, worker,
+            transform, exception, traceback, and what became of it.
+        sample_timeout_s: Seconds after which the worker process of a sample is ended and replaced, and the sample is a
+            failure with ``minato.SampleTimeoutError``, whose text holds the worker's stack.
+        min_workers, max_workers: Let the number of workers change between these while the loader is in use, beginning
+            with ``num_workers``: up while the loop waits and more of them help, down while they idle.
+            ``num_workers="auto"`` begins with one per core, 12 at most.
+        controller: What decides it: ``"corrected"``, or ``"paper"`` for the MinatoLoader paper's formulas as printed.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -90,7 +112,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -113,6 +135,14 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         schedule: str = "dynamic",
         on_worker_death: str = "restart",
         fetch_concurrency: int = 1,
+        on_error: str | Callable[[SampleFailure], Any] = "raise",
+        retries: int | None = None,
+        error_budget: float | None = None,
+        quarantine: str | os.PathLike[str] | None = None,
+        sample_timeout_s: float | None = None,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        controller: str = "corrected",
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -134,13 +164,25 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             schedule=schedule,
             on_worker_death=on_worker_death,
             fetch_concurrency=fetch_concurrency,
+            on_error=on_error,
+            retries=retries,
+            error_budget=error_budget,
+            quarantine=quarantine,
+            sample_timeout_s=sample_timeout_s,
+            num_workers=num_workers,
+            min_workers=min_workers,
+            max_workers=max_workers,
+            controller=controller,
         )
+        num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
         vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag)
         self._epoch = -1
+        self._pass_seed: int | None = None
         self._sampler_epoch: int | None = 0
         self._foretells = True
         self._spare_arenas: list[Arena] = []
+        self._experience = self._no_experience(num_workers)
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
             shuffle, sampler = None, SeededSampler(dataset, seed)
@@ -174,6 +216,33 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         tell_epoch(self._index_sampler, epoch)
         self._epoch = epoch - 1
 
+    def reproduce(self, index: Any, epoch: int | None = None, seed: int | None = None) -> Any:
+        """Load one sample in this process as a worker did, random numbers included.
+
+        Args:
+            index: What the dataset is asked for.
+            epoch: By default the one that is running, or ran last.
+            seed: As a quarantine file tells it; by default that of the loader, or of the pass that is running.
+
+        Returns:
+            ``dataset[index]`` after all transforms, not collated. What it raises is not caught.
+
+        Raises:
+            ValueError: No pass has begun and ``seed`` is not given.
+        """
+        if seed is None:
+            seed = self._options.seed if self._options.seed is not None else self._pass_seed
+        if seed is None:
+            raise ValueError(
+                "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "
+                "not: give seed=, as the quarantine file tells it"
+            )
+        randomness = SampleRandomness(seed)
+        with randomness.saved():
+            if self._options.rng == "sample":
+                randomness.bind(max(self._epoch, 0) if epoch is None else epoch, index)
+            return Fetcher(self.dataset, self._chain, self._auto_collation).single(index)
+
     def __setattr__(self, attr: str, val: Any) -> None:
         if self.__initialized and attr in _OWN:
             raise ValueError(
@@ -186,8 +255,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         super().__setattr__(attr, val)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy must not write to the same arenas.
-        return {**self.__dict__, "_spare_arenas": []}
+        # A copy must not write to the same arenas; what was measured is not worth sending.
+        fresh = self._no_experience(self.num_workers)
+        return {**self.__dict__, "_spare_arenas": [], "_experience": fresh}
 
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
         """A loader with torch's arguments as given, and all others as this one's.
@@ -196,8 +266,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         and yet mix batches if this loader did.
         """
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("_options", "_chain", "_epoch", "_sampler_epoch", *_OWN)
+        kept = ("_options", "_chain", "_epoch", "_pass_seed", "_sampler_epoch", *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
+        loader._experience = loader._no_experience(loader.num_workers)
         return loader
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
@@ -236,15 +307,20 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if self.num_workers == 0:
             window = 1
         elif round_robin or not isinstance(self.prefetch_factor, _Unbound):
-            window = self.num_workers * cast(int, self.prefetch_factor)
+            most = self._options.max_workers or self.num_workers
+            window = most * cast(int, self.prefetch_factor)
         arena = self._spare_arena()
+        num_workers = most_workers = self.num_workers
+        if self._experience.staffing is not None:
+            num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
         engine = Engine(
             Plan(
                 dataset=self.dataset,
                 chain=self._chain,
                 collate_fn=self.collate_fn,
                 batched=self._auto_collation,
-                num_workers=self.num_workers,
+                num_workers=num_workers,
+                most_workers=most_workers,
                 worker_method=options.worker_method,
                 context=self.multiprocessing_context or torch.multiprocessing.get_context(),
                 worker_init_fn=self.worker_init_fn,
@@ -262,62 +338,40 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 drop_last=self.drop_last,
                 restarts=options.on_worker_death == "restart" and not round_robin,
                 fetch_concurrency=options.fetch_concurrency,
+                policy=self._policy(),
+                error_budget=options.error_budget,
+                quarantine=options.quarantine,
+                sample_timeout_s=options.sample_timeout_s,
             ),
             arena,
+            self._experience,
         )
         # The next iterator writes to this one's warm pages.
         weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
         return engine
+
+    def _no_experience(self, num_workers: int) -> Experience:
+        least, most = self._options.min_workers, self._options.max_workers
+        return Experience(staffing=Staffing.of(self._options.controller, num_workers, least, most))
+
+    def _policy(self) -> ErrorPolicy | None:
+        """What the workers do about failures; a log of failures for each iterator."""
+        options = self._options
+        if not options.settles_failures:
+            return None
+        return ErrorPolicy(options.on_error, options.retries, FailureLog(options.quarantine))
 
     def _worker_seed(self, base_seed: int) -> int:
         """What the workers' own streams start from: torch's draw, or with ``seed=`` a function of (seed, epoch)."""
         seed = self._options.seed
         return base_seed if seed is None else mix(seed, self._epoch + 1, 0) >> 2
 
-    def _new_pass(self, base_seed: int) -> _Pass:
+    def _new_pass(self, base_seed: int) -> OnePass:
         said = epoch_of(self._index_sampler)
         self._epoch = self._epoch + 1 if said is None or said == self._sampler_epoch else said
         for sampler in nested(self._index_sampler):
             if isinstance(sampler, SeededSampler):
                 sampler.set_epoch(self._epoch)
         self._sampler_epoch = epoch_of(self._index_sampler)
-        return _Pass(self, base_seed)
-
-
-class _Pass:
-    """One run of a loader over its sampler.
-
-    Attributes:
-        epoch: Its number.
-        seed: What the randomness of its samples starts from.
-    """
-
-    def __init__(self, loader: DataLoader[Any], base_seed: int) -> None:
-        self._loader = loader
-        self.epoch = loader._epoch
-        self.seed = base_seed if loader._options.seed is None else loader._options.seed
-
-    def batches(self, indices: Iterator[Any]) -> Iterator[list[Any]]:
-        """The keys of each batch, from what the index sampler yields."""
-        if self._loader._dataset_kind == _DatasetKind.Iterable:
-            return sizes_of(indices, self._loader._auto_collation)
-        loader = self._loader
-        whole = bool(getattr(loader.dataset, "__getitems__", None))
-        return batches_of(indices, loader._auto_collation, whole)
-
-    def expected(self) -> tuple[Iterator[list[Any]], int, int] | None:
-        """``(batches, epoch, seed)`` of the pass after this one, where it is known and can be prepared."""
-        loader = self._loader
-        if not (
-            loader.persistent_workers and loader._foretells and loader._options.rng == "sample"
-        ):
-            return None
-        later = next_sampler(loader._index_sampler)
-        if later is None:
-            return None
-        # Persistent workers keep their base seed, as with torch, so it is the same in the next pass.
-        return batches_of(later, loader._auto_collation), self.epoch + 1, self.seed
-
-    def foretold_wrongly(self) -> None:
-        """Load nothing ahead for the next passes of this loader."""
-        self._loader._foretells = False
+        self._pass_seed = base_seed
+        return OnePass(self, base_seed)

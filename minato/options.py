@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Any, cast
+
+from minato._machine import available_cores
 
 __all__ = ["Options"]
 
 ORDERS = ("strict", "batch", "arrival", "fast_first")
+DEFAULT_RETRIES = 2
 DEFAULT_MAX_LAG = 32
 """Batches; about what a few workers finish during a sample that takes a hundred times as long as the others."""
+_MOST_AT_FIRST = 12
+"""Workers with which ``num_workers="auto"`` begins at most, as in the MinatoLoader paper."""
+_WAITING_PER_CORE, _MOST_WAITING = 8, 32
+"""The default of ``max_workers`` where there are few cores: for workers that wait for a disk or a network."""
 _INT64 = 1 << 63
 
 
@@ -26,6 +35,13 @@ class Options:
         schedule: ``dynamic`` or ``round_robin``.
         on_worker_death: ``restart`` or ``raise``.
         fetch_concurrency: Samples that a worker reads at once.
+        on_error: ``raise``, ``skip``, ``retry`` or a function.
+        retries: How often a sample that raised is tried again first.
+        error_budget: Samples of an epoch that may fail: a number, a share below 1, or None.
+        quarantine: Path of the file that keeps failures, or None.
+        sample_timeout_s: Seconds that a sample may take, or None.
+        min_workers, max_workers: Limits of a changing number of workers, both None for a fixed one.
+        controller: ``corrected`` or ``paper``.
     """
 
     order: str
@@ -37,6 +53,20 @@ class Options:
     schedule: str
     on_worker_death: str
     fetch_concurrency: int
+    on_error: Any
+    retries: int
+    error_budget: float | None
+    quarantine: str | None
+    sample_timeout_s: float | None
+    min_workers: int | None
+    max_workers: int | None
+    controller: str
+
+    @property
+    def settles_failures(self) -> bool:
+        """Whether a sample that raises is anything but an error of its batch."""
+        settled = self.on_error != "raise" or self.retries or self.quarantine is not None
+        return bool(settled or self.sample_timeout_s is not None)
 
     @classmethod
     def of(
@@ -54,6 +84,15 @@ class Options:
         schedule: str,
         on_worker_death: str,
         fetch_concurrency: int,
+        on_error: Any,
+        retries: int | None,
+        error_budget: float | None,
+        quarantine: Any,
+        sample_timeout_s: float | None,
+        num_workers: int | str,
+        min_workers: int | None,
+        max_workers: int | None,
+        controller: str,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -66,6 +105,15 @@ class Options:
         _choice("rng", rng, (None, "sample", "worker"))
         _choice("on_worker_death", on_worker_death, ("restart", "raise"))
         _choice("schedule", schedule, ("dynamic", "round_robin"))
+        if not callable(on_error):
+            _choice("on_error", on_error, ("raise", "skip", "retry"))
+        _whole("retries", retries, 0)
+        _check_budget(error_budget)
+        if quarantine is not None:
+            quarantine = os.fspath(quarantine)
+        _choice("controller", controller, ("corrected", "paper"))
+        _whole("min_workers", min_workers, 1)
+        _whole("max_workers", max_workers, 1)
         _whole("max_lag", max_lag, 0)
         _whole("fetch_concurrency", fetch_concurrency, 1)
         _whole("memory_budget_bytes", memory_budget_bytes, 1)
@@ -102,6 +150,33 @@ class Options:
             )
         if fetch_concurrency > 1:
             _check_concurrency(fetch_concurrency, is_stream, schedule, rng)
+        if is_stream and (on_error != "raise" or retries or quarantine is not None):
+            raise ValueError(
+                f"on_error={on_error!r}, retries={retries} and quarantine={quarantine!r} are for samples that have an "
+                "index: catch the error in the iterable dataset itself"
+            )
+        if error_budget is not None and on_error in ("raise", "retry"):
+            raise ValueError(
+                f"error_budget={error_budget} has no meaning with on_error={on_error!r}, where no sample is left out: "
+                "use on_error='skip' or a function"
+            )
+        if sample_timeout_s is not None:
+            _check_sample_timeout(sample_timeout_s, num_workers, worker_method, is_stream, schedule)
+        if retries is None:
+            retries = DEFAULT_RETRIES if on_error == "retry" else 0
+        if num_workers == "auto" or min_workers is not None or max_workers is not None:
+            if is_stream or schedule == "round_robin":
+                cause = "an iterable dataset" if is_stream else f"schedule={schedule!r}"
+                raise ValueError(
+                    f"the number of workers cannot change with {cause}, whose content depends on it: give "
+                    "num_workers as a number, without min_workers and max_workers"
+                )
+            min_workers, max_workers = _range(num_workers, min_workers, max_workers)
+        elif controller != "corrected":
+            raise ValueError(
+                f"controller={controller!r} has no meaning while the number of workers is fixed: give max_workers, or "
+                "num_workers='auto'"
+            )
         return cls(
             order=order,
             max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
@@ -112,7 +187,86 @@ class Options:
             schedule=schedule,
             on_worker_death=on_worker_death,
             fetch_concurrency=fetch_concurrency,
+            on_error="raise" if on_error == "retry" else on_error,
+            retries=retries,
+            error_budget=error_budget,
+            quarantine=quarantine,
+            sample_timeout_s=sample_timeout_s,
+            min_workers=min_workers,
+            max_workers=max_workers,
+            controller=controller,
         )
+
+    def first_workers(self, num_workers: int | str) -> int:
+        """How many workers there are at first, as a number."""
+        if num_workers != "auto":
+            return cast(int, num_workers)
+        least, most = cast(int, self.min_workers), cast(int, self.max_workers)
+        return max(least, min(int(available_cores()), _MOST_AT_FIRST, most))
+
+
+def _check_budget(budget: object) -> None:
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(
+            f"error_budget={budget!r} is a {type(budget).__name__}: give a number of samples, or a share below 1"
+        )
+    if budget < 0 or (isinstance(budget, float) and budget >= 1):
+        raise ValueError(
+            f"error_budget={budget} is not possible: give a number of samples (an integer), or a share below 1"
+        )
+
+
+def _check_sample_timeout(
+    limit_s: object, num_workers: int | str, worker_method: str, is_stream: bool, schedule: str
+) -> None:
+    if isinstance(limit_s, bool) or not isinstance(limit_s, (int, float)):
+        raise TypeError(f"sample_timeout_s={limit_s!r} is a {type(limit_s).__name__}: give seconds")
+    if limit_s <= 0:
+        raise ValueError(f"sample_timeout_s={limit_s} is too small: give more than 0 seconds")
+    if num_workers == 0 or worker_method == "thread":
+        raise ValueError(
+            f"sample_timeout_s={limit_s} needs worker processes, because nothing else can be ended: use num_workers=1 "
+            "or more and worker_method='process'"
+        )
+    if is_stream or schedule == "round_robin":
+        raise ValueError(
+            f"sample_timeout_s={limit_s} ends and replaces workers, but those of an iterable dataset or of "
+            "schedule='round_robin' hold state that would be lost: use torch's timeout="
+        )
+
+
+def _range(
+    num_workers: int | str, min_workers: int | None, max_workers: int | None
+) -> tuple[int, int]:
+    """Least and most workers."""
+    cores = int(available_cores())
+    least = 1 if min_workers is None else min_workers
+    first = max(least, 1) if num_workers == "auto" else cast(int, num_workers)
+    # Workers that wait for a disk or a network do not need a core each.
+    most = max(cores, min(_WAITING_PER_CORE * cores, _MOST_WAITING), first)
+    most = most if max_workers is None else max_workers
+    if not least <= first <= most:
+        raise ValueError(
+            f"num_workers={num_workers!r} is not between min_workers={least} and max_workers={most}"
+        )
+    return least, most
+
+
+def _choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        allowed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name}={value!r} is not possible: choose one of {allowed}")
+
+
+def _whole(name: str, value: object, least: int | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give an integer")
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value} is too small: give at least {least}")
 
 
 def _check_concurrency(
@@ -130,18 +284,3 @@ def _check_concurrency(
             f"{given} contradicts {other}: samples that are read at once draw from the worker's stream in any order; "
             "leave one of the two out"
         )
-
-
-def _choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        allowed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name}={value!r} is not possible: choose one of {allowed}")
-
-
-def _whole(name: str, value: object, least: int | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give an integer")
-    if least is not None and value < least:
-        raise ValueError(f"{name}={value} is too small: give at least {least}")

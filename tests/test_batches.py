@@ -366,3 +366,13 @@ def test_batches_may_be_changed_in_place(workers: dict[str, Any]) -> None:
             kept += batch[:, 0].tolist()
             batch.fill_(-1)
         assert sorted(kept) == list(range(40))
+
+
+def test_large_tensors_in_line() -> None:
+    """So large that all of torch's threads copy them."""
+    images = torch.rand(12, 300, 256, 3)
+    items = [(images[i].permute(2, 0, 1), images[i].conj(), i) for i in range(12)]
+    batches = list(DataLoader(items, batch_size=6))
+    for number, batch in enumerate(batches):
+        assert_same(batch, default_collate(items[6 * number : 6 * number + 6]))
+    assert len(batches) == 2

@@ -206,6 +206,66 @@ def test_where_places_are_free_only_the_bad_samples_are_lost(order: str) -> None
     assert failed == 3
 
 
+class Flaky(Numbers):
+    """Samples of which some raise at their first try in each process, and some always."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.tried: set[int] = set()
+
+    def __getitem__(self, index: int) -> int:
+        if index % 7 == 3 and index not in self.tried:
+            self.tried.add(index)
+            raise OSError(f"not yet {index}")
+        if index == 8:
+            raise ValueError("never")
+        return index
+
+
+@pytest.mark.parametrize(("num_workers", "method"), KINDS)
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+@pytest.mark.parametrize("collate", [None, torch.utils.data.default_collate])
+@pytest.mark.filterwarnings("ignore:1 samples of this epoch were skipped")
+def test_samples_that_raise_are_tried_again_or_left_out(
+    num_workers: int, method: str, order: str, collate: Any
+) -> None:
+    loader = minato.DataLoader(
+        Flaky(24),
+        batch_size=4,
+        num_workers=num_workers,
+        worker_method=method,
+        fetch_concurrency=5,
+        order=order,
+        collate_fn=collate and (lambda samples: collate(samples)),
+        on_error="skip",
+        retries=1,
+    )
+    got = [int(value) for batch in loader for value in batch]
+    assert sorted(got) == [i for i in range(24) if i != 8]
+
+
+def test_an_interrupted_loop_in_line_goes_on() -> None:
+    interrupts = [True]
+
+    def once(sample: int) -> int:
+        if sample == 5 and interrupts.pop():
+            raise KeyboardInterrupt
+        return sample
+
+    loader = minato.DataLoader(
+        Numbers(16), batch_size=4, fetch_concurrency=3, transforms=[once], order="batch"
+    )
+    iterator, got = iter(loader), []
+    while True:
+        try:
+            got += next(iterator).tolist()
+        except KeyboardInterrupt:
+            interrupts.append(False)
+        except StopIteration:
+            break
+    assert got == list(range(16))
+
+
 def content(dataset: Any, **arguments: Any) -> dict[int, list[float]]:
     """What each sample holds."""
     loader = minato.DataLoader(

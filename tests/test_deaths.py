@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from minato import DataLoader
+from minato.scheduler import dispatcher
 from minato.scheduler.deaths import Deaths
 
 
@@ -78,8 +80,9 @@ def killer() -> Any:
             if children:
                 victim = choice.choice(children).pid
                 assert victim is not None
-                os.kill(victim, signal.SIGKILL)
-                killed.append(victim)
+                with contextlib.suppress(ProcessLookupError):  # buried meanwhile
+                    os.kill(victim, signal.SIGKILL)
+                    killed.append(victim)
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -99,6 +102,47 @@ def test_random_kills_lose_nothing(order: str, killer: list[int]) -> None:
     assert killer
     quiet = DataLoader(Drawing(400), **arguments)
     assert under_fire == [content(quiet) for _ in range(2)]
+
+
+def test_a_death_wakes_whoever_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """The consumer does not look again and again: it would wait for an hour here."""
+    monkeypatch.setattr(dispatcher, "_LIVENESS_S", 3600.0)
+    dataset = DeadlyOnce(80, str(tmp_path / "mark"))
+    with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
+        found = content(DataLoader(dataset, 4, num_workers=1, seed=0))
+    assert sorted(found) == list(range(80))
+
+
+class LeavesChild(Drawing):
+    """Sample 37 kills the first worker that runs it, whose child lives on."""
+
+    def __init__(self, length: int, mark: str) -> None:
+        super().__init__(length)
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        if index == 37 and not os.path.exists(self.mark):
+            with open(self.mark, "w") as file:
+                child = os.fork()
+                if child == 0:
+                    time.sleep(60)
+                    os._exit(0)
+                file.write(str(child))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_death_is_noticed_although_a_child_lives_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(dispatcher, "_LIVENESS_S", 3600.0)
+    mark = tmp_path / "mark"
+    try:
+        with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
+            found = content(DataLoader(LeavesChild(80, str(mark)), 4, num_workers=1, seed=0))
+        assert sorted(found) == list(range(80))
+    finally:
+        os.kill(int(mark.read_text()), signal.SIGKILL)
 
 
 def test_a_death_is_told_in_words(tmp_path: Any) -> None:

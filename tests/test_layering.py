@@ -2,8 +2,8 @@
 
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
-``integrations`` and ``sources`` know no stage; only ``engine.py``, ``loader.py``, ``patching.py`` and the package
-itself know all.
+``integrations`` and ``sources`` know no stage; only ``engine.py``, ``loader.py``, ``one_pass.py``,
+``patching.py``, ``plan.py``, ``pools.py``, ``workplace.py`` and the package itself know all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STAGES = ["source", "chain", "scheduler", "assembler", "delivery"]
 COMMON = {"errors", *(path.stem for path in PACKAGE.glob("_*.py") if path.stem != "__init__")}
 """Top-level modules below everything; they import only each other."""
 
-WIRING = {"__init__", "engine", "loader", "patching"}
+WIRING = {"__init__", "engine", "loader", "one_pass", "patching", "plan", "pools", "workplace"}
 OPTIONAL = {"matplotlib", "nilearn", "rich"}
 """Packages of extras: the only ones that may be imported inside a function."""
 

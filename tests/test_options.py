@@ -23,6 +23,15 @@ def options(**given: Any) -> Options:
         "schedule": "dynamic",
         "on_worker_death": "restart",
         "fetch_concurrency": 1,
+        "on_error": "raise",
+        "retries": None,
+        "error_budget": None,
+        "quarantine": None,
+        "sample_timeout_s": None,
+        "num_workers": 2,
+        "min_workers": None,
+        "max_workers": None,
+        "controller": "corrected",
     }
     return Options.of(**{**defaults, **given})
 

@@ -87,7 +87,7 @@ def _stages(row: Row, work: Work) -> Costs:
         for key in keys:
             fetch(key)
         laps.append(thread_time())
-        samples, _ = worker._run(first, 0, keys, fetch)
+        samples, _ = worker._runner.run_steps(first, 0, keys, fetch, 0)
         laps.append(thread_time())
         sink.write_run(batch, 0, first, samples)
         laps.append(thread_time())

@@ -12,7 +12,18 @@ import warnings
 
 __all__ = ["TWINS", "USE_EXTENSIONS", "implementation"]
 
-TWINS = ("clock", "copy", "histogram", "ledger", "run", "seeding", "steps", "wait")
+TWINS = (
+    "claims",
+    "clock",
+    "copy",
+    "histogram",
+    "ledger",
+    "records",
+    "run",
+    "seeding",
+    "steps",
+    "wait",
+)
 """Names of the modules that exist in both forms."""
 
 

@@ -2,19 +2,21 @@
 
 from cpython.dict cimport PyDict_Size
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.mem cimport PyMem_Calloc, PyMem_Free
+from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
-from libc.stdint cimport int32_t, int64_t, uintptr_t
+from libc.stdint cimport uintptr_t
 
 cimport cython
 cimport numpy as cnp
 
 from minato._core.leaf cimport (
-    ARRAY, BOOL, DICT, DLPackExchangeAPI, DLTensor, FLOAT, INT, LIST, MN_MAX_AXES, Node, Py_TYPE,
-    SCALAR, TENSOR, TEXT, TUPLE, describe_t, mn_nest, mn_nest_add, mn_nest_start, run, write_array,
-    write_number,
+    ARRAY, BOOL, DICT, FLOAT, INT, LIST, MN_MAX_AXES, Node, Py_TYPE, SCALAR, TENSOR, TEXT, TUPLE,
+    mn_nest, mn_nest_add, mn_nest_start, run, set_item, write_array, write_number,
+)
+from minato._core.tensor cimport (
+    DLPackExchangeAPI, Move, Moves, Torch, describe_t, make_moves, write_tensor,
 )
 
 import numpy as np
@@ -74,8 +76,6 @@ def copy_array(dst, src) -> None:
     run(&nest, cnp.PyArray_BYTES(to), cnp.PyArray_BYTES(source), cnp.PyArray_NBYTES(to))
 
 
-cdef int32_t DLPACK_CPU = 1
-
 cdef describe_t find_describe() except? NULL:
     """Torch's C function that describes a tensor, or NULL where torch is too old to offer it."""
     cdef DLPackExchangeAPI *api
@@ -85,60 +85,14 @@ cdef describe_t find_describe() except? NULL:
     api = <DLPackExchangeAPI *> PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
     return api.describe if api.major == 1 else NULL
 
-cdef describe_t torch_describe = find_describe()
-cdef object Tensor = torch.Tensor
-cdef object strided = torch.strided
-
-
-cdef bint describe(object x, DLTensor *view, int64_t *room) except -1:
-    """Fill in address, shape and strides of a dense tensor on the CPU; False if it is none."""
-    cdef Py_ssize_t i
-    if torch_describe is not NULL:
-        torch_describe(<PyObject *> x, view)
-        return view.device_type == DLPACK_CPU and view.ndim <= MN_MAX_AXES
-    if x.layout is not strided or not x.is_cpu:
-        return False
-    shape, strides = x.shape, x.stride()
-    view.ndim = PyTuple_GET_SIZE(shape)
-    if view.ndim > MN_MAX_AXES:
-        return False
-    view.data = <void *> <uintptr_t> x.data_ptr()
-    view.byte_offset = 0
-    view.shape = room
-    view.strides = room + MN_MAX_AXES
-    for i in range(view.ndim):
-        view.shape[i] = <object> PyTuple_GET_ITEM(shape, i)
-        view.strides[i] = <object> PyTuple_GET_ITEM(strides, i)
-    return True
+cdef object Tensor = torch.Tensor, strided = torch.strided
+cdef Torch TORCH = Torch(find_describe(), <PyObject *> Tensor, <PyObject *> strided)
 
 
 cdef dict KINDS = {
     "tensor": TENSOR, "array": ARRAY, "scalar": SCALAR, "float": FLOAT, "int": INT, "bool": BOOL,
     "text": TEXT, "list": LIST, "tuple": TUPLE, "namedtuple": TUPLE, "dict": DICT,
 }
-
-
-cdef bint write_tensor(const Node *node, object x, char *place) except -1:
-    cdef DLTensor view
-    cdef int64_t room[2 * MN_MAX_AXES]
-    cdef mn_nest nest
-    cdef int i
-    if <object> Py_TYPE(x) is not Tensor or x.requires_grad or x.is_neg():
-        return False
-    if <PyObject *> x.dtype is not node.exact or (node.is_complex and x.is_conj()):
-        return False
-    if not describe(x, &view, room) or view.ndim != node.ndim:
-        return False
-    mn_nest_start(&nest, node.itemsize)
-    for i in range(node.ndim):
-        if view.shape[i] != node.shape[i]:
-            return False
-        mn_nest_add(&nest, node.shape[i], node.steps[i], view.strides[i] * node.itemsize)
-    if node.nbytes:
-        if view.data is NULL:
-            return False
-        run(&nest, place, <char *> view.data + view.byte_offset, node.nbytes)
-    return True
 
 
 @cython.final
@@ -172,8 +126,7 @@ cdef class Packer:
     cdef list kept         # what the nodes borrow
 
     def __cinit__(self, spec, Py_ssize_t n):
-        cdef Py_ssize_t i, step, next_axis = 0
-        cdef int axis
+        cdef Py_ssize_t i, next_axis = 0
         cdef Node *node
         self.n = n
         self.kept = flatten(spec)
@@ -192,16 +145,8 @@ cdef class Packer:
                 continue
             node.type_num = row.dtype.num if node.kind == ARRAY else -1
             node.is_complex = node.kind == TENSOR and row.dtype.is_complex
-            node.ndim = len(row.shape)
-            node.shape = self.axes + next_axis
-            node.steps = node.shape + node.ndim
+            set_item(node, row.dtype.itemsize, row.shape, self.axes + next_axis)
             next_axis += 2 * node.ndim
-            step = node.itemsize = row.dtype.itemsize
-            for axis in range(node.ndim - 1, -1, -1):
-                node.shape[axis] = row.shape[axis]
-                node.steps[axis] = step
-                step *= node.shape[axis]
-            node.nbytes = step
 
     def __dealloc__(self):
         PyMem_Free(self.nodes)
@@ -229,16 +174,61 @@ cdef class Packer:
         if self.has_texts:
             texts = []
         try:
-            if self.write(0, sample, base, k, texts) < 0:
+            if self.write(0, sample, base, k, texts, None, NULL) < 0:
                 return None
         except Exception:  # only what an unusual sample raises when it is looked at
             return None
         return texts if self.has_texts else ()
 
+    def pack_run(self, list samples, address, Py_ssize_t k, Py_ssize_t kept_nbytes) -> list | None:
+        """Write a run of samples from place k on, except large tensors.
+
+        Args:
+            samples: What the dataset returned.
+            address: As for :meth:`pack`.
+            k: Number of the first sample in the batch.
+            kept_nbytes: Tensors of at least so many bytes are handed back instead of written.
+
+        Returns:
+            Those tensors, sample after sample in the order of the spec; ``None`` if a sample does not fit or the spec
+            has texts, and then any of the places may have been written.
+
+        Raises:
+            IndexError: The batch has fewer samples.
+        """
+        cdef char *base = <char *> <uintptr_t> address
+        cdef list tensors = [], held = []
+        cdef Py_ssize_t count = len(samples)
+        cdef Move *first
+        cdef Moves moves
+        if not 0 <= k <= self.n - count:
+            raise IndexError(f"samples {k} to {k + count - 1} in a batch of {self.n}")
+        if self.has_texts:
+            return None
+        first = <Move *> PyMem_Malloc(count * len(self.kept) * sizeof(Move))
+        if first is NULL:
+            raise MemoryError
+        moves.next, moves.kept_nbytes = first, kept_nbytes
+        try:
+            for sample in samples:
+                if self.write(0, sample, base, k, tensors, held, &moves) < 0:
+                    return None
+                k += 1
+            with nogil:
+                make_moves(first, moves.next)
+        except Exception:
+            return None
+        finally:
+            PyMem_Free(first)
+        return tensors
+
     cdef Py_ssize_t write(
-        self, Py_ssize_t i, object x, char *base, Py_ssize_t k, list texts
+        self, Py_ssize_t i, object x, char *base, Py_ssize_t k, list aside, list held, Moves *moves
     ) except -2:
-        """Write from node i on; return the node that follows, or -1 if x does not fit."""
+        """Write from node i on; return the node that follows, or -1 if x does not fit.
+
+        What is not written goes to the list ``aside``; what will be moved stays alive in ``held``.
+        """
         cdef const Node *node = self.nodes + i
         cdef char *place = base + node.offset + k * node.nbytes
         cdef Py_ssize_t child
@@ -246,7 +236,7 @@ cdef class Packer:
         cdef object value
         i += 1
         if node.kind == TENSOR:
-            return i if write_tensor(node, x, place) else -1
+            return i if write_tensor(&TORCH, node, x, place, aside, held, moves) else -1
         if node.kind == ARRAY:
             return i if write_array(node, x, place) else -1
         if node.kind in (SCALAR, FLOAT, INT, BOOL):
@@ -254,14 +244,14 @@ cdef class Packer:
         if node.kind != DICT and <PyObject *> Py_TYPE(x) is not node.exact:
             return -1
         if node.kind == TEXT:
-            texts.append(x)
+            aside.append(x)
         elif node.kind == LIST:
             for child in range(node.length):
                 # looked up each time: the GIL may have been released for a copy
                 if PyList_GET_SIZE(x) != node.length:
                     return -1
                 value = <object> PyList_GET_ITEM(x, child)
-                i = self.write(i, value, base, k, texts)
+                i = self.write(i, value, base, k, aside, held, moves)
                 if i < 0:
                     return -1
             return i if PyList_GET_SIZE(x) == node.length else -1
@@ -269,7 +259,7 @@ cdef class Packer:
             if PyTuple_GET_SIZE(x) != node.length:
                 return -1
             for child in range(node.length):
-                i = self.write(i, <object> PyTuple_GET_ITEM(x, child), base, k, texts)
+                i = self.write(i, <object> PyTuple_GET_ITEM(x, child), base, k, aside, held, moves)
                 if i < 0:
                     return -1
         else:
@@ -281,7 +271,7 @@ cdef class Packer:
                 if found is NULL:
                     return -1
                 value = <object> found
-                i = self.write(i, value, base, k, texts)
+                i = self.write(i, value, base, k, aside, held, moves)
                 if i < 0:
                     return -1
         return i

@@ -65,7 +65,7 @@ class Packer:
     """
 
     def __init__(self, spec: tuple[Any, ...], n: int) -> None:
-        flatten(spec)  # refuses what it does not know
+        self._has_texts = any(node.tag == "text" for node in flatten(spec))
         self._spec = spec
         self._n = n
 
@@ -88,21 +88,62 @@ class Packer:
             raise IndexError(f"sample {k} in a batch of {self._n}")
         texts: list[Any] = []
         try:
-            fits = _write(self._spec, sample, address, k, texts)
+            fits = _write(self._spec, sample, address, k, texts, None)
         except Exception:  # only what an unusual sample raises when it is looked at
             return None
         return (texts or ()) if fits else None
 
+    def pack_run(
+        self, samples: list[Any], address: int, k: int, kept_nbytes: int
+    ) -> list[Any] | None:
+        """Write a run of samples from place k on, except large tensors.
 
-def _write(spec: tuple[Any, ...], x: Any, address: int, k: int, texts: list[Any]) -> bool:
-    """Write what one node of the spec describes; False if it does not fit."""
+        Args:
+            samples: What the dataset returned.
+            address: As for :meth:`pack`.
+            k: Number of the first sample in the batch.
+            kept_nbytes: Tensors of at least so many bytes are handed back instead of written.
+
+        Returns:
+            Those tensors, sample after sample in the order of the spec; ``None`` if a sample does not fit or the spec
+            has texts, and then any of the places may have been written.
+
+        Raises:
+            IndexError: The batch has fewer samples.
+        """
+        if not 0 <= k <= self._n - len(samples):
+            raise IndexError(f"samples {k} to {k + len(samples) - 1} in a batch of {self._n}")
+        tensors: list[Any] = []
+        try:
+            fit = not self._has_texts and all(
+                _write(self._spec, sample, address, k + i, tensors, kept_nbytes)
+                for i, sample in enumerate(samples)
+            )
+        except Exception:
+            return None
+        return tensors if fit else None
+
+
+def _write(
+    spec: tuple[Any, ...],
+    x: Any,
+    address: int,
+    k: int,
+    aside: list[Any],
+    kept_nbytes: int | None,
+) -> bool:
+    """Write what one node of the spec describes; False if it does not fit.
+
+    What is not written, texts and tensors of at least ``kept_nbytes``, goes to the list ``aside``.
+    """
     match spec:
         case ("tensor", dtype, shape, offset):
+            fits = _is_dense(x) and x.dtype is getattr(torch, dtype) and x.shape == shape
+            if fits and kept_nbytes is not None and x.nbytes >= kept_nbytes:
+                aside.append(x)
+                return True
             return (
-                _is_plain(x)
-                and x.dtype is getattr(torch, dtype)
-                and x.shape == shape
-                and _put_tensor(x, address + offset, k)
+                fits and not x.is_neg() and not x.is_conj() and _put_tensor(x, address + offset, k)
             )
         case ("array", dtype, shape, offset):
             return (
@@ -127,14 +168,14 @@ def _write(spec: tuple[Any, ...], x: Any, address: int, k: int, texts: list[Any]
             return type(x) is bool and _put(np.asarray(x), address + offset, k)
         case ("text", kind):
             if type(x) is kind:
-                texts.append(x)
+                aside.append(x)
             return type(x) is kind
         case ("dict", keys, children):
             return (
                 type(x) is dict
                 and x.keys() == set(keys)
                 and all(
-                    _write(child, x[key], address, k, texts)
+                    _write(child, x[key], address, k, aside, kept_nbytes)
                     for key, child in zip(keys, children, strict=True)
                 )
             )
@@ -143,22 +184,20 @@ def _write(spec: tuple[Any, ...], x: Any, address: int, k: int, texts: list[Any]
                 type(x) is kind
                 and len(x) == len(children)
                 and all(
-                    _write(child, value, address, k, texts)
+                    _write(child, value, address, k, aside, kept_nbytes)
                     for child, value in zip(children, x, strict=True)
                 )
             )
     raise AssertionError(spec)
 
 
-def _is_plain(x: Any) -> bool:
-    """Tell whether a tensor's memory holds its values just so, at its strides."""
+def _is_dense(x: Any) -> bool:
+    """Tell whether it is an ordinary tensor in main memory that needs no gradient."""
     return (
         type(x) is torch.Tensor
         and x.layout is torch.strided
         and x.is_cpu
         and not x.requires_grad
-        and not x.is_neg()
-        and not x.is_conj()
         and (x.data_ptr() != 0 or x.numel() == 0)
     )
 

@@ -6,7 +6,32 @@
 #include <stddef.h>
 
 #define MN_MAGIC 0x6f74616e696dULL /* "minato" */
-enum { MN_LAYOUT_VERSION = 1, MN_PASSES = 8 };
+enum { MN_LAYOUT_VERSION = 2, MN_PASSES = 8, MN_HINTS = 256, MN_MOST_AHEAD = 65535 };
+enum { MN_MAX_WORKERS = 4096 }; /* as many as have a number in mn_batch.state */
+
+/* The lower 4 bits of mn_batch.state */
+enum { MN_VACANT, MN_OPEN, MN_COLLATING, MN_READY, MN_CLOSED };
+/* Answers of fill */
+enum { MN_NOT_COMPLETE, MN_PUBLISHED, MN_MUST_COLLATE };
+/* The kind of a blob, and bits of mn_batch.flags: 1 << kind */
+enum { MN_KIND_MASK = 63, MN_SKIP_BLOB = 5 };
+enum { MN_RAGGED = 1 << 1, MN_FAILED = 1 << 2, MN_ENDED = 1 << 4, MN_SKIPPED = 1 << MN_SKIP_BLOB };
+/* mn_header.shutdown */
+enum { MN_STOPPING = 1, MN_DRAINING = 2 };
+
+/* Of whatever is written to a slot; the kind of a blob lies below it. */
+#define MN_ALIGNMENT 64ULL
+
+/* States of a ticket and of a place, in the upper two bits of their words. */
+#define MN_FREE 0ULL
+#define MN_CLAIMED (1ULL << 62)
+#define MN_DONE (2ULL << 62)
+#define MN_CANCELLED (3ULL << 62)
+#define MN_BOUND (1ULL << 62)
+#define MN_FILLED (2ULL << 62)
+#define MN_STATE (3ULL << 62)
+#define MN_NUMBER ((1ULL << 48) - 1)
+#define MN_ONE_VERSION (1ULL << 48)
 
 /* The pass (one run over the sampler) whose places a sample may take. */
 typedef struct {
@@ -35,6 +60,9 @@ typedef struct {
     mn_gate ready; /* the consumer sleeps here for a batch */
     uint64_t pad_ready[7];
     mn_pass passes[MN_PASSES];
+    uint32_t hints_used; /* entries of the table from the start on that were ever written */
+    uint32_t pad_hints[15];
+    uint64_t hints[MN_HINTS]; /* samples to start early: by how many samples << 48 | position + 1; 0: none */
 } mn_header;
 
 /* One sample in flight. `ticket` and `place` are the only truth about it. */
@@ -82,12 +110,13 @@ typedef struct {
     uint64_t pad[2];
 } mn_worker;
 
-_Static_assert(sizeof(mn_header) == 448, "header");
+_Static_assert(sizeof(mn_header) == 512 + 8 * MN_HINTS, "header");
 _Static_assert(offsetof(mn_header, head) == 64, "head has its own cache line");
 _Static_assert(offsetof(mn_header, tail) == 128, "tail has its own cache line");
 _Static_assert(offsetof(mn_header, work) == 192, "work gate");
 _Static_assert(offsetof(mn_header, ready) == 256, "ready gate");
 _Static_assert(offsetof(mn_header, passes) == 320, "passes");
+_Static_assert(offsetof(mn_header, hints_used) == 448, "hints have their own cache lines");
 _Static_assert(sizeof(mn_position) == 64, "one cache line per sample");
 _Static_assert(sizeof(mn_batch) == 128, "two cache lines per batch");
 _Static_assert(sizeof(mn_worker) == 64, "one cache line per worker");

@@ -8,6 +8,36 @@ cdef extern from "layout.h" nogil:
     enum:
         MN_LAYOUT_VERSION
         MN_PASSES
+        MN_HINTS
+        MN_MOST_AHEAD
+        MN_MAX_WORKERS
+        MN_VACANT
+        MN_OPEN
+        MN_COLLATING
+        MN_READY
+        MN_CLOSED
+        MN_NOT_COMPLETE
+        MN_PUBLISHED
+        MN_MUST_COLLATE
+        MN_KIND_MASK
+        MN_RAGGED
+        MN_FAILED
+        MN_ENDED
+        MN_SKIPPED
+        MN_SKIP_BLOB
+        MN_STOPPING
+        MN_DRAINING
+
+    uint64_t MN_ALIGNMENT
+    uint64_t MN_FREE
+    uint64_t MN_CLAIMED
+    uint64_t MN_DONE
+    uint64_t MN_CANCELLED
+    uint64_t MN_BOUND
+    uint64_t MN_FILLED
+    uint64_t MN_STATE
+    uint64_t MN_NUMBER
+    uint64_t MN_ONE_VERSION
 
     ctypedef struct mn_pass:
         uint64_t cursor
@@ -29,6 +59,8 @@ cdef extern from "layout.h" nogil:
         mn_gate work
         mn_gate ready
         mn_pass passes[8]
+        uint32_t hints_used
+        uint64_t hints[256]
 
     ctypedef struct mn_position:
         uint64_t ticket

@@ -3,7 +3,7 @@
 from cpython.float cimport PyFloat_AS_DOUBLE
 from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.object cimport PyObject, PyTypeObject
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t
 from libc.string cimport memcpy
 
 cimport numpy as cnp
@@ -39,35 +39,28 @@ cdef struct Node:
     PyObject *exact      # torch's dtype, or a type, or the keys of a dict; Packer keeps it alive
 
 
-# The parts of DLPack's C structures that describe a tensor; version 1 fixes their layout.
-cdef struct DLTensor:
-    void *data
-    int32_t device_type
-    int32_t device_id
-    int32_t ndim
-    uint8_t code
-    uint8_t bits
-    uint16_t lanes
-    int64_t *shape
-    int64_t *strides  # in items
-    uint64_t byte_offset
-
-ctypedef int (*describe_t)(PyObject *, DLTensor *) except -1
-
-cdef struct DLPackExchangeAPI:
-    uint32_t major
-    uint32_t minor
-    void *previous
-    void *other_functions[3]
-    describe_t describe
-
-
 cdef inline void run(mn_nest *nest, char *dst, const char *src, Py_ssize_t nbytes) noexcept:
     if nbytes < 32768:  # sooner done than others would have taken the GIL
         mn_nest_run(nest, dst, src)
     else:
         with nogil:
             mn_nest_run(nest, dst, src)
+
+
+cdef inline int set_item(
+    Node *node, Py_ssize_t itemsize, tuple shape, Py_ssize_t *axes
+) except -1:
+    cdef int axis
+    cdef Py_ssize_t step = itemsize
+    node.itemsize = itemsize
+    node.ndim = len(shape)
+    node.shape, node.steps = axes, axes + node.ndim
+    for axis in range(node.ndim - 1, -1, -1):
+        node.shape[axis] = shape[axis]
+        node.steps[axis] = step
+        step *= node.shape[axis]
+    node.nbytes = step
+    return 0
 
 
 cdef inline bint write_array(const Node *node, object x, char *place) except -1:

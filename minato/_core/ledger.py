@@ -7,68 +7,8 @@ from typing import TYPE_CHECKING
 from minato._core import USE_EXTENSIONS
 
 if TYPE_CHECKING or not USE_EXTENSIONS:
-    from minato._core._ledger_py import (
-        CLOSED,
-        COLLATING,
-        END_BLOB,
-        ENDED,
-        ERROR_BLOB,
-        FAILED,
-        KIND_MASK,
-        MUST_COLLATE,
-        NOT_COMPLETE,
-        NUM_PASSES,
-        OPEN,
-        PUBLISHED,
-        RAGGED,
-        READY,
-        SAMPLE_BLOB,
-        TEXT_BLOB,
-        TEXTS,
-        VACANT,
-        Ledger,
-    )
+    from minato._core._ledger_py import Ledger
 else:
-    from minato._core._ledger_c import (
-        CLOSED,
-        COLLATING,
-        END_BLOB,
-        ENDED,
-        ERROR_BLOB,
-        FAILED,
-        KIND_MASK,
-        MUST_COLLATE,
-        NOT_COMPLETE,
-        NUM_PASSES,
-        OPEN,
-        PUBLISHED,
-        RAGGED,
-        READY,
-        SAMPLE_BLOB,
-        TEXT_BLOB,
-        TEXTS,
-        VACANT,
-        Ledger,
-    )
+    from minato._core._ledger_c import Ledger
 
-__all__ = [
-    "CLOSED",
-    "COLLATING",
-    "ENDED",
-    "END_BLOB",
-    "ERROR_BLOB",
-    "FAILED",
-    "KIND_MASK",
-    "MUST_COLLATE",
-    "NOT_COMPLETE",
-    "NUM_PASSES",
-    "OPEN",
-    "PUBLISHED",
-    "RAGGED",
-    "READY",
-    "SAMPLE_BLOB",
-    "TEXTS",
-    "TEXT_BLOB",
-    "VACANT",
-    "Ledger",
-]
+__all__ = ["Ledger"]

@@ -67,6 +67,7 @@ class _Field(NamedTuple):
     """Elements of an item."""
     nbytes: int
     """Bytes of an item."""
+    is_tensor: bool
 
 
 class _Plan(NamedTuple):
@@ -142,6 +143,25 @@ class Layout:
     def packer(self, n: int) -> Packer:
         """Return the packer of batches of ``n`` samples."""
         return self._plan(n).packer
+
+    def stack(
+        self, buffer: Buffer, offset: int, n: int, k: int, tensors: list[Any], kept_nbytes: int
+    ) -> None:
+        """Copy the tensors that ``Packer.pack_run`` handed back, with all threads that torch has in this process.
+
+        Args: as for :meth:`batch`, and for the packer.
+        """
+        kept = [
+            (field, start)
+            for field, (_, _, start, _) in zip(self._fields, self._plan(n).tensors, strict=True)
+            if field.is_tensor and field.nbytes >= kept_nbytes
+        ]
+        for i, (field, start) in enumerate(kept):
+            column = tensors[i :: len(kept)]
+            shape = len(column), *field.shape
+            first = offset + start + k * field.nbytes
+            place = _viewed(buffer, field.dtype, len(column) * field.numel, first, shape)
+            torch.stack(column, out=place)
 
     def batch(
         self, buffer: Buffer, offset: int, n: int, texts: Sequence[Sequence[str | bytes]]
@@ -311,7 +331,7 @@ def _load(data: bytes) -> Layout:
 def _field(tag: str, shape: tuple[int, ...], dtype: Any) -> _Field:
     torch_dtype = dtype if tag == "tensor" else _NUMPY_DTYPES[dtype.str]
     numel = math.prod(shape)
-    return _Field(torch_dtype, shape, numel, numel * torch_dtype.itemsize)
+    return _Field(torch_dtype, shape, numel, numel * torch_dtype.itemsize, tag == "tensor")
 
 
 def _aligned(nbytes: int) -> int:

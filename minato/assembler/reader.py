@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from minato._core.ledger import ERROR_BLOB, FAILED, KIND_MASK, TEXT_BLOB, TEXTS, Ledger
+from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, TEXT_BLOB, TEXTS
+from minato._core.ledger import Ledger
 from minato.assembler.arena import Arena, Slot
 from minato.assembler.transport import Store
 from minato.assembler.writer import SampleError, read_layout

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.collate import default_collate
 
+from minato._core.codes import END_BLOB, ERROR_BLOB, MUST_COLLATE, SAMPLE_BLOB, SKIP_BLOB, TEXT_BLOB
 from minato._core.copy import Packer
-from minato._core.ledger import (
-    END_BLOB,
-    ERROR_BLOB,
-    MUST_COLLATE,
-    SAMPLE_BLOB,
-    TEXT_BLOB,
-    Ledger,
-)
+from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._pickling import Purpose
 from minato.assembler.layout import Layout
@@ -28,6 +22,9 @@ __all__ = ["BatchWriter", "SampleError", "read_layout"]
 
 _LAYOUT_HEAD = struct.Struct("<QQQ")
 """Offset of the fields, number of samples they are for, bytes of the layout that follows."""
+_SHARED_WORK_BYTES = 8 << 20
+"""From here on, several threads copy faster than one, even where they are not at hand at once."""
+_NEVER = 1 << 62
 
 
 class SampleError:
@@ -72,6 +69,26 @@ class _Held:
         self.error = error
 
 
+class _Packing(NamedTuple):
+    """How samples get into a batch.
+
+    Attributes:
+        generation: Of the batch's record in the ledger.
+        fields: Arena offset of its fields.
+        num_samples: That they are for.
+    """
+
+    generation: int
+    layout: Layout
+    packer: Packer
+    fields: int
+    num_samples: int
+
+
+class _NothingLeftError(Exception):
+    """All samples of a batch were skipped."""
+
+
 class BatchWriter:
     """Writes samples, errors and collated batches of one worker.
 
@@ -82,6 +99,8 @@ class BatchWriter:
         worker: The worker's number.
         collate_fn: Called with the list of samples, or with the sample if ``auto_collation`` is off.
         describe_error: Turns an exception that is being handled into what the consumer raises.
+        catches: What ``collate_fn`` may raise without ending the worker.
+        in_line: The worker runs in the consumer's thread, with all of torch's threads at its service.
     """
 
     def __init__(
@@ -93,6 +112,8 @@ class BatchWriter:
         collate_fn: Callable[[Any], Any],
         auto_collation: bool,
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
+        catches: type[BaseException] = Exception,
+        in_line: bool = False,
     ) -> None:
         self._worker = worker
         self._ledger = ledger
@@ -101,13 +122,15 @@ class BatchWriter:
         self._collate_fn = collate_fn
         self._auto_collation = auto_collation
         self._describe_error = describe_error
+        self._catches = catches
+        self._in_line = in_line
         self.collates = collate_fn is not default_collate or not auto_collation
         """Whether batches are built by calling ``collate_fn`` rather than in fields."""
         self.holds = False
         """Whether a sample could not be sent to another worker, so that batches are best run as a whole."""
         self.run_again: Callable[[int], list[Any]] | None = None
         """Runs all samples of a batch in this worker; whoever uses the writer sets it."""
-        self._open: dict[int, tuple[int, Packer, int]] = {}
+        self._open: dict[int, _Packing] = {}
 
     def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
         """Put samples at consecutive places, the first of which is number k of the batch.
@@ -119,9 +142,11 @@ class BatchWriter:
             for i, sample in enumerate(samples):
                 self._attach(batch, place + i, sample, SAMPLE_BLOB)
             return
-        _, packer, address = packing
+        if len(samples) > 1 and self._pack_run(packing, k, samples):
+            return
+        address = self._segment.address + packing.fields
         for i, sample in enumerate(samples):
-            texts = packer.pack(sample, address, k + i)
+            texts = packing.packer.pack(sample, address, k + i)
             if texts is None:
                 self._attach(batch, place + i, sample, SAMPLE_BLOB)
             elif texts:
@@ -138,12 +163,19 @@ class BatchWriter:
     def _pack_all(self, batch: int, layout: Layout, samples: list[Any]) -> bool:
         count = len(samples)
         fields = self._ledger.allocate(batch, layout.fields_nbytes(count))
-        packer, address = layout.packer(count), self._segment.address + fields
-        for k, sample in enumerate(samples):
-            if packer.pack(sample, address, k) != ():
-                return False  # a misfit, or texts
+        if not self._pack_run(_Packing(0, layout, layout.packer(count), fields, count), 0, samples):
+            return False
         self._publish(batch, layout, fields, count)
         return True
+
+    def _pack_run(self, packing: _Packing, k: int, samples: list[Any]) -> bool:
+        """Copy samples to consecutive places; False if one is a misfit or holds texts."""
+        _, layout, packer, fields, num_samples = packing
+        kept_nbytes = _SHARED_WORK_BYTES // len(samples) if self._in_line else _NEVER
+        tensors = packer.pack_run(samples, self._segment.address + fields, k, kept_nbytes)
+        if tensors:
+            layout.stack(self._segment.array, fields, num_samples, k, tensors, kept_nbytes)
+        return tensors is not None
 
     def write_end(self, place: int) -> None:
         """Say at a batch's one place that there is nothing more to come."""
@@ -157,6 +189,10 @@ class BatchWriter:
         """Collate all samples of a batch that this worker holds; the caller fills their places afterwards."""
         self._ledger.set_result(batch, *self._collated(batch, lambda: samples))
 
+    def write_nothing(self, batch: int) -> None:
+        """Say that all samples of a batch are skipped."""
+        self._ledger.set_result(batch, SKIP_BLOB, 0)
+
     def finished(self, batch: int, outcome: int) -> None:
         """Act on the answer of ``Ledger.fill``."""
         if outcome == MUST_COLLATE:
@@ -167,18 +203,22 @@ class BatchWriter:
         self._ledger.set_ready(batch, *self._collated(batch, lambda: self._gathered(batch)))
 
     def _gathered(self, batch: int) -> list[Any]:
-        """The samples of a full batch, from what its workers wrote."""
+        """The samples of a full batch, from what its workers wrote; without those that were skipped."""
         _, layout_offset, _, _, count, _ = self._ledger.contents(batch)
         fields, layout = 0, None
         if layout_offset:
             fields, _, layout = read_layout(self._segment, layout_offset)
         samples = []
         for k, (kind, offset, nbytes) in enumerate(self._ledger.blobs(batch)):
+            if kind == SKIP_BLOB:
+                continue
             value = self._store.get(offset, nbytes) if kind else []
             if kind != SAMPLE_BLOB:
                 assert layout is not None
                 value = layout.sample(self._segment.array, fields, count, k, value)
             samples.append(value)
+        if not samples:
+            raise _NothingLeftError
         held = next((sample for sample in samples if type(sample) is _Held), None)
         if held is None:
             return samples
@@ -194,15 +234,17 @@ class BatchWriter:
             result = self._collate_fn(samples if self._auto_collation else samples[0])
             offset, nbytes = self._put(batch, result, "result")
             return offset | SAMPLE_BLOB, nbytes
-        except Exception as error:
+        except _NothingLeftError:
+            return SKIP_BLOB, 0
+        except self._catches as error:
             offset, nbytes = self._put(batch, SampleError(self._describe_error(error)))
             return offset | ERROR_BLOB, nbytes
 
-    def _packing(self, batch: int, sample: Any) -> tuple[int, Packer, int] | None:
-        """``(generation, packer, address of the fields)`` of the batch; None if this sample cannot start it."""
+    def _packing(self, batch: int, sample: Any) -> _Packing | None:
+        """How samples get into the batch; None if this one cannot start it."""
         generation, offset, count = self._ledger.fields(batch)
         packing = self._open.get(batch)
-        if packing is not None and packing[0] == generation:
+        if packing is not None and packing.generation == generation:
             return packing
         if not offset:
             layout = Layout.infer(sample)
@@ -211,7 +253,7 @@ class BatchWriter:
             fields = self._ledger.allocate(batch, layout.fields_nbytes(count))
             offset = self._publish(batch, layout, fields, count)
         fields, _, layout = read_layout(self._segment, offset)
-        packing = generation, layout.packer(count), self._segment.address + fields
+        packing = _Packing(generation, layout, layout.packer(count), fields, count)
         self._open[batch] = packing
         return packing
 

@@ -84,6 +84,15 @@ class Chain:
         """
         return run_steps(self.steps, value, index, deadline_ns, laps, cursor)
 
+    def failed_step(self, error: BaseException) -> str | None:
+        """Name of the transform that raised this, None if none of the chain did."""
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code is Chain.run.__code__:
+                return _name(trace.tb_frame.f_locals["step"])
+            trace = trace.tb_next
+        return None
+
     def __len__(self) -> int:
         return len(self.steps)
 

@@ -25,6 +25,7 @@ class BatchSource(Protocol):
         epoch: int,
         seed: int,
         expected: Callable[[], Any],
+        size: Callable[[], int | None],
     ) -> bool:
         """Start a pass; False if what was loaded ahead for it was in vain."""
 
@@ -43,6 +44,9 @@ class Pass(Protocol):
 
     def batches(self, indices: Iterator[Any]) -> Iterator[list[Any]]:
         """The keys of each batch."""
+
+    def size(self) -> int | None:
+        """How many samples it has, None if nobody knows."""
 
     def expected(self) -> Any:
         """``(batches, epoch, seed)`` of the next pass, or None."""
@@ -82,7 +86,7 @@ class BatchIterator(_BaseDataLoaderIter):
         assert self._source is not None
         this = self._new_pass(int(self._base_seed))
         batches = this.batches(self._sampler_iter)
-        if not self._source.begin(batches, this.epoch, this.seed, this.expected):
+        if not self._source.begin(batches, this.epoch, this.seed, this.expected, this.size):
             this.foretold_wrongly()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:

@@ -7,12 +7,15 @@ from typing import Any
 
 from minato._core.clock import now_ns
 from minato.chain.chain import Chain
+from minato.scheduler.fetch import Fetcher
 from minato.scheduler.reads import Read, Reads
 from minato.scheduler.worker import Worker
 
 __all__ = ["ConcurrentWorker"]
 
 _WHOLE_BATCH = 1 << 31
+_PATIENCE_S = 1.0
+"""How long it waits for a read at most before it looks whether the loader shuts down."""
 
 
 @dataclass(eq=False)
@@ -53,18 +56,20 @@ class ConcurrentWorker(Worker):
     Args:
         reads: What it reads with.
         chain: Applied to what a read gives.
+        seeds: Whether randomness is bound to the samples.
         args, kwargs: Those of :class:`Worker`.
     """
 
-    def __init__(self, reads: Reads, chain: Chain, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, reads: Reads, chain: Chain, seeds: bool, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._reads = reads
         reads.on_finished = self._wake
-        self._run_chain = chain.run
+        self._run_chain = chain.run if chain.steps else None
+        self._seeds = seeds
         self._resting = False
-        self._underway: dict[Read, tuple[int, int]] = {}  # position, when claimed; oldest first
-        self._read: Read | None = None  # whose transforms are running
-        self._draws = True  # a sample costs far more than binding it does
+        self._underway: dict[Read, int] = {}  # with each one's position; the oldest first
+        self._lease = self._ledger.lease_words(self._number)
+        self._runner.draws = True  # a sample costs far more than binding it does
 
     @property
     def idle(self) -> bool:
@@ -73,38 +78,44 @@ class ConcurrentWorker(Worker):
 
     def step(self) -> bool:
         """Claim what can be read now, and deliver one sample; False if none has been read."""
-        if self._failure is not None:
-            return super().step()
         claimed = self._claim()
         read = self._reads.finished()
         if read is None:
             return claimed
-        self._finish(read)
-        now = now_ns()
-        # Nobody could give it other work while its reads were under way.
-        self._ledger.end(self._number, 1, now - self._idle_since, 0)
-        self._idle_since = now
-        self._show_oldest()
+        self._take(read)
         return True
 
     def rest(self, seen: int, timeout_s: float) -> bool:
         """Sleep until a read has finished or, if there is room for more of them, something can be claimed."""
-        if self._has_room:
-            self._resting = True
-            try:
-                return bool(self._reads.wait(0)) or super().rest(seen, timeout_s)
-            finally:
-                self._resting = False
-        return self._reads.wait(timeout_s)
+        if not self._has_room:
+            return self._reads.wait(timeout_s)
+        self._resting = True
+        try:
+            return self._reads.wait(0) or super().rest(seen, timeout_s)
+        finally:
+            self._resting = False
 
     def _wake(self) -> None:
         # In the thread of a read. Who sees the worker not at rest knows that it will look for reads before it is.
         if self._resting:
             self._gate.notify()
 
+    def forget(self) -> None:
+        """Give up what is under way: others will do it."""
+        self._underway.clear()
+
     def close(self) -> None:
         """End the reads."""
         self._reads.close()
+
+    def _resume_all(self) -> None:
+        # The worker is going to rest, and what it has claimed must not wait until it is wanted again.
+        while self._underway:
+            read = self._reads.finished()
+            if read is not None:
+                self._take(read)
+            elif not self._reads.wait(_PATIENCE_S) and self._ledger.stopping:
+                return
 
     @property
     def _has_room(self) -> bool:
@@ -124,42 +135,59 @@ class ConcurrentWorker(Worker):
             if count == 0:
                 self._sink.collate(batch)
                 continue
-            now = now_ns()
-            if not self._underway:
-                self._ledger.end(self._number, 0, 0, now - self._idle_since)
-                self._idle_since = now
             _, first, size, bound, epoch, seed, *_ = self._ledger.describe(batch)
             keys = list(self._read_keys(batch, k, count))
             if not keys:  # a batch of nothing has a place all the same
-                self._enter(seed)
-                self._run_list(list, batch, first, count, epoch, keys)
+                assert isinstance(self._fetcher, Fetcher)
+                self._runner.enter(seed)
+                self._run_list(self._fetcher, list, batch, first, count, epoch, keys)
                 continue
+            if not self._underway:
+                self._end(0, now_ns())
             held = [None] * count if whole and bound and count == size else None
-            claimed_now = _Lease(batch, first, k, bound, epoch, seed, keys, held, count)
-            reads = [
-                Read(key, epoch, seed if self._make_randomness else None, (claimed_now, i))
-                for i, key in enumerate(keys)
-            ]
-            self._underway.update((read, (first + k + i, now)) for i, read in enumerate(reads))
-            self._show_oldest()  # before the user's code runs, which may end the process
-            for read in reads:
-                self._reads.submit(read)
+            self._begin(_Lease(batch, first, k, bound, epoch, seed, keys, held, count))
         return claimed
+
+    def _begin(self, lease: _Lease) -> None:
+        seed = lease.seed if self._seeds else None
+        reads = [Read(key, lease.epoch, seed, (lease, i)) for i, key in enumerate(lease.keys)]
+        start = lease.first + lease.k
+        self._underway.update((read, start + i) for i, read in enumerate(reads))
+        self._show_oldest()  # before the user's code runs, which may end the process
+        for read in reads:
+            self._reads.submit(read)
 
     def _show_oldest(self) -> None:
         """Say which sample the worker is on, for whoever finds it dead or stuck: the one that was claimed first."""
-        if self._underway:
-            position, claimed_ns = next(iter(self._underway.values()))
-            self._lease[0], self._lease[1], self._lease[2] = position + 1, claimed_ns, -1
+        oldest = next(iter(self._underway), None)
+        if oldest is not None:
+            position = self._underway[oldest]
+            self._lease[0], self._lease[1] = position + 1, oldest.started_ns or now_ns()
+            self._lease[2] = -1
 
-    def _finish(self, read: Read) -> None:
+    def _take(self, read: Read) -> None:
         """Run the transforms of a sample that was read, and deliver it."""
-        position, _ = self._underway.pop(read)
+        position = self._underway.pop(read, None)
+        if position is None:
+            return  # others do it
+        self._finish(read, position)
+        # Nobody could give the worker other work while its reads were under way.
+        self._end(1, self._idle_since)
+        self._show_oldest()
+
+    def _finish(self, read: Read, position: int) -> None:
         lease, i = read.tag
-        self._enter(lease.seed)
-        self._read = read
-        samples, error = self._run(position, lease.epoch, [read.key], self._transformed)
-        self._read = None
+        runner = self._runner
+        runner.enter(lease.seed)
+        runner.ahead_ns = read.duration_ns
+        samples, error = runner.run(
+            position, lease.epoch, [read.key], lambda _: self._transformed(read)
+        )
+        cost_ns = runner.durations[0]
+        self._ledger.note_costs(position, runner.durations, len(samples))
+        if error is not None and self._leniency is not None:
+            sample, error = self._leniency.settle(position, lease.epoch, read.key, error)
+            samples = [sample] if error is None else []
         if lease.held is not None:
             lease.held[i] = samples[0] if error is None else _Raised(error)
             lease.missing -= 1
@@ -169,7 +197,8 @@ class ConcurrentWorker(Worker):
             k = lease.k + i
             self._deliver_bound(lease.batch, position, k, [read.key], samples, error, False)
         else:
-            self._deliver(position, [read.key], samples, error)
+            sample = samples[0] if error is None else None
+            self._deliver(position, read.key, sample, error, cost_ns)
 
     def _deliver_held(self, lease: _Lease, held: list[Any]) -> None:
         raised = next((i for i, sample in enumerate(held) if type(sample) is _Raised), len(held))
@@ -178,16 +207,8 @@ class ConcurrentWorker(Worker):
             lease.batch, lease.first, 0, lease.keys, held[:raised], error, whole=True
         )
 
-    def _transformed(self, _: Any) -> Any:
-        read = self._read
-        assert read is not None
+    def _transformed(self, read: Read) -> Any:
         if read.error is not None:
             raise read.error
-        if self._randomness is not None:
-            self._randomness.asked = read.asked
-        return self._run_chain(read.value)
-
-    def _record(self, count: int) -> None:
-        if self._read is not None:
-            self._durations[0] += self._read.duration_ns
-        super()._record(count)
+        self._runner.go_on_asking(read.asked)
+        return read.value if self._run_chain is None else self._run_chain(read.value)

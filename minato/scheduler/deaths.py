@@ -7,6 +7,8 @@ import warnings
 from collections import Counter
 from typing import Any
 
+from minato.errors import WorkerDiedError
+
 __all__ = ["Deaths"]
 
 _FATAL = 3
@@ -25,22 +27,27 @@ class Deaths:
 
     Args:
         restarts: Whether workers are replaced at all; if not, every death raises torch's error.
+        settles: Whether a sample on which workers die is given up, and the run goes on.
     """
 
-    def __init__(self, restarts: bool) -> None:
+    def __init__(self, restarts: bool, settles: bool = False) -> None:
         self._restarts = restarts
+        self._settles = settles
         self._by_sample: Counter[Any] = Counter()
         self.total = 0
         """Workers that have died."""
 
     def report(
         self, pid: int | None, exit_code: int | None, sample: tuple[Any, ...], progress: int
-    ) -> None:
+    ) -> WorkerDiedError | None:
         """Take note of a death; returns if the worker shall be replaced, after a warning that says what happened.
 
         Args:
             sample: ``(epoch, key)`` of the sample it was on, empty if it was on none.
             progress: How many samples have been run: deaths on none of them only add up while nothing is run.
+
+        Returns:
+            None, or what is wrong with the sample if it shall be given up.
 
         Raises:
             RuntimeError: torch's, with the cause in words.
@@ -61,12 +68,18 @@ class Deaths:
                 RuntimeWarning,
                 stacklevel=2,
             )
-            return
+            return None
         if self._restarts and not unable:
             what += f" {times} workers died there: it is the likely cause."
+            if sample and self._settles:
+                return WorkerDiedError(what)
         raise RuntimeError(
             f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
         ) from RuntimeError(what)
+
+    def at(self, sample: tuple[Any, ...]) -> int:
+        """How many workers died on a sample."""
+        return self._by_sample[sample]
 
 
 def _in_words(exit_code: int | None) -> str:

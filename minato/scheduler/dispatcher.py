@@ -7,17 +7,30 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from minato._core.ledger import ENDED, NUM_PASSES, READY, Ledger
+from minato._core.codes import (
+    ENDED,
+    KIND_MASK,
+    NUM_PASSES,
+    READY,
+    SKIP_BLOB,
+    SKIPPED,
+)
+from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.scheduler.assignment import Assignment
+from minato.scheduler.flow import Flow
+from minato.scheduler.foresight import Foresight
+from minato.scheduler.parties import KeyStore, Pool, Slots
 from minato.scheduler.window import Window
 
-__all__ = ["Dispatcher", "InFlight", "Order", "Pool", "Slots"]
+__all__ = ["Dispatcher", "InFlight", "Order"]
 
-_LIVENESS_S = 0.1
-"""How long the consumer sleeps at most before it looks whether its workers live."""
+_LIVENESS_S = 1.0
+"""How long the consumer sleeps at most; whatever it waits for wakes it at once."""
+_SETTLING_S = 0.01
+"""How often it looks whether abandoned samples have ended, of which nobody tells."""
 _INT64 = 1 << 63
 _EVERYBODY = (1 << 31) - 1
 
@@ -59,36 +72,6 @@ class InFlight:
     retired: bool = False
 
 
-class Pool(Protocol):
-    """The workers, as the dispatcher sees them."""
-
-    def wait(self, seen: int, timeout_s: float) -> None:
-        """Sleep, or work, until the ready gate has had an event since ``seen``."""
-
-    def check(self) -> None:
-        """Raise if a worker is gone."""
-
-
-class Slots(Protocol):
-    """Where slots come from (the assembler's arena)."""
-
-    def acquire(self) -> Any:
-        """Take a slot, a pair of arena offsets."""
-
-    def release(self, slot: Any, used_bytes: int = 0) -> None:
-        """Give it back."""
-
-
-class KeyStore(Protocol):
-    """Where keys lie that are no integers (the assembler's store)."""
-
-    def put(self, allocate: Callable[[int], int], value: Any) -> tuple[int, int]:
-        """Keep the keys of a batch; returns their offset and size."""
-
-    def drop(self, offset: int) -> None:
-        """Forget them."""
-
-
 class Dispatcher:
     """Opens batches for the workers, in the sampler's order, and hands finished ones to the consumer.
 
@@ -99,6 +82,10 @@ class Dispatcher:
         discard: Called with ``(record, slot)`` of a batch that nobody wants any more.
         timeout_s: torch's ``timeout``; 0: none.
         one_pass: Whether the workers may leave when they find nothing more to do in the first pass.
+        skips: Whether samples may be left out.
+        drop_short: Whether a batch is dropped where too few samples are left to fill it.
+        foresight: Lets long samples begin early.
+        flow: Is told of the consumer's waiting, for whoever decides how many workers there are.
     """
 
     def __init__(
@@ -114,8 +101,13 @@ class Dispatcher:
         discard: Callable[[int, Any], None],
         timeout_s: float = 0.0,
         one_pass: bool = False,
+        skips: bool = False,
+        drop_short: bool = False,
+        foresight: Foresight | None = None,
+        flow: Flow | None = None,
     ) -> None:
         self._ledger = ledger
+        self._foresight = foresight
         self._gate = gate
         self._pool = pool
         self._slots = slots
@@ -125,7 +117,12 @@ class Dispatcher:
         self._keys = keys
         self._discard = discard
         self._timeout_s = timeout_s
-        self._one_pass = one_pass
+        # Workers must stay until it is known which places nobody takes.
+        self._one_pass = one_pass and (order.bound or not skips)
+        self._fills_up = skips and not order.bound
+        self._filled_up = False
+        self._drops_short = drop_short and not order.bound
+        self._flow = flow
         self._open: deque[InFlight] = deque()
         self._ahead: deque[InFlight] = deque()  # of the pass that is expected next
         self._recent: deque[InFlight] = deque()  # the last max_lag + 1 opened of this pass
@@ -201,6 +198,13 @@ class Dispatcher:
         self.cancel(self._open)
         self.cancel(self._ahead)
 
+    def abandon(self) -> None:
+        """End the present pass here."""
+        self.cancel_all()
+        self._batches, self._expected = iter(()), lambda: None
+        self._drawn.clear()
+        self._exhausted = True
+
     def _open_pass(self, epoch: int, seed: int) -> None:
         while True:
             used = {
@@ -215,8 +219,7 @@ class Dispatcher:
             if free is not None:
                 break
             # So many abandoned passes still run that the ledger cannot tell another one from them.
-            self._sleep(time.monotonic() + _LIVENESS_S)
-            self._sweep()
+            self._sleep(time.monotonic() + _SETTLING_S)
         self._ledger.open_pass(free)
         self._pass = free, epoch, seed
 
@@ -234,25 +237,64 @@ class Dispatcher:
             self.refill()
             seen = self._gate.events
             found = self._ready()
+            if self._flow is not None:
+                self._tell(self._flow)
             if found is not None:
                 self._open.remove(found)
-                if not self._ledger.contents(found.record)[0] & ENDED:
+                flags, _, result, *_ = self._ledger.contents(found.record)
+                if not flags & (ENDED | SKIPPED):
                     self._assignment.delivered(found.owner)
                     return found
-                self._assignment.ended(found.owner)
+                if flags & ENDED:
+                    self._assignment.ended(found.owner)
+                else:
+                    self._assignment.delivered(found.owner)
+                    if not self._is_empty(found, result):
+                        return found
                 self._discard(found.record, found.slot)
-                self._retire(found)
+                self._delivered.append(found)
+                self._sweep()
+                continue
+            if self._fills_up and self._settled() and self._mend():
                 continue
             if self.over:
                 raise StopIteration
             self._ledger.waiting = True
             try:
                 if self._dry or self._ledger.unclaimed() or not self._window.grow():
+                    if self._flow is not None:
+                        self._flow.begin_wait()
                     self._sleep(deadline, seen)
             finally:
                 self._ledger.waiting = False
+                if self._flow is not None:
+                    self._flow.end_wait()
             if deadline is not None and time.monotonic() > deadline and self._ready() is None:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
+
+    def _is_empty(self, item: InFlight, result: int) -> bool:
+        """Whether all samples of a batch are skipped, or so many that it is dropped."""
+        if result & KIND_MASK == SKIP_BLOB and not result & ~KIND_MASK:
+            return True
+        return self._drops_short and -1 in self._ledger.occupants(item.record)
+
+    def _settled(self) -> bool:
+        """Whether all samples of the pass that are in flight have been run."""
+        in_flight = *self._open, *self._delivered
+        return bool(self._open) and all(self._ledger.settled(item.record) for item in in_flight)
+
+    def _mend(self) -> bool:
+        """Help open batches that lack samples which were skipped: by later samples, or else by doing without."""
+        if not self._exhausted:
+            before = self.num_open
+            self.refill(most=1)
+            if self.num_open > before:
+                return True
+        if self._filled_up:
+            return False
+        self._filled_up = True
+        self._ledger.fill_up(self._open[0].pass_index)
+        return True
 
     def done(self, item: InFlight, batch_bytes: int) -> None:
         """Say that a batch has been read and its slot leased or released."""
@@ -261,11 +303,17 @@ class Dispatcher:
         self._sweep()
 
     def _sleep(self, deadline: float | None, seen: int | None = None) -> None:
-        limit = _LIVENESS_S
+        # Without an open batch, room is waited for, which abandoned samples take up.
+        limit = _LIVENESS_S if self._open else _SETTLING_S
         if deadline is not None:
             limit = min(limit, max(deadline - time.monotonic(), 0.0))
         self._pool.wait(self._gate.events if seen is None else seen, limit)
         self._pool.check()
+        self._sweep()
+
+    def _tell(self, flow: Flow) -> None:
+        flow.ending = self._dry
+        flow.ready = sum(self._ledger.state(item.record) == READY for item in self._open)
 
     def _ready(self) -> InFlight | None:
         # Where membership is free, the oldest batch is waited for: overtaking it would break max_lag.
@@ -273,9 +321,12 @@ class Dispatcher:
         candidates = itertools.islice(self._open, 1 if oldest_only else None)
         return next((item for item in candidates if self._ledger.state(item.record) == READY), None)
 
-    def refill(self) -> None:
-        """Open as many batches as the window allows."""
-        while self._window.has_room(self.num_open):
+    def refill(self, most: int | None = None) -> None:
+        """Open as many batches as the window allows, or so many whatever it says."""
+        start = self.num_open
+        while (
+            self._window.has_room(self.num_open) if most is None else self.num_open < start + most
+        ):
             keys = self._draw()
             if keys is None:
                 self._run_dry()
@@ -318,6 +369,7 @@ class Dispatcher:
         return next(self._batches, None)
 
     def _publish(self, keys: list[Any], owner: int) -> InFlight:
+        self._filled_up = False
         slot = self._slots.acquire()
         count = len(keys) or 1  # an empty batch has a place too: for what is collated of nothing
         integers = type(keys) is list and set(map(type, keys)) == {int}
@@ -340,6 +392,8 @@ class Dispatcher:
             _EVERYBODY if owner else count,  # a batch with an owner must wake that very worker
             owner,
         )
+        if self._foresight is not None:
+            self._foresight.published(self._ledger.describe(record)[1], keys)
         item = InFlight(record, keys, slot, keys_slot, offset, index, epoch, seed, owner)
         if not self._order.bound:
             self._recent.append(item)

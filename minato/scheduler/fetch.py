@@ -54,6 +54,10 @@ class Fetcher:
 
         return deal
 
+    def single(self, key: Any) -> Any:
+        """The sample of one key, by a call of its own."""
+        return self.each([key])(key)
+
     def many(self, keys: Any) -> Any:
         """What the dataset returns for the keys of a batch, normally the list of their samples, after the chain."""
         samples = self._dataset.__getitems__(keys)
@@ -70,23 +74,30 @@ class StreamFetcher:
     Args:
         batched: Whether samples are collated in lists; otherwise each is a batch.
         drop_last: Whether an incomplete list is dropped.
+        at_once: Whether the first pass is begun now, where the caller gets the errors of the dataset's ``__iter__``;
+            otherwise each is begun with its first batch.
     """
 
-    def __init__(self, dataset: Any, chain: Chain, batched: bool, drop_last: bool) -> None:
+    def __init__(
+        self, dataset: Any, chain: Chain, batched: bool, drop_last: bool, at_once: bool = False
+    ) -> None:
         self._dataset = dataset
         self._run = chain.run if chain.steps else None
         self.takes_lists = False
         self._batched = batched
         self._drop_last = drop_last
-        self._samples: Iterator[Any] | None = None
+        self._begun = at_once
+        self._samples: Iterator[Any] | None = iter(dataset) if at_once else None
         self._pass: object = None
 
     def enter(self, this_pass: object) -> None:
         """Make a new iterator if a new pass has begun."""
         if this_pass != self._pass:
             self._pass = this_pass
-            self._samples = None
-            self._samples = iter(self._dataset)
+            if not self._begun:
+                self._samples = None
+                self._samples = iter(self._dataset)
+            self._begun = False
 
     def take(self, count: int) -> list[Any]:
         """The next ``count`` samples, or what is left of them.

@@ -10,6 +10,7 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 
 from minato._core.wait import Gate
+from minato.scheduler.usage import Usage, thread_usage
 from minato.scheduler.worker import Worker
 
 __all__ = ["InlinePool", "ThreadPool", "wrapped_in_thread"]
@@ -22,7 +23,8 @@ class ThreadPool:
     """Starts worker threads and ends them.
 
     Args:
-        make_worker: Called in each thread with its number.
+        make_worker: Called in each thread with its number and a function that tells whether the consumer lives; may
+            sleep until the worker is wanted, and returns None if it never is.
         stop: Tells the workers to leave.
         may_leave: Whether they may leave by themselves.
     """
@@ -30,7 +32,7 @@ class ThreadPool:
     def __init__(
         self,
         num_workers: int,
-        make_worker: Callable[[int], Worker],
+        make_worker: Callable[[int, Callable[[], bool]], Worker | None],
         ready: Gate,
         stop: Callable[[], None],
         may_leave: Callable[[], bool],
@@ -50,13 +52,26 @@ class ThreadPool:
         for thread in self.threads:
             thread.start()
 
+    def grow(self, count: int) -> None:
+        """All are there already."""
+
+    def usage(self) -> Usage:
+        """Processor time of all workers."""
+        return thread_usage(
+            thread.native_id for thread in self.threads if thread.native_id is not None
+        )
+
     def _run(self, number: int) -> None:
         consumer = threading.main_thread()
-        worker = self._make_worker(number)
         try:
-            worker.loop(consumer.is_alive)
+            worker = self._make_worker(number, consumer.is_alive)
+            if worker is not None:
+                try:
+                    worker.loop(consumer.is_alive)
+                finally:
+                    worker.close()
         finally:
-            worker.close()
+            self._ready.notify()  # whoever waits for this thread learns that it is gone
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready gate has had an event since ``seen``."""
@@ -79,10 +94,18 @@ class ThreadPool:
 
 
 class InlinePool:
-    """``num_workers=0``: whoever waits for a batch works on it."""
+    """``num_workers=0``: whoever waits for a batch works on it.
 
-    def __init__(self, make_worker: Callable[[int], Worker]) -> None:
+    Args:
+        make_worker: Called with its number, 0.
+        give_back: Offers again what an interrupted worker has not finished.
+    """
+
+    def __init__(
+        self, make_worker: Callable[[int], Worker], give_back: Callable[[], object]
+    ) -> None:
         self._make_worker = make_worker
+        self._give_back = give_back
         self._worker: Worker | None = None
         self._owner = os.getpid()
 
@@ -93,7 +116,12 @@ class InlinePool:
     def wait(self, seen: int, timeout_s: float) -> None:
         """Work."""
         assert self._worker is not None
-        self._worker.turn(timeout_s)
+        try:
+            self._worker.turn(timeout_s)
+        except BaseException:
+            self._worker.forget()
+            self._give_back()  # whoever catches this may ask for the next batch
+            raise
 
     def check(self) -> None:
         """Nobody can die here."""

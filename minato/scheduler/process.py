@@ -16,6 +16,9 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
 from minato._core.wait import Gate
+from minato.scheduler.overdue import Overdue
+from minato.scheduler.usage import Usage, process_usage
+from minato.scheduler.watch import ExitWatch
 
 __all__ = ["ProcessPool", "enter_worker_process", "parent_watch", "wrapped_in_process"]
 
@@ -28,9 +31,12 @@ class ProcessPool:
 
     Args:
         context: A multiprocessing context; its start method is used.
+        num_workers: How many there can be.
+        at_first: How many are started at first; with ``fork`` all are, because later it may be unsafe.
         target: Run in each worker as ``target(number, *args)``.
         stop: Tells the workers to leave.
         may_leave: Whether worker number i may have left by itself.
+        overdue: Ends workers that are stuck.
         buried: Called with ``(number, pid, exit code)`` of a dead worker; gives its samples out again, or raises.
     """
 
@@ -38,21 +44,26 @@ class ProcessPool:
         self,
         context: Any,
         num_workers: int,
+        at_first: int,
         target: Callable[..., None],
         args: tuple[Any, ...],
         ready: Gate,
         stop: Callable[[], None],
         may_leave: Callable[[int], bool],
         buried: Callable[[int, int | None, int | None], None],
+        overdue: Overdue | None = None,
     ) -> None:
         self._context = context
         self._target = target
         self._args = args
         self._buried = buried
+        self._overdue = overdue
         self._ready = ready
         self._stop = stop
         self._may_leave = may_leave
         self._owner = os.getpid()
+        self._at_first = num_workers if context.get_start_method() == "fork" else at_first
+        self._watch = ExitWatch(context, ready.notify)
         self.processes = [self._make(number) for number in range(num_workers)]
 
     def _make(self, number: int) -> BaseProcess:
@@ -63,29 +74,45 @@ class ProcessPool:
 
     def start(self) -> None:
         """Start one process after the other; each works as soon as it can."""
-        for process in self.processes:
-            process.start()
+        self.grow(self._at_first)
+
+    def grow(self, count: int) -> None:
+        """Start those of the first ``count`` processes that have not been started."""
+        new = [number for number in range(count) if self.processes[number].pid is None]
+        for number in new:
+            self.processes[number].start()
+            self._watch.add(number, self.processes[number])
+        self._watch.run()  # afterwards, for it is a thread
+
+    def usage(self) -> Usage:
+        """Processor time of all workers."""
+        return process_usage(process.pid for process in self.processes if process.pid is not None)
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready gate has had an event since ``seen``."""
+        if self._overdue is not None:
+            timeout_s = min(timeout_s, self._overdue.interval_s)
         self._ready.wait(seen, timeout_s)
 
     def check(self) -> None:
         """Replace dead workers, or raise torch's RuntimeError."""
-        gone = connection.wait([process.sentinel for process in self.processes], timeout=0)
-        for number, process in enumerate(self.processes) if gone else ():
-            if process.sentinel not in gone:
-                continue
+        if self._overdue is not None:
+            self._overdue.end(self.processes)
+        for number in self._watch.gone():
+            process = self.processes[number]
             process.join()
             if not (self._may_leave(number) and process.exitcode == 0):
                 self._buried(number, process.pid, process.exitcode)
-                self.processes[number] = self._make(number)
-                self.processes[number].start()
+                process = self.processes[number] = self._make(number)
+                process.start()
+                self._watch.add(number, process)
+                self._watch.run()
 
     def shut_down(self) -> None:
         """End all workers: by request, and by signals if they do not follow it."""
         if os.getpid() != self._owner:
             return  # a forked child of the user's holds a copy of this pool
+        self._watch.close()
         self._stop()
         started = [process for process in self.processes if process.pid is not None]
         waiting: dict[Any, BaseProcess] = {process.sentinel: process for process in started}

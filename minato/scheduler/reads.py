@@ -28,7 +28,17 @@ class Read:
         tag: What the caller wants to find again.
     """
 
-    __slots__ = ("asked", "duration_ns", "epoch", "error", "key", "seed", "tag", "value")
+    __slots__ = (
+        "asked",
+        "duration_ns",
+        "epoch",
+        "error",
+        "key",
+        "seed",
+        "started_ns",
+        "tag",
+        "value",
+    )
 
     def __init__(self, key: Any, epoch: int, seed: int | None, tag: Any) -> None:
         self.key = key
@@ -37,6 +47,8 @@ class Read:
         self.tag = tag
         self.value: Any = None
         self.error: BaseException | None = None
+        self.started_ns = 0
+        """When it began; 0 as long as it has not."""
         self.duration_ns = 0
         self.asked = 0
         """How many generators the read asked minato for."""
@@ -98,8 +110,8 @@ class _Finished:
     def wait(self, timeout_s: float) -> bool:
         return self._news.wait(timeout_s)
 
-    def _finish(self, read: Read, started_ns: int) -> None:
-        read.duration_ns = now_ns() - started_ns
+    def _finish(self, read: Read) -> None:
+        read.duration_ns = now_ns() - read.started_ns
         self._done.append(read)
         self._news.set()
         self.on_finished()
@@ -126,14 +138,14 @@ class ThreadReads(_Finished):
 
     def _run(self) -> None:
         while (read := self._asked.get()) is not None and not self._closed:
-            started_ns = now_ns()
+            read.started_ns = now_ns()
             try:
                 randomness = read.bound()
                 read.value = self._get(read.key)
                 read.asked = randomness.asked if randomness else 0
             except BaseException as error:  # the worker's thread decides what may end the worker
                 read.error = error
-            self._finish(read, started_ns)
+            self._finish(read)
 
     def close(self) -> None:
         """Begin no further reads, and wait a while for those under way."""
@@ -181,7 +193,7 @@ class CoroutineReads(_Finished):
             self._begin(loop, self._queued.popleft())
 
     async def _perform(self, read: Read) -> None:
-        started_ns = now_ns()
+        read.started_ns = now_ns()
         try:
             randomness = read.bound()
             coroutine = self._aget(read.key)
@@ -193,7 +205,7 @@ class CoroutineReads(_Finished):
             read.error.__cause__ = error
         except BaseException as error:  # the worker's thread decides what may end the worker
             read.error = error
-        self._finish(read, started_ns)
+        self._finish(read)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.run_forever()

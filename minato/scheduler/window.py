@@ -57,6 +57,14 @@ class Window:
             self.limit = min(self.limit, self._most)
         return True
 
+    def resize(self, num_workers: int) -> None:
+        """There are so many workers now: each needs its batches, but what was allowed stays allowed."""
+        self._step = max(num_workers, 1)
+        if not self._fixed:
+            self.limit = max(self.limit, _DEPTH * self._step)
+            if self._most is not None:
+                self.limit = min(self.limit, self._most)
+
     def observe(self, batch_bytes: int) -> None:
         """Learn the size of a delivered batch."""
         if batch_bytes > self.budget_bytes and not self._warned and not self._fixed:

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from array import array
+import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from minato._core.clock import now_ns
-from minato._core.histogram import Histogram
 from minato._core.ledger import Ledger
-from minato._core.run import run_samples
 from minato._core.wait import Gate
-from minato.chain.rng import SampleRandomness
+from minato.scheduler.failures import SKIP
 from minato.scheduler.fetch import Fetcher, StreamEnd, StreamFetcher
+from minato.scheduler.leniency import Leniency
+from minato.scheduler.parking import Parking
+from minato.scheduler.roster import Roster
+from minato.scheduler.runner import Runner
+from minato.scheduler.stepper import Partial
 
 __all__ = ["Sink", "Worker"]
 
 _RUN_NS = 1_000_000
 """A worker claims about so much work at a time: dispatch then costs a per cent, and nobody hoards."""
-_COLLATED_RUN_NS = 4_000_000
-"""The same where batches are collated by a function: samples of one worker need no transport."""
+_LONG_RUN_NS = 4_000_000
+"""The same where batches are collated by a function, as samples of one worker need no transport, and in line."""
 _PATIENCE_S = 1.0
 """How long a worker sleeps at most before it looks whether its parent lives."""
 _WHOLE_BATCH = 1 << 31
-_PROBES = 16
-"""Samples that are watched for draws at first."""
-_WORTH_BINDING_NS = 50_000
-"""Samples that cost more are always bound: it takes about a microsecond."""
-_RISE, _FALL = 0.2, 0.7
-"""Smoothing of a worker's mean cost per sample."""
+_WORTH_NOTING_NS = 100_000
+"""What dearer samples have cost is written down for the next epoch."""
 
 
 class Sink(Protocol):
@@ -52,7 +50,10 @@ class Sink(Protocol):
         """Say that there is nothing more to come."""
 
     def write_collated(self, batch: int, samples: list[Any]) -> None:
-        """Collate all samples of a batch."""
+        """Collate all samples of a batch, or those of them that are not skipped."""
+
+    def write_nothing(self, batch: int) -> None:
+        """Say that all samples of a batch are skipped."""
 
     def finished(self, batch: int, outcome: int) -> None:
         """Act on what the ledger said when a place was filled."""
@@ -67,13 +68,13 @@ class Worker:
     Args:
         number: Its number, from 0.
         fetcher: Gets samples by key, or batches from a stream.
+        runner: Runs them.
         read_keys: ``(batch, k, count) -> keys`` of samples k … k+count-1.
-        make_randomness: ``seed -> SampleRandomness`` that binds the generators to each sample; None leaves them alone.
-        times: Receives the service time of each sample.
+        parking: Decides which slow samples are set aside; None: none is.
+        fast_first: Slow samples go to the newest batch, where they have no place of their own.
         whole_batches: Claim batches as a whole, whatever their samples cost.
-        failure: What ``worker_init_fn`` raised; then every sample raises it.
-        in_line: The worker runs in the consumer's thread, which must find its generators as it left them.
-        catches: What a sample may raise without ending the worker.
+        leniency: What to do about samples that raise; None: they are errors.
+        roster: Says whether this worker is wanted; None: always.
     """
 
     def __init__(
@@ -82,42 +83,48 @@ class Worker:
         ledger: Ledger,
         gate: Gate,
         fetcher: Fetcher | StreamFetcher,
+        runner: Runner,
         sink: Sink,
         read_keys: Callable[[int, int, int], Sequence[Any]],
-        make_randomness: Callable[[int], SampleRandomness] | None,
-        times: Histogram,
+        parking: Parking | None = None,
+        fast_first: bool = False,
         whole_batches: bool = False,
-        failure: BaseException | None = None,
-        in_line: bool = False,
-        catches: type[BaseException] = Exception,
+        leniency: Leniency | None = None,
+        roster: Roster | None = None,
     ) -> None:
         self._number = number
         self._ledger = ledger
         self._gate = gate
         self._fetcher = fetcher
+        self._runner = runner
         self._sink = sink
         sink.run_again = self._run_again
         self._read_keys = read_keys
-        self._make_randomness = make_randomness
-        self._randomness: SampleRandomness | None = None
-        self._times = times
+        self._parking = parking
+        self._fast_first = fast_first
         self._whole_batches = whole_batches or fetcher.takes_lists
-        self._failure = failure
-        self._in_line = in_line
-        self._catches = catches
-        self._run_ns = _COLLATED_RUN_NS if sink.collates else _RUN_NS
-        self._mean_ns = float(_COLLATED_RUN_NS)
+        self._leniency = leniency
+        self._may_lack = parking is not None or leniency is not None
+        self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_line else _RUN_NS
+        self._roster = roster
         self._idle_since = now_ns()
-        self._lease = ledger.lease_words(number)
-        self._durations = array("q")
-        self._draws: bool | None = None  # not yet known
-        self._probes = 0
+        self._pass_index = -1
 
     def loop(self, parent_lives: Callable[[], bool]) -> None:
         """Work until the loader shuts down or its process is gone."""
-        ledger, gate = self._ledger, self._gate
-        while not ledger.stopping:
+        ledger, gate, roster = self._ledger, self._gate, self._roster
+        while True:
+            if roster is not None and roster.rests(self._number):
+                self._resume_all()
+                if not roster.stand_by(
+                    self._number, lambda: ledger.stopping or ledger.draining, parent_lives
+                ):
+                    return
+                self._idle_since = now_ns()
+            # Before anything is asked: what happens after the answer ends the sleep.
             seen = gate.events
+            if ledger.stopping:
+                return
             # Asked before the look: what was published last would otherwise be left to nobody.
             draining = ledger.draining
             if self.step():
@@ -130,7 +137,7 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing that the worker has claimed is still to be done, when ``step`` has nothing to do."""
+        """Whether nothing that was claimed is still to be done, when ``step`` has nothing to do."""
         return True
 
     def rest(self, seen: int, timeout_s: float) -> bool:
@@ -143,57 +150,117 @@ class Worker:
         if not self.step():
             self.rest(seen, timeout_s)
 
+    def forget(self) -> None:
+        """Give up what was claimed: others will do it."""
+
     def close(self) -> None:
-        """End what the worker has begun in other threads."""
+        """End what was begun in other threads."""
 
     def step(self) -> bool:
-        """Do one lease; False if there is nothing to do."""
+        """Do one lease, or go on with a sample that was set aside; False if there is nothing to do."""
+        parking = self._parking
+        if parking is not None and parking.due():
+            self._resume(parking.take())
+            return True
         lease = self._ledger.claim(self._number, self._longest_run())
         if lease is None:
-            return False
+            if parking is None or not len(parking):
+                return False
+            self._resume(parking.take())
+            return True
         batch, k, count = lease
         if count == 0:
             self._sink.collate(batch)
             return True
-        started = now_ns()
         _, first, size, bound, epoch, seed, _, _, pass_index = self._ledger.describe(batch)
+        if pass_index != self._pass_index:
+            self._pass_index = pass_index
+            self._resume_all()  # what is left of the last pass goes before the next one
+        started, parked = now_ns(), self._num_parked()
         given = self._read_keys(batch, k, count)
         keys = list(given)
-        self._enter(seed)
+        self._runner.enter(seed)
         whole = bound and count == size
         fetcher = self._fetcher
         if isinstance(fetcher, StreamFetcher):
             self._run_stream(fetcher, batch, first, (epoch, pass_index), keys[0])
         elif whole and (fetcher.takes_lists or not keys):
             fetch = fetcher.many if fetcher.takes_lists else list
-            self._run_list(fetch, batch, first, count, epoch, given)
+            self._run_list(fetcher, fetch, batch, first, count, epoch, given)
         elif bound:
-            samples, error = self._run(first + k, epoch, keys, fetcher.each(keys))
+            samples, error = self._run_lenient(fetcher, first + k, epoch, keys)
             self._deliver_bound(batch, first + k, k, keys, samples, error, whole)
         else:
             self._run_unbound(fetcher, first + k, epoch, keys)
-        now = now_ns()
-        self._ledger.end(self._number, count, now - started, started - self._idle_since)
-        self._idle_since = now
-        cost_ns = (now - started) / count
-        # Down at once, up slowly: the first samples of a run are often the dearest, and a straggler is no trend.
-        self._mean_ns += (_RISE if cost_ns > self._mean_ns else _FALL) * (cost_ns - self._mean_ns)
+        busy_ns = self._end(count - (self._num_parked() - parked), started)
+        self._runner.observe(busy_ns / count)
         return True
 
-    def _enter(self, seed: int) -> None:
-        """Bind randomness to this seed."""
-        if self._make_randomness is not None and (
-            self._randomness is None or self._randomness.base_seed != seed
-        ):
-            self._randomness = self._make_randomness(seed)
+    def _end(self, samples: int, started_ns: int) -> int:
+        """Note the end of a lease, and how many samples it has completed; returns how long it took."""
+        now = now_ns()
+        busy_ns, idle_ns = now - started_ns, started_ns - self._idle_since
+        self._ledger.end(self._number, samples, busy_ns, idle_ns)
+        self._idle_since = now
+        return busy_ns
+
+    def _num_parked(self) -> int:
+        return 0 if self._parking is None else len(self._parking)
+
+    def _resume_all(self) -> None:
+        while self._parking is not None and len(self._parking):
+            self._resume(self._parking.take())
+
+    def _resume(self, partial: Partial) -> None:
+        """Go on with a sample that was set aside, until it is complete or set aside again."""
+        started = now_ns()
+        batch, k = self._ledger.locate(partial.position)
+        _, _, _, bound, epoch, seed, *_ = self._ledger.describe(batch)
+        self._runner.enter(seed)
+        samples, error = self._runner.resume(partial, epoch)
+        self._ledger.note_costs(partial.position, self._runner.durations, 1)
+        completed = 1 - len(self._runner.left)
+        cost_ns, position, key = self._runner.durations[0], partial.position, partial.key
+        if error is not None and self._leniency is not None:
+            sample, error = self._leniency.settle(position, epoch, key, error)
+            samples = [] if error is not None else [sample]
+        if bound:
+            self._deliver_bound(batch, position, k, [key], samples, error, False)
+        else:
+            self._park()
+            self._deliver(position, key, samples[0] if samples else None, error, cost_ns)
+        self._end(completed, started)
+
+    def _run(
+        self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
+    ) -> tuple[list[Any], BaseException | None]:
+        """Run samples until one raises; returns them, or the partials of those that were left, and what it raised."""
+        if fetcher.takes_lists:
+            return self._runner.run(position, epoch, keys, fetcher.each(keys))
+        # Who has samples that no other worker can be sent, runs whole batches.
+        can_leave = self._parking is not None and not self._sink.holds
+        slow_ns = self._ledger.slow_ns if can_leave else 0
+        runner = self._runner
+        samples, error = runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
+        if runner.usual_ns >= _WORTH_NOTING_NS:
+            self._ledger.note_costs(position, runner.durations, len(samples))
+        return samples, error
+
+    def _run_singly(
+        self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
+    ) -> tuple[list[Any], BaseException | None]:
+        """The same, but never by one call for several samples."""
+        if fetcher.takes_lists:
+            return self._runner.run(position, epoch, keys, fetcher.single)
+        return self._run(fetcher, position, epoch, keys)
 
     def _run_again(self, batch: int) -> list[Any]:
         """Run all samples of a batch in this worker, because some cannot be sent here by those that ran them."""
         _, first, size, _, epoch, seed, *_ = self._ledger.describe(batch)
         assert isinstance(self._fetcher, Fetcher)
         keys = list(self._read_keys(batch, 0, size))
-        self._enter(seed)
-        samples, error = self._run(first, epoch, keys, self._fetcher.each(keys))
+        self._runner.enter(seed)
+        samples, error = self._runner.run(first, epoch, keys, self._fetcher.each(keys))
         if error is not None:
             raise error
         return samples
@@ -201,57 +268,30 @@ class Worker:
     def _longest_run(self) -> int:
         if self._whole_batches or self._sink.holds:
             return _WHOLE_BATCH
-        return 1 if self._draws is None else int(self._run_ns / self._mean_ns) or 1
+        runner = self._runner
+        return 1 if runner.draws is None else int(self._run_ns / runner.usual_ns) or 1
 
-    def _run(
-        self, position: int, epoch: int, keys: list[Any], fetch: Callable[[Any], Any]
+    def _run_lenient(
+        self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
     ) -> tuple[list[Any], BaseException | None]:
-        """Run samples until one raises; returns them and what it raised."""
-        if len(keys) > len(self._durations):
-            self._durations = array("q", bytes(8 * len(keys)))
-        if self._failure is not None:
-            return [], self._failure
-
-        def run(bind: Callable[[int, Any], None] | None) -> tuple[list[Any], BaseException | None]:
-            return run_samples(
-                fetch, keys, position, self._lease, self._durations, bind, epoch, self._catches
-            )
-
-        randomness = self._randomness
-        if randomness is None:
-            samples, error = run(None)
-        elif self._draws is False and self._mean_ns < _WORTH_BINDING_NS:
-            # Binding would cost as much as these samples do, and they do not seem to draw. Should one draw after all,
-            # these few are run again, bound, and so are all later ones.
-            randomness.mark()
-            samples, error = run(None)
-            if randomness.drawn():
-                self._draws = True
-                randomness.rewind()
-                with self._guard(randomness):
-                    samples, error = run(randomness.bind)
-        elif self._draws is None and len(keys) == 1:
-            with self._guard(randomness):
-                randomness.bind(epoch, keys[0])
-                randomness.mark(unbind=False)
-                samples, error = run(None)
-                self._probes += 1
-                if randomness.drawn():
-                    self._draws = True
-                elif self._probes == _PROBES:
-                    self._draws = not randomness.watches
-        else:
-            with self._guard(randomness):
-                samples, error = run(randomness.bind)
-        self._record(len(samples))
+        """Run samples until one raises that is not forgiven; SKIP stands for those that are left out."""
+        samples, error = self._run(fetcher, position, epoch, keys)
+        if self._leniency is None:
+            return samples, error
+        if error is not None and fetcher.takes_lists:
+            # One call for all of them failed: which is the cause?
+            samples, error = self._run_singly(fetcher, position, epoch, keys)
+        while error is not None:
+            self._park()
+            i = len(samples)
+            sample, error = self._leniency.settle(position + i, epoch, keys[i], error)
+            if error is None:
+                i += 1
+                rest, error = self._run_singly(fetcher, position + i, epoch, keys[i:])
+                samples = [*samples, sample, *rest]
+            else:
+                break
         return samples, error
-
-    def _record(self, count: int) -> None:
-        """Note what the samples that were just run have cost."""
-        self._times.record_all(self._durations, count)
-
-    def _guard(self, randomness: SampleRandomness) -> AbstractContextManager[None]:
-        return randomness.saved() if self._in_line else nullcontext()
 
     def _deliver_bound(
         self,
@@ -265,18 +305,56 @@ class Worker:
     ) -> None:
         """Put samples in their own places and fill all of them at once."""
         sink = self._sink
+        self._park()
         if error is not None:
             # The batch is lost, as with torch, which does not run the samples after a bad one either.
             failed = len(samples)
             sink.write_error(batch, position + failed, error, keys[failed])
+        elif self._may_lack and any(map(_is_lacking, samples)):
+            self._deliver_pieces(batch, position, k, samples, whole)
+            return
         elif whole and (sink.collates or sink.holds):
             sink.write_collated(batch, samples)
         else:
             sink.write_run(batch, k, position, samples)
         sink.finished(batch, self._ledger.fill_run(self._number, batch, k, len(keys)))
 
+    def _deliver_pieces(
+        self, batch: int, position: int, k: int, samples: list[Any], whole: bool
+    ) -> None:
+        """The same for samples some of which are set aside or left out."""
+        sink, ledger = self._sink, self._ledger
+        complete = not any(type(sample) is Partial for sample in samples)
+        collated = complete and whole and (sink.collates or sink.holds)
+        if collated:
+            kept = [sample for sample in samples if sample is not SKIP]
+            if kept:
+                sink.write_collated(batch, kept)
+            else:
+                sink.write_nothing(batch)
+        first = 0
+        for lacking, piece in itertools.groupby(samples, _is_lacking):
+            run = list(piece)
+            end = first + len(run)
+            if not lacking:
+                if not collated:
+                    sink.write_run(batch, k + first, position + first, run)
+                sink.finished(batch, ledger.fill_run(self._number, batch, k + first, len(run)))
+            for i in range(first, end) if lacking else ():
+                if samples[i] is SKIP:
+                    sink.finished(batch, ledger.skip(self._number, position + i))
+            first = end
+
+    def _park(self) -> None:
+        """Set aside what was left."""
+        if self._parking is not None:
+            for partial in self._runner.left:
+                self._parking.put(partial)
+            self._runner.left.clear()
+
     def _run_list(
         self,
+        fetcher: Fetcher,
         fetch: Callable[[Any], Any],
         batch: int,
         first: int,
@@ -285,7 +363,12 @@ class Worker:
         keys: Sequence[Any],
     ) -> None:
         """Run a whole batch by one call of the dataset, or an empty one; the dataset may return what it likes."""
-        results, error = self._run(first, epoch, [keys], fetch)
+        results, error = self._runner.run(first, epoch, [keys], fetch)
+        if error is not None and self._leniency is not None:
+            alone = list(keys)
+            samples, error = self._run_lenient(fetcher, first, epoch, alone)
+            self._deliver_bound(batch, first, 0, alone, samples, error, True)
+            return
         if error is not None:
             self._sink.write_error(batch, first, error, keys)
         elif self._sink.collates or type(results[0]) is not list or len(results[0]) != count:
@@ -303,7 +386,7 @@ class Worker:
             stream.enter(this_pass)
             return stream.take(count)
 
-        batches, error = self._run(first, 0, [wanted], fetch)
+        batches, error = self._runner.run(first, 0, [wanted], fetch)
         if error is None:
             self._sink.write_batch(batch, batches[0])
         elif isinstance(error, StreamEnd):
@@ -314,25 +397,52 @@ class Worker:
 
     def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]) -> None:
         """Run samples that may go to any batch; so those after one that raised are run all the same."""
-        while keys:
-            samples, error = self._run(position, epoch, keys, fetcher.each(keys))
-            done = len(samples) + 1 if error and not fetcher.takes_lists else len(keys)
-            self._deliver(position, keys[:done], samples, error)
+        samples, error = self._run(fetcher, position, epoch, keys)
+        if error is not None and fetcher.takes_lists and len(keys) > 1:
+            # One call for all of them failed: which is the cause?
+            samples, error = self._run_singly(fetcher, position, epoch, keys)
+        while True:
+            self._park()
+            done = len(samples)
+            for i, sample in enumerate(samples):
+                self._deliver(position + i, keys[i], sample, None, self._runner.durations[i])
+            if error is not None:
+                cost_ns = self._runner.durations[done]
+                self._deliver_failed(position + done, epoch, keys[done], error, cost_ns)
+                done += 1
             keys, position = keys[done:], position + done
+            if not keys:
+                return
+            samples, error = self._run_singly(fetcher, position, epoch, keys)
+
+    def _deliver_failed(
+        self, position: int, epoch: int, key: Any, error: BaseException | None, cost_ns: int
+    ) -> None:
+        """Deliver what becomes of a sample that raised."""
+        sample, left = None, error
+        if error is not None and self._leniency is not None:
+            sample, left = self._leniency.settle(position, epoch, key, error)
+        self._deliver(position, key, sample, left, cost_ns)
 
     def _deliver(
-        self, position: int, keys: list[Any], samples: list[Any], error: BaseException | None
+        self, position: int, key: Any, sample: Any, error: BaseException | None, cost_ns: int
     ) -> None:
-        """Find a place for each sample, and for each that an error was raised for."""
+        """Find a place for a sample, or for the error that it raised."""
         ledger, sink = self._ledger, self._sink
-        for i, key in enumerate(keys):
-            cost_ns = self._durations[i]
-            place, batch, k = ledger.reserve(
-                self._number, position + i, cost_ns > ledger.slow_ns > 0
-            )
-            if i < len(samples):
-                sink.write_run(batch, k, place, samples[i : i + 1])
-            else:
-                assert error is not None
-                sink.write_error(batch, place, error, key)
-            sink.finished(batch, ledger.fill(self._number, position + i, place, cost_ns))
+        if type(sample) is Partial:
+            return
+        if sample is SKIP:
+            batch = ledger.locate(position)[0]
+            sink.finished(batch, ledger.skip(self._number, position))
+            return
+        late = self._fast_first and cost_ns > ledger.slow_ns > 0
+        place, batch, k = ledger.reserve(self._number, position, late)
+        if error is None:
+            sink.write_run(batch, k, place, [sample])
+        else:
+            sink.write_error(batch, place, error, key)
+        sink.finished(batch, ledger.fill(self._number, position, place))
+
+
+def _is_lacking(sample: Any) -> bool:
+    return type(sample) is Partial or sample is SKIP

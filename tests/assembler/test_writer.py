@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate, default_convert
 
-from minato._core.ledger import NOT_COMPLETE, OPEN, READY, Ledger
+from minato._core.codes import NOT_COMPLETE, OPEN, READY
+from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato.assembler.arena import Arena
 from minato.assembler.reader import BatchReader
@@ -56,11 +57,14 @@ class Desk:
         writer = self.writers[worker]
         first = self.ledger.describe(batch)[1]
         self.ledger.claim(worker, len(samples))
-        for i, sample in enumerate(samples):
-            if isinstance(sample, BaseException):
-                writer.write_error(batch, first + k + i, sample, 100 + k + i)
-            else:
-                writer.write_run(batch, k + i, first + k + i, [sample])
+        if any(isinstance(sample, BaseException) for sample in samples):
+            for i, sample in enumerate(samples, k):
+                if isinstance(sample, BaseException):
+                    writer.write_error(batch, first + i, sample, 100 + i)
+                else:
+                    writer.write_run(batch, i, first + i, [sample])
+        else:
+            writer.write_run(batch, k, first + k, samples)
         writer.finished(batch, self.ledger.fill_run(worker, batch, k, len(samples)))
 
     def batch(self, samples: list[Any], run: int = 2) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from minato._core import _ledger_py as spec
+from minato._core import _records_py as spec
+from minato._core import codes
 
 CLAIMED, DONE, CANCELLED = 1 << 62, 2 << 62, 3 << 62
 BOUND, FILLED = 1 << 62, 2 << 62
@@ -49,12 +50,12 @@ class Hands:
         else:
             assert self.ledger.publish_layout(batch, LAYOUT) == LAYOUT
         outcome = self.ledger.fill(worker, position, place)
-        if outcome == self.twin.MUST_COLLATE:
+        if outcome == codes.MUST_COLLATE:
             self.collate(batch)
         return outcome
 
     def collate(self, batch: int) -> None:
-        self.ledger.set_ready(batch, 16384 | self.twin.SAMPLE_BLOB, 20)
+        self.ledger.set_ready(batch, 16384 | codes.SAMPLE_BLOB, 20)
 
     def work(self, worker: int, max_run: int = 1, late: bool = False) -> list[int]:
         """Do everything there is to do; returns the positions worked on."""
@@ -119,7 +120,7 @@ class Desk(Hands):
 
     def deliver(self, batch: int) -> list[int]:
         """Take a ready batch; returns the positions of the samples in it."""
-        assert self.ledger.state(batch) == self.twin.READY
+        assert self.ledger.state(batch) == codes.READY
         occupants = self.ledger.occupants(batch)
         assert len(set(occupants)) == len(occupants)
         return occupants

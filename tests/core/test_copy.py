@@ -504,6 +504,73 @@ def test_pack_leaves_tensors_resizable(copy: ModuleType) -> None:
     assert tensor.resize_(5).shape == (5,)
 
 
+# ------------------------------------------------------------------------------------ whole runs
+
+NEVER = 1 << 62
+MIXED = (
+    "tuple",
+    tuple,
+    (
+        ("tensor", "uint8", (3, 4), 0),
+        ("tensor", "int16", (2,), 64),
+        ("array", "|u1", (5,), 128),
+        ("int", 192),
+    ),
+)
+
+
+def mixed(number: int) -> tuple[Any, ...]:
+    """A sample of ``MIXED``, whose first tensor is sometimes transposed."""
+    pixels = torch.arange(12, dtype=torch.uint8) + number
+    image = pixels.view(4, 3).T if number % 2 else pixels.view(3, 4)
+    return image, torch.full((2,), -number, dtype=torch.int16), np.full(5, number, "u1"), number
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_a_run_is_written_as_its_samples_are(copy: ModuleType, k: int) -> None:
+    samples = [mixed(number) for number in range(N - k)]
+    one_by_one, at_once = Region(256), Region(256)
+    packer = copy.Packer(MIXED, N)
+    for i, sample in enumerate(samples):
+        assert packer.pack(sample, one_by_one.address, k + i) == ()
+    assert packer.pack_run(samples, at_once.address, k, NEVER) == []
+    assert at_once.bytes.tobytes() == one_by_one.bytes.tobytes()
+
+
+def test_large_tensors_of_a_run_are_handed_back(copy: ModuleType) -> None:
+    samples = [mixed(number) for number in range(N)]
+    for kept_nbytes, kept in ((4, (0, 1)), (5, (0,)), (12, (0,)), (13, ())):
+        region = Region(256)
+        tensors = copy.Packer(MIXED, N).pack_run(samples, region.address, 0, kept_nbytes)
+        expected = [sample[i] for sample in samples for i in kept]
+        assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in expected]
+        places = [range(3 * 12), range(64, 64 + 3 * 4)]
+        written = set(region.written())
+        for i, place in enumerate(places):
+            assert written.isdisjoint(place) == (i in kept)
+
+
+@pytest.mark.parametrize("misfit", [0, 1, 2])
+def test_a_run_with_a_misfit_is_refused(copy: ModuleType, misfit: int) -> None:
+    samples: list[Any] = [mixed(number) for number in range(N)]
+    counts = [sys.getrefcount(tensor) for sample in samples for tensor in sample[:2]]
+    packer, region = copy.Packer(MIXED, N), Region(256)
+    for other in (None, (*mixed(0)[:3], 1.0), (torch.zeros(3, 4), *mixed(0)[1:])):
+        run = [other if i == misfit else sample for i, sample in enumerate(samples)]
+        assert packer.pack_run(run, region.address, 0, NEVER) is None
+    del run
+    assert [sys.getrefcount(t) for sample in samples for t in sample[:2]] == counts
+
+
+def test_a_run_holds_no_texts_and_stays_in_its_batch(copy: ModuleType) -> None:
+    region = Region(64)
+    assert copy.Packer(("text", str), N).pack_run(["a"], region.address, 0, NEVER) is None
+    for k, count in ((-1, 1), (N, 1), (1, N)):
+        with pytest.raises(IndexError, match=f"samples {k} to {k + count - 1} in a batch of {N}"):
+            copy.Packer(("int", 0), N).pack_run([1] * count, region.address, k, NEVER)
+    assert region.written() == []
+
+
 # ------------------------------------------------------------------------------------- both twins
 
 SPECS = sorted(
@@ -518,8 +585,11 @@ def test_twins_agree(spec: Any, sample: Any) -> None:
     results = []
     for half in ("py", "c"):
         region = Region(1024)
-        results.append((load(half).Packer(spec, N).pack(sample, region.address, 1), region))
-    (pure, one), (compiled, other) = results
+        packer = load(half).Packer(spec, N)
+        run = packer.pack_run([sample, sample], region.address, 0, 8)
+        results.append((packer.pack(sample, region.address, 1), region, run))
+    (pure, one, run), (compiled, other, other_run) = results
+    assert repr(run) == repr(other_run)
     assert pure == compiled
     assert type(pure) is type(compiled)
     if pure is not None:

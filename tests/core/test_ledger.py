@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from minato._core import _records_py as spec
+from minato._core import codes
 from tests.core.ledger_tools import (
     BOUND,
     CANCELLED,
@@ -70,7 +72,7 @@ def test_a_second_party_sees_the_same_ledger(desk: Desk) -> None:
 
 def test_too_little_memory_is_refused(desk: Desk) -> None:
     whole = bytearray(desk.memory[:])
-    for nbytes in (0, 8, 447):
+    for nbytes in (0, 8, spec._HEADER.itemsize - 1):
         with pytest.raises(ValueError, match=f"{nbytes} bytes are no ledger"):
             desk.twin.Ledger(whole[:nbytes])
     with pytest.raises(ValueError, match=f"a ledger of {desk.nbytes} bytes does not fit"):
@@ -198,7 +200,7 @@ def test_a_bound_batch_is_published_when_its_last_place_is_filled(desk: Desk) ->
     batch = desk.publish(3)
     desk.claim(0, 3)
     outcomes = [desk.fill(0, position) for position in (2, 0, 1)]
-    assert outcomes == [desk.twin.NOT_COMPLETE, desk.twin.NOT_COMPLETE, desk.twin.PUBLISHED]
+    assert outcomes == [codes.NOT_COMPLETE, codes.NOT_COMPLETE, codes.PUBLISHED]
     assert desk.deliver(batch) == [0, 1, 2]
     assert desk.ledger.settled(batch)
 
@@ -208,25 +210,124 @@ def test_a_run_is_filled_at_once(desk: Desk) -> None:
     assert desk.claim(0, 3) == (batch, 0, 3)
     assert desk.claim(1, 3) == (batch, 3, 2)
     desk.ledger.publish_layout(batch, LAYOUT)
-    assert desk.ledger.fill_run(1, batch, 3, 2, 9) == desk.twin.NOT_COMPLETE
-    assert desk.ledger.fill_run(0, batch, 0, 3, 8) == desk.twin.PUBLISHED
+    assert desk.ledger.fill_run(1, batch, 3, 2) == codes.NOT_COMPLETE
+    assert desk.ledger.fill_run(0, batch, 0, 3) == codes.PUBLISHED
     assert desk.deliver(batch) == [0, 1, 2, 3, 4]
-    assert [int(record["cost_ns"]) for record in desk.positions[:5]] == [8, 8, 8, 9, 9]
     assert desk.ledger.settled(batch)
+
+
+def test_costs_of_a_full_batch_by_key(desk: Desk) -> None:
+    batch = desk.ledger.publish([70, 71, 72, 73], 4, SLOT, 0, 0, 0, False)
+    desk.claim(0, 4)
+    desk.ledger.note_costs(0, array.array("q", [500, 600, 0, 9]), 3)
+    for position in (1, 0, 2, 3):
+        desk.fill(0, position)
+    # In the order of the places that they took; of two nothing is known.
+    assert desk.ledger.costs(batch) == [(71, 600), (70, 500)]
+    with pytest.raises(ValueError, match="8 bytes hold no 2 costs"):
+        desk.ledger.note_costs(0, array.array("q", [1]), 2)
+
+
+def test_costs_without_integer_keys_are_not_told(desk: Desk) -> None:
+    batch = desk.ledger.publish(None, 1, SLOT, 0, 0, 0, True, 128, 10)
+    desk.claim(0)
+    desk.ledger.note_costs(0, array.array("q", [500]), 1)
+    desk.fill(0, 0)
+    assert desk.ledger.costs(batch) == []
+
+
+def test_whether_a_sample_has_its_place(desk: Desk) -> None:
+    desk.publish(2, bound=False)
+    new = desk.publish(2, bound=False)
+    desk.claim(0, 2)
+    assert not desk.ledger.is_placed(0)
+    desk.ledger.bind_late(0, new)
+    assert desk.ledger.is_placed(0)
+    assert desk.ledger.is_placed(1)
+    assert not desk.ledger.is_placed(2)
+    desk.publish(2)
+    assert desk.ledger.is_placed(4)
+
+
+# ------------------------------------------------------------------------------ starting samples early
+
+
+def order_of_claims(desk: Desk) -> list[int]:
+    found = []
+    while (lease := desk.claim(0, 1)) is not None:
+        found.append(desk.first(lease[0]) + lease[1])
+    return found
+
+
+def test_a_sample_is_claimed_before_its_turn(desk: Desk) -> None:
+    desk.publish(4)
+    desk.publish(4)
+    assert desk.ledger.start_early(6, 4)
+    assert desk.ledger.start_early(3, 1)
+    assert order_of_claims(desk) == [0, 1, 6, 3, 2, 4, 5, 7]
+    assert desk.ledger.unclaimed() == 0
+
+
+def test_of_several_the_one_that_should_begin_first_does(desk: Desk) -> None:
+    desk.publish(8)
+    for position, ahead in ((4, 1), (5, 60), (7, 6)):
+        assert desk.ledger.start_early(position, ahead)
+    assert order_of_claims(desk) == [5, 0, 7, 1, 2, 4, 3, 6]
+    assert not desk.header["hints"].any()
+
+
+def test_a_claim_of_several_passes_over_what_began_early(desk: Desk) -> None:
+    batch = desk.publish(6)
+    desk.ledger.start_early(2, 9)
+    assert [desk.claim(0, 4) for _ in range(4)] == [
+        (batch, 2, 1),
+        (batch, 0, 2),
+        (batch, 3, 3),
+        None,
+    ]
+
+
+def test_hints_may_be_wrong(desk: Desk) -> None:
+    batch = desk.publish(3)
+    assert desk.claim(0) == (batch, 0, 1)
+    for position in (0, 1, 1, 2, 40):
+        assert desk.ledger.start_early(position, 1000)
+    desk.ledger.cancel(batch)
+    assert desk.claim(0) is None
+    other = desk.publish(2)
+    assert desk.claim(0, 5) == (other, 0, 2)
+    assert desk.claim(0) is None
+
+
+def test_a_sample_that_began_early_on_a_dead_worker_goes_out_again(desk: Desk) -> None:
+    batch = desk.publish(4)
+    desk.ledger.start_early(3, 9)
+    assert desk.claim(1) == (batch, 3, 1)
+    assert desk.ledger.release(1) == 1
+    assert exactly(desk.work(0), range(4))
+    assert desk.deliver(batch) == [0, 1, 2, 3]
+
+
+def test_so_many_hints_and_no_more(desk: Desk) -> None:
+    desk.publish(4)
+    assert all(desk.ledger.start_early(position % 4, 1) for position in range(256))
+    assert not desk.ledger.start_early(0, 1)
+    assert order_of_claims(desk) == [0, 1, 2, 3]
+    assert desk.ledger.start_early(0, 1)
 
 
 def test_publishing_wakes_the_workers_and_a_ready_batch_the_consumer(desk: Desk) -> None:
     gate = importlib.import_module(desk.twin.__name__.replace("ledger", "wait")).Gate
     work = gate(desk.memory, desk.ledger.work_gate_offset)
     ready = gate(desk.memory, desk.ledger.ready_gate_offset)
-    for kind, events in ((0, 1), (desk.twin.SAMPLE_BLOB, 2)):
+    for kind, events in ((0, 1), (codes.SAMPLE_BLOB, 2)):
         batch = desk.publish(1)
         assert work.events == events
         position = desk.claim_position(0)
         assert ready.events == events - 1
         desk.fill(0, position, blob=kind)
         assert ready.events == events
-        assert desk.ledger.state(batch) == desk.twin.READY
+        assert desk.ledger.state(batch) == codes.READY
     desk.ledger.release(0)
     assert work.events == 3
     desk.ledger.shut_down()
@@ -277,22 +378,22 @@ def test_the_slow_threshold_is_shared(desk: Desk) -> None:
 def test_what_lies_at_the_places_says_what_is_left_to_do(
     desk: Desk, kinds: str, layout: bool, outcome: str
 ) -> None:
-    twin, ledger = desk.twin, desk.ledger
+    ledger = desk.ledger
     batch = desk.publish(3)
     desk.claim(0, 3)
     if layout:
         ledger.publish_layout(batch, LAYOUT)
     for place, name in enumerate(kinds.split()):
-        ledger.attach(place, 8192 + 64 * place | getattr(twin, name), 10 + place)
-    assert ledger.fill_run(0, batch, 0, 3) == getattr(twin, outcome)
+        ledger.attach(place, 8192 + 64 * place | getattr(codes, name), 10 + place)
+    assert ledger.fill_run(0, batch, 0, 3) == getattr(codes, outcome)
     expected = [
-        (getattr(twin, name), 8192 + 64 * k, 10 + k) for k, name in enumerate(kinds.split())
+        (getattr(codes, name), 8192 + 64 * k, 10 + k) for k, name in enumerate(kinds.split())
     ]
     assert ledger.blobs(batch) == [*expected, *[(0, 0, 0)] * (3 - len(expected))]
     if outcome == "MUST_COLLATE":
-        assert ledger.state(batch) == twin.COLLATING
-        ledger.set_ready(batch, 16384 | twin.SAMPLE_BLOB, 20)
-    assert ledger.state(batch) == twin.READY
+        assert ledger.state(batch) == codes.COLLATING
+        ledger.set_ready(batch, 16384 | codes.SAMPLE_BLOB, 20)
+    assert ledger.state(batch) == codes.READY
     flags, at, result, nbytes, count, used = ledger.contents(batch)
     for kind, flag in (
         ("SAMPLE", "RAGGED"),
@@ -300,7 +401,7 @@ def test_what_lies_at_the_places_says_what_is_left_to_do(
         ("TEXT", "TEXTS"),
         ("END", "ENDED"),
     ):
-        assert bool(flags & getattr(twin, flag)) == (f"{kind}_BLOB" in kinds.split())
+        assert bool(flags & getattr(codes, flag)) == (f"{kind}_BLOB" in kinds.split())
     assert (at, count, used) == (LAYOUT if layout else 0, 3, 64)
     assert (result, nbytes) == ((16385, 20) if outcome == "MUST_COLLATE" else (0, 0))
 
@@ -308,8 +409,8 @@ def test_what_lies_at_the_places_says_what_is_left_to_do(
 def test_a_batch_collated_by_one_worker_needs_nothing_else(desk: Desk) -> None:
     batch = desk.publish(2)
     desk.claim(0, 2)
-    desk.ledger.set_result(batch, 16384 | desk.twin.SAMPLE_BLOB, 20)
-    assert desk.ledger.fill_run(0, batch, 0, 2) == desk.twin.PUBLISHED
+    desk.ledger.set_result(batch, 16384 | codes.SAMPLE_BLOB, 20)
+    assert desk.ledger.fill_run(0, batch, 0, 2) == codes.PUBLISHED
     assert desk.ledger.contents(batch)[2:4] == (16385, 20)
 
 
@@ -371,7 +472,7 @@ def test_a_new_pass_takes_no_place_of_an_old_one(desk: Desk) -> None:
     desk.ledger.cancel(old)
     assert exactly(desk.work(1), range(4, 8))
     assert desk.deliver(new) == [4, 5, 6, 7]
-    assert desk.ledger.state(old) == desk.twin.OPEN
+    assert desk.ledger.state(old) == codes.OPEN
 
 
 def test_a_place_far_behind_is_not_taken_for_the_one_that_has_its_record(twin: ModuleType) -> None:
@@ -454,7 +555,7 @@ def test_no_sample_is_later_than_the_bound(twin: ModuleType) -> None:
                 desk.fill(0, position)
         if len(stragglers) > max_lag:
             desk.fill(0, stragglers.pop(0))
-        while live and desk.ledger.state(live[0]) == twin.READY:
+        while live and desk.ledger.state(live[0]) == codes.READY:
             members = desk.deliver(live[0])
             ordinal = desk.first(live[0]) // size
             lags += [ordinal - number_of[position] for position in members]
@@ -518,17 +619,17 @@ def test_what_a_dead_worker_attached_is_forgotten(desk: Desk, kind: str, bound: 
     batch = desk.publish(2, bound)
     desk.claim_position(0)
     place = desk.ledger.reserve(0, 0)[0]
-    desk.ledger.attach(place, 8192 | getattr(desk.twin, kind), 10)
+    desk.ledger.attach(place, 8192 | getattr(codes, kind), 10)
     desk.ledger.release(0)
     assert delivered_exactly_once(desk, [batch])
-    assert desk.ledger.contents(batch)[0] & (desk.twin.RAGGED | desk.twin.FAILED) == 0
+    assert desk.ledger.contents(batch)[0] & (codes.RAGGED | codes.FAILED) == 0
     assert [blob[0] for blob in desk.ledger.blobs(batch)] == [0, 0]
 
 
 def test_the_result_of_a_dead_worker_is_forgotten(desk: Desk) -> None:
     batch = desk.publish(2)
     desk.claim(0, 2)
-    desk.ledger.set_result(batch, 16384 | desk.twin.SAMPLE_BLOB, 20)
+    desk.ledger.set_result(batch, 16384 | codes.SAMPLE_BLOB, 20)
     desk.ledger.release(0)
     assert delivered_exactly_once(desk, [batch])
     assert desk.ledger.contents(batch)[2] == 0
@@ -582,7 +683,7 @@ def test_a_killed_workers_full_batch_is_published_by_the_next(desk: Desk) -> Non
         desk.set_place(position, FILLED | (position + 1))
         desk.set_ticket(position, DONE | (position + 1))
     assert desk.ledger.release(0) == 0
-    assert desk.ledger.state(batch) == desk.twin.OPEN
+    assert desk.ledger.state(batch) == codes.OPEN
     assert desk.claim(1) is None
     assert desk.deliver(batch) == [0, 1]
 
@@ -592,7 +693,7 @@ def collating(desk: Desk, worker: int) -> int:
     batch = desk.publish(2)
     desk.claim(worker, 2)
     outcome = desk.ledger.fill_run(worker, batch, 0, 2)
-    assert outcome == desk.twin.MUST_COLLATE
+    assert outcome == codes.MUST_COLLATE
     return batch
 
 
@@ -602,7 +703,7 @@ def test_batches_of_a_killed_collator_are_adopted_once(desk: Desk) -> None:
     assert desk.ledger.release(0) == 0
     adopted = [desk.claim(worker) for worker in (1, 2, 1, 2)]
     assert adopted == [(batches[0], 0, 0), (batches[1], 0, 0), None, None]
-    assert [desk.ledger.state(batch) for batch in batches] == [desk.twin.COLLATING] * 3
+    assert [desk.ledger.state(batch) for batch in batches] == [codes.COLLATING] * 3
     for batch in batches:
         desk.collate(batch)
         desk.deliver(batch)
@@ -610,7 +711,7 @@ def test_batches_of_a_killed_collator_are_adopted_once(desk: Desk) -> None:
 
 def test_a_collator_killed_before_it_said_ready_has_collated(desk: Desk) -> None:
     batch = collating(desk, 0)
-    desk.ledger.set_result(batch, 16384 | desk.twin.SAMPLE_BLOB, 20)
+    desk.ledger.set_result(batch, 16384 | codes.SAMPLE_BLOB, 20)
     desk.ledger.release(0)
     assert desk.claim(1) is None
     assert desk.deliver(batch) == [0, 1]
@@ -695,7 +796,7 @@ def test_cancelled_samples_are_not_claimed(desk: Desk) -> None:
     desk.fill(0, running)
     assert desk.ledger.settled(first)
     assert not desk.ledger.settled(second)
-    assert desk.ledger.state(first) == desk.twin.OPEN
+    assert desk.ledger.state(first) == codes.OPEN
 
 
 def test_a_closed_batch_is_never_published(desk: Desk) -> None:
@@ -703,22 +804,22 @@ def test_a_closed_batch_is_never_published(desk: Desk) -> None:
     desk.claim(0, 2)
     desk.fill(0, 0)
     assert desk.ledger.close(batch) is True
-    assert desk.fill(0, 1) == desk.twin.NOT_COMPLETE
+    assert desk.fill(0, 1) == codes.NOT_COMPLETE
     desk.ledger.release(0)
     assert desk.claim(1) is None
-    assert desk.ledger.state(batch) == desk.twin.CLOSED
+    assert desk.ledger.state(batch) == codes.CLOSED
     assert desk.ledger.close(batch) is True
     desk.ledger.retire(batch)
-    assert desk.ledger.state(batch) == desk.twin.VACANT
+    assert desk.ledger.state(batch) == codes.VACANT
 
 
 def test_a_batch_is_not_closed_while_it_is_collated(desk: Desk) -> None:
     batch = collating(desk, 0)
     assert desk.ledger.close(batch) is False
-    assert desk.ledger.state(batch) == desk.twin.COLLATING
+    assert desk.ledger.state(batch) == codes.COLLATING
     desk.collate(batch)
     assert desk.ledger.close(batch) is True
-    assert desk.ledger.state(batch) == desk.twin.READY
+    assert desk.ledger.state(batch) == codes.READY
 
 
 def test_a_collator_that_was_killed_does_not_keep_its_batch_from_being_closed(desk: Desk) -> None:
@@ -726,7 +827,7 @@ def test_a_collator_that_was_killed_does_not_keep_its_batch_from_being_closed(de
     desk.ledger.release(0)
     assert desk.ledger.close(batch) is True
     assert desk.claim(1) is None
-    assert desk.ledger.state(batch) == desk.twin.CLOSED
+    assert desk.ledger.state(batch) == codes.CLOSED
 
 
 def test_room_ends_with_the_records_and_with_the_positions(twin: ModuleType) -> None:
@@ -756,7 +857,7 @@ def test_retiring_twice_is_an_error(desk: Desk) -> None:
     desk.ledger.retire(other)
     with pytest.raises(KeyError):
         desk.ledger.retire(other)
-    assert desk.ledger.state(batch) == desk.twin.READY
+    assert desk.ledger.state(batch) == codes.READY
 
 
 @pytest.mark.parametrize("bound", [True, False])
@@ -829,3 +930,59 @@ def test_a_slot_that_is_too_small_says_so_and_stays_as_it_was(desk: Desk) -> Non
     with pytest.raises(MemoryError):
         desk.ledger.allocate(batch, 1)
     assert desk.ledger.allocate(batch, 0) == 8192
+
+
+# ----------------------------------------------------------------------------------------- skipping
+
+
+def test_a_skipped_sample_leaves_its_own_place_empty(desk: Desk) -> None:
+    ledger = desk.ledger
+    batch = desk.publish(3)
+    assert ledger.claim(0, 3) == (batch, 0, 3)
+    first = ledger.describe(batch)[1]
+    assert ledger.skip(0, first + 1) == codes.NOT_COMPLETE
+    assert ledger.fill_run(0, batch, 0, 1) == codes.NOT_COMPLETE
+    assert ledger.fill_run(0, batch, 2, 1) == codes.MUST_COLLATE
+    assert ledger.contents(batch)[0] & codes.SKIPPED
+    assert [kind for kind, _, _ in ledger.blobs(batch)] == [0, codes.SKIP_BLOB, 0]
+    assert ledger.settled(batch)
+    assert ledger.skipped(batch) == [first + 1]
+
+
+def test_a_skipped_sample_leaves_a_free_place_to_another(desk: Desk) -> None:
+    ledger = desk.ledger
+    old = desk.publish(2, bound=False)
+    new = desk.publish(2, bound=False)
+    first = ledger.describe(old)[1]
+    assert ledger.claim(0, 2) == (old, 0, 2)
+    assert ledger.skip(0, first) == codes.NOT_COMPLETE
+    assert ledger.claim(0, 2) == (new, 0, 2)
+    for position in (first + 1, first + 2, first + 3):
+        place, _, _ = ledger.reserve(0, position)
+        ledger.attach(place, 64 * position | codes.SAMPLE_BLOB, 1)
+        ledger.fill(0, position, place)
+    assert ledger.occupants(old) == [first + 1, first + 2]
+    assert ledger.skipped(old) == [first]
+    assert ledger.skipped(new) == []
+    # Nobody is left for the last place.
+    assert ledger.settled(old)
+    assert ledger.settled(new)
+    ledger.fill_up(0)
+    adopted = []
+    while (lease := ledger.claim(1, 9)) is not None:
+        adopted.append(lease)
+        ledger.set_ready(lease[0], 64 | codes.SAMPLE_BLOB, 1)
+    assert (new, 0, 0) in adopted
+    assert ledger.occupants(new) == [first + 3, -1]
+    assert ledger.contents(new)[0] & codes.SKIPPED
+
+
+def test_a_skip_of_a_worker_that_dies_is_remembered(desk: Desk) -> None:
+    ledger = desk.ledger
+    batch = desk.publish(2, bound=False)
+    first = ledger.describe(batch)[1]
+    assert ledger.claim(0, 2) == (batch, 0, 2)
+    ledger.skip(0, first)
+    assert ledger.release(0) == 1
+    assert ledger.skipped(batch) == [first]
+    assert ledger.claim(1, 2) == (batch, 1, 1)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from minato._core import codes
 from minato._core.segment import Segment
 from tests.core.ledger_tools import Desk, Hands, exactly
 from tests.stress.bare import ROOT, fork
@@ -83,7 +84,7 @@ def test_workers_of_every_start_method_share_the_work(twin: ModuleType, method: 
     deadline = time.monotonic() + 40
     for number in range(60):
         batch = desk.publish(5, bound=number % 2 == 0)
-        while desk.ledger.state(batch) != twin.READY or not desk.ledger.settled(batch):
+        while desk.ledger.state(batch) != codes.READY or not desk.ledger.settled(batch):
             assert time.monotonic() < deadline
             time.sleep(0.0005)
         seen += desk.deliver(batch)

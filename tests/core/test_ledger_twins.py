@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from minato._core import codes
 from tests.core.ledger_tools import LAYOUT, SLOT, Desk
 
 TWIN = "ledger"
@@ -59,7 +61,6 @@ class Twins(RuleBasedStateMachine):
     @initialize(batches=st.integers(2, 5), positions=st.sampled_from([4, 8, 16]))
     def create(self, batches: int, positions: int) -> None:
         self.desks = [Desk(half, WORKERS, batches, positions) for half in self.halves]
-        self.names = self.halves[0]
         self.open: list[Open] = []
         self.hands = [Hand() for _ in range(WORKERS)]
         self.wanted: set[int] = set()
@@ -115,10 +116,11 @@ class Twins(RuleBasedStateMachine):
     @rule()
     def deliver(self) -> None:
         for batch in self.open:
-            ready = self.both("state", batch.record) == self.names.READY
+            ready = self.both("state", batch.record) == codes.READY
             if ready and not batch.delivered and not batch.cancelled:
                 self.delivered += self.both("occupants", batch.record)
                 self.both("contents", batch.record)
+                self.both("costs", batch.record)
                 self.both("blobs", batch.record)
                 batch.delivered = True
         for batch in self.open[:]:
@@ -206,7 +208,7 @@ class Twins(RuleBasedStateMachine):
             self.both("publish_layout", record, LAYOUT + 64 * worker)
         self.hands[worker].positions.remove(position)
         self.occupant[place] = position
-        self.settle(worker, record, self.both("fill", worker, position, place, 5))
+        self.settle(worker, record, self.both("fill", worker, position, place))
 
     @rule(worker=workers, max_run=st.integers(1, 5), together=st.booleans())
     def fill_run(self, worker: int, max_run: int, together: bool) -> None:
@@ -217,20 +219,33 @@ class Twins(RuleBasedStateMachine):
             return
         batch = self.batch_of(run[0])
         if together and len(run) == batch.count:
-            self.both("set_result", batch.record, 4096 | self.names.SAMPLE_BLOB, 99)
+            self.both("set_result", batch.record, 4096 | codes.SAMPLE_BLOB, 99)
         self.hands[worker].positions = before
-        arguments = (worker, batch.record, run[0] - batch.first, len(run), 7)
+        arguments = (worker, batch.record, run[0] - batch.first, len(run))
         self.settle(worker, batch.record, self.both("fill_run", *arguments))
 
     def settle(self, worker: int, record: int, outcome: int) -> None:
-        if outcome == self.names.MUST_COLLATE:
+        if outcome == codes.MUST_COLLATE:
             self.hands[worker].collating.append(record)
+
+    @rule(which=pick, ahead=st.integers(0, 12))
+    def start_early(self, which: int, ahead: int) -> None:
+        batches = [batch for batch in self.open if not batch.owner]
+        if batches:
+            batch = batches[which % len(batches)]
+            self.both("start_early", batch.first + which % batch.count, ahead)
+
+    @rule(worker=workers, cost_ns=st.integers(0, 99))
+    def note_costs(self, worker: int, cost_ns: int) -> None:
+        for position in self.hands[worker].positions[:1]:
+            self.both("note_costs", position, array("q", [cost_ns]), 1)
+            self.both("is_placed", position)
 
     @rule(worker=workers)
     def collate(self, worker: int) -> None:
         collating = self.hands[worker].collating
         if collating:
-            self.both("set_ready", collating.pop(), 4096 | self.names.SAMPLE_BLOB, 11)
+            self.both("set_ready", collating.pop(), 4096 | codes.SAMPLE_BLOB, 11)
 
     @precondition(lambda self: any(not b.delivered for b in self.open))
     @rule(which=pick, nbytes=st.integers(0, 300))
@@ -281,6 +296,8 @@ WEIGHTS = {
     "reserve": 3,
     "fill": 20,
     "fill_run": 4,
+    "start_early": 3,
+    "note_costs": 2,
     "collate": 5,
     "deliver": 4,
     "sweep": 2,
@@ -311,6 +328,8 @@ def test_a_long_random_walk(twins: tuple[ModuleType, ModuleType], seed: int) -> 
             draw.choice([0, 0, 0, 1, 2, 3, 4]),
         ),
         "fill_run": lambda: (draw.randrange(WORKERS), draw.randint(1, 5), draw.random() < 0.5),
+        "start_early": lambda: (draw.randrange(99), draw.randrange(12)),
+        "note_costs": lambda: (draw.randrange(WORKERS), draw.randrange(99)),
         "collate": lambda: (draw.randrange(WORKERS),),
         "deliver": lambda: (),
         "sweep": lambda: (draw.randrange(PASSES),),

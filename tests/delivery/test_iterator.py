@@ -26,7 +26,12 @@ class Source:
     over: bool = False
 
     def begin(
-        self, batches: Iterator[Any], epoch: int, seed: int, expected: Callable[[], Any]
+        self,
+        batches: Iterator[Any],
+        epoch: int,
+        seed: int,
+        expected: Callable[[], Any],
+        size: Callable[[], int | None],
     ) -> bool:
         self.journal.append(("begin", epoch, seed, expected()))
         self.batches = batches
@@ -56,6 +61,9 @@ class Pass:
 
     def batches(self, indices: Iterator[Any]) -> Iterator[Any]:
         yield from indices
+
+    def size(self) -> int:
+        return 4
 
     def expected(self) -> str:
         return f"after {self.epoch}"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 
 # Failures in the shared helpers show both sides.
 pytest.register_assert_rewrite("tests.parity.harness")
+
+# Workers of a fork server are forked with everything imported: a second less for each.
+multiprocessing.set_forkserver_preload(["minato", "tests.parity.material"])

@@ -164,7 +164,7 @@ def generator_states(*others: torch.Generator | None) -> tuple[Any, ...]:
 
 def recorded_warnings(caught: list[warnings.WarningMessage]) -> list[tuple[str, str]]:
     """Category and text of each warning."""
-    return [(warning.category.__name__, str(warning.message)) for warning in caught]
+    return [(each.category.__name__, _ADDRESS.sub("0x…", str(each.message))) for each in caught]
 
 
 # ---- comparing ------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from tests.datasets import Numbers, Pair
 
@@ -17,14 +17,21 @@ __all__ = [
     "Apples",
     "Arrays",
     "Drawing",
+    "DrawingStream",
     "Failing",
+    "FailingStream",
+    "Grumpy",
     "Listed",
+    "LyingStream",
     "Mixed",
     "Named",
     "OnlyIter",
     "Ragged",
+    "Slow",
+    "Stream",
     "Tensors",
     "TwoArguments",
+    "UnevenStream",
     "Unpicklable",
     "add_one_more",
     "identity",
@@ -70,7 +77,7 @@ class Mixed(Numbers):
     def __getitem__(self, index: int) -> Any:
         return {
             "image": np.full((2, 2), index, np.uint8),
-            "pair": Pair(torch.tensor(index), [index, bytes([index])]),
+            "pair": Pair(torch.as_tensor(index), [index, bytes([index])]),
             "flag": index % 2 == 0,
             "numpy": np.float32(index),
         }
@@ -159,6 +166,57 @@ class Slow(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         time.sleep(self.seconds[index])
         return index
+
+
+class Stream(IterableDataset[Any]):
+    """Numbers that the workers share out."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(first, self.size, step))
+
+
+class DrawingStream(Stream):
+    """Draws from all three global generators; its workers do not share the work."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.size):
+            yield number, random.random(), float(np.random.rand()), torch.rand(2)
+
+
+class UnevenStream(Stream):
+    """The first worker has nothing, the others have more and more."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, size = (1, self.size) if info is None else (info.id, info.id * self.size)
+        for number in range(size):
+            yield {"worker": worker, "number": torch.tensor(number), "text": "x" * number}
+
+
+class LyingStream(Stream):
+    """Gives more than it says."""
+
+    def __len__(self) -> int:
+        return self.size // 3
+
+    def __repr__(self) -> str:
+        return "a lying stream"
+
+
+class FailingStream(Stream):
+    """Raises in its midst."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from range(self.size // 2)
+        raise TwoArguments(self.size, "broken off")
 
 
 def identity(samples: Any) -> Any:

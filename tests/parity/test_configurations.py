@@ -1,347 +1,81 @@
-"""Thousands of combinations of arguments, each delivered twice."""
+"""More than two thousand combinations of arguments, each delivered by both classes."""
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import resource_sharer
 
-import torch
-from hypothesis import strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    StackDataset,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-    default_convert,
-)
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, Phase, settings
 
-import minato
-from tests.parity import material
-from tests.parity.harness import (
-    TorchLoader,
-    attempt,
-    describe,
-    drain,
-    failure,
-    generator_states,
-    recorded_warnings,
-    seed_everything,
-    without_worker,
-)
+from tests.parity import configurations
+from tests.parity.configurations import Configuration
 
-DATASETS = {
-    "numbers": material.Numbers,
-    "tensors": material.Tensors,
-    "arrays": material.Arrays,
-    "mixed": material.Mixed,
-    "ragged": material.Ragged,
-    "failing": material.Failing,
-    "apples": material.Apples,
-    "listed": material.Listed,
-    "drawing": material.Drawing,
-    "list": lambda n: [float(i) for i in range(n)],
-    "range": range,
-    "text": lambda n: "abcdefghijklmnopq"[:n],
-    "array": lambda n: torch.arange(2.0 * n).view(n, 2),
-    "subset": lambda n: Subset(material.Listed(2 * n), list(range(2 * n))[::-2]),
-    "concatenated": lambda n: ConcatDataset(
-        [material.Tensors(n - n // 2), material.Tensors(n // 2)]
-    ),
-    "tensor-dataset": lambda n: TensorDataset(torch.arange(n), torch.ones(n, 2)),
-    "stacked": lambda n: StackDataset(number=material.Numbers(n), image=material.Tensors(n)),
-}
-SAMPLERS = {
-    "list": lambda n: list(range(n))[::-1],
-    "tuple": lambda n: tuple(range(n)),
-    "range": lambda n: range(0, n, 2),
-    "repeated": lambda n: [0] * n,
-    "generator": lambda n: (i for i in range(n)),
-    "only-iter": lambda n: material.OnlyIter(range(n)),
-    "tensor": lambda n: torch.arange(n),
-    "sequential": lambda n: SequentialSampler(range(n)),
-    "random": lambda n: RandomSampler(range(n or 1)),
-    "replacement": lambda n: RandomSampler(range(n or 1), replacement=True, num_samples=n + 3),
-    "weighted": lambda n: WeightedRandomSampler([1.0 + i for i in range(n or 1)], n + 1),
-    "subset-random": lambda n: SubsetRandomSampler(range(n // 2)),
-    "distributed": lambda n: DistributedSampler(range(n), num_replicas=2, rank=1),
-    "grumpy": material.Grumpy,
-    "out-of-range": lambda n: [0, n, 1],
-    "empty": lambda n: [],
-}
-BATCH_SAMPLERS = {
-    "batches": lambda n: BatchSampler(SequentialSampler(range(n)), 4, drop_last=False),
-    "random": lambda n: BatchSampler(RandomSampler(range(n or 1)), 3, drop_last=True),
-    "lists": lambda n: [[i, i] for i in range(n)],
-    "tuples": lambda n: (tuple(range(i)) for i in range(1, min(n, 4))),
-    "ranges": lambda n: [range(n), range(n // 2)],
-    "with-empty": lambda n: [[0], [], [0]],
-    "only-iter": lambda n: material.OnlyIter([[0], [n - 1]]),
-}
-COLLATE = {
-    "default": None,
-    "identity": material.identity,
-    "shapes": material.shapes,
-    "picky": material.picky,
-    "convert": default_convert,
-}
-INITS = {"none": None, "no-op": material.no_op, "draws": material.add_one_more}
-ORDER_OF_ARGUMENTS = (
-    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"),
-    *(
-        "pin_memory",
-        "drop_last",
-        "timeout",
-        "worker_init_fn",
-        "multiprocessing_context",
-        "generator",
-    ),
-)
-BLUNDERS: tuple[dict[str, Any], ...] = (
-    {"num_workers": -1},
-    {"timeout": -1},
-    {"timeout": 5},
-    {"prefetch_factor": 3},
-    {"prefetch_factor": -1},
-    {"persistent_workers": True},
-    {"batch_size": 0},
-    {"batch_size": -2},
-    {"batch_size": True},
-    {"batch_size": 2.5},
-    {"batch_size": "3"},
-    {"drop_last": True, "batch_size": None},
-    {"drop_last": 1},
-    {"shuffle": True, "sampler": "list"},
-    {"shuffle": "yes"},
-    {"batch_size": 2, "batch_sampler": "lists"},
-    {"sampler": "list", "batch_sampler": "lists"},
-    {"shuffle": True, "batch_sampler": "lists"},
-    {"drop_last": True, "batch_sampler": "lists"},
-    {"multiprocessing_context": "fork"},
-    {"multiprocessing_context": "sideways"},
-    {"multiprocessing_context": 7},
-    {"generator": 3, "shuffle": True},
-    {"sampler": "grumpy"},
-    {"sampler": "out-of-range"},
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # they are recorded and compared
+]
+
+SIZES = {"many": (9, 5, 12), "few": (6, 2, 0), "other": (13, 1, 3)}
+"""Sizes of the dataset; no two of them share one, so that no configuration is counted twice."""
+sizes = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """One point of the product."""
+def check(
+    compare: Callable[[Configuration], None],
+    workers: tuple[int, ...],
+    sizes: tuple[int, ...],
+    number: int,
+) -> None:
+    """Compare so many different configurations; the same ones whenever it is called."""
+    seen: set[Configuration] = set()
 
-    dataset: str
-    size: int
-    batch_size: Any = 1
-    shuffle: Any = None
-    sampler: str | None = None
-    batch_sampler: str | None = None
-    num_workers: int = 0
-    collate_fn: str = "default"
-    pin_memory: bool = False
-    drop_last: Any = False
-    timeout: float = 0
-    worker_init_fn: str = "none"
-    multiprocessing_context: Any = None
-    generator: Any = None
-    prefetch_factor: int | None = None
-    persistent_workers: bool = False
-    pin_memory_device: str = ""
-    in_order: bool = True
-    positional: int = 1
-    """So many arguments are passed by position."""
-    epochs: int = 1
-    stop_after: int | None = None
-    """Leave the first epoch after so many batches."""
+    @hypothesis.seed(1)
+    @settings(
+        max_examples=4 * number,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+    @hypothesis.given(configurations.configurations(workers, sizes))
+    def compare_new(configuration: Configuration) -> None:
+        if configuration not in seen and len(seen) < number:
+            compare(configuration)
+            seen.add(configuration)
 
-    def arguments(self) -> tuple[list[Any], dict[str, Any], torch.Generator | None]:
-        """Fresh arguments of the constructor, and the generator among them."""
-        n = self.size
-        generator = self.generator
-        if type(generator) is str:
-            generator = torch.Generator().manual_seed(5)
-        values = {
-            "dataset": DATASETS[self.dataset](n),
-            "batch_size": self.batch_size,
-            "shuffle": self.shuffle,
-            "sampler": None if self.sampler is None else SAMPLERS[self.sampler](n),
-            "batch_sampler": (
-                None if self.batch_sampler is None else BATCH_SAMPLERS[self.batch_sampler](n)
-            ),
-            "num_workers": self.num_workers,
-            "collate_fn": COLLATE[self.collate_fn],
-            "pin_memory": self.pin_memory,
-            "drop_last": self.drop_last,
-            "timeout": self.timeout,
-            "worker_init_fn": INITS[self.worker_init_fn],
-            "multiprocessing_context": self.multiprocessing_context,
-            "generator": generator,
-            "prefetch_factor": self.prefetch_factor,
-            "persistent_workers": self.persistent_workers,
-            "pin_memory_device": self.pin_memory_device,
-            "in_order": self.in_order,
-        }
-        positional = [values.pop(name) for name in ORDER_OF_ARGUMENTS[: self.positional]]
-        return positional, values, generator if isinstance(generator, torch.Generator) else None
+    compare_new()
+    resource_sharer.stop()  # a thread that torch's tensors leave behind
+    assert len(seen) == number
 
 
-def observed(kind: type, configuration: Configuration, **own: Any) -> dict[str, Any]:
-    """What one class makes of a configuration; ``own`` are arguments that only minato has."""
-    seed_everything()
-    record: dict[str, Any] = {}
-    positional, named, generator = configuration.arguments()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            loader = kind(*positional, **named, **own)
-        except Exception as error:
-            record["construction"] = failure(error)
-        else:
-            record["length"] = attempt(lambda: len(loader))
-            record["attributes"] = attributes(loader)
-            record["passes"], record["generators"] = [], [generator_states(generator)]
-            for number in range(configuration.epochs):
-                stop_after = configuration.stop_after if number == 0 else None
-                seen, states = one_pass(loader, stop_after, generator)
-                record["passes"].append(seen)
-                record["generators"] += states
-            del loader
-        record["warnings"] = recorded_warnings(caught)
-    return record
+@sizes
+def test_in_line(sizes: tuple[int, ...]) -> None:
+    check(configurations.compare_in_line, (0,), sizes, 600)
 
 
-def one_pass(
-    loader: Any, stop_after: int | None, generator: torch.Generator | None
-) -> tuple[list[Any], list[Any]]:
-    """What one pass over a loader gives, and the states of the generators when it begins and ends."""
-    if isinstance(loader.sampler, DistributedSampler):
-        loader.sampler.set_epoch(loader.sampler.epoch + 1)
-    try:
-        iterator = iter(loader)
-    except Exception as error:
-        return [failure(error)], [generator_states(generator)]
-    begin = generator_states(generator)
-    seen = [attempt(lambda: len(iterator))]
-    if stop_after is None:
-        seen += drain(iterator)
-    else:
-        seen += [attempt(lambda: next(iterator)) for _ in range(stop_after)]
-    return seen, [begin, generator_states(generator)]
+@sizes
+def test_processes(sizes: tuple[int, ...]) -> None:
+    check(configurations.compare_in_processes, (1, 2), sizes, 40)
 
 
-PUBLIC = (
-    *("batch_size", "num_workers", "pin_memory", "pin_memory_device", "drop_last", "timeout"),
-    *("persistent_workers", "in_order", "worker_init_fn", "collate_fn"),
-)
+@sizes
+def test_processes_with_torchs_assignment(sizes: tuple[int, ...]) -> None:
+    check(configurations.compare_round_robin, (1, 2, 3), sizes, 20)
 
 
-def attributes(loader: Any) -> Any:
-    """The attributes that torch documents, and those that trainers read."""
-    return {
-        **{name: describe(getattr(loader, name)) for name in PUBLIC},
-        "dataset": type(loader.dataset),
-        "prefetch_factor": loader.prefetch_factor,
-        "sampler": type(loader.sampler),
-        "batch_sampler": type(loader.batch_sampler),
-        "generator": type(loader.generator),
-        "context": type(loader.multiprocessing_context),
-        "kind": (loader._dataset_kind, loader._auto_collation, type(loader._index_sampler)),
-    }
+@sizes
+def test_threads(sizes: tuple[int, ...]) -> None:
+    check(configurations.compare_in_threads, (1, 2), sizes, 20)
 
 
-# ---- comparing ------------------------------------------------------------------------------
+def test_processes_that_are_not_forked() -> None:
+    def compare(configuration: Configuration) -> None:
+        if configuration.multiprocessing_context is None:
+            configuration = replace(configuration, multiprocessing_context="forkserver")
+        configurations.compare_round_robin(configuration)
 
-
-def compare_in_line(configuration: Configuration) -> None:
-    """Without workers everything is the same, what is drawn at random included."""
-    theirs = observed(TorchLoader, configuration)
-    assert observed(minato.DataLoader, configuration, rng="worker") == theirs
-
-
-def compare_in_processes(configuration: Configuration) -> None:
-    """With processes everything is the same, too."""
-    if configuration.num_workers > 1 and configuration.dataset == "drawing":
-        configuration = replace(configuration, dataset="mixed")  # who runs a sample is not fixed
-    theirs = observed(TorchLoader, configuration)
-    assert observed(minato.DataLoader, configuration, rng="worker") == theirs
-
-
-def compare_in_threads(configuration: Configuration) -> None:
-    """torch has no threads: the loader is that of processes, and its first pass gives what it gives without workers."""
-    if configuration.dataset == "drawing" or configuration.sampler == "grumpy":
-        return
-    theirs = observed(TorchLoader, replace(configuration, epochs=0))
-    ours = observed(minato.DataLoader, configuration, worker_method="thread", rng="worker")
-    if "passes" in theirs:
-        in_line = replace(
-            configuration,
-            num_workers=0,
-            prefetch_factor=None,
-            persistent_workers=False,
-            timeout=0,
-            multiprocessing_context=None,
-            epochs=1,
-        )
-        reference = observed(TorchLoader, in_line)
-        theirs["passes"] = reference["passes"]
-        theirs["warnings"] += reference["warnings"]
-        ours["passes"] = without_worker(ours["passes"][:1])
-        ours["generators"] = ours["generators"][:1]
-        theirs["warnings"] = sorted(set(theirs["warnings"]))
-        ours["warnings"] = sorted(set(ours["warnings"]))
-    assert ours == theirs
-
-
-# ---- strategies -----------------------------------------------------------------------------
-
-
-@st.composite
-def configurations(draw: Any, num_workers: tuple[int, ...]) -> Configuration:
-    """Mostly possible configurations, and some blunders."""
-    workers = draw(st.sampled_from(num_workers))
-    drawn: dict[str, Any] = {
-        "dataset": draw(st.sampled_from(sorted(DATASETS))),
-        "size": draw(st.sampled_from((9, 5, 0, 1, 2, 6, 12, 13))),
-        "num_workers": workers,
-        "collate_fn": draw(st.sampled_from(("default", "default", *COLLATE))),
-        "generator": draw(st.sampled_from((None, None, "seeded"))),
-        "worker_init_fn": draw(st.sampled_from(sorted(INITS))),
-        "positional": draw(st.integers(1, len(ORDER_OF_ARGUMENTS))),
-        "epochs": draw(st.sampled_from((1, 1, 2))),
-        "stop_after": draw(st.sampled_from((None, None, None, 0, 1, 2))),
-    }
-    match draw(st.sampled_from(("plain", "plain", "sampler", "batches", "none"))):
-        case "plain":
-            drawn["batch_size"] = draw(st.sampled_from((1, 2, 3, 4, 20)))
-            drawn["shuffle"] = draw(st.sampled_from((None, False, True)))
-            drawn["drop_last"] = draw(st.booleans())
-        case "sampler":
-            drawn["batch_size"] = draw(st.sampled_from((1, 2, 3, 5)))
-            drawn["sampler"] = draw(st.sampled_from(sorted(SAMPLERS)))
-            drawn["drop_last"] = draw(st.booleans())
-        case "batches":
-            drawn["batch_sampler"] = draw(st.sampled_from(sorted(BATCH_SAMPLERS)))
-        case "none":
-            drawn["batch_size"] = None
-            drawn["sampler"] = draw(st.sampled_from((None, *sorted(SAMPLERS))))
-            if drawn["sampler"] is None:
-                drawn["shuffle"] = draw(st.booleans())
-    if workers:
-        drawn["prefetch_factor"] = draw(st.sampled_from((None, 1, 2, 3)))
-        drawn["persistent_workers"] = draw(st.booleans())
-        drawn["timeout"] = draw(st.sampled_from((0, 30)))
-    if draw(st.integers(0, 9)) == 0:
-        drawn["pin_memory"] = True
-        drawn["pin_memory_device"] = draw(st.sampled_from(("", "cuda")))
-    configuration = Configuration(**drawn)
-    if draw(st.integers(0, 7)) == 0:
-        configuration = replace(configuration, **draw(st.sampled_from(BLUNDERS)))
-    if workers == 1 and draw(st.integers(0, 5)) == 0:
-        configuration = replace(configuration, in_order=False)
-    return configuration
+    check(compare, (1, 2), (4, 7), 20)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from minato._core.ledger import ERROR_BLOB, SAMPLE_BLOB, Ledger
+from minato._core.codes import ERROR_BLOB, SAMPLE_BLOB
+from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato.scheduler.assignment import AnyWorker

@@ -266,6 +266,15 @@ def test_a_dropped_pass_waits_for_samples_whose_batch_was_delivered() -> None:
     assert bench.slots.taken == set()
 
 
+def test_a_dropped_pass_that_takes_up_all_room_is_swept_while_the_next_one_waits() -> None:
+    bench = Bench(fixed=2, positions=4)
+    bench.begin([[1, 2], [3, 4]])
+    running = bench.claim()
+    bench.begin([[5, 6]])
+    bench.pool.script = [lambda: bench.finish(running), lambda: None, bench.work_all]
+    assert bench.rest() == [[5, 6]]
+
+
 def test_many_dropped_passes_with_running_samples() -> None:
     bench = Bench(fixed=2, workers=10)
     running = []

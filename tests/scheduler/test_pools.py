@@ -40,7 +40,7 @@ class Stage:
 
     def processes(self, work: Any) -> ProcessPool:
         return ProcessPool(
-            FORK, 2, work, (self,), self.ready, self.stop, lambda number: self.left, self.bury
+            FORK, 2, 2, work, (self,), self.ready, self.stop, lambda number: self.left, self.bury
         )
 
 
@@ -202,11 +202,14 @@ class Worker:
         assert parent_lives()
         self.leave.wait(20)
 
+    def close(self) -> None:
+        """It has begun nothing in other threads."""
+
 
 def threads(leave: threading.Event, may_leave: bool = False) -> ThreadPool:
     stage = Stage()
     return ThreadPool(
-        2, lambda number: Worker(number, leave), stage.ready, leave.set, lambda: may_leave
+        2, lambda number, _: Worker(number, leave), stage.ready, leave.set, lambda: may_leave
     )
 
 
@@ -250,7 +253,7 @@ def test_a_thread_may_end_its_own_pool() -> None:
             else:
                 super().loop(parent_lives)
 
-    pool = ThreadPool(2, lambda n: Ending(n, leave), Stage().ready, leave.set, lambda: False)  # type: ignore[arg-type]
+    pool = ThreadPool(2, lambda n, _: Ending(n, leave), Stage().ready, leave.set, lambda: False)  # type: ignore[arg-type]
     pool.start()
     assert ended.wait(5)
     for thread in pool.threads:
@@ -263,11 +266,13 @@ def test_in_line_whoever_waits_works() -> None:
     class Inline:
         """Stands for a worker in the consumer's thread."""
 
-        def step(self) -> bool:
+        def turn(self, timeout_s: float) -> None:
             steps.append(1)
-            return True
 
-    pool = InlinePool(lambda number: Inline())  # type: ignore[arg-type, return-value]
+        def close(self) -> None:
+            steps.append(0)
+
+    pool = InlinePool(lambda number: Inline(), lambda: None)  # type: ignore[arg-type, return-value]
     pool.start()
     assert steps == []
     pool.wait(0, 1.0)
@@ -275,6 +280,7 @@ def test_in_line_whoever_waits_works() -> None:
     assert steps == [1, 1]
     pool.check()
     pool.shut_down()
+    assert steps == [1, 1, 0]
 
 
 # ---- exceptions on their way ----------------------------------------------------------------

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from minato._core.histogram import Histogram
-from minato._core.ledger import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
+from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
 from minato._core.wait import Gate
 from minato.chain.chain import Chain
 from minato.scheduler.fetch import Fetcher
+from minato.scheduler.runner import Runner
+from minato.scheduler.stepper import Stepper
 from minato.scheduler.worker import Worker
+from minato.stats.profile import Meters
 from tests.scheduler.fakes import Bench
 
 
@@ -86,7 +88,7 @@ class Setting:
     ) -> None:
         self.bench = Bench(order, max_lag=8, fixed=8)
         self.sink = Sink(self.bench, collates)
-        self.times = Histogram()
+        self.meters = Meters(0)
         ledger = self.bench.ledger
 
         def read_keys(batch: int, k: int, count: int) -> list[Any]:
@@ -95,16 +97,17 @@ class Setting:
                 return list(self.bench.keys.kept[offset][k : k + count])
             return list(ledger.keys(batch, k, count))
 
+        lease, fetcher = ledger.lease_words(0), Fetcher(dataset, Chain(), batched=True)
+        stepper = None if fetcher.takes_lists else Stepper(dataset, Chain(), lease, self.meters)
+        self.runner = Runner(lease, None, self.meters, stepper, failure, False, Exception)
         self.worker = Worker(
             0,
             ledger,
             Gate(self.bench.segment.array, ledger.work_gate_offset),
-            Fetcher(dataset, Chain(), batched=True),
+            fetcher,
+            self.runner,
             self.sink,
             read_keys,
-            None,
-            self.times,
-            failure=failure,
         )
         self.bench.begin(batches)
 
@@ -127,7 +130,7 @@ def test_every_sample_is_run_and_written(order: str) -> None:
     journal = [entry for entry in setting.run() if entry != "collate"]
     assert samples_in(journal) == [10, 20, 40, 50]
     assert setting.ready() == [True, True]
-    assert setting.times.count == 4
+    assert setting.meters.total.count == 4
     samples, busy_ns, idle_ns = setting.bench.ledger.activity(0)
     assert samples == 4
     assert busy_ns > 0
@@ -137,7 +140,7 @@ def test_every_sample_is_run_and_written(order: str) -> None:
 def test_cheap_samples_are_claimed_in_runs_once_their_cost_is_known() -> None:
     batches = [list(range(100 * i, 100 * i + 20)) for i in range(1, 8)]
     setting = Setting(Bad(), batches)
-    setting.worker._draws = False  # as after the first samples that were watched for draws
+    setting.runner.draws = False  # as after the first samples that were watched for draws
     runs = [entry[2] for entry in setting.run() if entry[0] == "samples"]
     assert len(runs[0]) == 1
     assert max(map(len, runs)) > 1
@@ -146,17 +149,17 @@ def test_cheap_samples_are_claimed_in_runs_once_their_cost_is_known() -> None:
 
 def test_a_bound_batch_is_lost_with_the_first_error() -> None:
     setting = Setting(Bad(), [[1, 3, 2]], collates=True)
-    setting.worker._draws = False
-    setting.worker._mean_ns = 1.0  # so that one claim takes the whole batch
+    setting.runner.draws = False
+    setting.runner.usual_ns = 1.0  # so that one claim takes the whole batch
     assert setting.run() == [("error", 3, "bad 3")]
     assert setting.ready() == [True]
-    assert setting.times.count == 1
+    assert setting.meters.total.count == 1
 
 
 def test_free_samples_are_run_though_others_of_their_run_raise() -> None:
     setting = Setting(Bad(), [[1, 3, 2, 6], [4, 5, 7, 8]], "arrival")
-    setting.worker._draws = False
-    setting.worker._mean_ns = 1.0
+    setting.runner.draws = False
+    setting.runner.usual_ns = 1.0
     journal = [entry for entry in setting.run() if entry != "collate"]
     assert samples_in(journal) == [10, 20, 40, 50, 70, 80]
     assert [entry for entry in journal if entry[0] == "error"] == [
@@ -168,8 +171,8 @@ def test_free_samples_are_run_though_others_of_their_run_raise() -> None:
 
 def test_a_whole_batch_for_a_collate_fn_is_collated_at_once() -> None:
     setting = Setting(Bad(), [[1, 2]], collates=True)
-    setting.worker._draws = False
-    setting.worker._mean_ns = 1.0
+    setting.runner.draws = False
+    setting.runner.usual_ns = 1.0
     assert setting.run() == [("collated", [10, 20])]
 
 
@@ -209,7 +212,7 @@ def test_samples_fetched_together_for_free_places() -> None:
     fewer = Setting(Listed(lambda keys: keys[1:]), [[1, 2]], "arrival")
     (first, second) = fewer.run()
     assert first[0] == second[0] == "error"
-    assert "__getitems__ returned 1 samples for 2 keys" in first[2]
+    assert "__getitems__ returned 0 samples for 1 keys" in first[2]
     assert "order='batch'" in first[2]
 
 
@@ -266,3 +269,24 @@ def test_a_worker_leaves_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch
     setting.worker.loop(parent_lives)
     assert asked == [True, True, False]
     assert setting.ready() == [True]
+
+
+class StopsFirst:
+    """A gate whose loader ends in the very moment before a worker looks at it."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+
+    @property
+    def events(self) -> int:
+        self._stop()
+        return 0
+
+    def wait(self, seen: int, timeout_s: float) -> bool:
+        raise AssertionError("it sleeps through the end")
+
+
+def test_an_end_between_two_looks_is_not_slept_through() -> None:
+    setting = Setting(Bad(), [])
+    setting.worker._gate = StopsFirst(setting.bench.ledger.shut_down)  # type: ignore[assignment]
+    setting.worker.loop(lambda: True)

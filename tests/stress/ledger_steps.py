@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from minato._core import codes
 from tests.stress.bare import core, fork
 from tests.stress.tracee import POSSIBLE, Tracee
 
@@ -33,6 +34,8 @@ UNTRACEABLE = 77
 HANG_S = 20
 SLOT = (4096, 4160, 1 << 20)
 EVERYTHING = 10**9
+PARTS = ("_ledger_c", "_claims_c", "_records_c")
+"""The modules whose instructions are counted."""
 OPERATIONS, INSTRUCTIONS = 12, 400
 """Where a worker may be stopped; few operations are longer, and what is not there is simply not stopped at."""
 
@@ -100,7 +103,7 @@ class World:
         if self.is_abandoned:
             return
         for batch in self.open[:]:
-            if self.ledger.state(batch) != self.module.READY:
+            if self.ledger.state(batch) != codes.READY:
                 continue
             _, first, count, *_ = self.ledger.describe(batch)
             keys = [1000 + position for position in self.ledger.occupants(batch)]
@@ -181,17 +184,17 @@ class World:
     def write(self, batch: int, place: int, key: int) -> None:
         self.values[place % len(self.values)] = key
         if self.scene.ragged:
-            self.ledger.attach(place, 8192 | self.module.SAMPLE_BLOB, key)
+            self.ledger.attach(place, 8192 | codes.SAMPLE_BLOB, key)
         else:
             self.ledger.publish_layout(batch, 4096)
 
     def finished(self, batch: int, outcome: int, pause: Callable[[], None] = int) -> None:
-        if outcome == self.module.MUST_COLLATE:
+        if outcome == codes.MUST_COLLATE:
             pause()
             self.collate(batch)
 
     def collate(self, batch: int) -> None:
-        self.ledger.set_ready(batch, 16384 | self.module.SAMPLE_BLOB, 20)
+        self.ledger.set_ready(batch, 16384 | codes.SAMPLE_BLOB, 20)
 
     # ---- the end
 
@@ -382,7 +385,7 @@ class Stop:
     def play(self) -> None:
         world = World("c", self.scene)
         other = world.claim_for(1) if self.worker_1_is_busy else None
-        tracee = Tracee(lambda pause: world.work(0, EVERYTHING, pause), "_ledger_c")
+        tracee = Tracee(lambda pause: world.work(0, EVERYTHING, pause), *PARTS)
         try:
             for _ in range(self.operation):
                 if not tracee.resume():
@@ -432,7 +435,7 @@ class ConsumerStop:
             pause()
             world.end()
 
-        tracee = Tracee(consume, "_ledger_c")
+        tracee = Tracee(consume, *PARTS)
         try:
             for _ in range(self.operation):
                 assert tracee.resume()

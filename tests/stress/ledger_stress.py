@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from minato._core import codes
 from tests.stress.bare import core, fork
 
 PATIENCE_S = 30.0
@@ -71,8 +72,10 @@ class Worker:
         self.draw = random.Random(os.getpid())
 
     def run(self) -> None:
-        while not self.ledger.stopping:
+        while True:
             seen = self.gate.events
+            if self.ledger.stopping:
+                return
             lease = self.ledger.claim(self.number, self.draw.choice([1, 1, 2, 8]))
             if lease is not None:
                 self.work(*lease)
@@ -91,7 +94,7 @@ class Worker:
             for position, key in enumerate(keys, first + k):
                 self.write(batch, position, key)
             if count == size and self.draw.random() < 0.3:
-                self.ledger.set_result(batch, 64 | self.module.SAMPLE_BLOB, sum(keys))
+                self.ledger.set_result(batch, 64 | codes.SAMPLE_BLOB, sum(keys))
             self.finished(batch, self.ledger.fill_run(self.number, batch, k, count))
             return
         for position, key in enumerate(keys, first + k):
@@ -106,18 +109,18 @@ class Worker:
                 pass
         self.values[place & self.mask] = key
         if is_ragged(key):
-            self.ledger.attach(place, 64 | self.module.SAMPLE_BLOB, key)
+            self.ledger.attach(place, 64 | codes.SAMPLE_BLOB, key)
         else:
             self.ledger.publish_layout(batch, 64)
 
     def finished(self, batch: int, outcome: int) -> None:
-        if outcome == self.module.MUST_COLLATE:
+        if outcome == codes.MUST_COLLATE:
             self.collate(batch)
 
     def collate(self, batch: int) -> None:
         _, first, size, *_ = self.ledger.describe(batch)
         total = sum(int(self.values[place & self.mask]) for place in range(first, first + size))
-        self.ledger.set_ready(batch, 64 | self.module.SAMPLE_BLOB, total)
+        self.ledger.set_ready(batch, 64 | codes.SAMPLE_BLOB, total)
 
 
 def values_in(segment: Any, plan: Plan) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -304,7 +307,7 @@ class Consumer:
                 if (
                     not batch.delivered
                     and not one.abandoned
-                    and self.ledger.state(batch.record) == self.module.READY
+                    and self.ledger.state(batch.record) == codes.READY
                 ):
                     self.check(one, batch)
             if len(one.opened) > 3 and not one.abandoned:
@@ -322,10 +325,10 @@ class Consumer:
             assert lag <= MAX_LAG, f"{position} is {lag} batches late"
         flags, _, result, nbytes, count, _ = self.ledger.contents(batch.record)
         assert count == len(batch.keys)
-        assert bool(flags & self.module.RAGGED) == any(map(is_ragged, keys)), (flags, keys)
-        assert result or not flags & self.module.RAGGED
+        assert bool(flags & codes.RAGGED) == any(map(is_ragged, keys)), (flags, keys)
+        assert result or not flags & codes.RAGGED
         if result:
-            assert (result, nbytes) == (64 | self.module.SAMPLE_BLOB, sum(keys)), (result, nbytes)
+            assert (result, nbytes) == (64 | codes.SAMPLE_BLOB, sum(keys)), (result, nbytes)
         self.values[places] = POISON
         one.delivered += keys
         batch.delivered = True

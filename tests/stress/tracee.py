@@ -27,22 +27,25 @@ class Tracee:
 
     Args:
         run: What it does; called with ``pause``.
-        module: File name of the compiled module that ``step_inside`` counts instructions of.
+        modules: File names of the compiled modules that ``step_inside`` counts instructions of.
 
     Raises:
         PermissionError: This system does not let processes be traced.
     """
 
-    def __init__(self, run: Callable[[Callable[[], None]], None], module: str = "") -> None:
+    def __init__(self, run: Callable[[Callable[[], None]], None], *modules: str) -> None:
         self.pid = fork(lambda: self._run(run))
         if not self._stopped_by(signal.SIGSTOP):
             raise PermissionError("processes cannot be traced here")
         self._registers = (ctypes.c_ulonglong * _NUM_REGISTERS)()
-        self._text = range(0)
-        if module:
-            with open(f"/proc/{self.pid}/maps") as maps:
-                line = next(line for line in maps if module in line and "r-xp" in line)
-            self._text = range(*(int(end, 16) for end in line.split()[0].split("-")))
+        with open(f"/proc/{self.pid}/maps") as maps:
+            lines = [
+                line for line in maps if "r-xp" in line and any(map(line.__contains__, modules))
+            ]
+        assert len(lines) == len(modules)
+        self._text = [
+            range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in lines
+        ]
 
     @staticmethod
     def _run(run: Callable[[Callable[[], None]], None]) -> None:
@@ -68,7 +71,7 @@ class Tracee:
         """Run up to the next instruction of the module; False if the next pause comes first."""
         while self.step():
             _ptrace(_GETREGS, self.pid, None, ctypes.addressof(self._registers))
-            if self._registers[_RIP] in self._text:
+            if any(self._registers[_RIP] in text for text in self._text):
                 return True
         return False
 

@@ -1,0 +1,5 @@
+from minato._core._records_c cimport Records
+
+
+cdef class Claims(Records):
+    pass

@@ -1,0 +1,285 @@
+"""The workers' side of a ledger (pure Python)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from minato._core._records_py import BOUND, CLAIMED, DONE, FILLED, FREE, NUMBER, STATE, Records
+from minato._core.codes import (
+    COLLATING,
+    ENDED,
+    FAILED,
+    KIND_MASK,
+    MUST_COLLATE,
+    NOT_COMPLETE,
+    OPEN,
+    PUBLISHED,
+    RAGGED,
+    READY,
+    SKIP_BLOB,
+    SKIPPED,
+)
+
+__all__ = ["Claims"]
+
+ALIGNMENT = 64
+"""Of whatever is written to a slot; the kind of a blob lies below it."""
+
+
+class Claims(Records):
+    """What workers do: they claim samples, fill places, and publish the batches that are full."""
+
+    def claim(self, worker: int, max_run: int) -> tuple[int, int, int] | None:
+        """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that is to begin early.
+
+        Returns:
+            ``(batch, k, count)``: the samples k … k+count-1 of the batch; count 0: collate this batch, whose
+            worker died. None if there is nothing to claim.
+        """
+        with self._locked():
+            if self._header["stranded"]:
+                for index in range(len(self._batches)):
+                    if self._complete(worker, index) == MUST_COLLATE:
+                        return index, 0, 0
+                self._header["stranded"] = 0
+            tail = int(self._header["tail"])
+            seq = int(self._header["head"])
+            early = self._claim_hinted(worker, seq)
+            if early is not None:
+                index = int(self._positions[early & self._mask]["batch"])
+                return index, early - self._range(index).start, 1
+            passed_over = tail  # the first free sample that is for another worker
+            while seq < tail:
+                position = self._positions[seq & self._mask]
+                if self._ticket(seq) & STATE == FREE and int(position["position"]) == seq:
+                    if int(self._batches[int(position["batch"])]["owner"]) in (0, worker + 1):
+                        break
+                    passed_over = min(passed_over, seq)
+                seq += 1
+            self._header["head"] = min(seq, passed_over)
+            if seq == tail:
+                return None
+            index = int(self._positions[seq & self._mask]["batch"])
+            claimed = range(seq, min(seq + max_run, self._range(index).stop))
+            count = 0
+            for other in claimed:
+                ticket = self._ticket(other)
+                if ticket & STATE != FREE:
+                    break
+                self._set_ticket(other, ticket | CLAIMED | worker << 48)
+                count += 1
+            self._header["head"] = min(seq + count, passed_over)
+            return index, seq - self._range(index).start, count
+
+    def lease_words(self, worker: int) -> memoryview:
+        """What ``lease`` reads, as int64 memory for ``run_samples``: position + 1, started_ns, step."""
+        return memoryview(self._workers[worker : worker + 1]).cast("B")[:24].cast("q")
+
+    def end(self, worker: int, samples: int, busy_ns: int, idle_ns: int) -> None:
+        """Note that the worker is between two leases, and add to its activity."""
+        record = self._workers[worker]
+        record["position"] = 0
+        record["samples"] += samples
+        record["busy_ns"] += busy_ns
+        record["idle_ns"] += idle_ns
+
+    def reserve(self, worker: int, position: int, late: bool = False) -> tuple[int, int, int]:
+        """Take a place for a finished sample.
+
+        Args:
+            late: Take the newest open place, unless the consumer is waiting for a batch.
+
+        Returns:
+            ``(place, batch, k)``: the place is number k of the batch.
+        """
+        with self._locked():
+            ticket = self._ticket(position)
+            place = ticket & NUMBER
+            if not place:
+                take = self._take_newest if late and not self.waiting else self._take_oldest
+                place = take(self._pass_of(position), position)
+                self._set_ticket(position, ticket | place)
+            place -= 1
+            batch = int(self._positions[place & self._mask]["batch"])
+            return place, batch, place - self._range(batch).start
+
+    def attach(self, place: int, blob: int, blob_nbytes: int) -> None:
+        """Say what lies at a place besides the fields; before the place is filled.
+
+        Args:
+            blob: Arena offset, a multiple of 64, | one of the kinds SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB, END_BLOB.
+        """
+        with self._locked():
+            there = self._positions[place & self._mask]
+            there["blob"] = blob
+            there["blob_nbytes"] = blob_nbytes
+
+    def fill(self, worker: int, position: int, place: int) -> int:
+        """Say that the sample's result lies at its place.
+
+        Returns:
+            MUST_COLLATE if this worker now has to collate the place's batch and call ``set_ready``; else PUBLISHED
+            or NOT_COMPLETE. The batch may be gone afterwards.
+        """
+        with self._locked():
+            self._fill_one(position, place)
+            return self._complete(worker, int(self._positions[place & self._mask]["batch"]))
+
+    def fill_run(self, worker: int, batch: int, k: int, count: int) -> int:
+        """``fill`` for samples k … k+count-1 of a batch whose samples have their own places."""
+        with self._locked():
+            first = self._range(batch).start + k
+            for seq in range(first, first + count):
+                self._fill_one(seq, seq)
+            return self._complete(worker, batch)
+
+    def skip(self, worker: int, position: int) -> int:
+        """Say that a sample has no result; one without a place leaves it to another.
+
+        Returns:
+            As ``fill``.
+        """
+        with self._locked():
+            place = self._ticket(position) & NUMBER
+            self._set_ticket(position, DONE)
+            if place:
+                there = self._positions[(place - 1) & self._mask]
+                there["blob"] = SKIP_BLOB
+                there["place"] = FILLED | (position + 1)
+                return self._complete(worker, int(there["batch"]))
+        self.hungry()  # it may have been what the consumer waits for
+        return NOT_COMPLETE
+
+    def set_result(self, batch: int, result: int, nbytes: int) -> None:
+        """Say where the collated result of a batch lies whose last samples are about to be filled in."""
+        with self._locked():
+            self._batches[batch]["result_nbytes"] = nbytes
+            self._batches[batch]["result"] = result
+
+    def set_ready(self, batch: int, result: int, nbytes: int) -> None:
+        """Publish a batch that ``fill`` told this worker to collate, with its result at arena offset ``result``."""
+        with self._locked():
+            self.set_result(batch, result, nbytes)
+            self._set_state(batch, READY)
+        self._ready.notify()
+
+    def hungry(self) -> None:
+        """Tell a waiting consumer that a worker finds nothing to do."""
+        if self.waiting:
+            self._ready.notify()
+
+    def allocate(self, batch: int, nbytes: int) -> int:
+        """Arena offset of ``nbytes`` fresh bytes in the batch's slot, aligned to 64.
+
+        Raises:
+            MemoryError: The slot's address range is too small.
+        """
+        with self._locked():
+            record = self._batches[batch]
+            rounded = -(-nbytes // ALIGNMENT) * ALIGNMENT
+            offset, start, end = (int(record[name]) for name in ("cursor", "slot", "slot_end"))
+            if offset + rounded > end:
+                raise MemoryError(
+                    f"a batch needs more than the {end - start} bytes of address space of its slot: "
+                    "use smaller batches, or raise the limit on address space (ulimit -v)"
+                )
+            record["cursor"] = offset + rounded
+            return offset
+
+    def publish_layout(self, batch: int, offset: int) -> int:
+        """Offer a layout for the batch; returns the offset of the one that holds, the first offered."""
+        with self._locked():
+            if not self._batches[batch]["layout"]:
+                self._batches[batch]["layout"] = offset
+            return int(self._batches[batch]["layout"])
+
+    # ---- inner parts, called with the lock held ---------------------------------------------
+
+    def _claim_hinted(self, worker: int, front: int) -> int | None:
+        """Claim the hinted sample that should be started first, if one should by now; returns its position."""
+        hints = self._header["hints"]
+        while used := int(self._header["hints_used"]):
+            least, chosen = front + 1, -1
+            for i in range(used):
+                word = int(hints[i])
+                seq = (word & NUMBER) - 1
+                if word and seq < front:
+                    hints[i] = 0  # its turn has come anyway
+                elif word and max(seq - (word >> 48), 0) < least:
+                    least, chosen = max(seq - (word >> 48), 0), i
+            if chosen < 0:
+                return None
+            seq = (int(hints[chosen]) & NUMBER) - 1
+            hints[chosen] = 0
+            ticket = self._ticket(seq)
+            if ticket & STATE == FREE and self._positions[seq & self._mask]["position"] == seq:
+                self._set_ticket(seq, ticket | CLAIMED | worker << 48)
+                return seq
+        return None
+
+    def _fill_one(self, position: int, place: int) -> None:
+        self._positions[place & self._mask]["place"] = FILLED | (position + 1)
+        self._set_ticket(position, DONE | (place + 1))
+
+    def _complete(self, worker: int, batch: int) -> int:
+        """If the batch is full, win the right to publish it, and publish it if nothing is left to do."""
+        record = self._batches[batch]
+        # The last place is most often the last one to be filled.
+        if int(record["state"]) & 15 != OPEN or any(
+            self._place(seq) & STATE != FILLED for seq in reversed(self._range(batch))
+        ):
+            return NOT_COMPLETE
+        # What to do follows from what lies at the places, so that nothing a dead worker said of itself outlives it.
+        flags = 0
+        for seq in self._range(batch):
+            flags |= 1 << (int(self._positions[seq & self._mask]["blob"]) & KIND_MASK)
+        record["flags"] = flags
+        if (
+            flags & (FAILED | ENDED)
+            or record["result"]
+            or (record["layout"] and not flags & (RAGGED | SKIPPED))
+        ):
+            self._set_state(batch, READY)
+            self._ready.notify()
+            return PUBLISHED
+        self._set_state(batch, COLLATING, worker)
+        return MUST_COLLATE
+
+    def _take(self, places: Iterable[int], pass_index: int, seq: int) -> int:
+        """Bind the first open place of the pass among these to a sample; returns place + 1, 0 if there is none."""
+        for place in places:
+            # An open place says its own number, so none is taken for one that has gone round the ring.
+            if self._place(place) == place + 1 and self._is_in_pass(place, pass_index):
+                self._positions[place & self._mask]["place"] = BOUND | (seq + 1)
+                return place + 1
+        return 0
+
+    def _is_in_pass(self, place: int, pass_index: int) -> bool:
+        # A batch that was closed leaves its places behind; whoever has its record now, begins after them.
+        batch = int(self._positions[place & self._mask]["batch"])
+        return self._pass_of(place) == pass_index and place in self._range(batch)
+
+    def _take_oldest(self, pass_index: int, seq: int) -> int:
+        record = self._passes[pass_index]
+        place = self._take(range(int(record["cursor"]), int(record["limit"])), pass_index, seq)
+        if not place:
+            raise AssertionError("as many places are open as samples are unplaced")
+        record["cursor"] = place
+        return place
+
+    def _take_newest(self, pass_index: int, seq: int) -> int:
+        record = self._passes[pass_index]
+        places = range(int(record["limit"]) - 1, int(record["cursor"]) - 1, -1)
+        return self._take(places, pass_index, seq) or self._take_oldest(pass_index, seq)
+
+    def _held(self, seq: int) -> int:
+        """The place (+ 1) that a worker took for this sample before it died, 0 if there is none."""
+        held = np.flatnonzero(self._positions["place"] == BOUND | (seq + 1))
+        return int(self._positions["position"][held[0]]) + 1 if held.size else 0
+
+    def _give_back(self, place: int) -> None:
+        self._positions[(place - 1) & self._mask]["place"] = place
+        record = self._passes[self._pass_of(place - 1)]
+        record["cursor"] = min(int(record["cursor"]), place - 1)

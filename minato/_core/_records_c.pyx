@@ -1,0 +1,245 @@
+"""The shared memory that a ledger lies in (compiled)."""
+
+from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memset
+
+from minato._core.atomics cimport (
+    mn_load_acquire_u32,
+    mn_load_acquire_u64,
+    mn_store_release_u64,
+    mn_store_seq_cst_u64,
+)
+from minato._core.hints cimport add_hint
+from minato._core.layout cimport (
+    MN_DRAINING,
+    MN_KIND_MASK,
+    MN_LAYOUT_VERSION,
+    MN_MAGIC,
+    MN_MAX_WORKERS,
+    MN_NUMBER,
+    MN_STOPPING,
+    mn_batch,
+    mn_header,
+    mn_position,
+    mn_worker,
+    offset_ready,
+    offset_work,
+)
+
+__all__ = ["Records"]
+
+
+cdef class Records:
+    """The ledger's memory: its header, and the records of workers, batches and samples.
+
+    Args:
+        buffer: Writable memory of ``Ledger.nbytes(...)`` that every party maps; it stays mapped for the ledger's life.
+        sizes: ``(num_workers, batch_capacity, position_capacity)`` to create a ledger, None to attach to one.
+        lock_fd: Descriptor of the memory; only the pure twin locks it.
+
+    Raises:
+        ValueError: The memory is too small, or the sizes make no sense.
+        RuntimeError: The other side runs another implementation or version of minato.
+    """
+
+    @staticmethod
+    def nbytes(num_workers, batch_capacity, position_capacity):
+        """Bytes of a ledger with these capacities."""
+        return (
+            sizeof(mn_header)
+            + num_workers * sizeof(mn_worker)
+            + batch_capacity * sizeof(mn_batch)
+            + position_capacity * sizeof(mn_position)
+        )
+
+    def __cinit__(self, buffer, sizes=None, int lock_fd=-1):
+        PyObject_GetBuffer(buffer, &self.view, PyBUF_WRITABLE)
+        self.header = <mn_header *>self.view.buf
+        if sizes is not None:
+            num_workers, batch_capacity, position_capacity = sizes
+            if not 0 < num_workers <= MN_MAX_WORKERS:
+                raise ValueError(f"num_workers {num_workers} is not between 1 and {MN_MAX_WORKERS}")
+            if position_capacity & (position_capacity - 1) or position_capacity <= 0:
+                raise ValueError(f"position_capacity {position_capacity} is not a power of two")
+            if Records.nbytes(*sizes) > self.view.len:
+                raise ValueError(
+                    f"a ledger of {Records.nbytes(*sizes)} bytes does not fit {self.view.len}"
+                )
+            # The positions need not be blank: nobody looks at one that was not published.
+            memset(self.view.buf, 0, Records.nbytes(num_workers, batch_capacity, 0))
+            self.header.version = MN_LAYOUT_VERSION
+            self.header.compiled = 1
+            self.header.num_workers = num_workers
+            self.header.batch_capacity = batch_capacity
+            self.header.position_capacity = position_capacity
+            mn_store_release_u64(&self.header.magic, MN_MAGIC)
+        if self.view.len < <Py_ssize_t>sizeof(mn_header):
+            raise ValueError(f"{self.view.len} bytes are no ledger: its header alone is larger")
+        if self.header.magic != MN_MAGIC or self.header.version != MN_LAYOUT_VERSION:
+            raise RuntimeError(
+                "this memory is no ledger of this version of minato: all processes of a loader must "
+                "run the same installation"
+            )
+        if self.header.compiled != 1:
+            raise RuntimeError(
+                "the loader runs the pure implementation of minato and this process the compiled one: "
+                "set MINATO_NO_EXTENSIONS alike for both"
+            )
+        needed = Records.nbytes(
+            self.header.num_workers, self.header.batch_capacity, self.header.position_capacity
+        )
+        if needed > self.view.len:
+            raise ValueError(f"a ledger of {needed} bytes does not fit {self.view.len}")
+        self.mask = self.header.position_capacity - 1
+        self.workers = <mn_worker *>(<char *>self.view.buf + sizeof(mn_header))
+        self.batches = <mn_batch *>(self.workers + self.header.num_workers)
+        self.positions = <mn_position *>(self.batches + self.header.batch_capacity)
+
+    def __dealloc__(self):
+        if self.header != NULL:
+            PyBuffer_Release(&self.view)
+
+    @property
+    def work_gate_offset(self):
+        """Where the gate lies that workers sleep on."""
+        return offset_work
+
+    @property
+    def ready_gate_offset(self):
+        """Where the gate lies that the consumer sleeps on."""
+        return offset_ready
+
+    @property
+    def capacity(self):
+        """``(batches, positions)`` that can be in flight."""
+        return self.header.batch_capacity, self.header.position_capacity
+
+    @property
+    def stopping(self):
+        """True once ``shut_down`` was called: workers leave after the lease in hand."""
+        return mn_load_acquire_u32(&self.header.shutdown) == MN_STOPPING
+
+    @property
+    def draining(self):
+        """True once ``shut_down(drain=True)`` was called: workers leave when nothing is left to claim."""
+        return mn_load_acquire_u32(&self.header.shutdown) == MN_DRAINING
+
+    @property
+    def slow_ns(self):
+        """Nanoseconds above which a sample counts as slow; 0: nothing does."""
+        return mn_load_acquire_u64(&self.header.slow_ns)
+
+    @slow_ns.setter
+    def slow_ns(self, uint64_t value):
+        mn_store_release_u64(&self.header.slow_ns, value)
+
+    @property
+    def waiting(self):
+        """Whether the consumer waits for a batch; set by the consumer."""
+        return mn_load_acquire_u64(&self.header.waiting) != 0
+
+    @waiting.setter
+    def waiting(self, bint value):
+        mn_store_seq_cst_u64(&self.header.waiting, value)
+
+    def describe(self, uint32_t batch):
+        """What a worker must know of a batch.
+
+        Returns:
+            ``(generation, first, count, bound, epoch, seed, keys_offset, keys_nbytes, pass_index)``; first is the
+            position of its sample 0, and generation tells one use of the record from the next.
+        """
+        cdef mn_batch *record = &self.batches[batch]
+        return (
+            record.state >> 16,
+            record.first,
+            record.count,
+            record.bound != 0,
+            record.epoch,
+            record.seed,
+            record.keys,
+            record.keys_nbytes,
+            record.pass_index,
+        )
+
+    def keys(self, uint32_t batch, uint32_t k, uint32_t count):
+        """The integer keys of samples k … k+count-1."""
+        cdef uint64_t seq, first = self.batches[batch].first + k
+        return [self.positions[seq & self.mask].key for seq in range(first, first + count)]
+
+    def fields(self, uint32_t batch):
+        """``(generation, layout, count)``: what a worker needs to find a place in the batch's fields."""
+        cdef mn_batch *record = &self.batches[batch]
+        return record.state >> 16, mn_load_acquire_u64(&record.layout), record.count
+
+    def contents(self, uint32_t batch):
+        """``(flags, layout, result, result_nbytes, count, used_nbytes)`` of a full batch."""
+        cdef mn_batch *record = &self.batches[batch]
+        return (
+            record.flags,
+            record.layout,
+            record.result,
+            record.result_nbytes,
+            record.count,
+            record.cursor - record.slot,
+        )
+
+    def blobs(self, uint32_t batch):
+        """``(kind, offset, nbytes)`` of each place of a full batch; kind 0: it has no blob."""
+        cdef mn_batch *record = &self.batches[batch]
+        cdef mn_position *position
+        cdef uint64_t seq
+        found = []
+        for seq in range(record.first, record.first + record.count):
+            position = &self.positions[seq & self.mask]
+            found.append(
+                (position.blob & MN_KIND_MASK, position.blob & ~<uint64_t>MN_KIND_MASK, position.blob_nbytes)
+            )
+        return found
+
+    def start_early(self, uint64_t position, uint64_t ahead):
+        """Let a sample that any worker may run begin so many samples before its turn; False: no more can be noted."""
+        return add_hint(self, position, ahead)
+
+    def note_costs(self, uint64_t position, costs, uint32_t count):
+        """Say what ``count`` samples from this position on have cost, in int64 memory of ns; before they are filled."""
+        cdef Py_buffer view
+        cdef uint32_t i
+        PyObject_GetBuffer(costs, &view, 0)
+        try:
+            if view.len < 8 * <Py_ssize_t>count:
+                raise ValueError(f"{view.len} bytes hold no {count} costs")
+            for i in range(count):
+                self.positions[(position + i) & self.mask].cost_ns = (<uint64_t *>view.buf)[i]
+        finally:
+            PyBuffer_Release(&view)
+
+    def is_placed(self, uint64_t position):
+        """Whether it is settled in which batch this sample will lie."""
+        return mn_load_acquire_u64(&self.positions[position & self.mask].ticket) & MN_NUMBER != 0
+
+    def costs(self, uint32_t batch):
+        """``(key, cost in ns)`` of the samples at the places of a full batch, where keys are integers.
+
+        Samples whose cost is not known are left out, and those whose own batch is long gone.
+        """
+        cdef mn_batch *record = &self.batches[batch]
+        cdef mn_position *sample
+        cdef uint64_t place, seq
+        found = []
+        for place in range(record.first, record.first + record.count):
+            seq = (self.positions[place & self.mask].place & MN_NUMBER) - 1
+            sample = &self.positions[seq & self.mask]
+            if sample.position == seq and sample.cost_ns and not self.batches[sample.batch].keys:
+                found.append((sample.key, sample.cost_ns))
+        return found
+
+    def occupants(self, uint32_t batch):
+        """Position of the sample that lies at each place of a full batch; -1: none does."""
+        cdef mn_batch *record = &self.batches[batch]
+        cdef uint64_t seq, first = record.first
+        return [
+            <int64_t>(self.positions[seq & self.mask].place & MN_NUMBER) - 1
+            for seq in range(first, first + record.count)
+        ]

@@ -1,0 +1,118 @@
+"""The workers of an engine: in processes, in threads, or in line."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from minato._core.ledger import Ledger
+from minato._core.wait import Gate
+from minato.assembler.writer import BatchWriter
+from minato.plan import Plan
+from minato.scheduler.burial import Burial
+from minato.scheduler.deaths import Deaths
+from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
+from minato.scheduler.overdue import Overdue, StackFile
+from minato.scheduler.process import (
+    ProcessPool,
+    enter_worker_process,
+    parent_watch,
+    wrapped_in_process,
+)
+from minato.scheduler.roster import Roster
+from minato.scheduler.worker import Worker
+from minato.workplace import Workplace
+
+__all__ = ["make_pool"]
+
+
+def make_pool(
+    plan: Plan, workplace: Workplace, ledger: Ledger, ready: Gate, roster: Roster
+) -> ProcessPool | ThreadPool | InlinePool:
+    """The workers that a plan asks for, not yet started."""
+    if plan.num_workers == 0:
+        return InlinePool(
+            lambda number: workplace.worker(
+                number, ledger, lambda error: error, None, BaseException, in_line=True
+            ),
+            functools.partial(ledger.release, 0),
+        )
+
+    def stop() -> None:
+        ledger.shut_down()
+        roster.dismiss()
+
+    if plan.worker_method == "thread":
+
+        def in_thread(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
+            if not roster.stand_by(
+                number, lambda: ledger.stopping or ledger.draining, consumer_lives
+            ):
+                return None
+            failure = _initialise(plan, number)
+            return workplace.worker(
+                number, ledger, wrapped_in_thread(number), failure, BaseException
+            )
+
+        return ThreadPool(plan.most_workers, in_thread, ready, stop, lambda: ledger.draining)
+    overdue: Overdue | None = None
+    if plan.sample_timeout_s is not None:
+        workplace.stacks = StackFile()
+        overdue = Overdue(ledger, plan.sample_timeout_s, workplace.stacks)
+    settles = plan.policy is not None and plan.policy.on_error != "raise"
+
+    def sink(number: int) -> BatchWriter:
+        return workplace.writer(number, ledger, lambda error: error)
+
+    buried = Burial(
+        ledger,
+        functools.partial(workplace.read_keys, ledger),
+        plan.chain.names,
+        sink,
+        plan.most_workers,
+        Deaths(plan.restarts, settles),
+        overdue,
+        plan.policy,
+    )
+    return ProcessPool(
+        plan.context,
+        plan.most_workers,
+        plan.num_workers,
+        _run_worker_process,
+        (workplace,),
+        ready,
+        stop,
+        lambda number: ledger.draining and ledger.lease(number)[0] is None,
+        buried,
+        overdue,
+    )
+
+
+def _run_worker_process(number: int, workplace: Workplace) -> None:
+    parent_lives = parent_watch()
+    plan = workplace.plan
+    try:
+        enter_worker_process(number, plan.most_workers, plan.base_seed, plan.dataset)
+        if workplace.stacks is not None:
+            workplace.stacks.listen()
+        ledger = Ledger(workplace.segment.array, None, workplace.segment.descriptor)
+        if not workplace.roster(ledger).stand_by(
+            number, lambda: ledger.stopping or ledger.draining, parent_lives
+        ):
+            return
+        failure = _initialise(plan, number)
+        wrap = wrapped_in_process(number)
+        worker = workplace.worker(number, ledger, wrap, failure, Exception)
+        worker.loop(parent_lives)
+        worker.close()
+    except KeyboardInterrupt:
+        pass  # the consumer was interrupted too, and says so
+
+
+def _initialise(plan: Plan, number: int) -> Exception | None:
+    try:
+        if plan.worker_init_fn is not None:
+            plan.worker_init_fn(number)
+    except Exception as error:
+        return error
+    return None

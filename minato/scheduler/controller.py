@@ -1,0 +1,237 @@
+"""How many workers there should be: pure functions of what was measured in the last period."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+__all__ = [
+    "CONTROLLERS",
+    "ControllerSettings",
+    "ControllerState",
+    "Measurement",
+    "corrected",
+    "formula_1",
+    "formula_2",
+    "paper",
+]
+
+_ENOUGH = 0.02
+"""A consumer that waits for no more than this part of its time has enough."""
+_BUSY = 0.8
+"""Workers that are busy for this part of their time are too few if anybody waits, and just enough if nobody does."""
+_FULL = 0.8
+"""Where so many of the batches in flight are ready, more workers cannot help."""
+_SATURATED = 0.95
+"""Use of the cores at which further workers only take them from each other."""
+_PATIENCE = 4
+"""So many periods without waiting come before a step down."""
+_LEAST_GAIN = 0.5
+"""A step up must raise the throughput by this part of what it raised the number of workers by."""
+_NO_LOSS = 0.97
+"""A step down must leave this part of the throughput where the consumer waits."""
+_HOLD, _MOST_DOUBLINGS = 8, 6
+"""Periods until a step that was taken back may be tried again; doubled each time."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One period of a loader's life; shares are between 0 and 1.
+
+    Attributes:
+        ready_share: Batches that were ready, of those that may be in flight (the paper's Qsize / Qmax).
+        cpu_share: Use of the cores that the loader may use (the paper's Cusage).
+        waited_share: Part of the period in which the consumer waited for a batch.
+        busy_share: Part of the workers' time in which they had a sample in hand.
+        blocked_share: Part of that in which they neither ran nor waited for a core: they slept, or waited for a disk
+            or a network.
+        samples_per_s: What the workers achieve: the time that they were busy, over the mean time of the samples that
+            they finished. (To count the samples would be the same, but for those that straddle the period's ends.)
+    """
+
+    ready_share: float
+    cpu_share: float
+    waited_share: float
+    busy_share: float
+    blocked_share: float
+    samples_per_s: float
+
+
+@dataclass(frozen=True)
+class ControllerSettings:
+    """Limits, and the paper's constants.
+
+    Attributes:
+        least: Fewest workers.
+        most: Most workers.
+        cores: Cores of this loader's rank; a fraction where a quota says so.
+        alpha: Weight of the empty part of the queue in Formula 2.
+        beta: Weight of the processor's use above ``theta``.
+        theta: The use of the processor that is aimed at.
+        clip: Largest change per period, both ways, in ``paper``.
+        smoothing: Weight of the latest period in ``paper``'s moving average of the queue.
+    """
+
+    least: int
+    most: int
+    cores: float
+    alpha: float = 2.0
+    beta: float = 2.0
+    theta: float = 0.7
+    clip: float = 2.0
+    smoothing: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ValueError(f"from {self.least} to {self.most} workers is no range")
+
+
+@dataclass(frozen=True)
+class ControllerState:
+    """What a controller remembers from one period to the next.
+
+    Attributes:
+        workers: How many there should be now.
+        why: The reason of the last decision: ``start``, ``grow``, ``shrink``, ``revert``, ``settle`` (what the last
+            change brought is awaited), ``cpu-bound``, ``at limit`` or ``steady``.
+        ready_average: Moving average of the ready share (``paper``).
+        trial: Workers and samples per second before the last change, until that is judged.
+        settled: Whether the period after the change begins.
+        quiet: Periods in a row in which the consumer had enough.
+        range: Fewest and most workers while trials that failed are remembered.
+        hold: For so many periods more.
+        setbacks: How many trials in a row were taken back.
+    """
+
+    workers: int
+    why: str = "start"
+    ready_average: float | None = None
+    trial: tuple[int, float] | None = None
+    settled: bool = False
+    quiet: int = 0
+    range: tuple[int, int] | None = None
+    hold: int = 0
+    setbacks: int = 0
+
+
+def formula_2(settings: ControllerSettings, ready_share: float, cpu_share: float) -> float:
+    """The paper's Formula 2: Δ = α (1 - Qsize / Qmax) + β (Cusage - θ)."""
+    return settings.alpha * (1.0 - ready_share) + settings.beta * (cpu_share - settings.theta)
+
+
+def formula_1(settings: ControllerSettings, workers: int, delta: float) -> int:
+    """The paper's Formula 1: min(max_workers, max(1, workers + Δ)).
+
+    Δ is a real number; the paper does not say how it becomes whole. Here halves are rounded away from zero.
+    """
+    rounded = int(math.copysign(math.floor(abs(delta) + 0.5), delta))
+    return min(settings.most, max(settings.least, workers + rounded))
+
+
+def paper(
+    state: ControllerState, measured: Measurement, settings: ControllerSettings
+) -> ControllerState:
+    """The controller of the MinatoLoader paper as it is printed, Δ clipped, the queue averaged.
+
+    It grows while the processor is busy, however full the queue is, and hardly grows while workers wait for a disk:
+    see ``corrected``.
+    """
+    before = measured.ready_share if state.ready_average is None else state.ready_average
+    average = before + settings.smoothing * (measured.ready_share - before)
+    delta = formula_2(settings, average, measured.cpu_share)
+    delta = min(settings.clip, max(-settings.clip, delta))
+    workers = formula_1(settings, state.workers, delta)
+    why = "steady" if workers == state.workers else "grow"
+    if workers < state.workers:
+        why = "shrink"
+    return replace(state, workers=workers, why=why, ready_average=average)
+
+
+def corrected(
+    state: ControllerState, measured: Measurement, settings: ControllerSettings
+) -> ControllerState:
+    """Grow while the consumer waits and workers have cores or wait themselves; shrink while they idle.
+
+    Both ways the step is as large as the measurement says, at most a doubling, and each step is a trial: as far as one
+    did not raise the throughput, or made the consumer wait, it is taken back, and not repeated for a while.
+    """
+    if state.trial is not None and not state.settled:
+        return replace(
+            state, why="settle", settled=True
+        )  # half of this period was before the change
+    starved = measured.waited_share > _ENOUGH
+    state = replace(
+        state,
+        quiet=0 if starved else state.quiet + 1,
+        hold=max(state.hold - 1, 0),
+        range=state.range if state.hold > 1 else (settings.least, settings.most),
+    )
+    if state.trial is not None:
+        kept = _judge(state, measured, starved)
+        state = replace(state, trial=None, settled=False)
+        if kept != state.workers:
+            return _take_back(state, kept, settings)
+        state = replace(state, setbacks=0)
+    wanted, why = _wanted(state, measured, settings, starved)
+    if wanted == state.workers:
+        return replace(state, why=why)
+    return replace(
+        state, workers=wanted, why=why, trial=(state.workers, measured.samples_per_s), quiet=0
+    )
+
+
+def _wanted(
+    state: ControllerState, measured: Measurement, settings: ControllerSettings, starved: bool
+) -> tuple[int, str]:
+    """How many workers the measurement asks for, and why."""
+    workers = state.workers
+    least, most = state.range or (settings.least, settings.most)
+    on_core = max(1.0 - measured.blocked_share, 1e-3)
+    useful = min(max(math.ceil(settings.cores / on_core), settings.least), settings.most)
+    crowded = measured.cpu_share >= _SATURATED and measured.blocked_share < 0.5
+    if starved and measured.busy_share >= _BUSY and measured.ready_share < _FULL:
+        if crowded:
+            return max(min(workers, useful), least), "cpu-bound"
+        # What the consumer would take if it did not have to wait, from as many workers as that needs.
+        factor = min(1.0 / max(1.0 - measured.waited_share, 0.5), 2.0)
+        wanted = min(math.ceil(workers * factor), useful, most)
+        return (wanted, "grow") if wanted > workers else (workers, "at limit")
+    if state.quiet >= _PATIENCE and measured.busy_share < _BUSY:
+        wanted = max(math.ceil(workers * measured.busy_share / _BUSY), least)
+        if wanted < workers:
+            return wanted, "shrink"
+    return workers, "steady"
+
+
+def _judge(state: ControllerState, measured: Measurement, starved: bool) -> int:
+    """How many workers to keep after a trial."""
+    assert state.trial is not None
+    former, rate_before = state.trial
+    ratio = measured.samples_per_s / max(rate_before, 1e-9)
+    if state.workers > former:
+        if not starved or ratio - 1.0 >= _LEAST_GAIN * (state.workers / former - 1.0):
+            return state.workers
+        return min(max(math.ceil(former * ratio), former), state.workers)
+    return former if starved and ratio < _NO_LOSS else state.workers
+
+
+def _take_back(state: ControllerState, kept: int, settings: ControllerSettings) -> ControllerState:
+    """Return to ``kept`` workers, and do not cross it the same way for a while, longer each time."""
+    limits = (settings.least, kept) if kept < state.workers else (kept, settings.most)
+    hold = _HOLD << min(state.setbacks, _MOST_DOUBLINGS)
+    return replace(
+        state,
+        workers=kept,
+        why="revert",
+        range=limits,
+        hold=hold,
+        setbacks=state.setbacks + 1,
+        quiet=0,
+    )
+
+
+Controller = Callable[[ControllerState, Measurement, ControllerSettings], ControllerState]
+
+CONTROLLERS: dict[str, Controller] = {"corrected": corrected, "paper": paper}
+"""By name; the first is the default."""

@@ -1,0 +1,110 @@
+"""A limit on the time that one sample may take."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from multiprocessing import reduction
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from minato._core.clock import now_ns
+from minato._core.ledger import Ledger
+from minato.errors import SampleTimeoutError
+
+__all__ = ["Overdue", "StackFile"]
+
+_LOOKS = 4
+"""How often a sample is looked at within its limit."""
+_STACK_S = 1.0
+"""How long a stuck process may take to write its stack; one that is stopped never does."""
+_WRITTEN_S = 0.02
+"""What has not grown for so long is complete."""
+
+
+class StackFile:
+    """Where a stuck worker process writes its stack when it is told to by a signal, whatever it is doing.
+
+    It is passed on by ``fork``, or by pickling it while a child is spawned.
+    """
+
+    _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGTERM) - 1
+
+    def __init__(self) -> None:
+        descriptor, name = tempfile.mkstemp(prefix="minato")
+        os.close(descriptor)
+        self._adopt(os.open(name, os.O_RDWR | os.O_APPEND))
+        os.unlink(name)
+
+    def _adopt(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+    def listen(self) -> None:
+        """Make this process write its stack here when it is asked to."""
+        faulthandler.register(self._SIGNAL, self._descriptor, all_threads=True, chain=False)
+
+    def ask(self, pid: int) -> str:
+        """The stack of a process that listens; empty if it does not answer."""
+        os.ftruncate(self._descriptor, 0)
+        os.kill(pid, self._SIGNAL)
+        deadline, size = time.monotonic() + _STACK_S, 0
+        while time.monotonic() < deadline:
+            time.sleep(_WRITTEN_S)
+            before, size = size, os.fstat(self._descriptor).st_size
+            if 0 < size == before:
+                break
+        return os.pread(self._descriptor, size, 0).decode(errors="replace")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"descriptor": reduction.DupFd(self._descriptor)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._adopt(state["descriptor"].detach())
+
+
+class Overdue:
+    """Ends worker processes that spend too long on a sample.
+
+    Args:
+        limit_s: How long a sample may take.
+        stacks: What the workers write their stacks to.
+    """
+
+    def __init__(self, ledger: Ledger, limit_s: float, stacks: StackFile) -> None:
+        self._ledger = ledger
+        self._limit_s = limit_s
+        self._stacks = stacks
+        self._ended: dict[int, SampleTimeoutError] = {}
+        self.interval_s = limit_s / _LOOKS
+        """How often ``end`` should be called."""
+
+    def end(self, processes: Sequence[BaseProcess]) -> None:
+        """End those of the workers whose sample is overdue."""
+        for number, process in enumerate(processes):
+            lease = self._ledger.lease(number)
+            if lease[0] is None or number in self._ended or process.pid is None:
+                continue
+            taken_s = (now_ns() - lease[1]) / 1e9
+            # The two words of a lease are not written at once, so one look is not enough.
+            if taken_s <= self._limit_s or self._ledger.lease(number) != lease:
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                stack = self._stacks.ask(process.pid)
+                if self._ledger.lease(number) != lease:
+                    continue  # it came to an end after all
+                self._ended[number] = SampleTimeoutError(
+                    f"a sample took more than sample_timeout_s={self._limit_s:g}, and its worker (pid {process.pid}) "
+                    f"was ended. Its stack:\n{stack or '(none: the process did not answer)'}"
+                )
+                os.kill(process.pid, signal.SIGKILL)
+
+    def cause(self, number: int) -> SampleTimeoutError | None:
+        """Why a worker was ended, if it was ended here; asked once it is dead."""
+        return self._ended.pop(number, None)

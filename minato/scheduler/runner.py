@@ -1,0 +1,247 @@
+"""Running samples: their randomness, what they cost, and the stages of those that are worth a look."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from minato._core.run import run_samples
+from minato.chain.rng import SampleRandomness
+from minato.scheduler.stepper import Partial, Stepper
+from minato.stats.profile import Meters
+
+__all__ = ["Runner"]
+
+_PROBES = 16
+"""Samples that are watched for draws at first."""
+_WORTH_BINDING_NS = 50_000
+"""Samples that cost more are always bound: it takes about a microsecond."""
+_WORTH_MEASURING_NS = 200_000
+"""The stages of dearer samples are always timed, which takes about two microseconds."""
+_MEASURE_EVERY = 32
+"""Of cheaper samples, so many leases have one whose stages are."""
+_FIRST_GUESS_NS = 4e6
+_RISE, _FALL = 0.2, 0.7
+"""The mean cost per sample to start with, and its smoothing."""
+
+Fetch = Callable[[Any], Any]
+Bind = Callable[[int, Any], None]
+
+
+class Runner:
+    """Runs the samples of one worker.
+
+    Args:
+        lease: The worker's lease words (``Ledger.lease_words``).
+        make_randomness: ``seed -> SampleRandomness`` that binds the generators to each sample; None leaves them alone.
+        meters: Receive what samples cost.
+        stepper: Runs samples stage by stage; None: they have no stages.
+        failure: What ``worker_init_fn`` raised; then every sample raises it.
+        in_line: Samples run in the consumer's thread, which must find its generators as it left them.
+        catches: What a sample may raise without ending the worker.
+    """
+
+    def __init__(
+        self,
+        lease: Any,
+        make_randomness: Callable[[int], SampleRandomness] | None,
+        meters: Meters,
+        stepper: Stepper | None,
+        failure: BaseException | None,
+        in_line: bool,
+        catches: type[BaseException],
+    ) -> None:
+        self._lease = lease
+        self._make_randomness = make_randomness
+        self._randomness: SampleRandomness | None = None
+        self._meters = meters
+        self._stepper = stepper
+        self._failure = failure
+        self.in_line = in_line
+        self._catches = catches
+        self.usual_ns = _FIRST_GUESS_NS
+        """Mean cost per sample of late."""
+        self.durations = array("q", bytes(8))
+        """Active time in ns of each sample that ``run`` or ``resume`` returned last."""
+        self.left: list[Partial] = [] if stepper is None else stepper.left
+        """Partials among them."""
+        self.ahead_ns = 0
+        """What the next sample has cost before it is run, because it was read while others were."""
+        self.draws: bool | None = None
+        """Whether samples draw random numbers; None while this is not known."""
+        self._watched = 0
+        self._runs = 0
+
+    def observe(self, cost_ns: float) -> None:
+        """Learn what a sample of a lease cost on average."""
+        # Down at once, up slowly: the first samples of a run are often the dearest, and a straggler is no trend.
+        weight = _RISE if cost_ns > self.usual_ns else _FALL
+        self.usual_ns += weight * (cost_ns - self.usual_ns)
+
+    @property
+    def seed(self) -> int:
+        """What the randomness of samples starts from; 0 if it is not bound."""
+        return 0 if self._randomness is None else self._randomness.base_seed
+
+    def enter(self, seed: int) -> None:
+        """Bind randomness to this seed."""
+        if self._make_randomness is not None and (
+            self._randomness is None or self._randomness.base_seed != seed
+        ):
+            self._randomness = self._make_randomness(seed)
+
+    def go_on_asking(self, asked: int) -> None:
+        """Say how many generators the sample in hand has asked minato for in another thread."""
+        if self._randomness is not None:
+            self._randomness.asked = asked
+
+    def run_steps(
+        self, position: int, epoch: int, keys: list[Any], plain: Fetch, slow_ns: int
+    ) -> tuple[list[Any], BaseException | None]:
+        """Run samples until one raises, stage by stage where that is not felt, or where one may be left.
+
+        Args:
+            position: Position of the first; the others follow it.
+            plain: Gets a sample in one go.
+            slow_ns: A sample that has taken longer may be left; 0: none may.
+
+        Returns:
+            The samples, or the partials of those that were left; and what the one after them raised, or None.
+        """
+        stepper = self._stepper
+        if stepper is None:
+            return self.run(position, epoch, keys, plain)
+        stepper.slow_ns = slow_ns
+        self._runs += 1
+        if self.usual_ns >= _WORTH_MEASURING_NS:
+            return self.run(position, epoch, keys, stepper.measured)
+        fetch = stepper.straight if slow_ns else plain
+        return self.run(position, epoch, keys, fetch, self._runs % _MEASURE_EVERY == 0)
+
+    def run(
+        self, position: int, epoch: int, keys: list[Any], fetch: Fetch, probes: bool = False
+    ) -> tuple[list[Any], BaseException | None]:
+        """Run samples until one raises; returns them and what it raised.
+
+        Args:
+            fetch: Gets a sample.
+            probes: Measure the stages of the last one.
+        """
+        self.left.clear()
+        if len(keys) > len(self.durations):
+            self.durations = array("q", bytes(8 * len(keys)))
+        if self._failure is not None:
+            return [], self._failure
+        randomness = self._randomness
+
+        def run(bind: Bind | None, bound: bool = True) -> tuple[list[Any], BaseException | None]:
+            return self._run(position, epoch, keys, fetch, probes, bind, bound)
+
+        if randomness is None:
+            samples, error = run(None)
+        elif self.draws is False and self.usual_ns < _WORTH_BINDING_NS:
+            # Binding would cost as much as these samples do, and they do not seem to draw. Should one draw after all,
+            # these few are run again, bound, and so are all later ones.
+            randomness.mark()
+            samples, error = run(None, bound=False)
+            if randomness.drawn():
+                self.draws = True
+                randomness.rewind()
+                self.left.clear()
+                with self._guard(randomness):
+                    samples, error = run(randomness.bind)
+        elif self.draws is None and len(keys) == 1:
+            with self._guard(randomness):
+                randomness.bind(epoch, keys[0])
+                randomness.mark(unbind=False)
+                samples, error = run(None)
+                self._watched += 1
+                if randomness.drawn():
+                    self.draws = True
+                elif self._watched == _PROBES:
+                    self.draws = not randomness.watches
+        else:
+            with self._guard(randomness):
+                samples, error = run(randomness.bind)
+        self._record(samples)
+        return samples, error
+
+    def resume(self, partial: Partial, epoch: int) -> tuple[list[Any], BaseException | None]:
+        """Go on with a sample that was left: returns it, or its next partial; or no sample and what it raised."""
+        stepper, randomness = self._stepper, self._randomness
+        assert stepper is not None
+
+        def rebind(epoch: int, partial: Partial) -> None:
+            assert randomness is not None
+            if partial.randomness is None:
+                randomness.bind(epoch, partial.key)
+            else:
+                randomness.restore(partial.randomness)
+
+        self.left.clear()
+        stepper.capture = None if randomness is None else randomness.capture
+        samples, error = run_samples(
+            stepper.resume,
+            [partial],
+            partial.position,
+            self._lease,
+            self.durations,
+            None if randomness is None else rebind,
+            epoch,
+            self._catches,
+        )
+        self.durations[0] += partial.active_ns
+        self._record(samples)
+        return samples, error
+
+    def _run(
+        self,
+        position: int,
+        epoch: int,
+        keys: list[Any],
+        fetch: Fetch,
+        probes: bool,
+        bind: Bind | None,
+        bound: bool,
+    ) -> tuple[list[Any], BaseException | None]:
+        stepper, randomness, durations = self._stepper, self._randomness, self.durations
+        if stepper is not None:
+            # What was left in an unbound run has drawn nothing, or it would be run again.
+            stepper.capture = randomness.capture if randomness and bound else None
+        if stepper is None or not probes:
+            return run_samples(
+                fetch, keys, position, self._lease, durations, bind, epoch, self._catches
+            )
+        samples, error = run_samples(
+            fetch, keys[:-1], position, self._lease, durations, bind, epoch, self._catches
+        )
+        if error is None:
+            first = len(samples)
+            last, error = run_samples(
+                stepper.measured,
+                keys[-1:],
+                position + first,
+                self._lease,
+                memoryview(durations)[first:],
+                bind,
+                epoch,
+                self._catches,
+            )
+            samples += last
+        return samples, error
+
+    def _record(self, samples: list[Any]) -> None:
+        """Record what complete samples have cost."""
+        self.durations[0] += self.ahead_ns
+        self.ahead_ns = 0
+        if not self.left:
+            self._meters.total.record_all(self.durations, len(samples))
+            return
+        for i, sample in enumerate(samples):
+            if type(sample) is not Partial:
+                self._meters.total.record(self.durations[i])
+
+    def _guard(self, randomness: SampleRandomness) -> AbstractContextManager[None]:
+        return randomness.saved() if self.in_line else nullcontext()

@@ -1,0 +1,72 @@
+"""How much processor time workers get, and how much they would like to have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+__all__ = ["Usage", "machine_usage", "process_usage", "thread_usage"]
+
+
+class Usage(NamedTuple):
+    """Nanoseconds since the start of processes or threads.
+
+    Attributes:
+        ran_ns: On a core.
+        queued_ns: Ready to run, but without a core; 0 where the system does not tell.
+    """
+
+    ran_ns: int
+    queued_ns: int
+
+
+def process_usage(pids: Iterable[int]) -> Usage:
+    """The sum over processes, with all their threads; those that are gone count as nothing."""
+    return _total(task for pid in pids for task in _tasks(pid))
+
+
+def thread_usage(native_ids: Iterable[int]) -> Usage:
+    """The sum over threads of this process."""
+    return _total(Path(f"/proc/self/task/{native_id}") for native_id in native_ids)
+
+
+def machine_usage() -> tuple[float, float]:
+    """Seconds that all cores together were in use since the machine's start, and were there."""
+    times = psutil.cpu_times()
+    idle_s = times.idle + getattr(times, "iowait", 0.0)
+    # The guests' time is contained in the users'.
+    whole_s = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    return whole_s - idle_s, whole_s
+
+
+def _tasks(pid: int) -> list[Path]:
+    try:
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return []
+
+
+def _total(tasks: Iterable[Path]) -> Usage:
+    ran_ns = queued_ns = 0
+    for task in tasks:
+        try:
+            ran, queued, _ = (task / "schedstat").read_text().split()
+        except (OSError, ValueError):
+            ran, queued = _ticks(task), "0"
+        ran_ns += int(ran)
+        queued_ns += int(queued)
+    return Usage(ran_ns, queued_ns)
+
+
+def _ticks(task: Path) -> str:
+    """Time on a core from a kernel without scheduler statistics, to a hundredth of a second."""
+    try:
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])
+        return str(ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return "0"

@@ -1,0 +1,36 @@
+"""How many bytes a sample holds, roughly and fast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["nbytes_of"]
+
+_NUMBER_BYTES = 8
+_MOST_PARTS = 8
+"""Longer lists are judged by their first elements."""
+
+
+def nbytes_of(value: Any) -> int:
+    """Bytes of the arrays, images, texts and numbers in a sample, at any depth; what is unknown counts as none.
+
+    Images that are decoded when they are used (Pillow's) count with their pixels.
+    """
+    nbytes = getattr(value, "nbytes", None)  # tensors, arrays, memoryviews
+    if type(nbytes) is int:
+        return nbytes
+    if isinstance(value, (bytes, bytearray, str)):
+        return len(value)
+    if isinstance(value, (int, float)):
+        return _NUMBER_BYTES
+    if isinstance(value, Mapping):
+        return sum(map(nbytes_of, value.values()))
+    if isinstance(value, (list, tuple)):
+        judged = value[:_MOST_PARTS]
+        total = sum(map(nbytes_of, judged))
+        return total * len(value) // len(judged) if judged else 0
+    if hasattr(value, "getbands"):
+        width, height = value.size
+        return int(width * height * len(value.getbands()))
+    return 0

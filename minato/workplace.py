@@ -1,0 +1,195 @@
+"""Where a worker works: the parts of the engine that travel to it, and what it makes of them there."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch._utils import ExceptionWrapper
+
+from minato._core.ledger import Ledger
+from minato._core.segment import Segment
+from minato._core.wait import Gate
+from minato.assembler.arena import Arena
+from minato.assembler.transport import Store
+from minato.assembler.writer import BatchWriter
+from minato.chain.rng import SampleRandomness
+from minato.errors import NotPicklableError
+from minato.plan import Plan
+from minato.scheduler.concurrent_worker import ConcurrentWorker
+from minato.scheduler.failures import ErrorPolicy
+from minato.scheduler.fetch import Fetcher, StreamFetcher
+from minato.scheduler.leniency import Leniency
+from minato.scheduler.overdue import StackFile
+from minato.scheduler.parking import Parking
+from minato.scheduler.reads import reads_of
+from minato.scheduler.roster import Roster
+from minato.scheduler.runner import Runner
+from minato.scheduler.stepper import Stepper
+from minato.scheduler.worker import Worker
+from minato.stats.profile import Meters
+
+__all__ = ["Workplace"]
+
+_PARKED_SHARE = 4
+"""What workers have set aside may take the memory budget divided by this, besides the batches in flight."""
+
+
+@dataclass
+class Workplace:
+    """What a worker needs besides its number; travels to worker processes.
+
+    Attributes:
+        meters_offset: Where in ``segment`` the measurements lie, behind the ledger.
+        roster_offset: Where it says which workers work.
+        arena: Memory of the batches.
+        written_plan: Where in the arena the pickled plan lies, if it was written there.
+        stacks: Where stuck workers write their stacks.
+        policy: What to do about failures; not in the written plan, because only a starting child can be given its log.
+    """
+
+    plan: Plan
+    segment: Segment
+    meters_offset: int
+    roster_offset: int
+    arena: Segment
+    store: Store
+    written_plan: tuple[int, int] | None = None
+    stacks: StackFile | None = None
+    policy: ErrorPolicy | None = None
+
+    def write_plan(self, arena: Arena) -> None:
+        """Pickle the plan once for all workers, into a slot that stays theirs.
+
+        What only a starting child can be given (locks, queues, tensors in shared memory) travels with each of them.
+        """
+        slot = arena.acquire()
+        plan = dataclasses.replace(self.plan, context=None, policy=None)
+        try:
+            self.written_plan = self.store.put(lambda nbytes: slot.start, plan, "process")
+        except NotPicklableError:
+            raise
+        except Exception:
+            arena.release(slot)
+
+    def __getstate__(self) -> dict[str, Any]:
+        plan = None
+        if not self.written_plan:
+            plan = dataclasses.replace(self.plan, context=None, policy=None)
+        return {**self.__dict__, "plan": plan}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.written_plan:
+            self.plan = self.store.peek(*self.written_plan)
+
+    def read_keys(self, ledger: Ledger, batch: int, k: int, count: int) -> Sequence[Any]:
+        """The keys of samples k … k+count-1 of a batch."""
+        *_, offset, nbytes, _ = ledger.describe(batch)
+        if not offset:
+            return ledger.keys(batch, k, count)
+        keys: list[Any] = self.store.peek(offset, nbytes)
+        return keys[k : k + count]
+
+    def meters(self, number: int) -> Meters:
+        """Where worker ``number`` keeps what it measures."""
+        num_steps = len(self.plan.chain)
+        nbytes = Meters.nbytes(num_steps)
+        start = self.meters_offset + number * nbytes
+        return Meters(num_steps, self.segment.array[start : start + nbytes])
+
+    def roster(self, ledger: Ledger) -> Roster:
+        """Which workers work."""
+        work = Gate(self.segment.array, ledger.work_gate_offset)
+        return Roster(self.segment.array, self.roster_offset, work)
+
+    def writer(
+        self,
+        number: int,
+        ledger: Ledger,
+        describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
+        catches: type[BaseException] = Exception,
+    ) -> BatchWriter:
+        """What writes the samples of worker ``number``."""
+        collation = self.plan.collate_fn, self.plan.batched
+        return BatchWriter(
+            number,
+            ledger,
+            self.arena,
+            self.store,
+            *collation,
+            describe_error,
+            catches,
+            self.plan.num_workers == 0,
+        )
+
+    def worker(
+        self,
+        number: int,
+        ledger: Ledger,
+        describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
+        failure: BaseException | None,
+        catches: type[BaseException],
+        in_line: bool = False,
+    ) -> Worker:
+        """Worker ``number``.
+
+        Args:
+            describe_error: Turns an exception that is being handled into what the consumer raises.
+            failure: What ``worker_init_fn`` raised.
+            catches: What a sample or the ``collate_fn`` may raise without ending the worker.
+            in_line: It runs in the consumer's thread.
+        """
+        plan = self.plan
+
+        def make_randomness(seed: int) -> SampleRandomness:
+            return SampleRandomness(seed, bind_globals=plan.worker_method == "process")
+
+        lease, meters = ledger.lease_words(number), self.meters(number)
+        fetcher: Fetcher | StreamFetcher
+        stepper: Stepper | None = None
+        parking: Parking | None = None
+        if plan.streams:
+            fetcher = StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last, in_line)
+        else:
+            fetcher = Fetcher(plan.dataset, plan.chain, plan.batched)
+        if not plan.streams and not fetcher.takes_lists:
+            stepper = Stepper(plan.dataset, plan.chain, lease, meters)
+        if stepper is not None and plan.leaves_samples:
+            most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.most_workers)
+            always = plan.order.name == "fast_first"
+            parking = Parking(ledger, stepper.left, always, plan.order.bound, most_bytes=most_bytes)
+            stepper.may_leave = parking.may_leave
+        runner = Runner(
+            lease,
+            make_randomness if plan.seeds_samples else None,
+            meters,
+            stepper,
+            failure,
+            in_line,
+            catches,
+        )
+        leniency: Leniency | None = None
+        if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):
+            leniency = Leniency(number, self.policy, runner, fetcher, plan.chain, lease)
+        make: Callable[..., Worker] = Worker
+        if plan.fetch_concurrency > 1 and failure is None:
+            reads = reads_of(plan.dataset, plan.fetch_concurrency)
+            make = functools.partial(ConcurrentWorker, reads, plan.chain, plan.seeds_samples)
+        return make(
+            number,
+            ledger,
+            Gate(self.segment.array, ledger.work_gate_offset),
+            fetcher,
+            runner,
+            self.writer(number, ledger, describe_error, catches),
+            functools.partial(self.read_keys, ledger),
+            parking,
+            plan.order.name == "fast_first",
+            plan.round_robin,
+            leniency,
+            self.roster(ledger),
+        )

@@ -1,0 +1,1 @@
+"""The ledger's protocol as a model, and a checker that plays all its interleavings."""

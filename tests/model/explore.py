@@ -1,0 +1,589 @@
+"""Every interleaving: explicit-state exploration of processes that share memory.
+
+A process is a generator that yields one operation on shared memory at a time and is sent its result, so that a model
+reads like the code it stands for. What lies between two operations is its own. The explorer runs each reachable
+combination of processes and memory once.
+
+Generators cannot be copied, but what one does next depends only on where it is and on its local variables. So a process
+becomes an automaton while it is explored: each pair of a local state and a result is run once by a real generator.
+For that, an operation's result must be assigned before the next one is yielded (``x = yield …``), and local variables
+must be hashable.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+from array import array
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["Memory", "Op", "Process", "Report", "explore"]
+
+# fmt: off
+_NAMES = [
+    "load", "peek", "store", "poke", "store_sc", "cas", "own", "add",
+    "clear", "count", "sleep", "wake", "notify", "start", "deaths", "join",
+]
+# fmt: on
+(LOAD, PEEK, STORE, POKE, STORE_SC, CAS, OWN, ADD, *_REST) = range(len(_NAMES))
+CLEAR, COUNT, SLEEP, WAKE, NOTIFY, START, DEATHS, JOIN = _REST
+_WRITES = {STORE, STORE_SC, CAS, OWN, ADD, COUNT, NOTIFY}
+
+DEAD, ABSENT = -1, -2
+"""Local states of a process that was killed, or that was not started yet."""
+_AWAKE, _ASLEEP, _WOKEN = range(3)
+
+Process = Generator["Op", Any, None]
+_State = tuple[bytes, tuple[int, ...], tuple[tuple[tuple[int, int], ...], ...]]
+
+
+class Op(NamedTuple):
+    """One step of a process; the meaning of the numbers depends on the code."""
+
+    code: int
+    word: int = 0
+    first: int = 0
+    second: int = 0
+
+
+def load(word: int) -> Op:
+    return Op(LOAD, word)
+
+
+def peek(word: int) -> Op:
+    """A look at a word that nobody else changes meanwhile: no step of its own."""
+    return Op(PEEK, word)
+
+
+def store(word: int, value: int) -> Op:
+    """A store with release order: a processor may keep it back while it goes on. Gives the old value."""
+    return Op(STORE, word, value)
+
+
+def poke(word: int, value: int) -> Op:
+    """A store to a word that nobody else looks at meanwhile: no step of its own."""
+    return Op(POKE, word, value)
+
+
+def store_sc(word: int, value: int) -> Op:
+    """A store that everybody sees at once. Gives the old value."""
+    return Op(STORE_SC, word, value)
+
+
+def cas(word: int, expected: int, desired: int) -> Op:
+    """Gives whether the word was as expected; then it is as desired."""
+    return Op(CAS, word, expected, desired)
+
+
+def own(word: int, expected: int, desired: int) -> Op:
+    """A compare-and-swap of which others do not care when it happens, but whether, if the process is killed."""
+    return Op(OWN, word, expected, desired)
+
+
+def add(word: int, number: int) -> Op:
+    return Op(ADD, word, number)
+
+
+def clear(word: int) -> Op:
+    """Read an event count: from now on, ``word`` says whether there was an event since. Seen by nobody else."""
+    return Op(CLEAR, word)
+
+
+def count(events: range) -> Op:
+    """Raise an event count: a word for each who may have read it."""
+    return Op(COUNT, events.start, len(events))
+
+
+def sleep(word: int) -> Op:
+    """Like a futex: sleep unless there was an event since the word was cleared; who sleeps has to be woken."""
+    return Op(SLEEP, word)
+
+
+def wake(events: range, most: int) -> Op:
+    """Wake so many of those who sleep on one of the words, whichever the system picks."""
+    return Op(WAKE, events.start, len(events), most)
+
+
+def notify(events: range, most: int) -> Op:
+    """Raise an event count and wake, at once."""
+    return Op(NOTIFY, events.start, len(events), most)
+
+
+def start(process: int) -> Op:
+    return Op(START, process)
+
+
+def deaths() -> Op:
+    """Gives the processes that are dead, as a tuple."""
+    return Op(DEATHS)
+
+
+def join() -> Op:
+    """Wait until all other processes have ended."""
+    return Op(JOIN)
+
+
+class Memory:
+    """Names the bytes of shared memory. Numbers are small here: a byte holds each word."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def word(self, name: str) -> int:
+        self.names.append(name)
+        return len(self.names) - 1
+
+    def words(self, name: str, count: int) -> list[int]:
+        return [self.word(f"{name}[{number}]") for number in range(count)]
+
+
+@dataclass
+class Report:
+    """What an exploration found.
+
+    Attributes:
+        fault: What is wrong, None if nothing is.
+        trace: The steps that lead there.
+    """
+
+    states: int = 0
+    steps: int = 0
+    ends: int = 0
+    fault: str | None = None
+    trace: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.fault} after {len(self.trace)} steps:", *self.trace])
+
+
+class _Automaton:
+    """A generator function whose local states are numbered as they turn up."""
+
+    def __init__(self, make: Callable[[], Process]) -> None:
+        self._make = make
+        self._numbers: dict[Any, int] = {}
+        self._origins: list[tuple[int, Any]] = []
+        self._moves: list[dict[Any, int]] = []
+        self._spare: dict[int, Process] = {}
+        self.ops: list[Op | None] = []
+        process = make()
+        self._enter(process, next(process), (-1, None))
+
+    def move(self, state: int, result: Any) -> int:
+        moves = self._moves[state]
+        if result not in moves:
+            process = self._at(state)
+            try:
+                op = process.send(result)
+            except StopIteration:
+                op = None
+            moves[result] = self._enter(process, op, (state, result))
+        return moves[result]
+
+    def _enter(self, process: Process, op: Op | None, origin: tuple[int, Any]) -> int:
+        key = (op, _locals(process))
+        number = self._numbers.setdefault(key, len(self._numbers))
+        if number == len(self.ops):
+            self.ops.append(op)
+            self._origins.append(origin)
+            self._moves.append({})
+            self._spare[number] = process
+        return number
+
+    def _at(self, state: int) -> Process:
+        """A generator in this state: the one that came here, or another one sent the same way."""
+        spare = self._spare.pop(state, None)
+        if spare is not None:
+            return spare
+        results = []
+        while state > 0:
+            state, result = self._origins[state]
+            results.append(result)
+        process = self._make()
+        next(process)
+        for result in reversed(results):
+            process.send(result)
+        return process
+
+
+def _locals(process: Any) -> Any:
+    """Where a generator is, and the variables that it may still read."""
+    found = []
+    while process is not None and process.gi_frame is not None:
+        frame = process.gi_frame
+        live = _live_variables(frame.f_code)[frame.f_lasti]
+        values = tuple(item for item in frame.f_locals.items() if item[0] in live)
+        found.append((frame.f_code, frame.f_lasti, values))
+        process = process.gi_yieldfrom
+    return tuple(found)
+
+
+_ONE_WAY = ("RETURN_VALUE", "RETURN_CONST", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+"""Instructions after which the next one does not follow."""
+
+
+@functools.cache
+def _live_variables(code: CodeType) -> dict[int, frozenset[str]]:
+    """For each instruction of a function, the local variables that may be read after it before they are written."""
+    steps = list(dis.get_instructions(code))
+    everything = frozenset(code.co_varnames)
+    if any(step.opname == "FOR_ITER" for step in steps):
+        # What the loop runs over is in no variable: keep those it comes from.
+        return {step.offset: everything for step in steps}
+    before: dict[int, frozenset[str]] = {step.offset: frozenset() for step in steps}
+    after = dict(before)
+    changed = True
+    while changed:
+        changed = False
+        for number in reversed(range(len(steps))):
+            step = steps[number]
+            live: frozenset[str] = frozenset()
+            if number + 1 < len(steps) and step.opname not in _ONE_WAY:
+                live = before[steps[number + 1].offset]
+            if "JUMP" in step.opname or step.opname == "SEND":
+                live |= before[step.argval]
+            after[step.offset] = live
+            names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            kinds = [kind for kind in step.opname.split("_") if kind in ("LOAD", "STORE", "DELETE")]
+            if "_FAST" in step.opname:
+                for kind, name in reversed(list(zip(kinds, names, strict=True))):
+                    live = live | {name} if kind == "LOAD" else live - {name}
+            if live != before[step.offset]:
+                before[step.offset] = live
+                changed = True
+    return after
+
+
+class _Explorer:
+    """The search. A state is ``(memory, local states, stores that are kept back)``."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        processes: Sequence[Callable[[], Process]],
+        final: Callable[[str, int], bool],
+        kills: int,
+        buffered: bool,
+    ) -> None:
+        self.automata = [_Automaton(make) for make in processes]
+        self.names = memory.names
+        self.num = len(processes)
+        self.buffered = buffered
+        # Behind the model's words: who sleeps, and how many may still be killed.
+        self.sleeps_at = len(memory.names)
+        self.kills_at = self.sleeps_at + self.num
+        content = bytearray(self.kills_at + 1)
+        content[self.kills_at] = kills
+        self.final = [
+            frozenset(value for value in range(256) if final(name, value)) for name in memory.names
+        ]
+        empty = ((),) * self.num
+        first = self._settled([], (b"", (0,) * self.num, empty), 0, 0, content, ())
+        self.first: _State = (bytes(content), (first, *[ABSENT] * (self.num - 1)), empty)
+
+    def run(self, limit: int) -> Report:
+        report = Report()
+        numbers = {self.first: 0}
+        parents = array("q", [-1])
+        edges = array("q"), array("q")
+        ends = []
+        queue = deque([self.first])
+        number = -1
+        while queue:
+            state = queue.popleft()
+            number += 1
+            if self._all_over(state):
+                ends.append(number)
+                continue
+            for mover in range(self.num):
+                try:
+                    following = self._steps(state, mover)
+                except AssertionError as error:
+                    report.fault, report.states = str(error), len(numbers)
+                    report.trace = self._trace(numbers, parents, number)
+                    report.trace.append(self._told(state, mover))
+                    return report
+                for after in following:
+                    known = numbers.setdefault(after, len(numbers))
+                    if known == len(parents):
+                        if known == limit:
+                            raise RuntimeError(f"there are more than {limit} states")
+                        parents.append(number)
+                        queue.append(after)
+                    edges[0].append(number)
+                    edges[1].append(known)
+        report.states, report.steps, report.ends = len(numbers), len(edges[0]), len(ends)
+        stuck = _first_stuck(len(numbers), edges, ends)
+        if stuck is not None:
+            report.fault = "no end can be reached any more"
+            report.trace = self._trace(numbers, parents, stuck)
+        return report
+
+    def _all_over(self, state: _State) -> bool:
+        return not any(state[2]) and all(
+            key == DEAD or (key >= 0 and self.automata[process].ops[key] is None)
+            for process, key in enumerate(state[1])
+        )
+
+    def _steps(self, state: _State, mover: int) -> list[_State]:
+        """All states that one step of a process leads to."""
+        content, keys, kept = state
+        mine = kept[mover]
+        found: list[_State] = []
+        if mine:
+            word, value = mine[0]
+            memory = bytearray(content)
+            memory[word] = value
+            rest = (*kept[:mover], mine[1:], *kept[mover + 1 :])
+            found.append((bytes(memory), keys, rest))
+        key = keys[mover]
+        op = self.automata[mover].ops[key] if key >= 0 else None
+        if op is None:
+            return found
+        code, word, value, other = op
+        memory = bytearray(content)
+        result: Any = None
+        if code == LOAD:
+            self._go_on(found, state, mover, memory, _newest(mine, word, content[word]))
+        elif code == STORE and self.buffered:
+            self._go_on(found, state, mover, memory, None, (*mine, (word, value)))
+        elif mine:
+            pass  # everything else waits until its stores are seen
+        elif code in (STORE, STORE_SC, CAS, OWN, ADD, COUNT, CLEAR):
+            result = content[word]
+            if code in (CAS, OWN):
+                result = result == value
+                memory[word] = other if result else content[word]
+            elif code == COUNT:
+                memory[word : word + value] = b"\1" * value
+            else:
+                memory[word] = {ADD: content[word] + value, CLEAR: 0}.get(code, value)
+            self._go_on(found, state, mover, memory, result)
+        elif code == SLEEP:
+            self._sleep(found, state, mover, memory, word)
+        elif code in (WAKE, NOTIFY):
+            if code == NOTIFY:
+                memory[word : word + value] = b"\1" * value
+            self._wake(found, state, mover, memory, range(word, word + value), other)
+        elif code == START:
+            begun = self._settled([], (content, keys, kept), word, 0, memory, ())
+            started = (*keys[:word], begun, *keys[word + 1 :])
+            self._go_on(found, (content, started, kept), mover, memory, None)
+            if content[self.kills_at]:
+                found.append(self._killed(found[-1], word))
+        elif code == DEATHS:
+            dead = tuple(number for number, key in enumerate(keys) if key == DEAD)
+            self._go_on(found, state, mover, memory, dead)
+        elif code == JOIN and self._others_over(state, mover):
+            self._go_on(found, state, mover, memory, None)
+        return found
+
+    def _go_on(
+        self,
+        found: list[_State],
+        state: _State,
+        mover: int,
+        memory: bytearray,
+        result: Any,
+        mine: Any = None,
+    ) -> None:
+        """Add the state once a process has its result, and that if it is killed there.
+
+        Args:
+            memory: As the step left it.
+        """
+        _, keys, kept = state
+        if mine is None:
+            mine = kept[mover]
+        else:
+            kept = (*kept[:mover], mine, *kept[mover + 1 :])
+        op = self.automata[mover].ops[keys[mover]]
+        if op is not None and op.code in _WRITES:
+            self._kill(found, (bytes(memory), keys, kept), mover)
+        key = self.automata[mover].move(keys[mover], result)
+        key = self._settled(found, (b"", keys, kept), mover, key, memory, mine)
+        found.append((bytes(memory), (*keys[:mover], key, *keys[mover + 1 :]), kept))
+
+    def _settled(
+        self,
+        found: list[_State],
+        state: _State,
+        mover: int,
+        key: int,
+        memory: bytearray,
+        mine: tuple[tuple[int, int], ...],
+    ) -> int:
+        """Let a process take the steps that make no difference to others."""
+        automaton = self.automata[mover]
+        final = self.final
+        first = key
+        while (op := automaton.ops[key]) is not None:
+            code, word, value, other = op
+            result: Any = _newest(mine, word, memory[word]) if mine else memory[word]
+            if code == POKE:
+                memory[word] = value
+            elif code == DEATHS and not memory[self.kills_at] and DEAD not in state[1]:
+                result = ()
+            elif code == OWN and not mine:
+                result = result == value
+                if result:
+                    memory[word] = other
+                    self._kill(found, (bytes(memory), *state[1:]), mover)
+            elif code != PEEK and not (code == LOAD and result in final[word]):
+                break
+            key = automaton.move(key, result)
+            if key == first:
+                break  # a loop that waits for others
+        return key
+
+    def _kill(self, found: list[_State], state: _State, mover: int) -> None:
+        if mover and state[0][self.kills_at]:
+            found.append(self._killed(state, mover))
+
+    def _killed(self, state: _State, process: int) -> _State:
+        """The same with this process dead. What it had stored is seen: a processor does not forget."""
+        content, keys, kept = state
+        memory = bytearray(content)
+        for word, value in kept[process]:
+            memory[word] = value
+        memory[self.kills_at] -= 1
+        memory[self.sleeps_at + process] = _AWAKE
+        kept = (*kept[:process], (), *kept[process + 1 :])
+        return bytes(memory), (*keys[:process], DEAD, *keys[process + 1 :]), kept
+
+    def _sleep(
+        self, found: list[_State], state: _State, mover: int, memory: bytearray, word: int
+    ) -> None:
+        at = self.sleeps_at + mover
+        content, keys, kept = state
+        if content[at] == _AWAKE and not content[word]:
+            memory[at] = _ASLEEP
+            found.append((bytes(memory), keys, kept))
+            return
+        # The consumer also wakes when somebody has died.
+        if content[at] != _ASLEEP or (mover == 0 and DEAD in keys):
+            memory[at], memory[word] = _AWAKE, 1
+            self._go_on(found, state, mover, memory, None)
+        if content[at] == _WOKEN:
+            self._kill(found, state, mover)
+
+    def _wake(
+        self,
+        found: list[_State],
+        state: _State,
+        mover: int,
+        memory: bytearray,
+        words: range,
+        most: int,
+    ) -> None:
+        content, keys, _ = state
+        asleep = []
+        for process, key in enumerate(keys):
+            op = self.automata[process].ops[key] if key >= 0 else None
+            if content[self.sleeps_at + process] == _ASLEEP and op is not None and op.word in words:
+                asleep.append(process)
+        for chosen in itertools.combinations(asleep, min(most, len(asleep))):
+            after = bytearray(memory)
+            for process in chosen:
+                after[self.sleeps_at + process] = _WOKEN
+            self._go_on(found, state, mover, after, None)
+
+    def _others_over(self, state: _State, mover: int) -> bool:
+        return all(
+            process == mover
+            or key == DEAD
+            or (key >= 0 and self.automata[process].ops[key] is None and not state[2][process])
+            for process, key in enumerate(state[1])
+        )
+
+    # ---- telling what happened
+
+    def _trace(self, numbers: dict[_State, int], parents: Sequence[int], last: int) -> list[str]:
+        path = [last]
+        while parents[path[-1]] >= 0:
+            path.append(parents[path[-1]])
+        states = list(numbers)
+        return [
+            self._told_between(states[before], states[after])
+            for after, before in itertools.pairwise(path)
+        ][::-1]
+
+    def _told_between(self, before: _State, after: _State) -> str:
+        mover = next(m for m in range(self.num) if after in self._steps(before, m))
+        text = self._told(before, mover)
+        changed = [
+            f"{name} {old} → {new}"
+            for name, old, new in zip(self.names, before[0], after[0], strict=False)
+            if old != new
+        ]
+        if changed:
+            text += f" ({', '.join(changed)})"
+        for process, (old, new) in enumerate(zip(before[1], after[1], strict=True)):
+            if new == DEAD != old:
+                text += f", worker {process - 1} is killed"
+        return text
+
+    def _told(self, state: _State, mover: int) -> str:
+        who = f"worker {mover - 1}" if mover else "consumer"
+        op = self.automata[mover].ops[state[1][mover]]
+        if op is None:
+            return f"{who}: its stores are seen"
+        where = f" {self.names[op.word]}" if op.code not in (START, DEATHS, JOIN) else ""
+        return f"{who}: {_NAMES[op.code]}{where} {op.first} {op.second}"
+
+
+def _newest(mine: tuple[tuple[int, int], ...], word: int, value: int) -> int:
+    """A word as a process sees it that keeps stores back."""
+    for place, own in mine:
+        if place == word:
+            value = own
+    return value
+
+
+def _first_stuck(
+    count: int, edges: tuple[Sequence[int], Sequence[int]], ends: Sequence[int]
+) -> int | None:
+    """The first state from which no end can be reached."""
+    before, after = (np.frombuffer(edge, np.int64) for edge in edges)
+    order = np.argsort(after, kind="stable")
+    sources = before[order]
+    starts = np.searchsorted(after[order], np.arange(count + 1))
+    good = np.zeros(count, bool)
+    fresh = np.array(ends, np.int64)
+    while len(fresh):
+        good[fresh] = True
+        spans = [sources[starts[state] : starts[state + 1]] for state in fresh]
+        fresh = np.unique(np.concatenate(spans))
+        fresh = fresh[~good[fresh]]
+    return None if good.all() else int(np.argmin(good))
+
+
+def explore(
+    memory: Memory,
+    processes: Sequence[Callable[[], Process]],
+    final: Callable[[str, int], bool] = lambda name, value: False,
+    kills: int = 0,
+    buffered: bool = False,
+    limit: int = 10_000_000,
+) -> Report:
+    """Play every interleaving of processes.
+
+    The first process is there at the beginning and starts the others. A fault is an assertion of the model that fails,
+    or a state from which no end can be reached: a deadlock, or a loop that nobody can leave. (An end is that all have
+    returned or are dead.)
+
+    Args:
+        final: Whether a word that has this value keeps it, or takes others only that make no difference to who reads
+            it: then it does not matter when it is read.
+        kills: So many of the other processes may be killed, after any change that one makes and when it is woken.
+        buffered: Others see a process's plain stores later, in their order, as on x86; without, at once.
+        limit: Give up beyond so many states.
+    """
+    return _Explorer(memory, processes, final, kills, buffered).run(limit)

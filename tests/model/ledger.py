@@ -1,0 +1,815 @@
+"""The compiled ledger as a model: the same steps on the same words, without what is computed between them.
+
+Names and order of the steps are those of the ledger's source, its gate's, and of the loops of the worker and the
+dispatcher that drive it. Words are narrower. Reads of what cannot change meanwhile are no steps; where records come
+round the ring, hardly anything is such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tests.model.explore import (
+    Memory,
+    Op,
+    Process,
+    add,
+    cas,
+    clear,
+    deaths,
+    join,
+    load,
+    notify,
+    own,
+    peek,
+    poke,
+    sleep,
+    start,
+    store,
+    store_sc,
+    wake,
+)
+from tests.model.explore import (
+    count as count_event,
+)
+
+__all__ = ["Consumer", "Gate", "Ledger", "Setting"]
+
+VACANT, OPEN, COLLATING, READY, CLOSED = range(5)
+STOPPING, DRAINING = 1, 2
+NOT_COMPLETE, PUBLISHED, MUST_COLLATE = range(3)
+EVERYBODY = 99
+
+# state << 6 | worker << 4 | number
+FREE, CLAIMED, DONE, CANCELLED = 0, 1 << 6, 2 << 6, 3 << 6
+BOUND, FILLED = 1 << 6, 2 << 6
+STATE, NUMBER = 3 << 6, 15
+# Of cursors: version << 4 | number. Of a batch's state: generation << 5 | worker << 3 | state.
+ONE_VERSION, ONE_GENERATION, CODE = 1 << 4, 1 << 5, 7
+
+Steps = Generator[Op, Any, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is loaded, by whom.
+
+    Attributes:
+        batches: Sizes of the batches of each pass; another pass than the last is abandoned.
+        window: Batches that may be open.
+        positions: Records of the ring.
+        bound: Each sample has its own place.
+        late: Samples take the newest open place.
+        lag: Where places are free, samples that have none are bound when so many more batches are open.
+        max_run: Samples that a worker claims at most.
+        collated: Batches must be collated; "whole": by who ran all their samples, where one did.
+        owned: Batch k is for worker k mod n.
+        any_order: Batches are delivered when they are ready.
+        leave_after: Batches that are delivered of a pass that is abandoned.
+    """
+
+    batches: tuple[tuple[int, ...], ...] = ((2, 2),)
+    workers: int = 2
+    window: int = 2
+    positions: int = 4
+    records: int = 2
+    bound: bool = True
+    late: bool = False
+    lag: int = 1
+    max_run: int = 1
+    collated: str = ""
+    owned: bool = False
+    any_order: bool = False
+    leave_after: int = 0
+    kills: int = 1
+    buffered: bool = False
+    whole_gate: bool = True
+    hint: bool = False
+
+    @property
+    def reuses(self) -> bool:
+        """Whether records are used a second time."""
+        return (
+            sum(map(sum, self.batches)) > self.positions
+            or sum(map(len, self.batches)) > self.records
+        )
+
+
+class Consumer(NamedTuple):
+    """What the dispatcher remembers; records of batches."""
+
+    opened: int = 0
+    open: tuple[int, ...] = ()
+    live: tuple[int, ...] = ()
+    recent: tuple[int, ...] = ()
+    done: tuple[int, ...] = ()  # delivered, but perhaps somebody still works for them
+    cancelled: tuple[int, ...] = ()
+    got: tuple[int, ...] = ()
+    started: bool = False
+    dry: bool = False
+
+    def without(self, record: int) -> Consumer:
+        return self._replace(
+            live=tuple(one for one in self.live if one != record),
+            done=tuple(one for one in self.done if one != record),
+            cancelled=tuple(one for one in self.cancelled if one != record),
+        )
+
+
+class Gate:
+    """A gate's words; in place of the count of events, one word for each who may sleep here: has there been one?"""
+
+    def __init__(self, memory: Memory, name: str, users: int) -> None:
+        words = memory.words(f"{name}.events", users)
+        self.events = range(words[0], words[0] + users)
+        self.sleepers = memory.word(f"{name}.sleepers")
+
+
+class Ledger:
+    """Memory, consumer and workers of a setting. Mutations override what they break."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.memory = memory = Memory()
+        self.head, self.tail = memory.word("head"), memory.word("tail")
+        self.shutdown, self.stranded = memory.word("shutdown"), memory.word("stranded")
+        self.work, self.ready = Gate(memory, "work", setting.workers), Gate(memory, "ready", 1)
+        passes = len(setting.batches)
+        self.cursor, self.limit = memory.words("cursor", passes), memory.words("limit", passes)
+        self.ticket = memory.words("ticket", setting.positions)
+        self.place = memory.words("place", setting.positions)
+        self.value = memory.words("value", setting.positions)
+        self.position = memory.words("position", setting.positions)
+        self.batch = memory.words("batch", setting.positions)
+        self.state = memory.words("state", setting.records)
+        self.first = memory.words("first", setting.records)
+        self.count = memory.words("count", setting.records)
+        self.pass_index = memory.words("pass_index", setting.records)
+        self.hint = memory.words("hint", setting.records)
+        self.result = memory.words("result", setting.records)
+        self.owner = memory.words("owner", setting.records)
+        # Nobody looks at a record that is used once before it is published.
+        self.racy, self.plain = (load, store) if setting.reuses else (peek, poke)
+
+    def at(self, number: int) -> int:
+        return number % self.setting.positions
+
+    def final(self, name: str, value: int) -> bool:
+        """Whether a word that has this value is not changed any more, as far as its readers care."""
+        if name == "tail":
+            return value == sum(map(sum, self.setting.batches))
+        if name == "shutdown":
+            return value == STOPPING
+        if self.setting.reuses:
+            return False
+        if name.startswith("ticket"):
+            return value & STATE in (DONE, CANCELLED)
+        if name.startswith("place"):
+            return value & STATE == FILLED
+        if name.startswith("state"):
+            return value > ONE_GENERATION and value & CODE in (VACANT, READY, CLOSED)
+        return False
+
+    # ---- the gate
+
+    def notify(self, gate: Gate, sleepers: int) -> Steps:
+        if self.setting.whole_gate:
+            yield notify(gate.events, sleepers)
+            return
+        yield count_event(gate.events)
+        asleep = yield load(gate.sleepers)
+        if asleep != 0:
+            yield wake(gate.events, sleepers)
+
+    def events(self, gate: Gate, who: int) -> Steps:
+        yield clear(gate.events[who])
+
+    def wait(self, gate: Gate, who: int) -> Steps:
+        if self.setting.whole_gate:
+            yield from self.sleep(gate, who)
+            return
+        yield add(gate.sleepers, 1)
+        event = yield load(gate.events[who])
+        if not event:
+            yield from self.sleep(gate, who)
+        yield add(gate.sleepers, -1)
+
+    def sleep(self, gate: Gate, who: int) -> Steps:
+        yield sleep(gate.events[who])
+
+    # ---- the consumer's side
+
+    def open_pass(self, index: int) -> Steps:
+        tail = yield peek(self.tail)
+        cursor = yield peek(self.cursor[index])
+        yield store(self.limit[index], tail)
+        yield store(self.cursor[index], (cursor & ~NUMBER) + ONE_VERSION | tail)
+
+    def publish(self, count: int, pass_index: int, owner: int) -> Steps:
+        bound = self.setting.bound
+        tail = yield peek(self.tail)
+        index = 0
+        while True:
+            state = yield peek(self.state[index])
+            if state & CODE == VACANT:
+                break
+            index += 1
+        yield self.plain(self.first[index], tail)
+        yield self.plain(self.count[index], count)
+        yield self.plain(self.pass_index[index], pass_index)
+        yield self.plain(self.hint[index], 0)
+        yield self.plain(self.result[index], 0)
+        if self.setting.owned:
+            yield self.plain(self.owner[index], owner)
+        for seq in range(tail, tail + count):
+            yield self.plain(self.position[self.at(seq)], seq)
+            yield self.plain(self.batch[self.at(seq)], index)
+            yield self.plain(self.place[self.at(seq)], BOUND | (seq + 1) if bound else seq + 1)
+        yield store(self.state[index], (state & -ONE_GENERATION) + ONE_GENERATION | OPEN)
+        yield (poke if bound else store)(self.limit[pass_index], tail + count)
+        yield from self.offer(tail, count)
+        yield from self.notify(self.work, EVERYBODY if owner else count)
+        return index
+
+    def offer(self, tail: int, count: int) -> Steps:
+        for seq in range(tail, tail + count):
+            yield store(self.ticket[self.at(seq)], FREE | (seq + 1) if self.setting.bound else FREE)
+        yield store(self.tail, tail + count)
+
+    def bind_late(self, old: int, new: int) -> Steps:
+        first = yield peek(self.first[old])
+        count = yield peek(self.count[old])
+        pass_index = yield peek(self.pass_index[old])
+        next_place = yield peek(self.first[new])
+        target_count = yield peek(self.count[new])
+        end = next_place + target_count
+        for seq in range(first, first + count):
+            place = 0
+            while True:
+                word = yield load(self.ticket[self.at(seq)])
+                if word & STATE in (DONE, CANCELLED) or word & NUMBER:
+                    break
+                if place == 0:
+                    place = yield from self.take(next_place, end, pass_index, seq)
+                    if place == 0:
+                        place = yield from self.try_oldest(pass_index, seq)
+                    next_place = max(next_place, place)
+                if place:
+                    done = yield from self.bind(seq, word, place)
+                    if done:
+                        break
+            if place:
+                word = yield load(self.ticket[self.at(seq)])
+                if word & NUMBER != place:
+                    yield from self.give_back(place, seq)
+
+    def bind(self, seq: int, word: int, place: int) -> Steps:
+        done = yield cas(self.ticket[self.at(seq)], word, word | place)
+        return done
+
+    def settled(self, record: int) -> Steps:
+        first = yield peek(self.first[record])
+        count = yield peek(self.count[record])
+        for seq in range(first, first + count):
+            word = yield load(self.ticket[self.at(seq)])
+            if word & STATE not in (DONE, CANCELLED):
+                return False
+        return True
+
+    def cancel(self, record: int) -> Steps:
+        first = yield peek(self.first[record])
+        count = yield peek(self.count[record])
+        for seq in range(first, first + count):
+            word = yield load(self.ticket[self.at(seq)])
+            if word & STATE == FREE:
+                yield cas(self.ticket[self.at(seq)], word, CANCELLED)
+
+    def close(self, record: int) -> Steps:
+        word = yield load(self.state[record])
+        if word & CODE == OPEN:
+            closed = yield cas(self.state[record], word, word & ~CODE | CLOSED)
+            return closed
+        return word & CODE != COLLATING
+
+    def retire(self, record: int) -> Steps:
+        word = yield peek(self.state[record])
+        # Of a record that is used once, nobody cares.
+        yield self.plain(self.state[record], word & -ONE_GENERATION | VACANT)
+
+    def release(self, worker: int, live: tuple[int, ...]) -> Steps:
+        """``live``: records in use, the oldest first."""
+        tail = yield peek(self.tail)
+        base = tail
+        if live:
+            base = yield peek(self.first[live[0]])
+        if not self.setting.bound:  # else each ticket names its place from the beginning
+            yield from self.release_places(worker, base, tail)
+        for seq in range(base, tail):
+            word = yield load(self.ticket[self.at(seq)])
+            if word & STATE != CLAIMED or (word >> 4) & 3 != worker:
+                continue
+            place = word & NUMBER
+            if place:
+                kept = yield from self.is_kept(seq, place - 1)
+                if not kept:
+                    yield store(self.ticket[self.at(seq)], DONE | place)
+                    continue
+            if self.setting.bound:
+                index = yield peek(self.batch[self.at(seq)])
+                yield store(self.result[index], 0)
+            yield store_sc(self.ticket[self.at(seq)], FREE | place)
+            yield from self.lower(self.head, seq)
+        yield from self.release_batches(worker, live)
+        yield add(self.stranded, 1)
+        yield from self.notify(self.work, EVERYBODY)
+
+    def is_kept(self, seq: int, place: int) -> Steps:
+        word = yield load(self.place[self.at(place)])
+        return word == BOUND | (seq + 1)
+
+    def release_places(self, worker: int, base: int, tail: int) -> Steps:
+        for place in range(base, tail):
+            word = yield load(self.place[self.at(place)])
+            if word & STATE != BOUND:
+                continue
+            seq = (word & NUMBER) - 1
+            word = yield load(self.ticket[self.at(seq)])
+            position = yield peek(self.position[self.at(seq)])
+            if (
+                position == seq
+                and word & STATE == CLAIMED
+                and (word >> 4) & 3 == worker
+                and word & NUMBER != place + 1
+            ):
+                yield from self.give_back(place + 1, seq)
+
+    def release_batches(self, worker: int, live: tuple[int, ...]) -> Steps:
+        for index in live:
+            word = yield load(self.state[index])
+            if word & CODE == COLLATING and (word >> 3) & 3 == worker:
+                yield store(self.state[index], word & -ONE_GENERATION | OPEN)
+
+    def shut_down(self, how: int) -> Steps:
+        yield store(self.shutdown, how)
+        yield from self.notify(self.work, EVERYBODY)
+
+    # ---- the workers' side
+
+    def claim(self, worker: int) -> Steps:
+        stranded = 0
+        if self.setting.kills:
+            stranded = yield load(self.stranded)
+        if stranded:
+            index = yield from self.adopt(worker)
+            if index is not None:
+                return index, 0, 0
+        max_run = self.setting.max_run
+        while True:
+            tail = yield load(self.tail)
+            head = yield load(self.head)
+            seq = head & NUMBER
+            passed_over = NUMBER
+            claimed = False
+            while seq < tail and not claimed:
+                word = yield load(self.ticket[self.at(seq)])
+                if word & STATE != FREE:
+                    seq += 1
+                    continue
+                position = yield self.racy(self.position[self.at(seq)])
+                if position != seq:
+                    seq += 1
+                    continue
+                if self.setting.owned:
+                    index = yield self.racy(self.batch[self.at(seq)])
+                    owner = yield self.racy(self.owner[index])
+                    if owner not in (0, worker + 1):
+                        passed_over = min(passed_over, seq)
+                        seq += 1
+                        continue
+                claimed = yield from self.grab(worker, seq, word)
+            if not claimed:
+                yield cas(self.head, head, head & ~NUMBER | min(seq, passed_over))
+                return None
+            looked_at = seq
+            seq = yield peek(self.position[self.at(seq)])
+            index = yield peek(self.batch[self.at(seq)])
+            first = yield peek(self.first[index])
+            size = yield peek(self.count[index])
+            count = 1
+            while count < max_run and seq + count < first + size:
+                word = yield load(self.ticket[self.at(seq + count)])
+                if word & STATE != FREE:
+                    break
+                claimed = yield from self.grab(worker, seq + count, word)
+                if not claimed:
+                    break
+                count += 1
+            if seq == looked_at:
+                yield cas(self.head, head, head & ~NUMBER | min(seq + count, passed_over))
+            return index, seq - first, count
+
+    def grab(self, worker: int, seq: int, word: int) -> Steps:
+        claimed = yield cas(self.ticket[self.at(seq)], word, word | CLAIMED | worker << 4)
+        return claimed
+
+    def reserve(self, worker: int, seq: int) -> Steps:
+        index = yield peek(self.batch[self.at(seq)])
+        pass_index = yield peek(self.pass_index[index])
+        word = yield load(self.ticket[self.at(seq)])
+        place = word & NUMBER
+        if place == 0:
+            take = self.take_newest if self.setting.late else self.take_oldest
+            taken = yield from take(pass_index, seq)
+            yield cas(self.ticket[self.at(seq)], word, word | taken)
+            word = yield load(self.ticket[self.at(seq)])
+            place = word & NUMBER
+            if place != taken:
+                yield from self.give_back(taken, seq)
+        return place - 1
+
+    def write(self, seq: int, place: int) -> Steps:
+        """The sample itself."""
+        yield poke(self.value[self.at(place)], seq + 1)
+
+    def fill(self, worker: int, seq: int, place: int) -> Steps:
+        index = yield peek(self.batch[self.at(place)])
+        yield from self.mark_filled(seq, place)
+        yield from self.settle(worker, seq, place)
+        outcome = yield from self.complete(worker, index)
+        return outcome, index
+
+    def fill_run(self, worker: int, index: int, k: int, count: int) -> Steps:
+        first = yield peek(self.first[index])
+        seq, end = first + k, first + k + count
+        while seq < end:
+            yield from self.mark_filled(seq, seq)
+            yield from self.settle(worker, seq, seq)
+            seq += 1
+        outcome = yield from self.complete(worker, index)
+        return outcome
+
+    def mark_filled(self, seq: int, place: int) -> Steps:
+        before = yield store_sc(self.place[self.at(place)], FILLED | (seq + 1))
+        assert before == BOUND | (seq + 1), f"place {place} was not kept for sample {seq}"
+
+    def set_ready(self, index: int) -> Steps:
+        yield store(self.result[index], 1)
+        # The worker is the only one who changes this state, unless it is not.
+        word = yield load(self.state[index])
+        assert word & CODE == COLLATING, f"batch record {index} is published by two"
+        yield store(self.state[index], word & -ONE_GENERATION | READY)
+        yield from self.notify(self.ready, EVERYBODY)
+
+    # ---- inner parts
+
+    def take(self, begin: int, end: int, pass_index: int, seq: int) -> Steps:
+        place = begin
+        while place < end:
+            word = yield load(self.place[self.at(place)])
+            if word == place + 1:
+                here = yield from self.is_in_pass(place, pass_index)
+                if here:
+                    taken = yield cas(self.place[self.at(place)], word, BOUND | (seq + 1))
+                    if taken:
+                        return place + 1
+            place += 1
+        return 0
+
+    def is_in_pass(self, place: int, pass_index: int) -> Steps:
+        index = yield self.racy(self.batch[self.at(place)])
+        its_pass = yield self.racy(self.pass_index[index])
+        if its_pass != pass_index:
+            return False
+        first = yield self.racy(self.first[index])
+        return first <= place
+
+    def try_oldest(self, pass_index: int, seq: int) -> Steps:
+        cursor = yield load(self.cursor[pass_index])
+        limit = yield load(self.limit[pass_index])
+        place = yield from self.take(cursor & NUMBER, limit, pass_index, seq)
+        if place == 0:
+            place = yield from self.take_spare(pass_index, seq)
+            return place
+        yield cas(self.cursor[pass_index], cursor, cursor & ~NUMBER | place)
+        return place
+
+    def take_oldest(self, pass_index: int, seq: int) -> Steps:
+        place = 0
+        while place == 0:
+            place = yield from self.try_oldest(pass_index, seq)
+        return place
+
+    def take_newest(self, pass_index: int, seq: int) -> Steps:
+        place = yield load(self.limit[pass_index])
+        cursor = yield load(self.cursor[pass_index])
+        while place > cursor & NUMBER:
+            taken = yield from self.take(place - 1, place, pass_index, seq)
+            if taken:
+                return place
+            place -= 1
+        place = yield from self.take_oldest(pass_index, seq)
+        return place
+
+    def take_spare(self, pass_index: int, seq: int) -> Steps:
+        limit = yield load(self.limit[pass_index])
+        place = limit - min(limit, self.setting.positions)
+        while place < limit:
+            word = yield load(self.place[self.at(place)])
+            if word & STATE == BOUND:
+                taken = yield from self.take_from(place, word, pass_index, seq)
+                if taken:
+                    return place + 1
+            place += 1
+        return 0
+
+    def take_from(self, place: int, word: int, pass_index: int, seq: int) -> Steps:
+        position = yield self.racy(self.position[self.at(place)])
+        if position != place:
+            return False
+        here = yield from self.is_in_pass(place, pass_index)
+        if not here:
+            return False
+        holder = (word & NUMBER) - 1
+        if holder == seq:
+            return True
+        ticket = yield load(self.ticket[self.at(holder)])
+        if not ticket & NUMBER or ticket & NUMBER == place + 1:
+            return False
+        position = yield self.racy(self.position[self.at(holder)])
+        if position != holder:
+            return False
+        taken = yield cas(self.place[self.at(place)], word, BOUND | (seq + 1))
+        return taken
+
+    def give_back(self, place: int, seq: int) -> Steps:
+        index = yield peek(self.batch[self.at(place - 1)])
+        pass_index = yield peek(self.pass_index[index])
+        given = yield cas(self.place[self.at(place - 1)], BOUND | (seq + 1), place)
+        if given:
+            yield from self.lower(self.cursor[pass_index], place - 1)
+
+    def settle(self, worker: int, seq: int, place: int) -> Steps:
+        mine = CLAIMED | worker << 4 | (place + 1)
+        # Who finds it claimed does what he does if it is done, but for the consumer in some settings.
+        one_pass = len(self.setting.batches) == 1
+        change = own if self.setting.bound and one_pass and not self.setting.reuses else cas
+        yield change(self.ticket[self.at(seq)], mine, DONE | (place + 1))
+
+    def lower(self, cursor: int, position: int) -> Steps:
+        while True:
+            word = yield load(cursor)
+            lowered = (word & ~NUMBER) + ONE_VERSION | min(word & NUMBER, position)
+            done = yield cas(cursor, word, lowered)
+            if done:
+                return
+
+    def all_filled(self, index: int, state: int) -> Steps:
+        generation = state & -ONE_GENERATION
+        first = yield self.racy(self.first[index])
+        count = yield self.racy(self.count[index])
+        hint = 0
+        if self.setting.hint:
+            hint = yield load(self.hint[index])
+        k = self.trusted(hint, generation)
+        while k < count:
+            word = yield load(self.place[self.at(first + k)])
+            if word & STATE != FILLED:
+                if self.setting.hint:
+                    yield store(self.hint[index], generation | k)
+                return False
+            k += 1
+        return True
+
+    def trusted(self, hint: int, generation: int) -> int:
+        return hint - generation if hint & -ONE_GENERATION == generation else 0
+
+    def complete(self, worker: int, index: int) -> Steps:
+        state = yield load(self.state[index])
+        if state & CODE != OPEN:
+            return NOT_COMPLETE
+        full = yield from self.all_filled(index, state)
+        if not full:
+            return NOT_COMPLETE
+        won = yield from self.win(worker, index, state)
+        if not won:
+            return NOT_COMPLETE
+        result = yield peek(self.result[index])
+        if result or not self.setting.collated:
+            yield store(self.state[index], state & -ONE_GENERATION | READY)
+            yield from self.notify(self.ready, EVERYBODY)
+            return PUBLISHED
+        return MUST_COLLATE
+
+    def win(self, worker: int, index: int, state: int) -> Steps:
+        won = yield cas(self.state[index], state, state & -ONE_GENERATION | worker << 3 | COLLATING)
+        return won
+
+    def adopt(self, worker: int) -> Steps:
+        seen = yield load(self.stranded)
+        index = 0
+        while index < self.setting.records:
+            outcome = yield from self.complete(worker, index)
+            if outcome == MUST_COLLATE:
+                return index
+            index += 1
+        yield cas(self.stranded, seen, 0)
+        return None
+
+    # ---- who drives it
+
+    def worker(self, number: int) -> Process:
+        while True:
+            yield from self.events(self.work, number)
+            shutdown = yield load(self.shutdown)
+            if shutdown == STOPPING:
+                return
+            worked = yield from self.step(number)
+            if not worked:
+                if shutdown == DRAINING:
+                    return
+                yield from self.wait(self.work, number)
+
+    def step(self, number: int) -> Steps:
+        lease = yield from self.claim(number)
+        if lease is None:
+            return False
+        index, k, count = lease
+        if count == 0:
+            yield from self.set_ready(index)
+            return True
+        first = yield peek(self.first[index])
+        if self.setting.bound:
+            yield from self.run_bound(number, index, first, k, count)
+            return True
+        seq, end = first + k, first + k + count
+        while seq < end:
+            place = yield from self.reserve(number, seq)
+            yield from self.write(seq, place)
+            outcome, there = yield from self.fill(number, seq, place)
+            if outcome == MUST_COLLATE:
+                yield from self.set_ready(there)
+            seq += 1
+        return True
+
+    def run_bound(self, number: int, index: int, first: int, k: int, count: int) -> Steps:
+        seq, end = first + k, first + k + count
+        while seq < end:
+            yield from self.write(seq, seq)
+            seq += 1
+        size = yield peek(self.count[index])
+        if count == size and self.setting.collated == "whole":
+            yield store(self.result[index], 1)
+        outcome = yield from self.fill_run(number, index, k, count)
+        if outcome == MUST_COLLATE:
+            yield from self.set_ready(index)
+
+    def consumer(self) -> Process:
+        state = Consumer()
+        for pass_index in range(len(self.setting.batches)):
+            state = yield from self.run_pass(state, pass_index)
+        yield from self.shut_down(STOPPING)
+        yield join()
+
+    def run_pass(self, state: Consumer, pass_index: int) -> Steps:
+        """One pass of the dispatcher, up to its end or until it is abandoned."""
+        sizes = self.setting.batches[pass_index]
+        last = pass_index == len(self.setting.batches) - 1
+        yield from self.open_pass(pass_index)
+        state = state._replace(opened=0, open=(), recent=(), got=())
+        begin = yield peek(self.tail)
+        while True:
+            state = yield from self.refill(state, pass_index)
+            if not state.started:
+                for number in range(self.setting.workers):
+                    yield start(1 + number)
+                state = state._replace(started=True)
+            if not last and state.opened - len(state.open) >= self.setting.leave_after:
+                state = yield from self.abandon(state)
+                return state
+            found = yield from self.look(state.open)
+            if found is not None:
+                got = yield from self.delivered(found)
+                assert not set(got) & set(state.got), f"repeated: {got}"
+                state = state._replace(
+                    open=tuple(record for record in state.open if record != found),
+                    got=tuple(sorted(state.got + got)),
+                    done=(*state.done, found),
+                )
+                state = yield from self.sweep(state)
+            elif state.opened == len(sizes) and not state.open:
+                assert state.got == tuple(range(begin, begin + sum(sizes))), f"lost: {state.got}"
+                return state
+            else:
+                state = yield from self.pause(state)
+
+    def pause(self, state: Consumer) -> Steps:
+        if state.open:  # else it looks again in a while: nobody tells that there is room
+            yield from self.wait(self.ready, 0)
+        yield from self.check(state.live)
+        state = yield from self.sweep(state)
+        return state
+
+    def abandon(self, state: Consumer) -> Steps:
+        for record in state.open:
+            yield from self.cancel(record)
+        state = state._replace(cancelled=state.cancelled + state.open, open=())
+        state = yield from self.sweep(state)
+        return state
+
+    def refill(self, state: Consumer, pass_index: int) -> Steps:
+        sizes = self.setting.batches[pass_index]
+        while len(state.open) < self.setting.window:
+            if state.opened == len(sizes):
+                if pass_index == len(self.setting.batches) - 1 and not state.dry:
+                    yield from self.shut_down(DRAINING)
+                    state = state._replace(dry=True)
+                break
+            count = sizes[state.opened]
+            tail = yield peek(self.tail)
+            base = tail
+            if state.live:
+                base = yield peek(self.first[state.live[0]])
+            if (
+                len(state.live) == self.setting.records
+                or tail + count - base > self.setting.positions
+            ):
+                break
+            owner = state.opened % self.setting.workers + 1 if self.setting.owned else 0
+            record = yield from self.publish(count, pass_index, owner)
+            recent = (*state.recent, record)
+            if not self.setting.bound and len(recent) > self.setting.lag:
+                overdue, *rest = recent
+                recent = tuple(rest)
+                if overdue in state.live:
+                    yield from self.bind_late(overdue, record)
+            state = state._replace(
+                opened=state.opened + 1,
+                open=(*state.open, record),
+                live=(*state.live, record),
+                recent=recent,
+            )
+        return state
+
+    def look(self, open_: tuple[int, ...]) -> Steps:
+        yield from self.events(self.ready, 0)
+        found = yield from self.find(open_)
+        return found
+
+    def find(self, open_: tuple[int, ...]) -> Steps:
+        for record in open_ if self.setting.any_order else open_[:1]:
+            state = yield load(self.state[record])
+            if state & CODE == READY:
+                return record
+        return None
+
+    def delivered(self, record: int) -> Steps:
+        """Look at what lies in a batch that is ready; nobody may change it any more."""
+        first = yield peek(self.first[record])
+        count = yield peek(self.count[record])
+        result = yield peek(self.result[record])
+        assert not self.setting.collated or result, f"batch record {record} is not collated"
+        got: tuple[int, ...] = ()
+        for place in range(first, first + count):
+            word = yield peek(self.place[self.at(place)])
+            value = yield peek(self.value[self.at(place)])
+            assert word & STATE == FILLED, f"place {place} is not filled"
+            assert value == word & NUMBER, f"place {place} does not hold what it says"
+            assert not self.setting.bound or value == place + 1, f"place {place} holds {value - 1}"
+            got = (*got, value - 1)
+        return got
+
+    def sweep(self, state: Consumer) -> Steps:
+        for record in state.done:
+            settled = self.setting.bound
+            if not settled:
+                settled = yield from self.settled(record)
+            if settled:
+                yield from self.retire(record)
+                state = state.without(record)
+        if state.cancelled and not (state.done and not self.setting.bound):
+            for record in state.cancelled:
+                settled = yield from self.settled(record)
+                if not settled:
+                    return state
+                closed = yield from self.close(record)
+                if not closed:
+                    return state
+            for record in state.cancelled:
+                yield from self.retire(record)
+                state = state.without(record)
+        return state
+
+    def check(self, live: tuple[int, ...]) -> Steps:
+        """Replace dead workers."""
+        dead = yield deaths()
+        for process in dead:
+            yield from self.release(process - 1, live)
+            yield start(process)
+
+    def processes(self) -> list[Any]:
+        workers = [
+            lambda number=number: self.worker(number) for number in range(self.setting.workers)
+        ]
+        return [self.consumer, *workers]

@@ -1,0 +1,223 @@
+"""The ledger with one mistake each, which the checker must find."""
+
+from __future__ import annotations
+
+from tests.model.explore import Process, cas, load, peek, store, store_sc, wake
+from tests.model.explore import count as count_event
+from tests.model.ledger import (
+    CLAIMED,
+    COLLATING,
+    DONE,
+    DRAINING,
+    FREE,
+    NUMBER,
+    ONE_GENERATION,
+    STOPPING,
+    Consumer,
+    Gate,
+    Ledger,
+    Setting,
+    Steps,
+)
+
+
+class NotifierLooksFirst(Ledger):
+    """Who sleeps between the look and the event is not woken."""
+
+    def notify(self, gate: Gate, sleepers: int) -> Steps:
+        asleep = yield load(gate.sleepers)
+        yield count_event(gate.events)
+        if asleep != 0:
+            yield wake(gate.events, sleepers)
+
+
+class SleeperDoesNotRegister(Ledger):
+    """Nobody knows that there is somebody to wake."""
+
+    def wait(self, gate: Gate, who: int) -> Steps:
+        event = yield load(gate.events[who])
+        if not event:
+            yield from self.sleep(gate, who)
+
+
+class StopIsAskedFirst(Ledger):
+    """The end may come between the answer and the look at the event count."""
+
+    def worker(self, number: int) -> Process:
+        while True:
+            shutdown = yield load(self.shutdown)
+            if shutdown == STOPPING:
+                return
+            yield from self.events(self.work, number)
+            worked = yield from self.step(number)
+            if not worked:
+                shutdown = yield load(self.shutdown)
+                if shutdown == DRAINING:
+                    return
+                yield from self.wait(self.work, number)
+
+
+class ReadyIsAskedFirst(Ledger):
+    """The consumer may miss the event of the batch that it waits for."""
+
+    def look(self, open_: tuple[int, ...]) -> Steps:
+        found = yield from self.find(open_)
+        yield from self.events(self.ready, 0)
+        return found
+
+
+class TailComesFirst(Ledger):
+    """Who sees tickets of the last round passes over them, and the head with him."""
+
+    def offer(self, tail: int, count: int) -> Steps:
+        yield store(self.tail, tail + count)
+        for seq in range(tail, tail + count):
+            yield store(self.ticket[self.at(seq)], FREE | (seq + 1) if self.setting.bound else FREE)
+
+
+class ReleaseLeavesTheHead(Ledger):
+    """Nobody looks at the tickets that went out again."""
+
+    def lower(self, cursor: int, position: int) -> Steps:
+        if cursor != self.head:
+            yield from super().lower(cursor, position)
+
+
+class HeadHasNoVersion(Ledger):
+    """A worker that is just moving the head on does not see that it was moved back."""
+
+    def lower(self, cursor: int, position: int) -> Steps:
+        while True:
+            word = yield load(cursor)
+            done = yield cas(cursor, word, word & ~NUMBER | min(word & NUMBER, position))
+            if done:
+                return
+
+
+class ReleaseForgetsPlaces(Ledger):
+    """A place that the dead worker took for a sample whose ticket did not say so yet is lost."""
+
+    def release_places(self, worker: int, base: int, tail: int) -> Steps:
+        yield peek(self.tail)
+
+    def take_spare(self, pass_index: int, seq: int) -> Steps:
+        yield load(self.limit[pass_index])
+        return 0
+
+
+class ReleaseForgetsBatches(Ledger):
+    """A batch that the dead worker was to collate is collated by nobody."""
+
+    def release_batches(self, worker: int, live: tuple[int, ...]) -> Steps:
+        yield peek(self.tail)
+
+
+class ReleaseRepeats(Ledger):
+    """What the dead worker had filled without having said so on the ticket goes out again."""
+
+    def is_kept(self, seq: int, place: int) -> Steps:
+        yield peek(self.tail)
+        return True
+
+
+class NobodyAdopts(Ledger):
+    """A full batch whose worker died is looked for by nobody."""
+
+    def adopt(self, worker: int) -> Steps:
+        yield store(self.stranded, 0)
+
+
+class SettlesWithoutLooking(Ledger):
+    """The ticket may have come round the ring."""
+
+    def settle(self, worker: int, seq: int, place: int) -> Steps:
+        yield store(self.ticket[self.at(seq)], DONE | (place + 1))
+
+
+class TwoPublish(Ledger):
+    """Both workers that see a batch full publish it."""
+
+    def win(self, worker: int, index: int, state: int) -> Steps:
+        yield store(self.state[index], state & -ONE_GENERATION | worker << 3 | COLLATING)
+        return True
+
+
+class CountsBehindABuffer(Ledger):
+    """A notifier looks for sleepers before they can see its event, on any real processor."""
+
+    def notify(self, gate: Gate, sleepers: int) -> Steps:
+        for word in gate.events:
+            yield store(word, 1)
+        asleep = yield load(gate.sleepers)
+        if asleep != 0:
+            yield wake(gate.events, sleepers)
+
+
+class NobodySweeps(Ledger):
+    """Abandoned batches take up the room of the next pass until one of its batches is delivered."""
+
+    def pause(self, state: Consumer) -> Steps:
+        yield from self.wait(self.ready, 0)
+        yield from self.check(state.live)
+        return state
+
+
+class HintHasNoGeneration(Ledger):
+    """A hint of an earlier batch lets places count as filled that are not."""
+
+    def trusted(self, hint: int, generation: int) -> int:
+        return hint & (ONE_GENERATION - 1)
+
+
+class ClaimsWithoutLooking(Ledger):
+    """Two workers claim the same sample."""
+
+    def grab(self, worker: int, seq: int, word: int) -> Steps:
+        yield store_sc(self.ticket[self.at(seq)], word | CLAIMED | worker << 4)
+        return True
+
+
+class BindsWithoutLooking(Ledger):
+    """The consumer binds a sample to another place than its worker."""
+
+    def bind(self, seq: int, word: int, place: int) -> Steps:
+        yield store_sc(self.ticket[self.at(seq)], word | place)
+        return True
+
+
+class ClosesWithoutLooking(Ledger):
+    """An abandoned batch is used again while a worker still publishes it."""
+
+    def close(self, record: int) -> Steps:
+        yield peek(self.state[record])
+        return True
+
+
+ONE = ((1,),)
+TWO = ((2,),)
+MUTATIONS: dict[type[Ledger], Setting] = {
+    NotifierLooksFirst: Setting(ONE, whole_gate=False, kills=0),
+    SleeperDoesNotRegister: Setting(ONE, whole_gate=False, kills=0),
+    CountsBehindABuffer: Setting(ONE, whole_gate=False, kills=0, buffered=True),
+    StopIsAskedFirst: Setting(ONE, kills=0),
+    ReadyIsAskedFirst: Setting(ONE, kills=0),
+    TailComesFirst: Setting(((1, 1),), positions=1, records=1, window=1, kills=0),
+    ReleaseLeavesTheHead: Setting(ONE),
+    ReleaseForgetsPlaces: Setting(ONE, bound=False),
+    ReleaseForgetsBatches: Setting(ONE, collated="yes"),
+    ReleaseRepeats: Setting(ONE),
+    NobodyAdopts: Setting(ONE, collated="yes"),
+    SettlesWithoutLooking: Setting(((2, 1),), positions=2, records=1, window=1, kills=0),
+    TwoPublish: Setting(TWO, collated="yes", kills=0),
+    NobodySweeps: Setting(((1,), (1,)), positions=1, records=1, window=1, kills=0),
+    ClaimsWithoutLooking: Setting(ONE, kills=0),
+    ClosesWithoutLooking: Setting(
+        ((1,), (1,)), records=1, positions=2, window=1, kills=0, collated="yes"
+    ),
+}
+"""Where each mistake shows."""
+LARGE_MUTATIONS: dict[type[Ledger], Setting] = {
+    HeadHasNoVersion: Setting(((1, 1),)),
+    BindsWithoutLooking: Setting(((1, 1, 1),), bound=False, records=3, lag=2, kills=0),
+    HintHasNoGeneration: Setting(((2, 2),), positions=2, records=1, window=1, kills=0, hint=True),
+}

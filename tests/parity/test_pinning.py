@@ -1,0 +1,267 @@
+"""Pinning: torch's rules, and its warnings where nothing can be pinned.
+
+There need not be an accelerator: the functions that torch asks for one are replaced, and a note is taken of each
+tensor that would be pinned.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import minato
+from tests.datasets import Pair, Samples
+from tests.parity.harness import TorchLoader, describe, drain, each, recorded, same_for_both
+from tests.parity.material import Failing, Mixed, Stream, Tensors, identity
+
+PINNED: list[Any] = []
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch believes that it has one."""
+
+    def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        PINNED.append((type(tensor).__name__, tensor.dtype, tuple(tensor.shape)))
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    # torch's thread for pinning limits its own threads; that is not to be seen here
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+
+
+def pinned(make: Any, *arguments: Any, **options: Any) -> Any:
+    """All batches, and what was pinned for them."""
+    PINNED.clear()
+    batches = [*make(*arguments, pin_memory=True, **options)]
+    return batches, sorted(PINNED, key=str)  # torch pins what arrives first
+
+
+# ---- without an accelerator -----------------------------------------------------------------
+
+
+@each
+@pytest.mark.parametrize("device", ["", "cuda", "xpu", "sideways"])
+def test_without_an_accelerator_a_warning_says_so(device: str, workers: Any, own: Any) -> None:
+    def case(make: Any) -> Any:
+        loader = make(Tensors(5), 2, pin_memory=True, pin_memory_device=device, **workers)
+        return [[*loader] for _ in range(2)]  # it comes with each iterator
+
+    same_for_both(case, **own)
+    texts = [text for _, text in recorded(case, minato.DataLoader)["warnings"]]
+    assert sum("no accelerator is found" in text for text in texts) == 2
+
+
+def test_without_pinning_its_device_is_of_no_concern() -> None:
+    same_for_both(lambda make: [*make(Tensors(3), pin_memory_device="cuda")])
+
+
+# ---- with one -------------------------------------------------------------------------------
+
+
+class Slotted:
+    """It can be pinned, and remembers that it was."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.pinned = 0
+
+    def pin_memory(self) -> Slotted:
+        self.pinned += 1
+        return self
+
+
+class Other(Slotted):
+    """Another object stands for it when it is pinned."""
+
+    def pin_memory(self) -> Any:
+        return ["in its place", self.value]
+
+
+class PinnedDict(dict):
+    """Its own method goes before the rule for mappings."""
+
+    def pin_memory(self) -> Any:
+        return {"by itself": sorted(self)}
+
+
+class Frozen(Mapping):
+    """A mapping that cannot be changed, nor made from another."""
+
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Any:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Steps(Sequence):
+    """A sequence that is made from a list."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class Labelled(list):
+    """A list with an attribute."""
+
+    label = "none"
+
+
+def labelled() -> Labelled:
+    made = Labelled([torch.ones(1), "text"])
+    made.label = "kept"
+    return made
+
+
+RESULTS: dict[str, Any] = {
+    "tensor": torch.ones(2, 3),
+    "list": [torch.ones(1), torch.zeros(2)],
+    "tuple": (torch.ones(1), 3, "text"),
+    "named tuple": Pair(torch.ones(1), [torch.ones(2)]),
+    "dict": {"a": torch.ones(1), "b": {"c": torch.ones(2, dtype=torch.int16)}},
+    "ordered dict": collections.OrderedDict(x=torch.ones(1)),
+    "default dict": collections.defaultdict(list, x=[torch.ones(1)]),
+    "counter": collections.Counter("abca"),
+    "frozen mapping": Frozen(a=torch.ones(1)),
+    "list with an attribute": labelled(),
+    "sequence of the user's": Steps([torch.ones(1), 2]),
+    "range": range(3),
+    "texts": ["a", b"b"],
+    "number": 7,
+    "none": None,
+    "set": {1, 2},
+    "own method": Slotted(torch.ones(1)),
+    "own method, another object": Other(5),
+    "own method of a dict": PinnedDict(a=1),
+    "nested": [{"a": Slotted(1), "b": (Other(2), torch.ones(1))}],
+    "sparse": torch.eye(2).to_sparse(),
+    "empty": torch.ones(0, 3),
+}
+
+
+class Given:
+    """A ``collate_fn`` that has its results ready."""
+
+    def __init__(self, results: list[Any]) -> None:
+        self.results = results
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return copy.deepcopy(self.results[samples[0]])
+
+
+@each
+def test_everything_is_pinned_by_torchs_rules(accelerator: None, workers: Any, own: Any) -> None:
+    names = [name for name in RESULTS if not (name == "sparse" and workers["num_workers"])]
+    collate_fn = Given([RESULTS[name] for name in names])
+
+    def case(make: Any) -> Any:
+        batches, notes = pinned(make, range(len(names)), collate_fn=collate_fn, **workers)
+        return dict(zip(names, batches, strict=True)), notes
+
+    same_for_both(case, **own)
+
+
+@each
+@pytest.mark.parametrize("dataset", [Tensors(5), Mixed(5), Samples(RESULTS["texts"]), Stream(7)])
+def test_batches_of_default_collate(
+    accelerator: None, dataset: Any, workers: Any, own: Any
+) -> None:
+    def case(make: Any) -> Any:
+        return [
+            pinned(make, dataset, 2, persistent_workers=persistent, **workers)
+            for persistent in {False, workers["num_workers"] > 0}
+        ]
+
+    same_for_both(case, **({} if isinstance(dataset, Stream) else own))
+
+
+class Refuses(Slotted):
+    """It cannot be pinned."""
+
+    def pin_memory(self) -> Any:
+        raise LookupError("cannot be pinned")
+
+
+def refusing(samples: list[Any]) -> Any:
+    return Refuses(samples) if samples[0] % 2 else samples
+
+
+def test_error_of_a_pin_memory_method_and_going_on(accelerator: None) -> None:
+    same_for_both(lambda make: drain(iter(make(range(5), collate_fn=refusing, pin_memory=True))))
+    # With workers torch says "in pin memory thread", which minato does not have.
+    expected = [
+        describe([number]) if number % 2 == 0 else ("raised", "LookupError", "cannot be pinned")
+        for number in range(5)
+    ]
+    for options in ({}, {"worker_method": "thread"}):
+        loader = minato.DataLoader(
+            range(5), collate_fn=refusing, pin_memory=True, num_workers=2, **options
+        )
+        assert drain(iter(loader))[:-2] == expected
+
+
+@each
+def test_errors_of_samples_are_not_pinned(accelerator: None, workers: Any, own: Any) -> None:
+    def case(make: Any) -> Any:
+        loader = make(Failing(9), 3, collate_fn=identity, pin_memory=True, **workers)
+        return drain(iter(loader))
+
+    same_for_both(case, **own)
+
+
+def test_who_pins(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that asks for the batch: no thread copies beside it."""
+    threads = []
+
+    def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        threads.append(threading.current_thread())
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    for kind, number in ((minato.DataLoader, 0), (minato.DataLoader, 1), (TorchLoader, 1)):
+        threads.clear()
+        assert len([*kind(Tensors(2), num_workers=number, pin_memory=True)]) == 2
+        in_here = {thread is threading.current_thread() for thread in threads}
+        assert in_here == {kind is minato.DataLoader}
+
+
+def test_the_slot_is_free_once_its_batch_is_pinned(accelerator: None) -> None:
+    """What is delivered is the pinned copy: holding it keeps no memory of the arena."""
+    loader = minato.DataLoader(Tensors(64), 2, num_workers=2, pin_memory=True)
+    iterator = iter(loader)
+    kept = [*iterator]
+    assert [batch[:, 0, 0].tolist() for batch in kept] == [[i, i + 1.0] for i in range(0, 64, 2)]
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator")
+@each
+def test_batches_really_are_pinned(workers: Any, own: Any) -> None:
+    loader = minato.DataLoader(Mixed(5), 2, pin_memory=True, **workers, **own)
+    for batch in loader:
+        assert batch["image"].is_pinned()
+        assert batch["pair"].image.is_pinned()

@@ -1,0 +1,268 @@
+"""Randomness: what the main process draws, and what the workers' generators begin with."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
+
+import minato
+from tests.datasets import Numbers, three_draws
+from tests.parity.harness import each, generator_states, same_for_both, seed_everything
+from tests.parity.material import Drawing, DrawingStream, Stream, identity
+
+# ---- the main process -----------------------------------------------------------------------
+
+SAMPLING: dict[str, Callable[[torch.Generator | None], dict[str, Any]]] = {
+    "sequential": lambda g: {},
+    "shuffled": lambda g: {"shuffle": True, "generator": g},
+    "random sampler": lambda g: {"sampler": RandomSampler(range(9))},
+    "random sampler with a generator": lambda g: {"sampler": RandomSampler(range(9), generator=g)},
+    "replacement": lambda g: {
+        "sampler": RandomSampler(range(9), replacement=True, num_samples=40, generator=g)
+    },
+    "more than there are": lambda g: {"sampler": RandomSampler(range(9), num_samples=21)},
+    "weighted": lambda g: {
+        "sampler": WeightedRandomSampler([1, 2, 3], 9, generator=g),
+        "generator": g,
+    },
+    "subset": lambda g: {"sampler": SubsetRandomSampler([5, 2, 4], generator=g)},
+    "distributed": lambda g: {"sampler": DistributedSampler(range(9), 2, 0)},
+    "a generator, nothing to draw": lambda g: {"generator": g},
+}
+
+
+NO_GENERATOR = ("sequential", "random sampler", "more than there are", "distributed")
+
+
+@each
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        (name, given)
+        for name in SAMPLING
+        for given in (False, True)
+        if not (given and name in NO_GENERATOR)
+    ],
+)
+def test_states_after_each_step(name: str, given: bool, workers: Any, own: Any) -> None:
+    """Samples leave the generators of the main process alone, so that they show what the loader itself draws."""
+
+    def case(make: Any) -> Any:
+        generator = torch.Generator().manual_seed(11) if given else None
+        seen: list[Any] = []
+
+        def note(what: Any) -> None:
+            seen.append((what, generator_states(generator)))
+
+        loader = make(Numbers(9), 2, **SAMPLING[name](generator), **workers)
+        note("made")
+        note(len(loader))
+        for _ in range(2):
+            iterator = iter(loader)
+            note(iterator._base_seed)
+            for batch in iterator:
+                note(batch)
+            note("over")
+        note(next(iter(loader)))
+        return seen
+
+    same_for_both(case, **own)
+    if workers["num_workers"] and not own:
+        same_for_both(case, schedule="round_robin")
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["global", "own"])
+@pytest.mark.parametrize("dataset", [Numbers(7), Stream(7)], ids=["map", "stream"])
+def test_base_seed_of_persistent_workers(dataset: Any, given: bool) -> None:
+    """It is drawn when they start, and not again."""
+
+    def case(make: Any) -> Any:
+        generator = torch.Generator().manual_seed(11) if given else None
+        shuffle = True if isinstance(dataset, Numbers) else None
+        loader = make(
+            dataset, 2, shuffle, num_workers=1, persistent_workers=True, generator=generator
+        )
+        seen = []
+        for _ in range(3):
+            iterator = iter(loader)
+            seen.append([iterator._base_seed, *iterator, generator_states(generator)])
+        return seen
+
+    same_for_both(case)
+
+
+def test_numbers_are_those_of_torch_when_epochs_are_left_early() -> None:
+    def case(make: Any) -> Any:
+        loader = make(Numbers(20), 3, True, num_workers=2)
+        found = []
+        for stop in (1, 0, 3):
+            iterator = iter(loader)
+            found.append([next(iterator) for _ in range(stop)])
+            found.append(torch.rand(1))
+        return found, [*loader]
+
+    same_for_both(case)
+    same_for_both(case, schedule="round_robin")
+
+
+def test_random_split_and_two_loaders() -> None:
+    def case(make: Any) -> Any:
+        first, second = random_split(range(10), [0.7, 0.3])
+        pairs = zip(make(first, 2, True), make(second, 1, True, num_workers=1), strict=False)
+        return [*pairs], torch.rand(1)
+
+    same_for_both(case)
+
+
+def test_same_generator_for_sampler_and_loader_in_two_loaders() -> None:
+    def case(make: Any) -> Any:
+        generator = torch.Generator().manual_seed(5)
+        loaders = [make(Numbers(6), 2, True, generator=generator) for _ in range(2)]
+        return [[*zip(*loaders, strict=True)] for _ in range(2)]
+
+    same_for_both(case)
+
+
+# ---- the workers ----------------------------------------------------------------------------
+
+
+class Beginnings(Numbers):
+    """What a worker's generators began with."""
+
+    seen: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.seen is None:
+            info = get_worker_info()
+            assert info is not None
+            self.seen = info.id, info.seed, torch.initial_seed(), three_draws(), info.num_workers
+        time.sleep(0.005)  # for all workers to get something
+        return self.seen
+
+
+@pytest.mark.parametrize(
+    ("number", "context", "given"),
+    [(1, "fork", False), (3, "fork", True), (2, "forkserver", False)],
+)
+@pytest.mark.parametrize("own", [{"rng": "worker"}, {"schedule": "round_robin"}], ids=repr)
+def test_seeds_of_the_three_generators(number: int, context: str, given: bool, own: Any) -> None:
+    def case(make: Any) -> Any:
+        generator = torch.Generator().manual_seed(2) if given else None
+        loader = make(
+            Beginnings(20 * number),
+            None,
+            num_workers=number,
+            multiprocessing_context=context,
+            generator=generator,
+        )
+        return sorted({repr(sample) for sample in loader})
+
+    outcome = same_for_both(case, **own)
+    assert len(outcome[1]) == number
+
+
+def test_torch_draws_from_the_seed_that_worker_info_names() -> None:
+    for seed, initial in minato.DataLoader(Named(6), None, num_workers=2, schedule="round_robin"):
+        assert seed == initial
+
+
+class Named(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return info.seed, torch.initial_seed()
+
+
+def reseed(worker: int) -> None:
+    """What programs do to seed other libraries, too."""
+    seed = torch.initial_seed() % 2**32
+    random.seed(seed + 1)
+    np.random.seed(seed)
+
+
+def reseed_by_worker_info(worker: int) -> None:
+    """Another way that is often seen."""
+    info = get_worker_info()
+    assert info is not None
+    torch.manual_seed(info.seed % 1000 + worker)
+
+
+AUGMENTED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shuffled": {"shuffle": True},
+    "own generator": {"shuffle": True, "generator": 4},
+    "worker_init_fn": {"worker_init_fn": reseed},
+    "another": {"worker_init_fn": reseed_by_worker_info, "persistent_workers": True},
+    "persistent": {"shuffle": True, "persistent_workers": True},
+    "one ahead": {"prefetch_factor": 1, "drop_last": True},
+    "collated": {"collate_fn": identity},
+    "alone": {"batch_size": None},
+}
+
+
+@pytest.mark.parametrize("dataset", [Drawing(13), DrawingStream(5)], ids=["map", "stream"])
+@pytest.mark.parametrize("name", AUGMENTED)
+def test_augmentations_are_torchs_bit_for_bit(name: str, dataset: Any) -> None:
+    options = {"batch_size": 2, **AUGMENTED[name]}
+    stream = isinstance(dataset, DrawingStream)
+    if stream:
+        options.pop("shuffle", None)
+
+    def case(make: Any) -> Any:
+        arguments = dict(options)
+        if "generator" in arguments:
+            arguments["generator"] = torch.Generator().manual_seed(arguments["generator"])
+        loader = make(dataset, num_workers=2, **arguments)
+        return [[*loader] for _ in range(3)], three_draws()
+
+    same_for_both(case, **({} if stream else {"schedule": "round_robin"}))
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_augmentations_with_other_start_methods(
+    context: str,
+) -> None:
+    def case(make: Any) -> Any:
+        arguments = {"num_workers": 2, "multiprocessing_context": context}
+        loader = make(Drawing(9), 2, True, persistent_workers=True, **arguments)
+        return [[*loader] for _ in range(2)], three_draws()
+
+    same_for_both(case, schedule="round_robin")
+
+
+def test_augmentations_in_line() -> None:
+    """Without workers there is one stream, the main process's own, which the loop draws from, too."""
+
+    def case(make: Any) -> Any:
+        loader = make(Drawing(9), 2, True)
+        return [(batch, three_draws()) for _ in range(2) for batch in loader]
+
+    same_for_both(case, schedule="round_robin")
+    same_for_both(case, rng="worker")
+
+
+def test_augmentations_by_sample_do_not_touch_torchs_shuffling() -> None:
+    """The default binds what samples draw to their index; which indices there are is torch's all the same."""
+    found = []
+    for own in ({}, {"num_workers": 2}, {"num_workers": 2, "order": "batch"}):
+        seed_everything()
+        batches = [*minato.DataLoader(Drawing(9), 3, True, **own)]
+        found.append(sorted((batch[0].tolist(), batch[1].tolist()) for batch in batches))
+    seed_everything()
+    theirs = [batch[0].tolist() for batch in torch.utils.data.DataLoader(Drawing(9), 3, True)]
+    assert [indices for indices, _ in found[0]] == sorted(theirs)
+    assert found[0] == found[1] == found[2]

@@ -1,0 +1,79 @@
+"""Which samples begin before their turn, and by how much."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from minato.scheduler.foresight import Foresight
+from tests.scheduler.fakes import Bench
+
+MS = 1_000_000
+
+
+class Model:
+    """Knows the costs that it is given, and writes down what it is told."""
+
+    def __init__(self, costs: dict[int, float]) -> None:
+        self.costs = costs
+        self.observed: list[tuple[int, float]] = []
+
+    def predict(self, index: int) -> float | None:
+        return self.costs.get(index)
+
+    def observe(self, index: int, cost_ns: float) -> None:
+        self.observed.append((index, cost_ns))
+
+
+def order_of_claims(
+    bench: Bench, batches: list[list[int]], model: Model, **known: float
+) -> list[int]:
+    """Keys in the order in which a worker claims them."""
+    foresight = Foresight(bench.ledger, model, num_workers=2)
+    bench.ledger.slow_ns = int(known.get("slow_ns", 3 * MS))
+    foresight.mean_ns = known.get("mean_ns", 1.0 * MS)
+    bench.dispatcher._foresight = foresight
+    bench.begin(batches)
+    found = []
+    while (lease := bench.ledger.claim(0, 1)) is not None:
+        batch, k, _ = lease
+        found += bench.ledger.keys(batch, k, 1)
+    return found
+
+
+BATCHES = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+EARLY = [5, 0, 1, 2, 3, 9, 4, 6, 7, 8, 10, 11]
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_long_samples_begin_as_much_earlier_as_they_are_longer(order: str) -> None:
+    model = Model({5: 4.0 * MS, 9: 3.5 * MS, 10: 2.0 * MS})
+    # Of the others, two workers do 6 in 3 ms and 5 in 2.5 ms; 2 ms is not slow.
+    assert order_of_claims(Bench(order, 8), BATCHES, model) == EARLY
+
+
+def test_nothing_is_marked_while_little_is_known_or_to_be_gained() -> None:
+    model = Model({5: 4.0 * MS})
+    in_turn = list(range(12))
+    assert order_of_claims(Bench(), BATCHES, model, mean_ns=0.0) == in_turn
+    assert order_of_claims(Bench(), BATCHES, model, slow_ns=0) == in_turn
+    # Samples are so cheap that looking at each would be felt.
+    assert order_of_claims(Bench(), BATCHES, model, mean_ns=0.5 * MS) == in_turn
+    assert order_of_claims(Bench(), BATCHES, Model({})) == in_turn
+    # Slow, but no slower than the mean of a few very slow ones.
+    assert order_of_claims(Bench(), BATCHES, model, mean_ns=5.0 * MS) == in_turn
+
+
+def test_costs_are_learned_from_full_batches() -> None:
+    bench, model = Bench(), Model({})
+    foresight = Foresight(bench.ledger, model, num_workers=1)
+    bench.begin([[20, 21]])
+    lease = bench.claim(0, 2)
+    bench.ledger.note_costs(0, array("q", [5 * MS, 6 * MS]), 2)
+    bench.finish(lease)
+    foresight.learn(lease.batch)
+    assert model.observed == []  # not yet known whether that is worth while
+    foresight.mean_ns, bench.ledger.slow_ns = 5.0 * MS, 6 * MS
+    foresight.learn(lease.batch)
+    assert model.observed == [(20, 5 * MS), (21, 6 * MS)]

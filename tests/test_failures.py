@@ -1,0 +1,366 @@
+"""Samples that raise, hang or kill: skipped, replaced, tried again, counted and kept in quarantine."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import minato
+from minato import SKIP, DataLoader, SampleFailure
+
+BAD = {3, 4, 17, 30, 31, 32, 33, 39}
+
+WORKERS: list[dict[str, Any]] = [
+    {"num_workers": 0},
+    {"num_workers": 3},
+    {"num_workers": 2, "worker_method": "thread"},
+]
+each = pytest.mark.parametrize("workers", WORKERS, ids=["in line", "processes", "threads"])
+ORDERS = ["strict", "batch", "arrival", "fast_first"]
+
+
+class Flawed:
+    """Forty samples, some of which raise."""
+
+    def __init__(self, bad: set[int] = BAD, length: int = 40) -> None:
+        self.bad = bad
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad:
+            raise ValueError(f"sample {index} is torn")
+        return index, torch.rand(2)
+
+
+class FlawedLists(Flawed):
+    """The same, for a batch in one call."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def as_list(samples: list[Any]) -> list[int]:
+    return [index for index, _ in samples]
+
+
+def replaced(failure: SampleFailure) -> Any:
+    return failure.index + 1000, torch.zeros(2)
+
+
+def choosy(failure: SampleFailure) -> Any:
+    if failure.index == 3:
+        return SKIP
+    if failure.index == 4:
+        raise KeyError("four")
+    return replaced(failure)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*samples of this epoch were skipped")
+        warnings.filterwarnings("ignore", ".*Another worker takes its place")
+        yield
+
+
+def indices(loader: DataLoader[Any]) -> list[list[int]]:
+    """The indices of each batch, whichever way it was collated."""
+    batches = []
+    for batch in loader:
+        batches.append(batch[0].tolist() if torch.is_tensor(batch[0]) else batch)
+    return batches
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [index for batch in batches for index in batch]
+
+
+@each
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("collate", [None, as_list], ids=["fields", "collated"])
+@pytest.mark.parametrize("lists", [False, True], ids=["single", "lists"])
+def test_skip(workers: dict[str, Any], order: str, collate: Any, lists: bool) -> None:
+    """What is left comes once; full batches where places are free, whole ones where they are not."""
+    dataset = FlawedLists() if lists else Flawed()
+    loader = DataLoader(
+        dataset, 4, order=order, on_error="skip", collate_fn=collate, seed=1, **workers
+    )
+    for _ in range(2):
+        batches = indices(loader)
+        assert sorted(flat(batches)) == sorted(set(range(40)) - BAD)
+        sizes = [len(batch) for batch in batches]
+        assert 0 not in sizes
+        if order in ("arrival", "fast_first") and workers["num_workers"] == 0:
+            assert sizes == [4] * 8
+        if order == "arrival":
+            assert sizes == [4] * 8
+
+
+@each
+def test_skip_keeps_the_members_of_strict_batches(workers: dict[str, Any]) -> None:
+    loader = DataLoader(Flawed(), 4, on_error="skip", **workers)
+    left = [[n for n in range(start, start + 4) if n not in BAD] for start in range(0, 40, 4)]
+    assert indices(loader) == [batch for batch in left if batch]
+
+
+@each
+@pytest.mark.parametrize("order", ORDERS)
+def test_everything_skipped(workers: dict[str, Any], order: str) -> None:
+    loader = DataLoader(Flawed(set(range(40))), 4, order=order, on_error="skip", **workers)
+    assert indices(loader) == []
+
+
+@each
+def test_incomplete_batches_are_dropped_where_places_are_free(workers: dict[str, Any]) -> None:
+    loader = DataLoader(Flawed({5}), 4, order="arrival", drop_last=True, on_error="skip", **workers)
+    batches = indices(loader)
+    assert [len(batch) for batch in batches] == [4] * 9
+    assert len(set(flat(batches))) == 36
+
+
+@each
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_samples_alone(workers: dict[str, Any], order: str) -> None:
+    loader = DataLoader(Flawed(), None, order=order, on_error="skip", **workers)
+    assert sorted(index for index, _ in loader) == sorted(set(range(40)) - BAD)
+
+
+@each
+@pytest.mark.parametrize("order", ORDERS)
+def test_substitutes(workers: dict[str, Any], order: str) -> None:
+    loader = DataLoader(Flawed(), 4, order=order, on_error=replaced, **workers)
+    batches = indices(loader)
+    assert [len(batch) for batch in batches] == [4] * 10
+    expected = [n + 1000 if n in BAD else n for n in range(40)]
+    assert sorted(flat(batches)) == sorted(expected)
+    if order == "strict":
+        assert flat(batches) == expected
+
+
+@each
+def test_a_function_may_skip_or_raise(workers: dict[str, Any]) -> None:
+    iterator = iter(DataLoader(Flawed(), 4, on_error=choosy, **workers))
+    assert next(iterator)[0].tolist() == [0, 1, 2]
+    with pytest.raises(KeyError, match="four"):
+        next(iterator)
+    assert next(iterator)[0].tolist() == [8, 9, 10, 11]
+
+
+class Shaky(Flawed):
+    """Bad samples raise twice, each time after a draw."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = torch.rand(2, generator=minato.torch_rng())
+        path = Path(self.folder, str(index))
+        tries = int(path.read_text()) if path.exists() else 0
+        path.write_text(str(tries + 1))
+        if index in self.bad and tries < 2:
+            raise OSError(5, "connection lost")
+        return index, drawn
+
+
+@each
+def test_retries_draw_the_same(workers: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    log = tmp_path / "log"
+    tried = DataLoader(
+        Shaky(str(tmp_path / "a")), 4, on_error="retry", quarantine=log, seed=3, **workers
+    )
+    found = [(i.tolist(), x.tolist()) for i, x in tried]
+    sound = Shaky(str(tmp_path / "b"))
+    sound.bad = set()
+    assert found == [(i.tolist(), x.tolist()) for i, x in DataLoader(sound, 4, seed=3)]
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {record["index"] for record in records} == BAD
+    assert {(record["outcome"], record["attempts"]) for record in records} == {("recovered", 2)}
+
+
+@each
+def test_retries_come_to_an_end(workers: dict[str, Any]) -> None:
+    iterator = iter(DataLoader(Flawed(), 4, on_error="retry", retries=1, **workers))
+    with pytest.raises(ValueError, match="sample 3 is torn"):
+        next(iterator)
+
+
+def torn(sample: Any) -> Any:
+    if sample[0] % 10 == 7:
+        raise RuntimeError("a", "b")
+    return sample
+
+
+def test_quarantine_tells_what_is_needed_to_repeat_a_sample(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    loader = DataLoader(
+        Flawed({3}), 4, transforms=[torn], on_error="skip", quarantine=path, num_workers=2
+    )
+    for _ in range(2):
+        list(loader)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted((record["epoch"], record["index"]) for record in records) == [
+        (epoch, index) for epoch in range(2) for index in (3, 7, 17, 27, 37)
+    ]
+    for record in records:
+        assert record["outcome"] == "skipped"
+        assert record["attempts"] == 1
+        assert record["worker"] in (0, 1)
+        if record["index"] == 3:
+            assert record["exception"] == "builtins.ValueError"
+            assert record["message"] == "sample 3 is torn"
+            assert record["transform"] is None
+            assert "in __getitem__" in record["traceback"]
+        else:
+            assert record["transform"] == "torn"
+            assert "in torn" in record["traceback"]
+
+
+@pytest.mark.parametrize("seed", [None, 11])
+def test_reproduce(seed: int | None) -> None:
+    loader = DataLoader(Flawed({3}), 4, seed=seed, num_workers=2, shuffle=True, on_error="skip")
+    state = torch.get_rng_state()
+    if seed is None:
+        with pytest.raises(ValueError, match="give seed="):
+            loader.reproduce(5)
+    epochs = [
+        {i: x for batch in loader for i, x in zip(batch[0].tolist(), batch[1], strict=True)}
+        for _ in range(2)
+    ]
+    torch.set_rng_state(state)
+    before = np.random.get_state()[1].tolist()
+    index, drawn = loader.reproduce(20)
+    assert index == 20
+    assert torch.equal(drawn, epochs[1][20])
+    if seed is not None:
+        assert torch.equal(loader.reproduce(20, epoch=0)[1], epochs[0][20])
+    with pytest.raises(ValueError, match="sample 3 is torn"):
+        loader.reproduce(3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert np.random.get_state()[1].tolist() == before
+
+
+# ---- how many ---------------------------------------------------------------------------------
+
+
+@each
+@pytest.mark.parametrize(("budget", "enough"), [(8, True), (7, False), (0.2, True), (0.1, False)])
+def test_error_budget(workers: dict[str, Any], budget: float, enough: bool) -> None:
+    loader = DataLoader(Flawed(), 4, on_error="skip", error_budget=budget, **workers)
+    for _ in range(2):
+        if enough:
+            assert len(flat(indices(loader))) == 32
+        else:
+            iterator = iter(loader)
+            with pytest.raises(minato.ErrorBudgetError, match=f"error_budget={budget} .*is torn"):
+                list(iterator)
+            assert list(iterator) == []
+
+
+def test_the_end_of_an_epoch_tells_how_many() -> None:
+    loader = DataLoader(Flawed(), 4, num_workers=2, on_error="skip")
+    with pytest.warns(RuntimeWarning, match="8 samples of this epoch were skipped"):
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"on_error": "ignore"}, ValueError, "on_error='ignore' is not possible"),
+        ({"retries": -1}, ValueError, "retries=-1 is too small"),
+        ({"error_budget": 1.5, "on_error": "skip"}, ValueError, "error_budget=1.5 is not possible"),
+        ({"error_budget": "1", "on_error": "skip"}, TypeError, "error_budget='1' is a str"),
+        ({"error_budget": 1}, ValueError, "error_budget=1 has no meaning with on_error='raise'"),
+        ({"sample_timeout_s": 0, "num_workers": 1}, ValueError, "is too small"),
+        ({"sample_timeout_s": "1", "num_workers": 1}, TypeError, "give seconds"),
+        ({"sample_timeout_s": 1.0}, ValueError, "needs worker processes"),
+        ({"quarantine": 3}, TypeError, "int"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        DataLoader(Flawed(), **arguments)
+
+
+def test_a_quarantine_that_cannot_be_written(tmp_path: Path) -> None:
+    loader = DataLoader(Flawed(), quarantine=tmp_path / "none" / "file", on_error="skip")
+    with pytest.raises(FileNotFoundError, match="none/file"):
+        iter(loader)
+
+
+# ---- stuck and deadly -------------------------------------------------------------------------
+
+
+class Stuck(Flawed):
+    """Sample 5 takes a minute, sample 9 ends its process."""
+
+    deadly = True
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            time.sleep(60)
+        if index == 9 and self.deadly:
+            os._exit(1)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("collate", [None, as_list], ids=["fields", "collated"])
+def test_stuck_and_deadly_samples_are_skipped(order: str, collate: Any, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    loader = DataLoader(
+        Stuck({3}),
+        4,
+        num_workers=2,
+        order=order,
+        on_error="skip",
+        sample_timeout_s=0.2,
+        quarantine=log,
+        collate_fn=collate,
+    )
+    found = flat(indices(loader))
+    assert sorted(found) == sorted(set(range(40)) - {3, 5, 9})
+    records = {record["index"]: record for record in map(json.loads, log.read_text().splitlines())}
+    assert records[5]["exception"] == "minato.errors.SampleTimeoutError"
+    assert "sample_timeout_s=0.2" in records[5]["message"]
+    assert "in __getitem__" in records[5]["message"]
+    assert records[9]["exception"] == "minato.errors.WorkerDiedError"
+    assert records[9]["attempts"] == 3
+    assert records[9]["outcome"] == "skipped"
+
+
+def test_a_stuck_sample_is_an_error_by_default() -> None:
+    dataset = Stuck(set())
+    dataset.deadly = False
+    iterator = iter(DataLoader(dataset, 4, num_workers=2, sample_timeout_s=0.2))
+    assert next(iterator)[0].tolist() == [0, 1, 2, 3]
+    with pytest.raises(minato.SampleTimeoutError, match=r"(?s)in __getitem__"):
+        next(iterator)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_stuck_samples_of_other_start_methods(method: str) -> None:
+    loader = DataLoader(
+        Stuck({3}),
+        4,
+        num_workers=2,
+        on_error=replaced,
+        sample_timeout_s=0.5,
+        multiprocessing_context=method,
+    )
+    expected = [n + 1000 if n in (3, 5, 9) else n for n in range(40)]
+    assert flat(indices(loader)) == expected

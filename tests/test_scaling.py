@@ -1,0 +1,267 @@
+"""A number of workers that changes: nothing is lost, and it goes where it helps."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import psutil
+import pytest
+from torch.utils.data import IterableDataset
+
+from minato import DataLoader
+from minato.scheduler import scaling
+from minato.scheduler.controller import CONTROLLERS, ControllerState
+from tests.datasets import Numbers, Sleepy, flat, indices, worker_number
+
+METHODS = ("process", "thread")
+both_methods = pytest.mark.parametrize("method", METHODS)
+PATIENCE_S = 15.0
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the number of workers follow a list, a few milliseconds for each."""
+
+    def force(*counts: int) -> None:
+        following = itertools.cycle(counts)
+        monkeypatch.setitem(
+            CONTROLLERS,
+            "corrected",
+            lambda state, measured, settings: replace(
+                state, workers=min(next(following), settings.most)
+            ),
+        )
+        monkeypatch.setattr(scaling, "_LOOK_NS", 2_000_000)
+        monkeypatch.setattr(scaling, "_PERIOD_NS", 4_000_000)
+        monkeypatch.setattr(scaling, "_PERIOD_SAMPLES", 0)
+
+    return force
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+def workers_of(loader: DataLoader[object]) -> int:
+    assert loader._experience.staffing is not None
+    return loader._experience.staffing.state.workers
+
+
+class Endless(Sleepy):
+    """So many samples that a test ends before they do."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(1_000_000, seconds)
+
+
+@both_methods
+@pytest.mark.parametrize("order", ["strict", "batch", "arrival", "fast_first"])
+def test_nothing_is_lost_while_workers_come_and_go(method, order, forced):
+    forced(5, 1, 3, 6, 2)
+    loader = DataLoader(
+        Sleepy(400, 0.002, dict.fromkeys(range(0, 400, 17), 0.02)),
+        7,
+        num_workers=2,
+        max_workers=6,
+        order=order,
+        worker_method=method,
+        persistent_workers=True,
+    )
+    seen = set()
+    for _ in range(2):
+        delivered = []
+        for batch in loader:
+            delivered.append(batch.tolist())
+            seen.add(workers_of(loader))
+        assert sorted(flat(delivered)) == list(range(400))
+        if order == "strict":
+            assert flat(delivered) == list(range(400))
+    assert len(seen) > 2
+    del loader
+
+
+@both_methods
+def test_workers_that_wait_become_more_while_the_loop_waits(method):
+    loader = DataLoader(Endless(0.01), 4, num_workers=1, max_workers=6, worker_method=method)
+    deadline = time.monotonic() + PATIENCE_S
+    delivered = []
+    for batch in loader:
+        delivered += batch.tolist()
+        if workers_of(loader) == 6:
+            break
+        assert time.monotonic() < deadline, loader._experience.staffing
+    assert delivered == list(range(len(delivered)))
+
+
+@both_methods
+def test_workers_that_idle_become_fewer(method):
+    loader = DataLoader(Endless(0.001), 4, num_workers=5, min_workers=1, worker_method=method)
+    deadline = time.monotonic() + PATIENCE_S
+    for _ in loader:
+        time.sleep(0.02)
+        if workers_of(loader) <= 2:
+            break
+        assert time.monotonic() < deadline, loader._experience.staffing
+
+
+def test_forked_workers_are_all_there_before_the_first_batch(forced):
+    forced(1, 4, 2, 4)
+    iterator = iter(DataLoader(Endless(0.001), 4, num_workers=1, max_workers=4))
+    at_first = children()
+    for _ in range(200):
+        next(iterator)
+    assert children() == at_first
+    assert len(at_first) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_other_workers_are_started_when_they_are_wanted(start_method, forced):
+    forced(2)
+    loader = DataLoader(
+        Numbers(100_000), 4, num_workers=1, max_workers=3, multiprocessing_context=start_method
+    )
+    iterator = iter(loader)
+    delivered: list[list[int]] = []
+    processes = loader_processes(iterator)
+    assert [process.pid is not None for process in processes] == [True, False, False]
+    deadline = time.monotonic() + 40
+    while processes[1].pid is None:
+        delivered.append(next(iterator).tolist())
+        assert time.monotonic() < deadline
+    assert processes[2].pid is None
+    delivered += [next(iterator).tolist() for _ in range(50)]
+    assert flat(delivered) == list(range(4 * len(delivered)))
+
+
+def loader_processes(iterator):
+    return iterator._source._pool.processes
+
+
+class Marks(Numbers):
+    """Which worker ran the sample."""
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.002)
+        return worker_number()
+
+
+def test_only_wanted_workers_are_initialised_and_work(tmp_path):
+    def note(number: int) -> None:
+        (tmp_path / str(number)).touch()
+
+    loader = DataLoader(
+        Marks(60), 5, num_workers=2, min_workers=2, max_workers=5, worker_init_fn=note
+    )
+    assert set(flat(indices(loader))) <= {0, 1}
+    assert {path.name for path in tmp_path.iterdir()} <= {"0", "1"}
+
+
+@both_methods
+def test_a_loop_that_is_left_leaves_nobody(method, forced):
+    forced(3, 1)
+    loader = DataLoader(Endless(0.001), 4, num_workers=1, max_workers=3, worker_method=method)
+    for number, _ in enumerate(loader):
+        if number == 50:
+            break
+    assert threading.active_count() <= 2 or method == "thread"
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_worker_that_dies_is_replaced_whether_it_works_or_stands_by(victim):
+    loader = DataLoader(Sleepy(120, 0.005), 4, num_workers=2, min_workers=2, max_workers=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        iterator = iter(loader)
+        delivered = [next(iterator).tolist()]
+        os.kill(loader_processes(iterator)[victim].pid, signal.SIGKILL)
+        delivered += [batch.tolist() for batch in iterator]
+    assert flat(delivered) == list(range(120))
+
+
+def test_the_next_pass_begins_with_what_helped_in_the_last():
+    loader = DataLoader(Numbers(8), 4, num_workers=1, max_workers=16)
+    assert loader._experience.staffing is not None
+    assert loader._experience.staffing.numbers(persistent=False) == (1, 16)
+    staffing = loader._experience.staffing
+    staffing.state, staffing.tried = ControllerState(3), True
+    assert loader._experience.staffing.numbers(persistent=False) == (3, 6)
+    assert loader._experience.staffing.numbers(persistent=True) == (3, 16)
+    iterator = iter(loader)
+    assert len(loader_processes(iterator)) == 6
+    assert flat(indices(iterator)) == list(range(8))
+
+
+def test_results_do_not_depend_on_how_many_work(forced):
+    fixed = indices(DataLoader(Numbers(100), 8, shuffle=True, seed=3, num_workers=2))
+    forced(1, 3)
+    changing = DataLoader(Numbers(100), 8, shuffle=True, seed=3, num_workers=2, max_workers=3)
+    assert indices(changing) == fixed
+
+
+@pytest.mark.parametrize(
+    ("cores", "arguments", "expected"),
+    [
+        (2.0, {"num_workers": "auto"}, (2, 1, 16)),
+        (2.5, {"num_workers": "auto"}, (2, 1, 16)),
+        (6.0, {"num_workers": "auto"}, (6, 1, 32)),
+        (64.0, {"num_workers": "auto"}, (12, 1, 64)),
+        (64.0, {"num_workers": "auto", "max_workers": 8}, (8, 1, 8)),
+        (2.0, {"num_workers": "auto", "min_workers": 4}, (4, 4, 16)),
+        (2.0, {"num_workers": 3, "max_workers": 5}, (3, 1, 5)),
+        (2.0, {"num_workers": 3, "min_workers": 3}, (3, 3, 16)),
+        (2.0, {"num_workers": 24, "min_workers": 3}, (24, 3, 24)),
+    ],
+)
+def test_limits_follow_from_the_cores(cores, arguments, expected, monkeypatch):
+    monkeypatch.setattr("minato.options.available_cores", lambda: cores)
+    loader = DataLoader(Numbers(8), **arguments)
+    assert (loader.num_workers, loader.min_workers, loader.max_workers) == expected
+
+
+def test_a_fixed_number_stays_fixed():
+    loader = DataLoader(Numbers(8), num_workers=2)
+    assert (loader.min_workers, loader.max_workers, loader._experience.staffing) == (
+        None,
+        None,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_workers": 0, "max_workers": 4}, "num_workers=0 is not between min_workers=1"),
+        ({"num_workers": 5, "max_workers": 4}, "num_workers=5 is not between"),
+        ({"num_workers": 2, "min_workers": 3}, "num_workers=2 is not between min_workers=3"),
+        ({"num_workers": "auto", "min_workers": 9, "max_workers": 3}, "is not between"),
+        ({"num_workers": 2, "min_workers": 0}, "min_workers=0 is too small"),
+        ({"num_workers": "auto", "schedule": "round_robin"}, "whose content depends on it"),
+        ({"num_workers": 2, "controller": "paper"}, "controller='paper' has no meaning"),
+        ({"num_workers": "auto", "controller": "other"}, "controller='other' is not possible"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DataLoader(Numbers(8), **arguments)
+
+
+def test_streams_have_a_fixed_number():
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.raises(ValueError, match="an iterable dataset, whose content depends on it"):
+        DataLoader(Stream(), num_workers="auto")
+
+
+def test_the_papers_controller_can_be_had():
+    loader = DataLoader(Numbers(200), 4, num_workers=2, max_workers=4, controller="paper")
+    assert flat(indices(loader)) == list(range(200))
