@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import minato
-from tests.datasets import ORDERS, Journal, Numbers
+from tests.datasets import ORDERS, Journal, Numbers, Sleepy
 
 KINDS = [(0, "process"), (2, "process"), (2, "thread")]
 
@@ -245,25 +246,25 @@ def test_samples_that_raise_are_tried_again_or_left_out(
 
 
 def test_an_interrupted_loop_in_line_goes_on() -> None:
-    interrupts = [True]
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
 
-    def once(sample: int) -> int:
-        if sample == 5 and interrupts.pop():
-            raise KeyboardInterrupt
-        return sample
-
-    loader = minato.DataLoader(
-        Numbers(16), batch_size=4, fetch_concurrency=3, transforms=[once], order="batch"
-    )
-    iterator, got = iter(loader), []
-    while True:
-        try:
-            got += next(iterator).tolist()
-        except KeyboardInterrupt:
-            interrupts.append(False)
-        except StopIteration:
-            break
-    assert got == list(range(16))
+    loader = minato.DataLoader(Sleepy(8, 0.2), batch_size=4, fetch_concurrency=2)
+    iterator, got, interrupted = iter(loader), [], 0
+    handler = signal.signal(signal.SIGVTALRM, interrupt)
+    timer = threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGVTALRM))
+    try:
+        timer.start()
+        while len(got) < 8:
+            try:
+                got += next(iterator).tolist()
+            except KeyboardInterrupt:
+                interrupted += 1
+    finally:
+        timer.join()
+        signal.signal(signal.SIGVTALRM, handler)
+    assert interrupted == 1
+    assert got == list(range(8))
 
 
 def content(dataset: Any, **arguments: Any) -> dict[int, list[float]]:
