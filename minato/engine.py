@@ -119,6 +119,8 @@ class Engine:
             # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
             # delivered by then: else nothing would keep it from being in time.
             None if plan.order.bound else plan.order.max_lag,
+            # Batches that hold as many samples as all workers read at once.
+            -(-plan.num_workers * plan.fetch_concurrency // plan.largest_batch),
         )
         self._scaler: Scaler | None = None
         flow: Flow | None = None

@@ -69,6 +69,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         on_worker_death: ``"restart"``: a worker process that dies is replaced, its samples go out again, and a warning
             says what happened; three deaths on one sample raise. ``"raise"``: torch's RuntimeError at once, as always
             with iterable and stateful datasets and ``round_robin``, whose workers hold state that would be lost.
+        fetch_concurrency: How many samples each worker reads at once, for datasets that wait for a disk, a database or
+            a network: ``dataset[i]`` in so many threads or, if the dataset has ``async def __aget__(self, i)``, as
+            coroutines of one thread. The transforms run one after the other in the worker's main thread.
         on_error: What becomes of a sample that raises. ``"raise"``: its batch does, as with torch. ``"skip"``: it is
             left out. ``"retry"``: it is tried again, and raises if that does not help. A function, called in the
             worker with a :class:`minato.SampleFailure`: what it returns takes the place of the sample, ``minato.SKIP``
@@ -130,6 +133,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         rng: str | None = None,
         schedule: str = "dynamic",
         on_worker_death: str = "restart",
+        fetch_concurrency: int = 1,
         on_error: str | Callable[[SampleFailure], Any] = "raise",
         retries: int | None = None,
         error_budget: float | None = None,
@@ -165,6 +169,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             on_worker_death=on_worker_death,
             record_order=record_order,
             replay_order=replay_order,
+            fetch_concurrency=fetch_concurrency,
             on_error=on_error,
             retries=retries,
             error_budget=error_budget,

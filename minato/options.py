@@ -38,6 +38,7 @@ class Options:
         on_worker_death: ``restart`` or ``raise``.
         record_order: Path of the file to which the order is appended, or None.
         replay_order: Path of the file whose order is repeated, or None.
+        fetch_concurrency: Samples that a worker reads at once.
         on_error: ``raise``, ``skip``, ``retry`` or a function.
         retries: How often a sample that raised is tried again first.
         error_budget: Samples of an epoch that may fail: a number, a share below 1, or None.
@@ -60,6 +61,7 @@ class Options:
     on_worker_death: str
     record_order: str | None
     replay_order: str | None
+    fetch_concurrency: int
     on_error: Any
     retries: int
     error_budget: float | None
@@ -95,6 +97,7 @@ class Options:
         on_worker_death: str,
         record_order: str | os.PathLike[str] | None,
         replay_order: str | os.PathLike[str] | None,
+        fetch_concurrency: int,
         on_error: Any,
         retries: int | None,
         error_budget: float | None,
@@ -130,6 +133,7 @@ class Options:
         _whole("min_workers", min_workers, 1)
         _whole("max_workers", max_workers, 1)
         _whole("max_lag", max_lag, 0)
+        _whole("fetch_concurrency", fetch_concurrency, 1)
         _whole("memory_budget_bytes", memory_budget_bytes, 1)
         _whole("seed", seed, None)
         record_order, replay_order = _path(record_order), _path(replay_order)
@@ -182,6 +186,8 @@ class Options:
                 f"max_lag={max_lag} has no meaning with order={order!r}: samples are late only with "
                 "order='arrival' or 'fast_first'"
             )
+        if fetch_concurrency > 1:
+            _check_concurrency(fetch_concurrency, is_stream, schedule, rng)
         if is_stream and (on_error != "raise" or retries or quarantine is not None):
             raise ValueError(
                 f"on_error={on_error!r}, retries={retries} and quarantine={quarantine!r} are for samples that have an "
@@ -220,6 +226,7 @@ class Options:
             on_worker_death=on_worker_death,
             record_order=record_order,
             replay_order=replay_order,
+            fetch_concurrency=fetch_concurrency,
             on_error="raise" if on_error == "retry" else on_error,
             retries=retries,
             error_budget=error_budget,
@@ -321,3 +328,20 @@ def _whole(name: str, value: object, least: int | None) -> None:
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give an integer")
     if least is not None and value < least:
         raise ValueError(f"{name}={value} is too small: give at least {least}")
+
+
+def _check_concurrency(
+    fetch_concurrency: int, is_stream: bool, schedule: str, rng: str | None
+) -> None:
+    given = f"fetch_concurrency={fetch_concurrency}"
+    if is_stream:
+        raise ValueError(
+            f"{given} reads several samples by their keys, and an iterable dataset has none: leave it out, or use a "
+            "map-style dataset"
+        )
+    if schedule == "round_robin" or rng == "worker":
+        other = "rng='worker'" if rng == "worker" else f"schedule={schedule!r}"
+        raise ValueError(
+            f"{given} contradicts {other}: samples that are read at once draw from the worker's stream in any order; "
+            "leave one of the two out"
+        )

@@ -54,6 +54,7 @@ class Plan:
         replicas: The states of the workers' copies of the dataset, if it is iterable or has a state.
         slow: From which cost on a sample is slow.
         profile: Folder that keeps what samples cost, None for none.
+        fetch_concurrency: Samples that a worker reads at once.
     """
 
     dataset: Any
@@ -84,6 +85,7 @@ class Plan:
     replicas: Replicas | None
     slow: TimeoutSettings
     profile: str | None
+    fetch_concurrency: int
 
     @classmethod
     def of(cls, loader: Any, base_seed: int, num_workers: int, most_workers: int) -> Plan:
@@ -143,6 +145,7 @@ class Plan:
             replicas=run.replicas,
             slow=TimeoutSettings(options.slow_percentile / 100, options.slow_after_s),
             profile=options.profile,
+            fetch_concurrency=options.fetch_concurrency,
         )
 
     @property
@@ -155,10 +158,12 @@ class Plan:
     def leaves_samples(self) -> bool:
         """Whether a worker may set a slow sample aside for quicker ones.
 
-        In strict order the sample in hand is older than all that could go before it.
+        In strict order the sample in hand is older than all that could go before it, and where several are read at once
+        a slow read keeps no other sample waiting.
         """
         return (
             self.num_workers > 0
+            and self.fetch_concurrency == 1
             and len(self.chain) > 0
             and not (self.round_robin or self.replicas is not None)
             and (self.order.name == "batch" or not self.order.bound)

@@ -104,7 +104,9 @@ def _run_worker_process(number: int, workplace: Workplace) -> None:
             return
         failure = _initialise(plan, number)
         wrap = wrapped_in_process(number)
-        workplace.worker(number, ledger, wrap, failure, Exception).loop(parent_lives)
+        worker = workplace.worker(number, ledger, wrap, failure, Exception)
+        worker.loop(parent_lives)
+        worker.close()
     except KeyboardInterrupt:
         pass  # the consumer was interrupted too, and says so
 

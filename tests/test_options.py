@@ -24,6 +24,7 @@ def options(**given: Any) -> Options:
         "on_worker_death": "restart",
         "record_order": None,
         "replay_order": None,
+        "fetch_concurrency": 1,
         "on_error": "raise",
         "retries": None,
         "error_budget": None,

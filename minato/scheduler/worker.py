@@ -98,11 +98,32 @@ class Worker:
             draining = ledger.draining
             if self.step():
                 continue
-            if draining:
+            if draining and self.idle:
                 return
             ledger.hungry()
-            if not gate.wait(seen, _PATIENCE_S) and not parent_lives():
+            if not self.rest(seen, _PATIENCE_S) and not parent_lives():
                 return
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing that was claimed is still to be done, when ``step`` has nothing to do."""
+        return True
+
+    def rest(self, seen: int, timeout_s: float) -> bool:
+        """Sleep until the work gate has had an event since ``seen``; whether it had one."""
+        return self._gate.wait(seen, timeout_s)
+
+    def turn(self, timeout_s: float) -> None:
+        """Do one lease, or sleep until there is one."""
+        seen = self._gate.events
+        if not self.step():
+            self.rest(seen, timeout_s)
+
+    def forget(self) -> None:
+        """Give up what was claimed: others will do it."""
+
+    def close(self) -> None:
+        """End what was begun in other threads."""
 
     def step(self) -> bool:
         """Do one lease, or go on with a sample that was set aside; False if there is nothing to do."""

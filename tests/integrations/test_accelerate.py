@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "memory_budget_bytes": 1 << 20,
     "worker_method": "thread",
     "on_worker_death": "raise",
+    "fetch_concurrency": 3,
 }
 
 
