@@ -85,6 +85,8 @@ class Foresight:
         self._model = model
         self._record = record
         self._num_workers = max(num_workers, 1)
+        self._pass_index = -1
+        self._pass_first = 0
         self.mean_ns = 0.0
         """Mean cost of a sample; 0: not known."""
 
@@ -112,8 +114,13 @@ class Foresight:
                 self._record.note(expected_ns > threshold_ns, cost_ns > threshold_ns)
             model.observe(key, None, (), cost_ns)
 
-    def published(self, first: int, keys: list[Any]) -> None:
-        """Mark the slow ones among the samples that were just published at ``first`` and after."""
+    def published(self, first: int, pass_index: int, keys: list[Any]) -> None:
+        """Mark the slow ones among the samples that were just published at ``first`` and after.
+
+        None begins before all samples of earlier passes: those are wanted sooner.
+        """
+        if pass_index != self._pass_index:
+            self._pass_index, self._pass_first = pass_index, first
         threshold_ns = self._threshold_ns
         if threshold_ns == 0 or self._record.is_bad:
             return
@@ -121,4 +128,5 @@ class Foresight:
             cost_ns = self._model.predict(key, None, ())
             if cost_ns is not None and cost_ns > threshold_ns:
                 others = (cost_ns - self.mean_ns) / self.mean_ns
-                self._ledger.start_early(position, math.ceil(others * self._num_workers))
+                ahead = min(math.ceil(others * self._num_workers), position - self._pass_first)
+                self._ledger.start_early(position, ahead)

@@ -94,3 +94,15 @@ def test_old_expectations_count_less() -> None:
     for _ in range(1000):
         record.note(expected=True, slow=True)
     assert not record.is_bad
+
+
+def test_samples_of_the_next_pass_do_not_go_before_those_of_this_one() -> None:
+    bench, model = Bench(), Model({5: 40.0 * MS, 9: 40.0 * MS})
+    foresight = Foresight(bench.ledger, model, Record(), num_workers=2)
+    bench.ledger.slow_ns, foresight.mean_ns = 3 * MS, 1.0 * MS
+    bench.dispatcher._foresight = foresight
+    bench.begin([[0, 1], [2, 3]], expected=([[4, 5], [8, 9]], 1, 0))
+    found = []
+    while (lease := bench.ledger.claim(0, 1)) is not None:
+        found += bench.ledger.keys(lease[0], lease[1], 1)
+    assert found == [0, 1, 2, 3, 5, 9, 4, 8]
