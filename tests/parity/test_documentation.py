@@ -45,9 +45,14 @@ def same(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
         def outcome(_: Any) -> Any:
             noted: list[Any] = []
             scope = {
-                "torch": torch, "math": math, "List": list, "Iterator": Iterator,
-                "Sampler": Sampler, "DistributedSampler": DistributedSampler,
-                "DataLoader": torch.utils.data.DataLoader, "print": noted.append,
+                "torch": torch,
+                "math": math,
+                "List": list,
+                "Iterator": Iterator,
+                "Sampler": Sampler,
+                "DistributedSampler": DistributedSampler,
+                "DataLoader": torch.utils.data.DataLoader,
+                "print": noted.append,
                 **names,
             }
             exec(compile(text, "<documentation>", "exec"), scope)

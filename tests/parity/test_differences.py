@@ -1,0 +1,199 @@
+"""What is meant to differ from torch, and what gives torch's way: the table of ``docs/reference/differences.md``.
+
+Rows on errors, pinning, deaths, collation and main modules are tested with the rest of their subject.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+
+import minato
+from tests.datasets import Numbers, assert_same, wait_until
+from tests.parity.harness import TorchLoader, drain
+from tests.parity.material import Drawing, Slow, Tensors
+from tests.parity.test_workers import refuse
+
+
+def test_readiness_order_mixes_batches() -> None:
+    dataset = Slow([0.4, *[0.0] * 7])
+    arguments = {"batch_size": 2, "num_workers": 2, "in_order": False}
+    whole = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+    def batches(make: Any, **own: Any) -> list[list[int]]:
+        return [batch.tolist() for batch in make(dataset, **arguments, **own)]
+
+    assert sorted(batches(TorchLoader)) == whole
+    mixed = batches(minato.DataLoader)
+    assert sorted(map(sorted, mixed)) != whole
+    assert sorted(index for batch in mixed for index in batch) == [*range(8)]
+    assert sorted(batches(minato.DataLoader, order="batch")) == whole
+
+
+class Busy(Numbers):
+    """Who loads a sample; the first one keeps its worker busy."""
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.3 if index == 0 else 0.005)
+        info = get_worker_info()
+        assert info is not None
+        return info.id
+
+
+def test_who_is_free_takes_the_next_sample() -> None:
+    def workers(make: Any, **own: Any) -> list[int]:
+        return [*make(Busy(12), None, num_workers=2, **own)]
+
+    alternating = [0, 1] * 6
+    assert workers(TorchLoader) == alternating
+    assert sorted(workers(minato.DataLoader)) != sorted(alternating)
+    assert workers(minato.DataLoader, schedule="round_robin") == alternating
+
+
+def test_randomness_does_not_depend_on_the_workers() -> None:
+    def numbers(make: Any, workers: int, **own: Any) -> Any:
+        torch.manual_seed(1)
+        return [*make(Drawing(6), 2, num_workers=workers, **own)]
+
+    assert_same(numbers(minato.DataLoader, 1), numbers(minato.DataLoader, 2))
+    theirs = numbers(TorchLoader, 1)
+    assert_same(numbers(minato.DataLoader, 1, rng="worker"), theirs)
+    with pytest.raises(AssertionError):
+        assert_same(numbers(minato.DataLoader, 1), theirs)
+
+
+class Late(Numbers):
+    """Cheap samples, of which only the last draws; how often one was run."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.runs = 0
+
+    def __getitem__(self, index: int) -> float:
+        self.runs += 1
+        return random.random() if index == self.size - 1 else 0.0
+
+
+def test_cheap_samples_that_draw_after_all_run_again() -> None:
+    for own, again in (({}, True), ({"rng": "worker"}, False)):
+        dataset = Late(400)
+        assert len([*minato.DataLoader(dataset, 50, **own)]) == 8
+        assert (dataset.runs > 400) == again
+
+
+class Counted(Numbers):
+    """Counts, over all processes, the samples that were begun."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.begun = multiprocessing.Value("i", 0)
+
+    def __getitem__(self, index: int) -> int:
+        with self.begun:
+            self.begun.value += 1
+        return index
+
+
+def test_next_epoch_begins_early() -> None:
+    for make, own, early in (
+        (TorchLoader, {}, False),
+        (minato.DataLoader, {}, True),
+        (minato.DataLoader, {"rng": "worker"}, False),
+    ):
+        dataset = Counted(8)
+        loader = make(dataset, 2, num_workers=1, persistent_workers=True, **own)
+        assert len([*loader]) == 4
+        if early:
+            wait_until(lambda dataset=dataset: dataset.begun.value > 8, 10)
+        else:
+            time.sleep(0.1)
+            assert dataset.begun.value == 8
+        del loader
+
+
+def test_loading_ahead_is_bounded_by_bytes() -> None:
+    for own, most in (({}, 40), ({"prefetch_factor": 2}, 2 * 2 + 1)):
+        dataset = Head(40)
+        iterator = iter(minato.DataLoader(dataset, 1, num_workers=2, **own))
+        wait_until(lambda dataset=dataset, most=most: dataset.begun.value >= min(most, 4), 10)
+        assert next(iterator).tolist() == [0]
+        assert (dataset.begun.value > 5) == (most == 40)
+        del iterator
+
+
+class Head(Counted):
+    """The first sample takes its time."""
+
+    def __getitem__(self, index: int) -> int:
+        super().__getitem__(index)
+        time.sleep(0.5 if index == 0 else 0)
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_memory_of_a_delivered_tensor(workers: int) -> None:
+    theirs = next(iter(TorchLoader(Tensors(2), 2, num_workers=workers)))
+    ours = next(iter(minato.DataLoader(Tensors(2), 2, num_workers=workers)))
+    assert theirs.is_shared() == (workers > 0)
+    assert theirs.untyped_storage().resizable() == (workers == 0)
+    assert not ours.is_shared()
+    assert not ours.untyped_storage().resizable()
+    assert torch.equal(ours, theirs)
+    assert ours.clone().resize_(9, 9).shape == (9, 9)
+    assert ours.share_memory_().is_shared()
+
+
+def test_worker_that_could_not_begin() -> None:
+    for make, second in (
+        (TorchLoader, "UnboundLocalError"),
+        (minato.DataLoader, "PermissionError"),
+    ):
+        iterator = iter(make(Numbers(4), 2, num_workers=1, worker_init_fn=refuse))
+        assert [outcome[1] for outcome in drain(iterator)[:2]] == ["PermissionError", second]
+
+
+def test_batch_that_is_no_iterable() -> None:
+    theirs = drain(iter(TorchLoader(Numbers(4), batch_sampler=[[0], 1], num_workers=1)))
+    assert [outcome[:2] for outcome in theirs[1:2]] == [("raised", "TypeError")]
+    with pytest.raises(TypeError, match="'int' object is not iterable"):
+        iter(minato.DataLoader(Numbers(4), batch_sampler=[[0], 1], num_workers=1))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
+def test_note_about_the_sample(torch_looks_often: None) -> None:
+    class Bad(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            raise ValueError("bad")
+
+    for make, notes in (
+        (TorchLoader, None),
+        (minato.DataLoader, ["raised by the sample with index 0"]),
+    ):
+        with pytest.raises(ValueError, match="bad") as caught:
+            next(iter(make(Bad(2), num_workers=1)))
+        assert getattr(caught.value, "__notes__", None) == notes
+
+
+class Called(Numbers):
+    """What the process is called that loads a sample."""
+
+    def __getitem__(self, index: int) -> str:
+        return multiprocessing.current_process().name
+
+
+def test_iterators_and_processes_go_by_other_names() -> None:
+    for make, has_workers, name in (
+        (TorchLoader, True, "Process"),
+        (minato.DataLoader, False, "Fork"),
+    ):
+        iterator = iter(make(Called(1), None, num_workers=1))
+        assert isinstance(iterator, torch.utils.data.dataloader._BaseDataLoaderIter)
+        assert hasattr(iterator, "_workers") == has_workers
+        assert next(iterator).startswith(name)
