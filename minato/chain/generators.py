@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-__all__ = ["GlobalGenerator", "numpy_generator", "python_generator", "torch_generator"]
+__all__ = ["GlobalGenerator", "examine", "numpy_generator", "python_generator", "torch_generator"]
 
 WORDS = 624
 PYTHON_STREAM, NUMPY_STREAM, TORCH_STREAM = 0, 1, 2
@@ -275,3 +275,10 @@ class TorchBySeed(TorchByState):
 def torch_generator() -> TorchByState:
     """Return torch's default CPU generator."""
     return TorchByState() if _torch_layout_is_known() else TorchBySeed()
+
+
+def examine() -> None:
+    """Find out where this process's generators keep their states: once here, not once in each forked worker."""
+    _python_position_offset()
+    _numpy_gauss_offset()
+    _torch_layout_is_known()
