@@ -15,6 +15,7 @@ from __future__ import annotations
 import _random
 import ctypes
 import functools
+import pickle
 import random
 import struct
 import sys
@@ -40,7 +41,7 @@ class GlobalGenerator(Protocol):
         """Make the filled memory the generator's state."""
 
     def save(self) -> Any:
-        """Return a picklable copy of the whole state."""
+        """Return a copy of the whole state, which can be pickled and compared."""
 
     def load(self, saved: Any) -> None:
         """Return to a state that :meth:`save` returned in a process of the same kind."""
@@ -189,10 +190,10 @@ class NumpyByCall:
             self._generator.set_state(fresh.state)
 
     def save(self) -> Any:
-        return self._generator.get_state(legacy=False)
+        return pickle.dumps(self._generator.get_state(legacy=False))  # arrays cannot be compared
 
     def load(self, saved: Any) -> None:
-        self._generator.set_state(saved)
+        self._generator.set_state(pickle.loads(saved))
 
 
 def numpy_generator() -> GlobalGenerator:
