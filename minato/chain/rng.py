@@ -60,8 +60,8 @@ class SampleRandomness:
 
     Args:
         base_seed: The loader's seed; counts modulo 2**64.
-        bind_globals: False in worker threads, which share the global generators: then only
-            :func:`current` and the helpers are bound.
+        bind_globals: False in all threads but the main one, which share the global generators
+            with it: then only :func:`current` and the helpers are bound.
 
     Create it in the process (after its ``torch.manual_seed``, whose seed ``torch.initial_seed()``
     keeps answering) and use it from one thread.
