@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 from collections.abc import Callable
@@ -154,9 +155,14 @@ def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset:
 
 
 def parent_watch() -> Callable[[], bool]:
-    """A function that tells whether the process that is now the parent still lives."""
-    parent = os.getppid()
-    return lambda: os.getppid() == parent
+    """A function that tells whether the process that had this one started still lives; it may be dead already."""
+    creator = multiprocessing.parent_process()
+    assert creator is not None
+    if os.getppid() == creator.pid:
+        return lambda: os.getppid() == creator.pid
+    # It is dead, or a fork server stands between the two. Then a pipe tells; where siblings are forked they inherit the
+    # pipe's other end, but only those that come later.
+    return creator.is_alive
 
 
 def wrapped_in_process(number: int) -> Callable[[BaseException], ExceptionWrapper]:

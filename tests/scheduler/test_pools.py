@@ -240,31 +240,37 @@ def test_waiting_ends_with_an_event() -> None:
     assert time.monotonic() - start < 5
 
 
-def test_parent_watch() -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["alive-at-first", "dead-already"])
+def test_parent_watch(late: bool) -> None:
     reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        # The grandchild watches the child, which ends.
-        watch_in_grandchild(writer)
-    os.waitpid(child, 0)
+    child = FORK.Process(target=has_child, args=(writer, late))
+    child.start()
+    child.join()
     os.close(writer)
     with os.fdopen(reader) as answers:
-        assert answers.read() == "True False"
+        assert answers.read() == ("False" if late else "True False")
 
 
-def watch_in_grandchild(writer: int) -> None:
+def has_child(writer: int, late: bool) -> None:
     ready, steady = os.pipe()
-    grandchild = os.fork()
-    if grandchild == 0:
-        lives = parent_watch()
-        answer = f"{lives()} "
-        os.write(steady, b"x")
-        while lives():
-            time.sleep(0.002)
-        os.write(writer, (answer + str(lives())).encode())
-        os._exit(0)
+    FORK.Process(target=watches_parent, args=(writer, steady, late)).start()
     os.read(ready, 1)
     os._exit(0)
+
+
+def watches_parent(writer: int, steady: int, late: bool) -> None:
+    parent = os.getppid()
+    lives = parent_watch()
+    if not late:
+        os.write(writer, f"{lives()} ".encode())
+    os.write(steady, b"x")
+    while os.getppid() == parent:
+        time.sleep(0.002)
+    if late:
+        lives = parent_watch()
+    while not late and lives():
+        time.sleep(0.002)
+    os.write(writer, str(lives()).encode())
 
 
 # ---- threads --------------------------------------------------------------------------------
