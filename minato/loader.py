@@ -18,6 +18,8 @@ from minato._core.seeding import mix
 from minato._machine import available_memory_bytes
 from minato._standin import StandIn, TorchDataLoader
 from minato.assembler.arena import Arena
+from minato.cached import behind, check_cache
+from minato.caching.base import Cache
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.delivery.iterator import BatchIterator
@@ -38,7 +40,7 @@ __all__ = ["DataLoader"]
 _SHARE_OF_MEMORY = 4
 """The default budget is available memory divided by this."""
 
-_OWN = ("transforms", *(field.name for field in fields(Options)))
+_OWN = ("transforms", "cache", *(field.name for field in fields(Options)))
 """Attributes that hold minato's own arguments; code that makes one loader from another's attributes finds them."""
 
 T_co = TypeVar("T_co", covariant=True)
@@ -81,6 +83,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         fetch_concurrency: How many samples each worker reads at once, for datasets that wait for a disk, a database or
             a network: ``dataset[i]`` in so many threads or, if the dataset has ``async def __aget__(self, i)``, as
             coroutines of one thread. The transforms run one after the other in the worker's main thread.
+        cache: A ``minato.caching.DiskCache`` or ``MemoryCache``, which keeps samples after the first of the transforms;
+            later epochs take them from there, without reading or transforming them again.
         on_error: What becomes of a sample that raises. ``"raise"``: its batch does, as with torch. ``"skip"``: it is
             left out. ``"retry"``: it is tried again, and raises if that does not help. A function, called in the
             worker with a :class:`minato.SampleFailure`: what it returns takes the place of the sample, ``minato.SKIP``
@@ -135,6 +139,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         schedule: str = "dynamic",
         on_worker_death: str = "restart",
         fetch_concurrency: int = 1,
+        cache: Cache | None = None,
         on_error: str | Callable[[SampleFailure], Any] = "raise",
         retries: int | None = None,
         error_budget: float | None = None,
@@ -176,7 +181,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         )
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
-        vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag)
+        is_stream = isinstance(dataset, IterableDataset)
+        workers_end = num_workers > 0 and not persistent_workers
+        check_cache(cache, self._options, self._chain, is_stream, workers_end)
+        vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag, cache=cache)
         self._epoch = -1
         self._pass_seed: int | None = None
         self._sampler_epoch: int | None = 0
@@ -301,6 +309,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def _make_engine(self, base_seed: int) -> Engine:
         options = self._options
+        dataset, chain = behind(vars(self)["cache"], self.dataset, self._chain)
         streams = self._dataset_kind == _DatasetKind.Iterable
         round_robin = streams or options.schedule == "round_robin"
         window: int | None = None
@@ -315,8 +324,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
         engine = Engine(
             Plan(
-                dataset=self.dataset,
-                chain=self._chain,
+                dataset=dataset,
+                chain=chain,
                 collate_fn=self.collate_fn,
                 batched=self._auto_collation,
                 num_workers=num_workers,

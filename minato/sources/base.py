@@ -61,6 +61,9 @@ class KeyedSource(Dataset[Any]):
         self.retry = retry or Retry()
         self.retries = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "retries": 0}
+
     # ---- what a source must give ------------------------------------------------------------
 
     def _fetch(self, key: Any) -> Any:
