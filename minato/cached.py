@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data import IterableDataset, MapDataPipe
+
+from minato._stateful import is_stateful
 from minato.caching.base import Cache
 from minato.caching.dataset import CachedDataset
 from minato.chain.chain import Chain
@@ -14,12 +17,14 @@ __all__ = ["behind", "check_cache"]
 
 
 def check_cache(
-    cache: Cache | None, options: Options, chain: Chain, is_stream: bool, workers_end: bool
+    cache: Cache | None,
+    options: Options,
+    chain: Chain,
+    dataset: Any,
+    num_workers: int,
+    persistent_workers: bool,
 ) -> None:
     """Check that a cache can serve a loader.
-
-    Args:
-        workers_end: Whether the loader has workers that do not outlive an epoch.
 
     Raises:
         ValueError: It cannot; the message says what to do.
@@ -31,10 +36,16 @@ def check_cache(
         raise TypeError(
             f"cache={cache!r} is a {type(cache).__name__}: give a DiskCache or a MemoryCache"
         )
-    if is_stream:
+    if isinstance(dataset, (IterableDataset, MapDataPipe)):
         raise ValueError(
-            "cache= keeps samples by their index, and an iterable dataset has none: leave it out"
+            "cache= keeps samples by their index, which an iterable dataset or a data pipe does not go by: leave it out"
         )
+    if is_stateful(dataset):
+        raise ValueError(
+            "cache= keeps samples that are always the same, and those of a dataset with a state_dict() depend on its "
+            "state: leave it out"
+        )
+    workers_end = num_workers > 0 and not persistent_workers
     if workers_end and options.worker_method == "process" and not cache.shared:
         raise ValueError(
             f"{cache!r} belongs to one process, and the worker processes of each epoch are new ones: use a DiskCache, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 from minato import _pickling
 from minato._core.clock import now_ns
+from minato._core.codes import FAILED, STATES
 from minato._core.histogram import Histogram
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
@@ -17,19 +19,22 @@ from minato.assembler.arena import Arena
 from minato.assembler.reader import BatchReader
 from minato.assembler.transport import LocalStore, SharedStore
 from minato.errors import ErrorBudgetError
+from minato.memory import Memory
 from minato.plan import Plan
 from minato.pools import make_pool
 from minato.scheduler.assignment import AnyWorker, RoundRobin
 from minato.scheduler.dispatcher import Dispatcher
 from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
-from minato.scheduler.foresight import Foresight
+from minato.scheduler.foresight import Foresight, Record
 from minato.scheduler.local import InlinePool
+from minato.scheduler.parties import Progress
 from minato.scheduler.policy import TimeoutPolicy
+from minato.scheduler.replicas import Replicas
 from minato.scheduler.roster import Roster
 from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
 from minato.scheduler.window import Window
-from minato.source.prediction import CostByIndex, Predictor
+from minato.source.prediction import CostByIndex
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
 from minato.workplace import Workplace
@@ -48,12 +53,14 @@ class Experience:
     """What a loader knows of its samples from one iterator to the next.
 
     Attributes:
-        predictor: Foretells what a sample costs.
+        known: What each sample cost in earlier epochs.
+        foresight: How good the expectations were.
         costs: Service times in ns of late.
         staffing: How many workers help; None: all of them work.
     """
 
-    predictor: Predictor = field(default_factory=lambda: Predictor({"index": CostByIndex()}))
+    known: CostByIndex = field(default_factory=CostByIndex)
+    foresight: Record = field(default_factory=Record)
     costs: Histogram | None = None
     staffing: Staffing | None = None
 
@@ -68,6 +75,9 @@ class Engine:
 
     def __init__(self, plan: Plan, arena: Arena, experience: Experience) -> None:
         self.arena = arena
+        self._memory = None if plan.profile is None else Memory(plan.profile, plan)
+        if self._memory is not None and experience.costs is None:
+            experience.costs = self._memory.costs()
         positions = max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
         sizes = (max(plan.most_workers, 1), _BATCH_RECORDS, positions)
         ledger_nbytes = -(-Ledger.nbytes(*sizes) // 64) * 64
@@ -97,7 +107,9 @@ class Engine:
         self._experience = experience
         self._foresight: Foresight | None = None
         if plan.foresees:
-            self._foresight = Foresight(self.ledger, experience.predictor, plan.num_workers)
+            self._foresight = Foresight(
+                self.ledger, experience.known, experience.foresight, plan.num_workers
+            )
             if experience.costs is not None:
                 self._foresight.mean_ns = experience.costs.mean
         window = Window(
@@ -136,6 +148,7 @@ class Engine:
                 max(plan.num_workers, 1),
                 plan.order.name == "strict",
                 cast(int, plan.window_batches),
+                plan.replicas,
             )
             if plan.round_robin
             else AnyWorker(),
@@ -148,13 +161,15 @@ class Engine:
             self._foresight,
             flow,
         )
+        self._replicas = plan.replicas
+        self._by_reference = not in_processes
         self._failures = None
         if plan.policy is not None:
             self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
         self._started = False
         self._works_ahead = plan.num_workers > 0
         self._started_ns = now_ns()
-        self.timeouts = TimeoutPolicy(known=experience.costs)
+        self.timeouts = TimeoutPolicy(plan.slow, experience.costs)
         """Decides which samples are slow."""
         self.ledger.slow_ns = self.timeouts.decision.threshold_ns
         self._looked_ns = self._started_ns
@@ -171,6 +186,7 @@ class Engine:
         epoch: int,
         seed: int,
         expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None],
+        progress: Progress,
         size: Callable[[], int | None],
     ) -> bool:
         """Start a pass (see ``Dispatcher.begin``) and, with the first one, the workers.
@@ -180,7 +196,7 @@ class Engine:
         """
         if self._failures is not None:
             self._failures.begin(size())
-        foretold = self._dispatcher.begin(batches, epoch, seed, expected)
+        foretold = self._dispatcher.begin(batches, epoch, seed, expected, progress)
         if self._scaler is not None:
             self._scaler.restart()
         if self._works_ahead:
@@ -206,13 +222,17 @@ class Engine:
         except StopIteration:
             if self._failures is not None:
                 self._failures.end()
+            if self._memory is not None:
+                self._memory.keep(self.profile(), self.timeouts.recent)
             raise
         if self._failures is not None:
             self._failures.finished += len(item.keys)
         if self._foresight is not None:
             self._foresight.learn(item.record)
-        used_bytes = self.ledger.contents(item.record)[-1]
+        flags, *_, used_bytes = self.ledger.contents(item.record)
         try:
+            if self._replicas is not None and flags & (STATES | FAILED):
+                self._note_state(self._replicas, item.record)
             return self._reader.read(item.record, item.slot)
         finally:
             self._dispatcher.done(item, used_bytes)
@@ -223,6 +243,11 @@ class Engine:
             if self._works_ahead:
                 self._dispatcher.refill()
             self.arena.trim(self._dispatcher.num_open)
+
+    def _note_state(self, replicas: Replicas, record: int) -> None:
+        state = self._reader.state(record)
+        if state is not None:
+            replicas.heard(*(copy.deepcopy(state) if self._by_reference else state))
 
     def profile(self) -> Profile:
         """What samples have cost so far, and since this was last asked."""

@@ -153,7 +153,10 @@ class Workplace:
         stepper: Stepper | None = None
         parking: Parking | None = None
         if plan.streams:
-            fetcher = StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last, in_line)
+            replica = None if plan.replicas is None else plan.replicas.each[number]
+            fetcher = StreamFetcher(
+                plan.dataset, plan.chain, plan.batched, plan.drop_last, in_line, replica
+            )
         else:
             fetcher = Fetcher(plan.dataset, plan.chain, plan.batched)
         if not plan.streams and not fetcher.takes_lists:

@@ -132,7 +132,8 @@ def test_batches_do_not_depend_on_latency(
         cache = DiskCache(tmp_path / "cache", quota_bytes=20 * COUNT * 8, after=1)
         assert hashes(source(kind, database), cache=cache, **how) == expected
         report = cache.report()
-        assert report.hits and report.full
+        assert report.hits
+        assert report.full
         cache.close()
 
 

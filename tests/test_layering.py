@@ -3,7 +3,7 @@
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
 ``caching``, ``integrations`` and ``sources`` know no stage; only ``cached.py``, ``engine.py``, ``loader.py``,
-``one_pass.py``, ``patching.py``, ``plan.py``, ``pools.py``, ``workplace.py`` and the package itself know all.
+``memory.py``, ``patching.py``, ``plan.py``, ``pools.py``, ``workplace.py`` and the package itself know all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIRING = {
     "cached",
     "engine",
     "loader",
-    "one_pass",
+    "memory",
     "patching",
     "plan",
     "pools",

@@ -39,11 +39,11 @@ class Claims(Records):
             worker died. None if there is nothing to claim.
         """
         with self._locked():
-            if self._header["stranded"]:
+            if self._header["stranded"] != self._header["adopted"]:
                 for index in range(len(self._batches)):
                     if self._complete(worker, index) == MUST_COLLATE:
                         return index, 0, 0
-                self._header["stranded"] = 0
+                self._header["adopted"] = self._header["stranded"]
             tail = int(self._header["tail"])
             seq = int(self._header["head"])
             early = self._claim_hinted(worker, seq)

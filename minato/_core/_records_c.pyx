@@ -143,6 +143,11 @@ cdef class Records:
     def waiting(self, bint value):
         mn_store_seq_cst_u64(&self.header.waiting, value)
 
+    @property
+    def front(self):
+        """How far claims in turn have come: all before this position are taken."""
+        return mn_load_acquire_u64(&self.header.head) & MN_NUMBER
+
     def describe(self, uint32_t batch):
         """What a worker must know of a batch.
 

@@ -40,15 +40,15 @@ _HEADER = np.dtype(
     {
         "names": [
             "magic", "version", "compiled", "num_workers", "batch_capacity", "position_capacity",
-            "slow_ns", "shutdown", "stranded", "waiting", "head", "tail", "passes",
+            "slow_ns", "shutdown", "stranded", "waiting", "adopted", "head", "tail", "passes",
             "hints_used", "hints",
         ],
         "formats": [
             "u8", "u4", "u4", "u4", "u4", "u8",
-            "u8", "u4", "u4", "u8", "u8", "u8", ([("cursor", "u8"), ("limit", "u8")], (NUM_PASSES,)),
+            "u8", "u4", "u4", "u8", "u4", "u8", "u8", ([("cursor", "u8"), ("limit", "u8")], (NUM_PASSES,)),
             "u4", ("u8", _HINTS),
         ],
-        "offsets": [0, 8, 12, 16, 20, 24, 32, 40, 44, 48, 64, 128, 320, 448, 512],
+        "offsets": [0, 8, 12, 16, 20, 24, 32, 40, 44, 48, 56, 64, 128, 320, 448, 512],
         "itemsize": 512 + 8 * _HINTS,
     }
 )  # fmt: skip
@@ -210,6 +210,11 @@ class Records:
     @waiting.setter
     def waiting(self, value: bool) -> None:
         self._header["waiting"] = value
+
+    @property
+    def front(self) -> int:
+        """How far claims in turn have come: all before this position are taken."""
+        return int(self._header["head"])
 
     def describe(self, batch: int) -> tuple[int, int, int, bool, int, int, int, int, int]:
         """What a worker must know of a batch.

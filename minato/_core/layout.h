@@ -48,9 +48,10 @@ typedef struct {
     uint64_t position_capacity; /* a power of two */
     uint64_t slow_ns;           /* a sample that took longer is slow (`fast_first`) */
     uint32_t shutdown; /* 1: leave now, 2: leave when nothing is left to claim */
-    uint32_t stranded; /* batches that are full and whose collating worker died */
+    uint32_t stranded; /* how often full batches may have been left that nobody publishes */
     uint64_t waiting; /* 1 while the consumer waits for a batch */
-    uint64_t reserved;
+    uint32_t adopted; /* up to which of those times all batches have been looked at since */
+    uint32_t reserved;
     uint64_t head; /* version << 48 | first position that may have a free ticket */
     uint64_t pad_head[7];
     uint64_t tail; /* position after the last published one */

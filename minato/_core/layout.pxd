@@ -54,6 +54,7 @@ cdef extern from "layout.h" nogil:
         uint32_t shutdown
         uint32_t stranded
         uint64_t waiting
+        uint32_t adopted
         uint64_t head
         uint64_t tail
         mn_gate work

@@ -6,26 +6,19 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from minato._core.codes import (
-    ENDED,
-    KIND_MASK,
-    NUM_PASSES,
-    READY,
-    SKIP_BLOB,
-    SKIPPED,
-)
+from minato._core.codes import ENDED, KIND_MASK, NUM_PASSES, READY, SKIP_BLOB, SKIPPED
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.scheduler.assignment import Assignment
 from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import Foresight
-from minato.scheduler.parties import KeyStore, Pool, Slots
+from minato.scheduler.in_flight import InFlight, Leavings, Order
+from minato.scheduler.parties import KeyStore, Pool, Progress, Slots
 from minato.scheduler.window import Window
 
-__all__ = ["Dispatcher", "InFlight", "Order"]
+__all__ = ["Dispatcher"]
 
 _LIVENESS_S = 1.0
 """How long the consumer sleeps at most; whatever it waits for wakes it at once."""
@@ -33,43 +26,6 @@ _SETTLING_S = 0.01
 """How often it looks whether abandoned samples have ended, of which nobody tells."""
 _INT64 = 1 << 63
 _EVERYBODY = (1 << 31) - 1
-
-
-@dataclass(frozen=True)
-class Order:
-    """What decides the place of a sample and the turn of a batch.
-
-    Attributes:
-        name: ``strict``, ``batch``, ``arrival`` or ``fast_first``.
-        max_lag: Batches by which a sample may be late where membership is free.
-    """
-
-    name: str
-    max_lag: int
-
-    @property
-    def bound(self) -> bool:
-        """Whether each sample has its own place.
-
-        No more than ``max_lag`` batches are open where places are free, and in one alone nobody can be late.
-        """
-        return self.name in ("strict", "batch") or self.max_lag <= 1
-
-
-@dataclass(eq=False)
-class InFlight:
-    """A batch between its opening and its end."""
-
-    record: int
-    keys: list[Any]
-    slot: Any
-    keys_slot: Any
-    keys_offset: int
-    pass_index: int
-    epoch: int
-    seed: int
-    owner: int
-    retired: bool = False
 
 
 class Dispatcher:
@@ -115,7 +71,7 @@ class Dispatcher:
         self._order = order
         self._assignment = assignment
         self._keys = keys
-        self._discard = discard
+        self._leavings = Leavings(ledger, slots, keys, discard, order.bound, skips)
         self._timeout_s = timeout_s
         # Workers must stay until it is known which places nobody takes.
         self._one_pass = one_pass and (order.bound or not skips)
@@ -126,12 +82,13 @@ class Dispatcher:
         self._open: deque[InFlight] = deque()
         self._ahead: deque[InFlight] = deque()  # of the pass that is expected next
         self._recent: deque[InFlight] = deque()  # the last max_lag + 1 opened of this pass
-        self._delivered: list[InFlight] = []  # some of their samples are still running
-        self._cancelled: list[InFlight] = []
         self._batches: Iterator[list[Any]] = iter(())
         self._drawn: deque[list[Any]] = deque()
         self._expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None] = lambda: None
+        self._progress: Progress
+        self._abandoned = False
         self._pass = (0, 0, 0)
+        self._start: int | None = None  # position of the pass's first sample
         self._exhausted = True  # the present pass has no more batches to open
         self._foretold = False  # what is drawn belongs to the next pass
         self._dry = True  # nothing is left to open, in this pass and in what is known of the next
@@ -154,11 +111,13 @@ class Dispatcher:
         epoch: int,
         seed: int,
         expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None],
+        progress: Progress,
     ) -> bool:
         """Start a pass over the sampler's batches, each a list of keys.
 
         Args:
             expected: Foretells ``(batches, epoch, seed)`` of the pass after this one, or None if they are not known.
+            progress: Told what becomes of the pass.
 
         Returns:
             False if batches had been opened ahead for this pass and were not the right ones; they are dropped.
@@ -168,6 +127,8 @@ class Dispatcher:
         self._batches = iter(batches)
         self._drawn = deque()
         self._expected = expected
+        self._progress = progress
+        self._abandoned = False
         self._exhausted = self._foretold = self._dry = False
         right = all((item.epoch, item.seed) == (epoch, seed) for item in ahead)
         if right:
@@ -175,6 +136,9 @@ class Dispatcher:
             right = [item.keys for item in ahead] == list(self._drawn)
         if ahead and right:
             self._pass = ahead[0].pass_index, epoch, seed
+            self._start = ahead[0].pass_start
+            for item in ahead:
+                item.progress = progress
             self._open = ahead
             self._drawn.clear()
         else:
@@ -189,9 +153,8 @@ class Dispatcher:
         if not self._assignment.exact:
             for item in batches:
                 self._ledger.cancel(item.record)
-        self._cancelled.extend(batches)
+        self._leavings.cancel(batches)
         batches.clear()
-        self._sweep()
 
     def cancel_all(self) -> None:
         """Abandon everything in flight."""
@@ -201,15 +164,18 @@ class Dispatcher:
     def abandon(self) -> None:
         """End the present pass here."""
         self.cancel_all()
+        self._abandoned = True
         self._batches, self._expected = iter(()), lambda: None
         self._drawn.clear()
         self._exhausted = True
 
     def _open_pass(self, epoch: int, seed: int) -> None:
+        leavings = self._leavings
         while True:
             used = {
                 item.pass_index
-                for item in (*self._open, *self._ahead, *self._delivered, *self._cancelled)
+                for batches in (self._open, self._ahead, leavings.delivered, leavings.cancelled)
+                for item in batches
             }
             # Never the number of the last pass: it also tells a worker that a new one has begun.
             later = (self._pass[0] + 1 + i for i in range(NUM_PASSES - 1))
@@ -222,6 +188,7 @@ class Dispatcher:
             self._sleep(time.monotonic() + _SETTLING_S)
         self._ledger.open_pass(free)
         self._pass = free, epoch, seed
+        self._start = None
 
     # ---- batches ----------------------------------------------------------------------------
 
@@ -242,22 +209,20 @@ class Dispatcher:
             if found is not None:
                 self._open.remove(found)
                 flags, _, result, *_ = self._ledger.contents(found.record)
-                if not flags & (ENDED | SKIPPED):
-                    self._assignment.delivered(found.owner)
-                    return found
                 if flags & ENDED:
                     self._assignment.ended(found.owner)
-                else:
-                    self._assignment.delivered(found.owner)
-                    if not self._is_empty(found, result):
-                        return found
-                self._discard(found.record, found.slot)
-                self._delivered.append(found)
-                self._sweep()
+                    self._leavings.drop_empty(found)
+                    continue
+                self._assignment.delivered(found.owner)
+                if not flags & SKIPPED or not self._is_empty(found, result):
+                    return found
+                self._leavings.drop(found)
                 continue
             if self._fills_up and self._settled() and self._mend():
                 continue
             if self.over:
+                if not self._abandoned:
+                    self._progress.finish(self._assignment.over)
                 raise StopIteration
             self._ledger.waiting = True
             try:
@@ -280,7 +245,7 @@ class Dispatcher:
 
     def _settled(self) -> bool:
         """Whether all samples of the pass that are in flight have been run."""
-        in_flight = *self._open, *self._delivered
+        in_flight = *self._open, *self._leavings.delivered
         return bool(self._open) and all(self._ledger.settled(item.record) for item in in_flight)
 
     def _mend(self) -> bool:
@@ -299,8 +264,7 @@ class Dispatcher:
     def done(self, item: InFlight, batch_bytes: int) -> None:
         """Say that a batch has been read and its slot leased or released."""
         self._window.observe(batch_bytes)
-        self._delivered.append(item)
-        self._sweep()
+        self._leavings.deliver(item)
 
     def _sleep(self, deadline: float | None, seen: int | None = None) -> None:
         # Without an open batch, room is waited for, which abandoned samples take up.
@@ -309,7 +273,7 @@ class Dispatcher:
             limit = min(limit, max(deadline - time.monotonic(), 0.0))
         self._pool.wait(self._gate.events if seen is None else seen, limit)
         self._pool.check()
-        self._sweep()
+        self._leavings.sweep()
 
     def _tell(self, flow: Flow) -> None:
         flow.ending = self._dry
@@ -392,9 +356,23 @@ class Dispatcher:
             _EVERYBODY if owner else count,  # a batch with an owner must wake that very worker
             owner,
         )
+        if self._start is None:
+            self._start = self._ledger.describe(record)[1]
         if self._foresight is not None:
-            self._foresight.published(self._ledger.describe(record)[1], keys)
-        item = InFlight(record, keys, slot, keys_slot, offset, index, epoch, seed, owner)
+            self._foresight.published(self._ledger.describe(record)[1], index, keys)
+        item = InFlight(
+            record,
+            keys,
+            slot,
+            keys_slot,
+            offset,
+            index,
+            epoch,
+            seed,
+            owner,
+            self._start,
+            None if self._foretold else self._progress,
+        )
         if not self._order.bound:
             self._recent.append(item)
             if len(self._recent) > self._order.max_lag:
@@ -410,33 +388,6 @@ class Dispatcher:
                 f"a batch of {count} samples is more than the {positions} that can be in flight: pass the "
                 "size of the largest batch as batch_size, or split it"
             )
-
-    def _sweep(self) -> None:
-        """Free the records of batches that are delivered, or cancelled, and that nobody works on any more."""
-        for item in self._delivered[:]:
-            if self._order.bound or self._ledger.settled(item.record):
-                self._delivered.remove(item)
-                self._retire(item)
-        # Samples of a cancelled pass may take places in any of its batches, so it ends as a whole; and not before those
-        # samples have run whose own batch is delivered.
-        running = {item.pass_index for item in self._delivered}
-        if self._cancelled and all(
-            item.pass_index not in running
-            and self._ledger.settled(item.record)
-            and self._ledger.close(item.record)
-            for item in self._cancelled
-        ):
-            for item in self._cancelled:
-                self._discard(item.record, item.slot)
-                self._retire(item)
-            self._cancelled.clear()
-
-    def _retire(self, item: InFlight) -> None:
-        item.retired = True
-        self._ledger.retire(item.record)
-        if item.keys_slot is not None:
-            self._keys.drop(item.keys_offset)
-            self._slots.release(item.keys_slot)
 
 
 def _fitting(slot: Any, nbytes: int) -> int:

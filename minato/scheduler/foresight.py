@@ -3,24 +3,68 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from minato._core.ledger import Ledger
 
-__all__ = ["CostModel", "Foresight"]
+__all__ = ["CostModel", "Foresight", "Record"]
 
-_WORTH_LEARNING_NS = 500_000
-"""What is learned of a sample takes the consumer about ten microseconds, so its workers must not be faster."""
+_WORTH_LEARNING_NS = 100_000
+"""What is learned of a sample takes the consumer about a microsecond, so its workers must not be much faster."""
+_REMEMBERED = 512
+"""So many slow or wrongly expected samples count; then what was before them counts by half."""
+_FEWEST, _LEAST_PRECISION = 16, 0.3
+"""Expectations are not acted on once so many were counted and no more than this share of them came true."""
 
 
 class CostModel(Protocol):
-    """What foretells costs (the source's predictor)."""
+    """What foretells costs (one of the source's models)."""
 
-    def predict(self, index: Any) -> float | None:
+    def predict(self, index: Any, size: float | None, plans: Sequence[Any]) -> float | None:
         """What the sample with this key will probably cost, in ns; None if nobody knows."""
 
-    def observe(self, index: Any, cost_ns: float) -> None:
+    def observe(self, index: Any, size: float | None, plans: Sequence[Any], cost_ns: float) -> None:
         """Learn what it cost."""
+
+
+@dataclass
+class Record:
+    """How often a sample that was expected to be slow was slow.
+
+    Attributes:
+        slow: Samples that were slow and of which something was known before.
+        expected: Samples that were expected to be slow.
+        both: Those that were both.
+    """
+
+    slow: float = 0.0
+    expected: float = 0.0
+    both: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the slow samples that were expected to be; 0 while there are none."""
+        return self.both / self.slow if self.slow else 0.0
+
+    @property
+    def precision(self) -> float:
+        """Share of the expected samples that came slow; 0 while there are none."""
+        return self.both / self.expected if self.expected else 0.0
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether expectations are not worth acting on."""
+        return self.expected >= _FEWEST and self.precision < _LEAST_PRECISION
+
+    def note(self, expected: bool, slow: bool) -> None:
+        """Count a sample."""
+        self.expected += expected
+        self.slow += slow
+        self.both += expected and slow
+        if self.expected + self.slow > 2 * _REMEMBERED:
+            self.expected, self.slow, self.both = self.expected / 2, self.slow / 2, self.both / 2
 
 
 class Foresight:
@@ -32,13 +76,17 @@ class Foresight:
 
     Args:
         model: Foretells costs and learns from what came.
+        record: How good that was so far.
         num_workers: How many run samples side by side.
     """
 
-    def __init__(self, ledger: Ledger, model: CostModel, num_workers: int) -> None:
+    def __init__(self, ledger: Ledger, model: CostModel, record: Record, num_workers: int) -> None:
         self._ledger = ledger
         self._model = model
+        self._record = record
         self._num_workers = max(num_workers, 1)
+        self._pass_index = -1
+        self._pass_first = 0
         self.mean_ns = 0.0
         """Mean cost of a sample; 0: not known."""
 
@@ -47,22 +95,38 @@ class Foresight:
         self._num_workers = max(num_workers, 1)
 
     @property
-    def _is_worthwhile(self) -> bool:
-        return self._ledger.slow_ns > 0 and self.mean_ns >= _WORTH_LEARNING_NS * self._num_workers
+    def _threshold_ns(self) -> float:
+        """From which cost on a sample is worth starting early; 0 while nothing is worth the effort."""
+        slow_ns = self._ledger.slow_ns
+        if slow_ns == 0 or self.mean_ns < _WORTH_LEARNING_NS * self._num_workers:
+            return 0.0
+        return max(slow_ns, self.mean_ns)
 
     def learn(self, batch: int) -> None:
         """Learn what the samples of a full batch have cost."""
-        if self._is_worthwhile:
-            for key, cost_ns in self._ledger.costs(batch):
-                self._model.observe(key, cost_ns)
-
-    def published(self, first: int, keys: list[Any]) -> None:
-        """Mark the slow ones among the samples that were just published at ``first`` and after."""
-        if not self._is_worthwhile:
+        threshold_ns = self._threshold_ns
+        if threshold_ns == 0:
             return
-        slow_ns = max(self._ledger.slow_ns, self.mean_ns)
+        model = self._model
+        for key, cost_ns in self._ledger.costs(batch):
+            expected_ns = model.predict(key, None, ())
+            if expected_ns is not None:
+                self._record.note(expected_ns > threshold_ns, cost_ns > threshold_ns)
+            model.observe(key, None, (), cost_ns)
+
+    def published(self, first: int, pass_index: int, keys: list[Any]) -> None:
+        """Mark the slow ones among the samples that were just published at ``first`` and after.
+
+        None begins before all samples of earlier passes: those are wanted sooner.
+        """
+        if pass_index != self._pass_index:
+            self._pass_index, self._pass_first = pass_index, first
+        threshold_ns = self._threshold_ns
+        if threshold_ns == 0 or self._record.is_bad:
+            return
         for position, key in enumerate(keys, first):
-            cost_ns = self._model.predict(key)
-            if cost_ns is not None and cost_ns > slow_ns:
+            cost_ns = self._model.predict(key, None, ())
+            if cost_ns is not None and cost_ns > threshold_ns:
                 others = (cost_ns - self.mean_ns) / self.mean_ns
-                self._ledger.start_early(position, math.ceil(others * self._num_workers))
+                ahead = min(math.ceil(others * self._num_workers), position - self._pass_first)
+                self._ledger.start_early(position, ahead)

@@ -97,8 +97,8 @@ class Overdue:
                 continue
             with contextlib.suppress(ProcessLookupError):
                 stack = self._stacks.ask(process.pid)
-                if self._ledger.lease(number) != lease:
-                    continue  # it came to an end after all
+                if self._ledger.lease(number) != lease or not process.is_alive():
+                    continue  # the sample, or the worker, came to an end by itself
                 self._ended[number] = SampleTimeoutError(
                     f"a sample took more than sample_timeout_s={self._limit_s:g}, and its worker (pid {process.pid}) "
                     f"was ended. Its stack:\n{stack or '(none: the process did not answer)'}"

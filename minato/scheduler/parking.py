@@ -49,13 +49,17 @@ class Parking:
         return len(self._parked)
 
     def may_leave(self, position: int, nbytes: int) -> bool:
-        """Whether the sample at this position, so far of so many bytes, is better set aside now."""
+        """Whether the sample at this position, so far of so many bytes, is better set aside now.
+
+        One that began before its turn is not: that was to have it done by then.
+        """
         ledger = self._ledger
         return (
             len(self._parked) + len(self._left) < self._most
             and ledger.unclaimed() > 0
             and not ledger.draining
             and (self._always or ledger.waiting)
+            and position < ledger.front
             and not self._is_overdue(position)
             and sum(each.nbytes for each in (*self._parked, *self._left)) + nbytes
             <= self._most_bytes

@@ -96,17 +96,21 @@ class ProcessPool:
 
     def check(self) -> None:
         """Replace dead workers, or raise torch's RuntimeError."""
-        if self._overdue is not None:
-            self._overdue.end(self.processes)
         for number in self._watch.gone():
             process = self.processes[number]
             process.join()
             if not (self._may_leave(number) and process.exitcode == 0):
-                self._buried(number, process.pid, process.exitcode)
+                try:
+                    self._buried(number, process.pid, process.exitcode)
+                except BaseException:
+                    self._watch.put_back(number)  # whoever asks again is told again
+                    raise
                 process = self.processes[number] = self._make(number)
                 process.start()
                 self._watch.add(number, process)
                 self._watch.run()
+        if self._overdue is not None:
+            self._overdue.end(self.processes)
 
     def shut_down(self) -> None:
         """End all workers: by request, and by signals if they do not follow it."""

@@ -266,6 +266,25 @@ def test_what_makes_no_sense_is_refused(
         minato.DataLoader(Numbers(3), **arguments)
 
 
+class Stateful(Numbers):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize("dataset", [Stateful(3), Stream()])
+def test_samples_that_do_not_follow_from_an_index_are_refused(dataset: Any) -> None:
+    with pytest.raises(ValueError, match="leave it out"):
+        minato.DataLoader(dataset, cache=MemoryCache(1))
+
+
 def test_limits_are_checked() -> None:
     with pytest.raises(ValueError, match="quota_bytes=0 is too small"):
         MemoryCache(0)

@@ -264,7 +264,9 @@ def test_a_sample_is_claimed_before_its_turn(desk: Desk) -> None:
     desk.publish(4)
     assert desk.ledger.start_early(6, 4)
     assert desk.ledger.start_early(3, 1)
+    assert desk.ledger.front == 0
     assert order_of_claims(desk) == [0, 1, 6, 3, 2, 4, 5, 7]
+    assert desk.ledger.front == 8
     assert desk.ledger.unclaimed() == 0
 
 

@@ -134,7 +134,8 @@ class Ledger:
         self.setting = setting
         self.memory = memory = Memory()
         self.head, self.tail = memory.word("head"), memory.word("tail")
-        self.shutdown, self.stranded = memory.word("shutdown"), memory.word("stranded")
+        self.shutdown = memory.word("shutdown")
+        self.stranded, self.adopted = memory.word("stranded"), memory.word("adopted")
         self.work, self.ready = Gate(memory, "work", setting.workers), Gate(memory, "ready", 1)
         passes = len(setting.batches)
         self.cursor, self.limit = memory.words("cursor", passes), memory.words("limit", passes)
@@ -358,10 +359,11 @@ class Ledger:
     # ---- the workers' side
 
     def claim(self, worker: int) -> Steps:
-        stranded = 0
+        stranded = adopted = 0
         if self.setting.kills:
             stranded = yield load(self.stranded)
-        if stranded:
+            adopted = yield load(self.adopted)
+        if stranded != adopted:
             index = yield from self.adopt(worker)
             if index is not None:
                 return index, 0, 0
@@ -608,13 +610,19 @@ class Ledger:
 
     def adopt(self, worker: int) -> Steps:
         seen = yield load(self.stranded)
+        adopted = yield load(self.adopted)
+        index = yield from self.look_through(worker)
+        if index is None:
+            yield cas(self.adopted, adopted, seen)
+        return index
+
+    def look_through(self, worker: int) -> Steps:
         index = 0
         while index < self.setting.records:
             outcome = yield from self.complete(worker, index)
             if outcome == MUST_COLLATE:
                 return index
             index += 1
-        yield cas(self.stranded, seen, 0)
         return None
 
     # ---- who drives it

@@ -124,7 +124,18 @@ class NobodyAdopts(Ledger):
     """A full batch whose worker died is looked for by nobody."""
 
     def adopt(self, worker: int) -> Steps:
-        yield store(self.stranded, 0)
+        yield store(self.adopted, 1)
+
+
+class AdoptionIsAFlag(Ledger):
+    """Who looked before the second death takes back the flag that the second one raised."""
+
+    def adopt(self, worker: int) -> Steps:
+        seen = yield load(self.stranded)
+        index = yield from self.look_through(worker)
+        if index is None:
+            yield cas(self.stranded, seen, 0)
+        return index
 
 
 class SettlesWithoutLooking(Ledger):
@@ -217,6 +228,7 @@ MUTATIONS: dict[type[Ledger], Setting] = {
 }
 """Where each mistake shows."""
 LARGE_MUTATIONS: dict[type[Ledger], Setting] = {
+    AdoptionIsAFlag: Setting(TWO, kills=2),
     HeadHasNoVersion: Setting(((1, 1),)),
     BindsWithoutLooking: Setting(((1, 1, 1),), bound=False, records=3, lag=2, kills=0),
     HintHasNoGeneration: Setting(((2, 2),), positions=2, records=1, window=1, kills=0, hint=True),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 
-from minato.scheduler.foresight import Foresight
+from minato.scheduler.foresight import Foresight, Record
 from tests.scheduler.fakes import Bench
 
 MS = 1_000_000
@@ -19,18 +20,18 @@ class Model:
         self.costs = costs
         self.observed: list[tuple[int, float]] = []
 
-    def predict(self, index: int) -> float | None:
+    def predict(self, index: int, size: None, plans: tuple[()]) -> float | None:
         return self.costs.get(index)
 
-    def observe(self, index: int, cost_ns: float) -> None:
+    def observe(self, index: int, size: None, plans: tuple[()], cost_ns: float) -> None:
         self.observed.append((index, cost_ns))
 
 
 def order_of_claims(
-    bench: Bench, batches: list[list[int]], model: Model, **known: float
+    bench: Bench, batches: list[list[int]], model: Model, **known: Any
 ) -> list[int]:
     """Keys in the order in which a worker claims them."""
-    foresight = Foresight(bench.ledger, model, num_workers=2)
+    foresight = Foresight(bench.ledger, model, known.get("record", Record()), num_workers=2)
     bench.ledger.slow_ns = int(known.get("slow_ns", 3 * MS))
     foresight.mean_ns = known.get("mean_ns", 1.0 * MS)
     bench.dispatcher._foresight = foresight
@@ -59,21 +60,49 @@ def test_nothing_is_marked_while_little_is_known_or_to_be_gained() -> None:
     assert order_of_claims(Bench(), BATCHES, model, mean_ns=0.0) == in_turn
     assert order_of_claims(Bench(), BATCHES, model, slow_ns=0) == in_turn
     # Samples are so cheap that looking at each would be felt.
-    assert order_of_claims(Bench(), BATCHES, model, mean_ns=0.5 * MS) == in_turn
+    assert order_of_claims(Bench(), BATCHES, model, mean_ns=0.1 * MS) == in_turn
     assert order_of_claims(Bench(), BATCHES, Model({})) == in_turn
+    # Of what was expected to be slow, too little was.
+    wrong = Record(slow=5, expected=40, both=5)
+    assert order_of_claims(Bench(), BATCHES, model, record=wrong) == in_turn
     # Slow, but no slower than the mean of a few very slow ones.
     assert order_of_claims(Bench(), BATCHES, model, mean_ns=5.0 * MS) == in_turn
 
 
 def test_costs_are_learned_from_full_batches() -> None:
-    bench, model = Bench(), Model({})
-    foresight = Foresight(bench.ledger, model, num_workers=1)
+    bench, model, record = Bench(), Model({20: 9.0 * MS, 21: 8.0 * MS}), Record()
+    foresight = Foresight(bench.ledger, model, record, num_workers=1)
     bench.begin([[20, 21]])
     lease = bench.claim(0, 2)
-    bench.ledger.note_costs(0, array("q", [5 * MS, 6 * MS]), 2)
+    bench.ledger.note_costs(0, array("q", [5 * MS, 13 * MS // 2]), 2)
     bench.finish(lease)
     foresight.learn(lease.batch)
     assert model.observed == []  # not yet known whether that is worth while
     foresight.mean_ns, bench.ledger.slow_ns = 5.0 * MS, 6 * MS
     foresight.learn(lease.batch)
-    assert model.observed == [(20, 5 * MS), (21, 6 * MS)]
+    assert model.observed == [(20, 5 * MS), (21, 6.5 * MS)]
+    assert record == Record(slow=1, expected=2, both=1)
+    assert (record.hit_rate, record.precision) == (1.0, 0.5)
+
+
+def test_old_expectations_count_less() -> None:
+    record = Record()
+    for _ in range(2000):
+        record.note(expected=True, slow=False)
+    assert record.is_bad
+    assert record.expected <= 1024
+    for _ in range(1000):
+        record.note(expected=True, slow=True)
+    assert not record.is_bad
+
+
+def test_samples_of_the_next_pass_do_not_go_before_those_of_this_one() -> None:
+    bench, model = Bench(), Model({5: 40.0 * MS, 9: 40.0 * MS})
+    foresight = Foresight(bench.ledger, model, Record(), num_workers=2)
+    bench.ledger.slow_ns, foresight.mean_ns = 3 * MS, 1.0 * MS
+    bench.dispatcher._foresight = foresight
+    bench.begin([[0, 1], [2, 3]], expected=([[4, 5], [8, 9]], 1, 0))
+    found = []
+    while (lease := bench.ledger.claim(0, 1)) is not None:
+        found += bench.ledger.keys(lease[0], lease[1], 1)
+    assert found == [0, 1, 2, 3, 5, 9, 4, 8]

@@ -17,6 +17,7 @@ class View:
         self, waiting: bool, draining: bool, unclaimed: int, placed: tuple[int, ...] = ()
     ) -> None:
         self.placed = placed
+        self.front = 100
         self.waiting = waiting
         self.draining = draining
         self._unclaimed = unclaimed
@@ -93,6 +94,12 @@ def test_an_overdue_sample_is_not_set_aside_and_taken_first() -> None:
     assert not lot.due()
     # Where every sample has its place, that says nothing.
     assert parking(view, bound=True).may_leave(8, 0)
+
+
+def test_what_began_before_its_turn_is_not_set_aside() -> None:
+    lot = parking(View(True, False, 1))
+    assert lot.may_leave(99, 0)
+    assert not lot.may_leave(100, 0)
 
 
 def test_what_the_run_in_hand_has_left_counts() -> None:

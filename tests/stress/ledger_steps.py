@@ -36,7 +36,7 @@ SLOT = (4096, 4160, 1 << 20)
 EVERYTHING = 10**9
 PARTS = ("_ledger_c", "_claims_c", "_records_c")
 """The modules whose instructions are counted."""
-OPERATIONS, INSTRUCTIONS = 12, 400
+OPERATIONS, INSTRUCTIONS, ADOPTION = 12, 400, 150
 """Where a worker may be stopped; few operations are longer, and what is not there is simply not stopped at."""
 
 
@@ -355,6 +355,22 @@ def lose_another(world: World) -> None:
     finish(world)
 
 
+def lose_a_full_batch(world: World) -> None:
+    while (lease := world.ledger.claim(1, world.scene.max_run)) is not None:
+        batch, k, count = lease
+        if count == 0:
+            break
+        first = world.ledger.describe(batch)[1] + k
+        outcomes = []
+        for position in range(first, first + count):
+            place, there, _ = world.ledger.reserve(1, position)
+            world.write(there, place, 1000 + position)
+            outcomes.append(world.ledger.fill(1, position, place))
+        if codes.MUST_COLLATE in outcomes:
+            break
+    world.ledger.release(1)
+
+
 MEANWHILE = (
     finish,
     finish_and_publish,
@@ -363,6 +379,7 @@ MEANWHILE = (
     abandon,
     abandon_and_go_round,
     lose_another,
+    lose_a_full_batch,
 )
 """What the others may do while a worker stands still."""
 
@@ -376,15 +393,19 @@ class Stop:
     operation: int
     instruction: int
     others: Callable[[World], None]
+    after_a_death: bool = False
 
     def __str__(self) -> str:
         busy = ", worker 1 busy" if self.worker_1_is_busy else ""
+        busy += ", after a death" if self.after_a_death else ""
         where = f"instruction {self.instruction} of operation {self.operation}"
         return f"{self.scene.name}{busy}, {where}, {self.others.__name__}"
 
     def play(self) -> None:
         world = World("c", self.scene)
         other = world.claim_for(1) if self.worker_1_is_busy else None
+        if self.after_a_death:
+            world.ledger.release(2)
         tracee = Tracee(lambda pause: world.work(0, EVERYTHING, pause), *PARTS)
         try:
             for _ in range(self.operation):
@@ -462,6 +483,7 @@ def stop_anywhere(seconds: float, seed: int) -> int:
             operation=draw.randrange(OPERATIONS),
             instruction=instruction,
             others=draw.choice(MEANWHILE),
+            after_a_death=draw.random() < 0.3,
         )
         if draw.random() < 0.3:
             stop = ConsumerStop(scene, draw.randrange(OPERATIONS), instruction)
@@ -469,6 +491,16 @@ def stop_anywhere(seconds: float, seed: int) -> int:
         assert status == 0, f"{stop}: status {status}"
         count += 1
     return count
+
+
+def stop_in_the_first_look(thorough: bool) -> int:
+    """Worker 0 looks for what a dead worker left, and another one dies meanwhile; returns at how many instructions."""
+    instructions = range(1, ADOPTION, 1 if thorough else 8)
+    for instruction in instructions:
+        stop = Stop(SCENES[2], False, 0, instruction, lose_a_full_batch, after_a_death=True)
+        status = in_a_copy(stop.play)
+        assert status == 0, f"{stop}: status {status}"
+    return len(instructions)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -486,6 +518,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         print(f"kills {kill_everywhere(options.twin, options.all)}", flush=True)
         if options.twin == "c":
+            print(f"looks {stop_in_the_first_look(options.all)}", flush=True)
             print(f"stops {stop_anywhere(options.seconds, seed)}")
     except PermissionError as error:
         print(error)

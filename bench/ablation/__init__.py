@@ -1,0 +1,1 @@
+"""What each mechanism against slow samples gains, added one at a time."""

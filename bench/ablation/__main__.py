@@ -1,0 +1,207 @@
+"""Command line of the ablation; see ``python -m bench.ablation --help``."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+
+from bench import record
+from bench.ablation.work import LOADS, Load
+from minato import DataLoader
+from minato.chain.chain import Chain
+from minato.plan import Plan
+
+
+@dataclass(frozen=True)
+class Step:
+    """One configuration: everything of the one before it, and one mechanism more.
+
+    Args:
+        label: what the report calls it.
+        options: arguments of the loader; None: torch's.
+        leaves: whether slow samples are left between transforms.
+        foresees: whether samples that were slow before begin early.
+    """
+
+    label: str
+    options: dict[str, Any] | None
+    leaves: bool = False
+    foresees: bool = False
+
+
+STEPS = (
+    Step("torch, in order", None),
+    Step("sample-level tickets, torch's look-ahead", {"prefetch_factor": 2}),
+    Step("+ window in bytes", {}),
+    Step("+ prediction (still in order)", {}, foresees=True),
+    Step("+ window in bytes, arrival order", {"in_order": False}),
+    Step("+ deferral", {"in_order": False}, leaves=True),
+    Step("+ prediction", {"in_order": False}, leaves=True, foresees=True),
+    Step("fast_first instead of arrival, all of it", {"order": "fast_first"}, True, True),
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one run of all epochs took.
+
+    Args:
+        epoch_s: mean time of an epoch, start of the workers included.
+        waiting_s: time of an epoch that the consumer waited.
+        p99_wait_ms: 99th percentile of the waits for one batch.
+        first_ms: wait for the very first batch.
+    """
+
+    epoch_s: float
+    waiting_s: float
+    p99_wait_ms: float
+    first_ms: float
+
+
+class Composed:
+    """torch's way to have transforms: inside the dataset."""
+
+    def __init__(self, dataset: Any, chain: tuple[Callable[[Any], Any], ...]) -> None:
+        self.dataset = dataset
+        self.run = Chain(chain).run
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.run(self.dataset[index])
+
+
+@contextmanager
+def only(step: Step) -> Iterator[None]:
+    """Switch mechanisms off that a configuration does not have."""
+
+    def unless(on: bool, name: str) -> property:
+        getter = getattr(Plan, name).fget
+        return property(lambda plan: on and getter(plan))
+
+    with (
+        mock.patch.object(Plan, "leaves_samples", unless(step.leaves, "leaves_samples")),
+        mock.patch.object(Plan, "foresees", unless(step.foresees, "foresees")),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        yield
+
+
+def run(load: Load, step: Step, seed: int) -> Reading:
+    """All epochs of one load by one configuration; every sample must come once in each."""
+    shared = {
+        "batch_size": load.batch_size,
+        "num_workers": load.workers,
+        "shuffle": True,
+        "persistent_workers": True,
+    }
+    dataset, waits_s = load.make(), []
+    torch.manual_seed(seed)
+    begun = perf_counter()
+    with only(step):
+        loader: Any
+        if step.options is None:
+            loader = TorchLoader(Composed(dataset, load.chain), **shared)
+        else:
+            loader = DataLoader(
+                dataset, transforms=list(load.chain), seed=seed, **shared, **step.options
+            )
+        for _ in range(load.epochs):
+            labels: list[int] = []
+            asked = perf_counter()
+            for batch in loader:
+                waits_s.append(perf_counter() - asked)
+                labels += batch[1].tolist()
+                if load.pause_s:
+                    sleep(load.pause_s)
+                asked = perf_counter()
+            if sorted(labels) != list(range(len(dataset))):
+                raise AssertionError(f"{step.label} lost or repeated samples of {load.name}")
+    whole_s = perf_counter() - begun
+    del loader
+    return Reading(
+        whole_s / load.epochs,
+        sum(waits_s) / load.epochs,
+        1e3 * sorted(waits_s)[int(0.99 * len(waits_s))],
+        1e3 * waits_s[0],
+    )
+
+
+def table(readings: dict[str, list[Reading]]) -> str:
+    """The figures of one load, as Markdown."""
+
+    def middle(label: str, name: str) -> float:
+        return statistics.median(getattr(reading, name) for reading in readings[label])
+
+    rival = STEPS[0].label
+    lines = ["| | s per epoch | speed, × torch | waiting, s per epoch | less waiting, × torch |"]
+    lines[0] += " p99 wait, ms | first batch, ms |"
+    lines.append("|---|---|---|---|---|---|---|")
+    for label in readings:
+        epoch_s, waiting_s = middle(label, "epoch_s"), middle(label, "waiting_s")
+        spread = [reading.epoch_s for reading in readings[label]]
+        lines.append(
+            f"| {label} | {epoch_s:.3f} ({min(spread):.3f}–{max(spread):.3f}) "
+            f"| {middle(rival, 'epoch_s') / epoch_s:.2f} | {waiting_s:.3f} "
+            f"| {middle(rival, 'waiting_s') / waiting_s:.2f} "
+            f"| {middle(label, 'p99_wait_ms'):.0f} | {middle(label, 'first_ms'):.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+HEAD = """# Ablation
+
+Written by `python -m bench.ablation`. Each line adds one mechanism against slow samples to those above it, with the
+same number of workers throughout. Figures are medians of {repeats} runs, with the least and the greatest time of an
+epoch in brackets; start of the workers included. Prediction can only help from the second epoch on, when costs are
+known.
+
+Waiting is the time that the loop waited for batches. Where the loop itself does nothing, it waits all the time, and
+only the time of an epoch says something.
+
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__)
+    parser.add_argument("--loads", default=",".join(load.name for load in LOADS), metavar="NAME,…")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N")
+    parser.add_argument("--out", type=Path, default=None, metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    conditions = record.environment()
+    parts = [HEAD.format(repeats=options.repeats)]
+    for load in (load for load in LOADS if load.name in options.loads.split(",")):
+        readings: dict[str, list[Reading]] = {step.label: [] for step in STEPS}
+        for repeat in range(options.repeats):
+            for step in STEPS[repeat % len(STEPS) :] + STEPS[: repeat % len(STEPS)]:
+                readings[step.label].append(run(load, step, repeat))
+        parts.append(
+            f"## {load.name}\n\n{load.title}; {load.epochs} epochs.\n\n{table(readings)}\n"
+        )
+        print(parts[-1], flush=True)
+    conditions["load average after"] = record.load_average()
+    parts.append("## Conditions\n\n| | |\n|---|---|\n")
+    parts += [f"| {name} | {value} |\n" for name, value in conditions.items()]
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "ablation.md").write_text("".join(parts))
+        print(f"written: {options.out}/ablation.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

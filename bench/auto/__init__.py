@@ -1,0 +1,1 @@
+"""Whether a changing number of workers finds what the best fixed number gives."""
