@@ -23,6 +23,7 @@ from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.delivery.iterator import BatchIterator
 from minato.engine import Engine, Experience
+from minato.fetching import Fetching
 from minato.integrations.lightning import counts_batches
 from minato.options import Options
 from minato.plan import Plan, Unbound
@@ -73,7 +74,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             with iterable and stateful datasets and ``round_robin``, whose workers hold state that would be lost.
         fetch_concurrency: How many samples each worker reads at once, for datasets that wait for a disk, a database or
             a network: ``dataset[i]`` in so many threads or, if the dataset has ``async def __aget__(self, i)``, as
-            coroutines of one thread. The transforms run one after the other in the worker's main thread.
+            coroutines of one thread. The transforms run one after the other in the worker's main thread. A
+            :class:`minato.Fetching` says more: limits for all workers, a slow start, second requests.
         cache: A ``minato.caching.DiskCache`` or ``MemoryCache``, which keeps samples after the first of the transforms;
             later epochs take them from there, without reading or transforming them again.
         on_error: What becomes of a sample that raises. ``"raise"``: its batch does, as with torch. ``"skip"``: it is
@@ -137,7 +139,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         rng: str | None = None,
         schedule: str = "dynamic",
         on_worker_death: str = "restart",
-        fetch_concurrency: int = 1,
+        fetch_concurrency: int | Fetching = 1,
         cache: Cache | None = None,
         on_error: str | Callable[[SampleFailure], Any] = "raise",
         retries: int | None = None,

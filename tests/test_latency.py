@@ -115,11 +115,15 @@ WORKERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("kind", [Unsteady, UnsteadyLater])
 @pytest.mark.parametrize("workers", WORKERS, ids=["in-line", "processes", "persistent"])
-@pytest.mark.parametrize("fetch_concurrency", [1, 7])
+@pytest.mark.parametrize(
+    "fetch_concurrency",
+    [1, 7, minato.Fetching(4, most=6, slow_start=2, hedge_percentile=70)],
+    ids=["1", "7", "all"],
+)
 def test_batches_do_not_depend_on_latency(
     kind: type[SQLite],
     workers: dict[str, Any],
-    fetch_concurrency: int,
+    fetch_concurrency: Any,
     database: Path,
     tmp_path: Path,
 ) -> None:

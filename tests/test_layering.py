@@ -17,7 +17,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "minato"
 STAGES = ["source", "chain", "scheduler", "assembler", "delivery"]
-COMMON = {"errors", *(path.stem for path in PACKAGE.glob("_*.py") if path.stem != "__init__")}
+COMMON = {
+    "errors",
+    "fetching",
+    *(path.stem for path in PACKAGE.glob("_*.py") if path.stem != "__init__"),
+}
 """Top-level modules below everything; they import only each other."""
 
 WIRING = {

@@ -8,12 +8,10 @@ import pickle
 import threading
 from typing import Any, NamedTuple
 
-import torch
-from torch.utils.data import get_worker_info
+from minato._counters import Counters
 
 __all__ = ["Cache", "CacheReport"]
 
-_MOST_WORKERS = 256
 _DIGEST_NBYTES = 16
 
 
@@ -64,8 +62,7 @@ class Cache:
         self.quota_bytes = quota_bytes
         self.after = after
         self.version = version
-        # Each worker writes a row of its own, so that none is lost.
-        self._counts = torch.zeros(_MOST_WORKERS + 1, 5, dtype=torch.int64).share_memory_()
+        self._counters = Counters(*CacheReport._fields)
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,7 +86,7 @@ class Cache:
         """``(True, sample)``, or ``(False, None)`` if it is not there or not whole."""
         entry = self._load(key)
         if entry is None:
-            self._count(misses=1)
+            self._counters.add(misses=1)
             return False, None
         try:
             if entry[:_DIGEST_NBYTES] != _digest(key, entry[_DIGEST_NBYTES:]):
@@ -97,9 +94,9 @@ class Cache:
             sample = pickle.load(io.BytesIO(entry[_DIGEST_NBYTES:]))
         except Exception:  # whatever unpickling raises: it is made anew
             self._drop(key)
-            self._count(misses=1, damaged=1)
+            self._counters.add(misses=1, damaged=1)
             return False, None
-        self._count(hits=1)
+        self._counters.add(hits=1)
         return True, sample
 
     def put(self, key: bytes, sample: Any) -> None:
@@ -107,20 +104,13 @@ class Cache:
         content = pickle.dumps(sample, 5)
         added = self._store(key, _digest(key, content) + content)
         if added < 0:
-            self._count(full=1)
+            self._counters.add(full=1)
         else:
-            self._count(stored_bytes=added)
+            self._counters.add(stored_bytes=added)
 
     def report(self) -> CacheReport:
         """What the cache did so far."""
-        return CacheReport(*self._counts.sum(0).tolist())
-
-    def _count(self, **by: int) -> None:
-        worker = get_worker_info()
-        row = self._counts[0 if worker is None else 1 + worker.id % _MOST_WORKERS]
-        with self._lock:
-            for name, number in by.items():
-                row[CacheReport._fields.index(name)] += number
+        return CacheReport(*self._counters.totals())
 
 
 def _digest(key: bytes, content: bytes) -> bytes:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from minato._counters import Counters
+
 __all__ = ["fingerprint"]
 
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -63,6 +65,8 @@ class _Hasher:
             self._array(value.detach().cpu().contiguous().view(-1).numpy(), value.shape)
         elif isinstance(value, np.ndarray) and value.dtype != object:
             self._array(value, value.shape)
+        elif isinstance(value, Counters):
+            pass  # what was counted is not what a thing is
         elif isinstance(value, CodeType):
             self._label(value.co_code.hex(), *value.co_names)
             self._all(value.co_consts)

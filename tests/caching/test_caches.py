@@ -242,7 +242,7 @@ def test_fingerprints_tell_apart_and_are_the_same_again() -> None:
     assert fingerprint([one, two, one]) != fingerprint([one, two, two])
     source = SQLite("samples.db", "samples", keys=[1, 2])
     before = fingerprint(source)
-    source.retries += 1
+    source._counters.add(retries=1)
     assert fingerprint(source) == before != fingerprint(source.subset([1, 3]))
     itself: list[Any] = []
     itself.append(itself)
