@@ -18,6 +18,7 @@ from minato.scheduler.failures import ErrorPolicy, FailureLog
 from minato.scheduler.in_flight import Order
 from minato.scheduler.policy import TimeoutSettings
 from minato.scheduler.replicas import Replicas
+from minato.source.passes import largest_batch
 from minato.source.run import Standing, is_stream
 
 __all__ = ["Plan", "Unbound"]
@@ -131,7 +132,7 @@ class Plan:
             window_batches=window,
             budget_bytes=options.memory_budget_bytes
             or available_memory_bytes() // _SHARE_OF_MEMORY,
-            largest_batch=loader.batch_size or 1,
+            largest_batch=largest_batch(loader._index_sampler, loader._auto_collation),
             timeout_s=loader.timeout,
             persistent=loader.persistent_workers,
             streams=streams,

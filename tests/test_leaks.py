@@ -56,6 +56,7 @@ def test_nothing_grows_in_pure_python() -> None:
         ("processes", "end"),
         ("processes", "sys.exit"),
         ("persistent", "reference cycle"),
+        ("large", "end"),
         ("threads", "end"),
         ("threads", "reference cycle"),
     ],
@@ -63,6 +64,12 @@ def test_nothing_grows_in_pure_python() -> None:
 def test_interpreter_ends_in_the_middle_of_an_epoch(kind: str, how: str) -> None:
     out = run("ending.py", kind, how, code=3 if how == "sys.exit" else 0)
     assert out == "[[0, 1], [2, 3], [4, 5]]\n"
+
+
+@pytest.mark.slow
+def test_interpreter_ends_after_a_timeout() -> None:
+    out = run("ending.py", "timeout", "after an error")
+    assert out == "[[0, 1], [2, 3], [4, 5]]\nDataLoader timed out after 0.5 seconds\n"
 
 
 @pytest.mark.slow

@@ -385,8 +385,8 @@ class Dispatcher:
         _, positions = self._ledger.capacity
         if count > positions:
             raise ValueError(
-                f"a batch of {count} samples is more than the {positions} that can be in flight: pass the "
-                "size of the largest batch as batch_size, or split it"
+                f"a batch of {count} samples is more than the {positions} that can be in flight: give the "
+                "batch_sampler an attribute batch_size, the size of its largest batch, or split it"
             )
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from minato._core.seeding import mix
 
-__all__ = ["SeededSampler", "batches_of", "next_sampler", "sizes_of"]
+__all__ = ["SeededSampler", "batches_of", "largest_batch", "next_sampler", "sizes_of"]
 
 
 class SeededSampler(RandomSampler):
@@ -61,6 +61,14 @@ def _alone(key: Any) -> list[Any]:
 
 def _as_given(keys: Any) -> Any:
     return keys if isinstance(keys, (tuple, range, np.ndarray, torch.Tensor)) else list(keys)
+
+
+def largest_batch(index_sampler: Any, batched: bool) -> int:
+    """How many samples a batch has at most, as far as the sampler says so: by ``batch_size``, or as a list."""
+    size = getattr(index_sampler, "batch_size", None)
+    if batched and isinstance(index_sampler, (list, tuple)):
+        size = max((len(batch) for batch in index_sampler if isinstance(batch, Sized)), default=1)
+    return max(size, 1) if batched and isinstance(size, int) else 1
 
 
 def sizes_of(index_sampler: Any, batched: bool) -> Iterator[list[int]]:

@@ -14,6 +14,12 @@ KIND = {
     "persistent": {"num_workers": 2, "persistent_workers": True},
     "threads": {"num_workers": 2, "worker_method": "thread"},
     "spawn": {"num_workers": 1, "multiprocessing_context": "spawn"},
+    "large": {
+        "num_workers": 2,
+        "prefetch_factor": 4,
+        "batch_sampler": [[0, 1], [2, 3], [4, 5], *[[*range(1000)] * 200] * 20],
+    },
+    "timeout": {"num_workers": 1, "timeout": 0.5, "sampler": [0, 1, 2, 3, 4, 5, -1, -1]},
 }
 
 
@@ -24,19 +30,26 @@ class Slow:
         return 1000
 
     def __getitem__(self, index: int) -> int:
-        time.sleep(0.003)
+        time.sleep(0.003 if index >= 0 else 1.5)
         return index
 
 
 def main(kind: str, how: str) -> None:
     global iterator, kept  # they are alive when the interpreter ends
-    iterator = iter(DataLoader(Slow(), 2, **KIND[kind]))
+    batch_size = 1 if "batch_sampler" in KIND[kind] else 2
+    iterator = iter(DataLoader(Slow(), batch_size, **KIND[kind]))
     kept = [next(iterator) for _ in range(3)]
     print([batch.tolist() for batch in kept], flush=True)
     if how == "sys.exit":
         sys.exit(3)
     if how == "_exit":
         os._exit(4)
+    if how == "after an error":
+        try:
+            next(iterator)
+        except RuntimeError as error:
+            kept.append(error)
+            print(error)
     if how == "reference cycle":
         kept.append(kept)
         kept.append(iterator)

@@ -336,6 +336,27 @@ def test_sampler_that_is_changed_between_passes(
         same_for_both(case, **own)
 
 
+class Announced(OnlyIter):
+    """Says how large its batches are."""
+
+    batch_size = 70_000
+
+
+@each
+def test_batches_larger_than_any_usual_one(workers: dict[str, Any], own: dict[str, Any]) -> None:
+    large = range(Announced.batch_size)
+
+    def case(make: Any) -> Any:
+        return [
+            [len(batch) for batch in make(large, batch_sampler=batches, **workers)]
+            for batches in ([large, range(2)], Announced([[0], large]))
+        ]
+
+    same_for_both(case, **own)
+    with pytest.raises(ValueError, match=r"70000 samples .* attribute batch_size"):
+        next(iter(minato.DataLoader(large, batch_sampler=OnlyIter([large]), **workers, **own)))
+
+
 # ---- data that changes ----------------------------------------------------------------------
 
 

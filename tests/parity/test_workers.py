@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, get_worker_info
 import minato
 from minato.scheduler import process
 from tests.datasets import Numbers, assert_same, wait_until
-from tests.parity.harness import TorchLoader, attempt, drain, each, same_for_both
+from tests.parity.harness import TorchLoader, attempt, describe, drain, each, same_for_both
 from tests.parity.material import Slow, identity
 
 # ---- who am I -------------------------------------------------------------------------------
@@ -312,6 +312,20 @@ def test_barrier_with_torchs_own_assignment() -> None:
 
     same_for_both(case, schedule="round_robin")
     same_for_both(case)
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_share_of_a_worker_that_is_busy_in_readiness_order(prefetch: int) -> None:
+    """It gets no more batches than its share of all that may be in flight; the others get those."""
+
+    def case(make: Any) -> Any:
+        dataset = Slow([0.6, *[0.002] * 13])
+        loader = make(dataset, 1, num_workers=2, prefetch_factor=prefetch, in_order=False)
+        return [batch.item() for batch in loader]
+
+    outcome = same_for_both(case, schedule="round_robin")
+    held = [2 * number for number in range(prefetch)]
+    assert outcome[1][-prefetch:] == [describe(number) for number in held]
 
 
 # ---- how they end ---------------------------------------------------------------------------
