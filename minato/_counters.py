@@ -22,7 +22,7 @@ class Counters:
     def __init__(self, *names: str) -> None:
         self._names = names
         size = _MOST_WORKERS + 1, len(names)
-        self._counts = torch.zeros(size, dtype=torch.int64).share_memory_()
+        self._counts = torch.zeros(size, dtype=torch.int64, device="cpu").share_memory_()
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:

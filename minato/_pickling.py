@@ -36,7 +36,7 @@ class _StorageBytes:
     """A tensor's storage while it is pickled; tensors that share one still do on the other side."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _storage_tensor, (pickle.PickleBuffer(self._bytes),)
@@ -62,9 +62,9 @@ def _rebuild_tensor(
     requires_grad: bool,
 ) -> torch.Tensor:
     if base is None:
-        tensor = torch.empty_strided(size, stride, dtype=dtype)
+        tensor = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
     else:
-        tensor = torch.empty(0, dtype=dtype)
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
         tensor.set_(base.untyped_storage(), offset, size, stride)
     return tensor.requires_grad_() if requires_grad else tensor
 

@@ -255,5 +255,5 @@ def torch_rng() -> torch.Generator:
     """Return a new ``torch.Generator`` on the CPU; as for :func:`python_rng`."""
     seed = _next_seed(_TORCH)
     if seed is None:
-        seed = int(torch.randint(0, 2**63 - 1, ()).item())
+        seed = int(torch.randint(0, 2**63 - 1, (), device="cpu").item())
     return torch.Generator().manual_seed(seed)

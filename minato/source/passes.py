@@ -40,7 +40,7 @@ class SeededSampler(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator()
         generator.manual_seed(mix(self.seed, self.epoch, 0) >> 1)
-        yield from torch.randperm(len(self.data_source), generator=generator).tolist()
+        yield from torch.randperm(len(self.data_source), generator=generator, device="cpu").tolist()
 
 
 def batches_of(index_sampler: Any, batched: bool, whole: bool = False) -> Iterator[Any]:

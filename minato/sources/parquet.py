@@ -191,7 +191,7 @@ class ParquetStream(IterableDataset[Any]):
         self._shard = shard
         self._decode = decode
         # In shared memory, so that workers which stay for several epochs hear of it.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next ``iter()`` is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+import pickle
 import random
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ import pytest
 import torch
 
 import minato
+from minato import _pickling
+from minato.source.passes import SeededSampler
 from tests.datasets import Numbers
 from tests.parity import material
 from tests.parity.harness import TORCH_IS_UNTIDY, each, same_for_both
@@ -179,6 +182,18 @@ def test_default_device(batch_size: Any, workers: Any, own: Any, torch_defaults:
     )
     torch.set_default_device("cpu")
     same_for_both(lambda make: [*make(Floats(5), batch_size, shuffle=True, **workers)], **own)
+
+
+def test_what_minato_makes_for_itself_is_on_the_cpu(torch_defaults: None) -> None:
+    """Whatever the default device is: what a batch consists of, shuffling, and generators of samples."""
+    held = torch.arange(6.0).view(2, 3)
+    torch.set_default_device("meta")
+    data, buffers = _pickling.dumps([held.t(), held[:0], held])
+    copies = pickle.loads(data, buffers=buffers)
+    assert [copy.tolist() for copy in copies] == [held.t().tolist(), [], held.tolist()]
+    assert sorted(SeededSampler(range(5), 3)) == [*range(5)]
+    assert minato.torch_rng().device.type == "cpu"
+    assert minato.DataLoader(Numbers(3), 2, num_workers=2).num_workers == 2
 
 
 @pytest.fixture
