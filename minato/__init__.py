@@ -7,6 +7,7 @@ from minato._core import implementation
 from minato._version import __version__
 from minato.chain.rng import numpy_rng, python_rng, torch_rng
 from minato.errors import (
+    CoverageError,
     ErrorBudgetError,
     MinatoError,
     NotPicklableError,
@@ -19,6 +20,7 @@ from minato.scheduler.failures import SKIP, SampleFailure
 
 __all__ = [
     "SKIP",
+    "CoverageError",
     "DataLoader",
     "ErrorBudgetError",
     "MinatoError",

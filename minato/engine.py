@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 from minato import _pickling
 from minato._core.clock import now_ns
+from minato._core.codes import FAILED, STATES
 from minato._core.histogram import Histogram
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
@@ -17,6 +19,7 @@ from minato.assembler.arena import Arena
 from minato.assembler.reader import BatchReader
 from minato.assembler.transport import LocalStore, SharedStore
 from minato.errors import ErrorBudgetError
+from minato.memory import Memory
 from minato.plan import Plan
 from minato.pools import make_pool
 from minato.scheduler.assignment import AnyWorker, RoundRobin
@@ -25,7 +28,9 @@ from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import Foresight, Record
 from minato.scheduler.local import InlinePool
+from minato.scheduler.parties import Progress
 from minato.scheduler.policy import TimeoutPolicy
+from minato.scheduler.replicas import Replicas
 from minato.scheduler.roster import Roster
 from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
 from minato.scheduler.window import Window
@@ -70,6 +75,9 @@ class Engine:
 
     def __init__(self, plan: Plan, arena: Arena, experience: Experience) -> None:
         self.arena = arena
+        self._memory = None if plan.profile is None else Memory(plan.profile, plan)
+        if self._memory is not None and experience.costs is None:
+            experience.costs = self._memory.costs()
         positions = max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
         sizes = (max(plan.most_workers, 1), _BATCH_RECORDS, positions)
         ledger_nbytes = -(-Ledger.nbytes(*sizes) // 64) * 64
@@ -111,6 +119,8 @@ class Engine:
             # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
             # delivered by then: else nothing would keep it from being in time.
             None if plan.order.bound else plan.order.max_lag,
+            # Batches that hold as many samples as all workers read at once.
+            -(-plan.num_workers * plan.fetch_concurrency // plan.largest_batch),
         )
         self._scaler: Scaler | None = None
         flow: Flow | None = None
@@ -138,6 +148,7 @@ class Engine:
                 max(plan.num_workers, 1),
                 plan.order.name == "strict",
                 cast(int, plan.window_batches),
+                plan.replicas,
             )
             if plan.round_robin
             else AnyWorker(),
@@ -150,13 +161,15 @@ class Engine:
             self._foresight,
             flow,
         )
+        self._replicas = plan.replicas
+        self._by_reference = not in_processes
         self._failures = None
         if plan.policy is not None:
             self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
         self._started = False
         self._works_ahead = plan.num_workers > 0
         self._started_ns = now_ns()
-        self.timeouts = TimeoutPolicy(known=experience.costs)
+        self.timeouts = TimeoutPolicy(plan.slow, experience.costs)
         """Decides which samples are slow."""
         self.ledger.slow_ns = self.timeouts.decision.threshold_ns
         self._looked_ns = self._started_ns
@@ -173,6 +186,7 @@ class Engine:
         epoch: int,
         seed: int,
         expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None],
+        progress: Progress,
         size: Callable[[], int | None],
     ) -> bool:
         """Start a pass (see ``Dispatcher.begin``) and, with the first one, the workers.
@@ -182,7 +196,7 @@ class Engine:
         """
         if self._failures is not None:
             self._failures.begin(size())
-        foretold = self._dispatcher.begin(batches, epoch, seed, expected)
+        foretold = self._dispatcher.begin(batches, epoch, seed, expected, progress)
         if self._scaler is not None:
             self._scaler.restart()
         if self._works_ahead:
@@ -208,13 +222,17 @@ class Engine:
         except StopIteration:
             if self._failures is not None:
                 self._failures.end()
+            if self._memory is not None:
+                self._memory.keep(self.profile(), self.timeouts.recent)
             raise
         if self._failures is not None:
             self._failures.finished += len(item.keys)
         if self._foresight is not None:
             self._foresight.learn(item.record)
-        used_bytes = self.ledger.contents(item.record)[-1]
+        flags, *_, used_bytes = self.ledger.contents(item.record)
         try:
+            if self._replicas is not None and flags & (STATES | FAILED):
+                self._note_state(self._replicas, item.record)
             return self._reader.read(item.record, item.slot)
         finally:
             self._dispatcher.done(item, used_bytes)
@@ -225,6 +243,11 @@ class Engine:
             if self._works_ahead:
                 self._dispatcher.refill()
             self.arena.trim(self._dispatcher.num_open)
+
+    def _note_state(self, replicas: Replicas, record: int) -> None:
+        state = self._reader.state(record)
+        if state is not None:
+            replicas.heard(*(copy.deepcopy(state) if self._by_reference else state))
 
     def profile(self) -> Profile:
         """What samples have cost so far, and since this was last asked."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pickle import PicklingError
 
 __all__ = [
+    "CoverageError",
     "ErrorBudgetError",
     "MinatoError",
     "NotPicklableError",
@@ -22,6 +23,10 @@ class NotPicklableError(MinatoError, TypeError, AttributeError, PicklingError):
 
     Its bases are what Python raises then, depending on what it is that cannot be pickled.
     """
+
+
+class CoverageError(MinatoError, RuntimeError):
+    """A pass has ended, and what it delivered is not what the sampler asked for."""
 
 
 class ErrorBudgetError(MinatoError, RuntimeError):

@@ -7,48 +7,39 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, Sampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
-from minato._core.seeding import mix
-from minato._machine import available_memory_bytes
 from minato._standin import StandIn, TorchDataLoader
+from minato._stateful import is_stateful
 from minato.assembler.arena import Arena
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.delivery.iterator import BatchIterator
 from minato.engine import Engine, Experience
 from minato.integrations.lightning import counts_batches
-from minato.one_pass import OnePass
 from minato.options import Options
-from minato.plan import Plan
-from minato.scheduler.dispatcher import Order
-from minato.scheduler.failures import ErrorPolicy, FailureLog, SampleFailure
+from minato.plan import Plan, Unbound
+from minato.scheduler.failures import SampleFailure
 from minato.scheduler.fetch import Fetcher
+from minato.scheduler.replicas import Replicas
 from minato.scheduler.scaling import Staffing
-from minato.source.epochs import epoch_of, nested, tell_epoch
+from minato.source.epochs import tell_epoch
 from minato.source.passes import SeededSampler
+from minato.source.progress import Coverage
+from minato.source.replay import RecordedOrder
+from minato.source.run import Course, Run, is_stream
 
 __all__ = ["DataLoader"]
-
-_SHARE_OF_MEMORY = 4
-"""The default budget is available memory divided by this."""
 
 _OWN = ("transforms", *(field.name for field in fields(Options)))
 """Attributes that hold minato's own arguments; code that makes one loader from another's attributes finds them."""
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-class _Unbound(int):
-    """torch's default of ``prefetch_factor``: reads like it, but does not bound what is loaded ahead.
-
-    A type of its own, so that a loader made from another one's attributes is not bound either.
-    """
 
 
 class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
@@ -77,7 +68,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             torch's seeds, so that all content is bit for bit torch's, random augmentations included.
         on_worker_death: ``"restart"``: a worker process that dies is replaced, its samples go out again, and a warning
             says what happened; three deaths on one sample raise. ``"raise"``: torch's RuntimeError at once, as always
-            with iterable datasets and ``round_robin``, whose workers hold state that would be lost.
+            with iterable and stateful datasets and ``round_robin``, whose workers hold state that would be lost.
+        fetch_concurrency: How many samples each worker reads at once, for datasets that wait for a disk, a database or
+            a network: ``dataset[i]`` in so many threads or, if the dataset has ``async def __aget__(self, i)``, as
+            coroutines of one thread. The transforms run one after the other in the worker's main thread.
         on_error: What becomes of a sample that raises. ``"raise"``: its batch does, as with torch. ``"skip"``: it is
             left out. ``"retry"``: it is tried again, and raises if that does not help. A function, called in the
             worker with a :class:`minato.SampleFailure`: what it returns takes the place of the sample, ``minato.SKIP``
@@ -90,10 +84,18 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             transform, exception, traceback, and what became of it.
         sample_timeout_s: Seconds after which the worker process of a sample is ended and replaced, and the sample is a
             failure with ``minato.SampleTimeoutError``, whose text holds the worker's stack.
+        record_order: File to which the order of the batches is appended while they are delivered.
+        replay_order: Such a file: the same samples come in the same batches, in the recorded order, with the recorded
+            seed. The sampler is not asked then.
         min_workers, max_workers: Let the number of workers change between these while the loader is in use, beginning
             with ``num_workers``: up while the loop waits and more of them help, down while they idle.
             ``num_workers="auto"`` begins with one per core, 12 at most.
         controller: What decides it: ``"corrected"``, or ``"paper"`` for the MinatoLoader paper's formulas as printed.
+        slow_percentile: Samples that cost more than this percentile of all are slow (75); nothing is where costs differ
+            little.
+        slow_after_s: Or those that take longer than so many seconds.
+        profile: Folder in which each epoch leaves what samples cost, so that the next run of the program knows from the
+            start which are slow.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -131,14 +133,20 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         rng: str | None = None,
         schedule: str = "dynamic",
         on_worker_death: str = "restart",
+        fetch_concurrency: int = 1,
         on_error: str | Callable[[SampleFailure], Any] = "raise",
         retries: int | None = None,
         error_budget: float | None = None,
         quarantine: str | os.PathLike[str] | None = None,
         sample_timeout_s: float | None = None,
+        record_order: str | os.PathLike[str] | None = None,
+        replay_order: str | os.PathLike[str] | None = None,
         min_workers: int | None = None,
         max_workers: int | None = None,
         controller: str = "corrected",
+        slow_percentile: float | None = None,
+        slow_after_s: float | None = None,
+        profile: str | os.PathLike[str] | None = None,
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -159,6 +167,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             rng=rng,
             schedule=schedule,
             on_worker_death=on_worker_death,
+            record_order=record_order,
+            replay_order=replay_order,
+            fetch_concurrency=fetch_concurrency,
             on_error=on_error,
             retries=retries,
             error_budget=error_budget,
@@ -168,13 +179,15 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             min_workers=min_workers,
             max_workers=max_workers,
             controller=controller,
+            slow_percentile=slow_percentile,
+            slow_after_s=slow_after_s,
+            profile=profile,
         )
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
         vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag)
-        self._epoch = -1
-        self._pass_seed: int | None = None
-        self._sampler_epoch: int | None = 0
+        self._course = Course()
+        self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._foretells = True
         self._spare_arenas: list[Arena] = []
         self._experience = self._no_experience(num_workers)
@@ -201,7 +214,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             in_order=in_order,
         )
         if prefetch_factor is None and self.prefetch_factor is not None:
-            self.prefetch_factor = _Unbound(self.prefetch_factor)
+            self.prefetch_factor = Unbound(self.prefetch_factor)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next ``iter()`` starts; by default each starts the one after the last.
@@ -209,7 +222,56 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         Samplers with a ``set_epoch`` of their own are told too. It is enough to tell the sampler instead.
         """
         tell_epoch(self._index_sampler, epoch)
-        self._epoch = epoch - 1
+        self._course.epoch = epoch - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the newest iterator is, by torchdata's protocol.
+
+        A batch counts as done when ``next()`` has returned it, or raised the error of one of its samples. The state is
+        plain data that ``json`` can write, apart from what the ``state_dict()`` of a sampler or dataset of your own
+        puts there; later batches do not change it. It costs no worker a step and can be taken at any time, before the
+        first iteration too.
+
+        Raises:
+            ValueError: The dataset keeps a state, and the order or the worker threads leave open which samples it
+                belongs to.
+        """
+        self._refuse_data_pipes("state_dict()")
+        if self._keeps_replicas and not is_stream(self):
+            mixes = self._options.order not in ("strict", "batch")
+            if mixes or self._in_threads:
+                cause = f"order={self._options.order!r}" if mixes else "worker_method='thread'"
+                raise ValueError(
+                    f"the dataset has a state_dict() of its own, but with {cause} there is no moment at which it "
+                    "belongs to the delivered batches: use order='strict' or 'batch', and worker processes"
+                )
+        return self._course.state(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a state was taken: the next ``iter()`` gives what was left of its epoch.
+
+        The number of workers and the worker method may be others, except with datasets that are iterable or have a
+        state of their own. An empty dictionary means the beginning.
+
+        Raises:
+            ValueError: The state belongs to another dataset length, sampler, batch size, order or seed, or is none.
+                That the sampler gives other keys than before is found by the next ``iter()``.
+            TypeError: It is no dictionary.
+        """
+        self._refuse_data_pipes("load_state_dict()")
+        self._iterator = None
+        if state_dict == {}:
+            self._course = self._course.twin()
+        else:
+            self._course.load(self, state_dict, self._most_replicas)
+
+    def coverage(self) -> Coverage:
+        """What has become of the samples of the newest iterator's epoch so far.
+
+        At the end of an epoch minato compares this by itself and raises ``CoverageError`` if a sample was lost or
+        repeated.
+        """
+        return self._course.coverage()
 
     def reproduce(self, index: Any, epoch: int | None = None, seed: int | None = None) -> Any:
         """Load one sample in this process as a worker did, random numbers included.
@@ -226,7 +288,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             ValueError: No pass has begun and ``seed`` is not given.
         """
         if seed is None:
-            seed = self._options.seed if self._options.seed is not None else self._pass_seed
+            seed = self._options.seed if self._options.seed is not None else self._course.seed
         if seed is None:
             raise ValueError(
                 "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "
@@ -235,7 +297,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         randomness = SampleRandomness(seed)
         with randomness.saved():
             if self._options.rng == "sample":
-                randomness.bind(max(self._epoch, 0) if epoch is None else epoch, index)
+                randomness.bind(max(self._course.epoch, 0) if epoch is None else epoch, index)
             return Fetcher(self.dataset, self._chain, self._auto_collation).single(index)
 
     def __setattr__(self, attr: str, val: Any) -> None:
@@ -261,9 +323,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         and yet mix batches if this loader did.
         """
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("_options", "_chain", "_epoch", "_pass_seed", "_sampler_epoch", *_OWN)
+        kept = ("_options", "_chain", "_replay", *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
         loader._experience = loader._no_experience(loader.num_workers)
+        loader._course = self._course.twin()
         return loader
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
@@ -272,7 +335,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             if self._chain.steps:
                 raise ValueError("transforms= is not for data pipes: use their .map(...)")
             return super()._get_iterator()
-        if self._dataset_kind == _DatasetKind.Iterable and self._in_threads:
+        if is_stream(self) and self._in_threads:
             raise ValueError(
                 "worker_method='thread' cannot split an iterable dataset, which does so by torch's get_worker_info() "
                 "and that knows processes only: use worker_method='process'"
@@ -280,6 +343,21 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if self.num_workers > 0:
             self.check_worker_number_rationality()
         return BatchIterator(self, self._make_engine, self._new_pass)
+
+    def _refuse_data_pipes(self, what: str) -> None:
+        if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
+            raise ValueError(
+                f"{what} is not for data pipes, which torch's own loader iterates: it keeps no account of them"
+            )
+
+    @property
+    def _keeps_replicas(self) -> bool:
+        return is_stream(self) or is_stateful(self.dataset)
+
+    @property
+    def _most_replicas(self) -> int:
+        """How many copies of the dataset there can be."""
+        return max(self._options.max_workers or 0, self.num_workers, 1)
 
     @property
     def _in_threads(self) -> bool:
@@ -295,77 +373,28 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         return Arena(shared=shared)
 
     def _make_engine(self, base_seed: int) -> Engine:
-        options = self._options
-        streams = self._dataset_kind == _DatasetKind.Iterable
-        round_robin = streams or options.schedule == "round_robin"
-        window: int | None = None
-        if self.num_workers == 0:
-            window = 1
-        elif round_robin or not isinstance(self.prefetch_factor, _Unbound):
-            most = self._options.max_workers or self.num_workers
-            window = most * cast(int, self.prefetch_factor)
         arena = self._spare_arena()
         num_workers = most_workers = self.num_workers
         if self._experience.staffing is not None:
             num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
-        engine = Engine(
-            Plan(
-                dataset=self.dataset,
-                chain=self._chain,
-                collate_fn=self.collate_fn,
-                batched=self._auto_collation,
-                num_workers=num_workers,
-                most_workers=most_workers,
-                worker_method=options.worker_method,
-                context=self.multiprocessing_context or torch.multiprocessing.get_context(),
-                worker_init_fn=self.worker_init_fn,
-                base_seed=self._worker_seed(base_seed),
-                seeds_samples=options.rng == "sample" and not streams,
-                order=Order(options.order, options.max_lag),
-                window_batches=window,
-                budget_bytes=options.memory_budget_bytes
-                or available_memory_bytes() // _SHARE_OF_MEMORY,
-                largest_batch=self.batch_size or 1,
-                timeout_s=self.timeout,
-                persistent=self.persistent_workers,
-                streams=streams,
-                round_robin=round_robin,
-                drop_last=self.drop_last,
-                restarts=options.on_worker_death == "restart" and not round_robin,
-                policy=self._policy(),
-                error_budget=options.error_budget,
-                quarantine=options.quarantine,
-                sample_timeout_s=options.sample_timeout_s,
-            ),
-            arena,
-            self._experience,
-        )
+        plan = Plan.of(self, base_seed, num_workers, most_workers)
+        engine = Engine(plan, arena, self._experience)
         # The next iterator writes to this one's warm pages.
         weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
         return engine
 
+    def _new_pass(self) -> Run:
+        course = self._course
+        before = None if course.last is None else course.last.replicas
+        run, state = course.open(self, self._replay)
+        if self._keeps_replicas:
+            assert course.last is not None
+            if self._iterator is None or before is None:
+                lasting = self.persistent_workers or self.num_workers == 0
+                before = Replicas(self._most_replicas, lasting, state)
+            course.last.replicas = before  # persistent workers go on as they are
+        return run
+
     def _no_experience(self, num_workers: int) -> Experience:
         least, most = self._options.min_workers, self._options.max_workers
         return Experience(staffing=Staffing.of(self._options.controller, num_workers, least, most))
-
-    def _policy(self) -> ErrorPolicy | None:
-        """What the workers do about failures; a log of failures for each iterator."""
-        options = self._options
-        if not options.settles_failures:
-            return None
-        return ErrorPolicy(options.on_error, options.retries, FailureLog(options.quarantine))
-
-    def _worker_seed(self, base_seed: int) -> int:
-        """What the workers' own streams start from: torch's draw, or with ``seed=`` a function of (seed, epoch)."""
-        seed = self._options.seed
-        return base_seed if seed is None else mix(seed, self._epoch + 1, 0) >> 2
-
-    def _new_pass(self, base_seed: int) -> OnePass:
-        said = epoch_of(self._index_sampler)
-        self._epoch = self._epoch + 1 if said is None or said == self._sampler_epoch else said
-        for sampler in nested(self._index_sampler):
-            if isinstance(sampler, SeededSampler):
-                sampler.set_epoch(self._epoch)
-        self._sampler_epoch = epoch_of(self._index_sampler)
-        self._pass_seed = base_seed
-        return OnePass(self, base_seed)

@@ -14,6 +14,8 @@ ORDERS = ("strict", "batch", "arrival", "fast_first")
 DEFAULT_RETRIES = 2
 DEFAULT_MAX_LAG = 32
 """Batches; about what a few workers finish during a sample that takes a hundred times as long as the others."""
+_SLOW_PERCENTILE = 75.0
+"""Of the costs, as in the MinatoLoader paper."""
 _MOST_AT_FIRST = 12
 """Workers with which ``num_workers="auto"`` begins at most, as in the MinatoLoader paper."""
 _WAITING_PER_CORE, _MOST_WAITING = 8, 32
@@ -34,6 +36,9 @@ class Options:
         rng: ``sample`` or ``worker``.
         schedule: ``dynamic`` or ``round_robin``.
         on_worker_death: ``restart`` or ``raise``.
+        record_order: Path of the file to which the order is appended, or None.
+        replay_order: Path of the file whose order is repeated, or None.
+        fetch_concurrency: Samples that a worker reads at once.
         on_error: ``raise``, ``skip``, ``retry`` or a function.
         retries: How often a sample that raised is tried again first.
         error_budget: Samples of an epoch that may fail: a number, a share below 1, or None.
@@ -41,6 +46,9 @@ class Options:
         sample_timeout_s: Seconds that a sample may take, or None.
         min_workers, max_workers: Limits of a changing number of workers, both None for a fixed one.
         controller: ``corrected`` or ``paper``.
+        slow_percentile: Of the costs of samples, from which on they are slow.
+        slow_after_s: The same in seconds, or None.
+        profile: Folder that keeps what samples cost, or None.
     """
 
     order: str
@@ -51,6 +59,9 @@ class Options:
     rng: str
     schedule: str
     on_worker_death: str
+    record_order: str | None
+    replay_order: str | None
+    fetch_concurrency: int
     on_error: Any
     retries: int
     error_budget: float | None
@@ -59,6 +70,9 @@ class Options:
     min_workers: int | None
     max_workers: int | None
     controller: str
+    slow_percentile: float
+    slow_after_s: float | None
+    profile: str | None
 
     @property
     def settles_failures(self) -> bool:
@@ -81,6 +95,9 @@ class Options:
         rng: str | None,
         schedule: str,
         on_worker_death: str,
+        record_order: str | os.PathLike[str] | None,
+        replay_order: str | os.PathLike[str] | None,
+        fetch_concurrency: int,
         on_error: Any,
         retries: int | None,
         error_budget: float | None,
@@ -90,6 +107,9 @@ class Options:
         min_workers: int | None,
         max_workers: int | None,
         controller: str,
+        slow_percentile: float | None,
+        slow_after_s: float | None,
+        profile: Any,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -109,11 +129,33 @@ class Options:
         if quarantine is not None:
             quarantine = os.fspath(quarantine)
         _choice("controller", controller, ("corrected", "paper"))
+        _check_slow(slow_percentile, slow_after_s)
         _whole("min_workers", min_workers, 1)
         _whole("max_workers", max_workers, 1)
         _whole("max_lag", max_lag, 0)
+        _whole("fetch_concurrency", fetch_concurrency, 1)
         _whole("memory_budget_bytes", memory_budget_bytes, 1)
         _whole("seed", seed, None)
+        record_order, replay_order = _path(record_order), _path(replay_order)
+        if is_stream and (record_order or replay_order):
+            raise ValueError(
+                "record_order and replay_order write down the keys of each batch, and an iterable dataset has none: "
+                "leave them out"
+            )
+        if replay_order is not None:
+            if order not in (None, "strict"):
+                raise ValueError(
+                    f"replay_order gives the batches as they are recorded, and order={order!r} would change them: "
+                    "leave order out"
+                )
+            if record_order is not None and os.path.abspath(record_order) == os.path.abspath(
+                replay_order
+            ):
+                raise ValueError(
+                    f"record_order and replay_order are the same file {record_order!r}: use two"
+                )
+            order = "strict"
+            in_order = True
         if order is None:
             whole = has_batch_sampler or is_stream or schedule == "round_robin"
             free = "batch" if whole else "arrival"
@@ -144,6 +186,8 @@ class Options:
                 f"max_lag={max_lag} has no meaning with order={order!r}: samples are late only with "
                 "order='arrival' or 'fast_first'"
             )
+        if fetch_concurrency > 1:
+            _check_concurrency(fetch_concurrency, is_stream, schedule, rng)
         if is_stream and (on_error != "raise" or retries or quarantine is not None):
             raise ValueError(
                 f"on_error={on_error!r}, retries={retries} and quarantine={quarantine!r} are for samples that have an "
@@ -180,6 +224,9 @@ class Options:
             rng=rng or ("worker" if schedule == "round_robin" else "sample"),
             schedule=schedule,
             on_worker_death=on_worker_death,
+            record_order=record_order,
+            replay_order=replay_order,
+            fetch_concurrency=fetch_concurrency,
             on_error="raise" if on_error == "retry" else on_error,
             retries=retries,
             error_budget=error_budget,
@@ -188,6 +235,9 @@ class Options:
             min_workers=min_workers,
             max_workers=max_workers,
             controller=controller,
+            slow_percentile=_SLOW_PERCENTILE if slow_percentile is None else slow_percentile,
+            slow_after_s=slow_after_s,
+            profile=None if profile is None else os.fspath(profile),
         )
 
     def first_workers(self, num_workers: int | str) -> int:
@@ -196,6 +246,20 @@ class Options:
             return cast(int, num_workers)
         least, most = cast(int, self.min_workers), cast(int, self.max_workers)
         return max(least, min(int(available_cores()), _MOST_AT_FIRST, most))
+
+
+def _check_slow(percentile: object, after_s: object) -> None:
+    for name, value in (("slow_percentile", percentile), ("slow_after_s", after_s)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a number")
+    if isinstance(percentile, (int, float)) and not 0 < percentile < 100:
+        raise ValueError(f"slow_percentile={percentile} is not between 0 and 100")
+    if isinstance(after_s, (int, float)) and not after_s > 0:
+        raise ValueError(f"slow_after_s={after_s} is too small: give more than 0 seconds")
+    if percentile is not None and after_s is not None:
+        raise ValueError(
+            f"slow_percentile={percentile} and slow_after_s={after_s} both say from when on a sample is slow: give one"
+        )
 
 
 def _check_budget(budget: object) -> None:
@@ -253,6 +317,10 @@ def _choice(name: str, value: object, choices: tuple[object, ...]) -> None:
         raise ValueError(f"{name}={value!r} is not possible: choose one of {allowed}")
 
 
+def _path(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else os.fspath(path)
+
+
 def _whole(name: str, value: object, least: int | None) -> None:
     if value is None:
         return
@@ -260,3 +328,20 @@ def _whole(name: str, value: object, least: int | None) -> None:
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give an integer")
     if least is not None and value < least:
         raise ValueError(f"{name}={value} is too small: give at least {least}")
+
+
+def _check_concurrency(
+    fetch_concurrency: int, is_stream: bool, schedule: str, rng: str | None
+) -> None:
+    given = f"fetch_concurrency={fetch_concurrency}"
+    if is_stream:
+        raise ValueError(
+            f"{given} reads several samples by their keys, and an iterable dataset has none: leave it out, or use a "
+            "map-style dataset"
+        )
+    if schedule == "round_robin" or rng == "worker":
+        other = "rng='worker'" if rng == "worker" else f"schedule={schedule!r}"
+        raise ValueError(
+            f"{given} contradicts {other}: samples that are read at once draw from the worker's stream in any order; "
+            "leave one of the two out"
+        )

@@ -6,11 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from minato.chain.chain import Chain
-from minato.scheduler.dispatcher import Order
-from minato.scheduler.failures import ErrorPolicy
+import torch
 
-__all__ = ["Plan"]
+from minato._core.seeding import mix
+from minato._machine import available_memory_bytes
+from minato.chain.chain import Chain
+from minato.options import Options
+from minato.scheduler.dispatcher import Order
+from minato.scheduler.failures import ErrorPolicy, FailureLog
+from minato.scheduler.policy import TimeoutSettings
+from minato.scheduler.replicas import Replicas
+from minato.source.run import Standing, is_stream
+
+__all__ = ["Plan", "Unbound"]
+
+_SHARE_OF_MEMORY = 4
+"""The default budget is available memory divided by this."""
+
+
+class Unbound(int):
+    """torch's default of ``prefetch_factor``: reads like it, but does not bound what is loaded ahead.
+
+    A type of its own, so that a loader made from another one's attributes is not bound either.
+    """
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,10 @@ class Plan:
         error_budget: How many of them an epoch may have.
         quarantine: Path of the file that keeps them.
         sample_timeout_s: How long a sample may take.
+        replicas: The states of the workers' copies of the dataset, if it is iterable or has a state.
+        slow: From which cost on a sample is slow.
+        profile: Folder that keeps what samples cost, None for none.
+        fetch_concurrency: Samples that a worker reads at once.
     """
 
     dataset: Any
@@ -60,6 +82,71 @@ class Plan:
     error_budget: float | None
     quarantine: str | None
     sample_timeout_s: float | None
+    replicas: Replicas | None
+    slow: TimeoutSettings
+    profile: str | None
+    fetch_concurrency: int
+
+    @classmethod
+    def of(cls, loader: Any, base_seed: int, num_workers: int, most_workers: int) -> Plan:
+        """The plan of a loader's next iterator.
+
+        Args:
+            loader: A ``minato.DataLoader`` whose next run is opened.
+            base_seed: What torch drew for the workers.
+            num_workers: Workers that work at first.
+            most_workers: Workers that there can be.
+        """
+        options: Options = loader._options
+        run: Standing = loader._course.last
+        streams = is_stream(loader)
+        round_robin = streams or options.schedule == "round_robin"
+        window: int | None = None
+        if loader.num_workers == 0:
+            window = 1
+        elif round_robin or not isinstance(loader.prefetch_factor, Unbound):
+            window = most_workers * loader.prefetch_factor
+        policy: ErrorPolicy | None = None
+        if options.settles_failures:
+            # A log of failures for each iterator.
+            policy = ErrorPolicy(options.on_error, options.retries, FailureLog(options.quarantine))
+        if options.seed is not None:
+            base_seed = mix(options.seed, run.epoch, 0) >> 2
+        return cls(
+            dataset=loader.dataset,
+            chain=loader._chain,
+            collate_fn=loader.collate_fn,
+            batched=loader._auto_collation,
+            num_workers=num_workers,
+            most_workers=most_workers,
+            worker_method=options.worker_method,
+            context=loader.multiprocessing_context or torch.multiprocessing.get_context(),
+            worker_init_fn=loader.worker_init_fn,
+            base_seed=base_seed,
+            seeds_samples=options.rng == "sample" and not streams,
+            order=Order(options.order, options.max_lag),
+            window_batches=window,
+            budget_bytes=options.memory_budget_bytes
+            or available_memory_bytes() // _SHARE_OF_MEMORY,
+            largest_batch=loader.batch_size or 1,
+            timeout_s=loader.timeout,
+            persistent=loader.persistent_workers,
+            streams=streams,
+            round_robin=round_robin,
+            drop_last=loader.drop_last,
+            # State that workers hold would be lost with them.
+            restarts=options.on_worker_death == "restart"
+            and not round_robin
+            and run.replicas is None,
+            policy=policy,
+            error_budget=options.error_budget,
+            quarantine=options.quarantine,
+            sample_timeout_s=options.sample_timeout_s,
+            replicas=run.replicas,
+            slow=TimeoutSettings(options.slow_percentile / 100, options.slow_after_s),
+            profile=options.profile,
+            fetch_concurrency=options.fetch_concurrency,
+        )
 
     @property
     def foresees(self) -> bool:
@@ -71,11 +158,13 @@ class Plan:
     def leaves_samples(self) -> bool:
         """Whether a worker may set a slow sample aside for quicker ones.
 
-        In strict order the sample in hand is older than all that could go before it.
+        In strict order the sample in hand is older than all that could go before it, and where several are read at once
+        a slow read keeps no other sample waiting.
         """
         return (
             self.num_workers > 0
+            and self.fetch_concurrency == 1
             and len(self.chain) > 0
-            and not (self.round_robin or self.streams)
+            and not (self.round_robin or self.replicas is not None)
             and (self.order.name == "batch" or not self.order.bound)
         )

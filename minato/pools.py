@@ -31,12 +31,14 @@ def make_pool(
 ) -> ProcessPool | ThreadPool | InlinePool:
     """The workers that a plan asks for, not yet started."""
     if plan.num_workers == 0:
-        return InlinePool(
-            lambda number: workplace.worker(
+
+        def in_line(number: int) -> Worker:
+            _restore(plan, number)
+            return workplace.worker(
                 number, ledger, lambda error: error, None, BaseException, in_line=True
-            ),
-            functools.partial(ledger.release, 0),
-        )
+            )
+
+        return InlinePool(in_line, functools.partial(ledger.release, 0))
 
     def stop() -> None:
         ledger.shut_down()
@@ -102,7 +104,9 @@ def _run_worker_process(number: int, workplace: Workplace) -> None:
             return
         failure = _initialise(plan, number)
         wrap = wrapped_in_process(number)
-        workplace.worker(number, ledger, wrap, failure, Exception).loop(parent_lives)
+        worker = workplace.worker(number, ledger, wrap, failure, Exception)
+        worker.loop(parent_lives)
+        worker.close()
     except KeyboardInterrupt:
         pass  # the consumer was interrupted too, and says so
 
@@ -111,6 +115,14 @@ def _initialise(plan: Plan, number: int) -> Exception | None:
     try:
         if plan.worker_init_fn is not None:
             plan.worker_init_fn(number)
+        _restore(plan, number)
     except Exception as error:
         return error
     return None
+
+
+def _restore(plan: Plan, number: int) -> None:
+    """Give this worker's copy of the dataset the state that an earlier run left it in."""
+    state = None if plan.replicas is None else plan.replicas.each[number].dataset
+    if state is not None:
+        plan.dataset.load_state_dict(state)

@@ -19,11 +19,13 @@ from minato.assembler.writer import BatchWriter
 from minato.chain.rng import SampleRandomness
 from minato.errors import NotPicklableError
 from minato.plan import Plan
+from minato.scheduler.concurrent_worker import ConcurrentWorker
 from minato.scheduler.failures import ErrorPolicy
 from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.leniency import Leniency
 from minato.scheduler.overdue import StackFile
 from minato.scheduler.parking import Parking
+from minato.scheduler.reads import reads_of
 from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Runner
 from minato.scheduler.stepper import Stepper
@@ -151,7 +153,10 @@ class Workplace:
         stepper: Stepper | None = None
         parking: Parking | None = None
         if plan.streams:
-            fetcher = StreamFetcher(plan.dataset, plan.chain, plan.batched, plan.drop_last, in_line)
+            replica = None if plan.replicas is None else plan.replicas.each[number]
+            fetcher = StreamFetcher(
+                plan.dataset, plan.chain, plan.batched, plan.drop_last, in_line, replica
+            )
         else:
             fetcher = Fetcher(plan.dataset, plan.chain, plan.batched)
         if not plan.streams and not fetcher.takes_lists:
@@ -173,7 +178,11 @@ class Workplace:
         leniency: Leniency | None = None
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):
             leniency = Leniency(number, self.policy, runner, fetcher, plan.chain, lease)
-        return Worker(
+        make: Callable[..., Worker] = Worker
+        if plan.fetch_concurrency > 1 and failure is None:
+            reads = reads_of(plan.dataset, plan.fetch_concurrency)
+            make = functools.partial(ConcurrentWorker, reads, plan.chain, plan.seeds_samples)
+        return make(
             number,
             ledger,
             Gate(self.segment.array, ledger.work_gate_offset),

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.sources import servers
+
 SHARED_MEMORY = Path("/dev/shm")
 LEFTOVER_GRACE_S = 2.0
 """How long a test's processes and threads may take to end once the test has returned."""
@@ -89,7 +91,7 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _processes() -> set[int]:
-    """Descendants of this process, without the helpers that multiprocessing keeps for itself."""
+    """Descendants of this process, without multiprocessing's own helpers and servers that several tests share."""
     helpers = {
         getattr(resource_tracker._resource_tracker, "_pid", None),
         getattr(forkserver._forkserver, "_forkserver_pid", None),
@@ -97,7 +99,7 @@ def _processes() -> set[int]:
     found: set[int] = set()
     parents = [os.getpid()]
     while parents:
-        children = _children(parents.pop())
+        children = set(_children(parents.pop())) - servers.PIDS
         found.update(children)
         parents += children
     return found - helpers

@@ -2,7 +2,7 @@
 
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
-``integrations`` know no stage; only ``engine.py``, ``loader.py``, ``one_pass.py``,
+``integrations`` and ``sources`` know no stage; only ``engine.py``, ``loader.py``, ``memory.py``,
 ``patching.py``, ``plan.py``, ``pools.py``, ``workplace.py`` and the package itself know all.
 """
 
@@ -20,7 +20,16 @@ STAGES = ["source", "chain", "scheduler", "assembler", "delivery"]
 COMMON = {"errors", *(path.stem for path in PACKAGE.glob("_*.py") if path.stem != "__init__")}
 """Top-level modules below everything; they import only each other."""
 
-WIRING = {"__init__", "engine", "loader", "one_pass", "patching", "plan", "pools", "workplace"}
+WIRING = {
+    "__init__",
+    "engine",
+    "loader",
+    "memory",
+    "patching",
+    "plan",
+    "pools",
+    "workplace",
+}
 OPTIONAL = {"matplotlib", "nilearn", "rich"}
 """Packages of extras: the only ones that may be imported inside a function."""
 
@@ -70,8 +79,8 @@ def allowed(part: str) -> set[str] | None:
     if part in STAGES:
         left = STAGES[: STAGES.index(part)][-1:]
         return {part, *left, "stats", "_core", *COMMON}
-    if part == "integrations":
-        return {"integrations", *COMMON}
+    if part in ("integrations", "sources"):
+        return {part, *COMMON}
     return {"options", *COMMON}
 
 
@@ -115,7 +124,7 @@ def test_cython_imports_only_the_core(path: Path) -> None:
 
 def test_every_folder_is_a_known_part() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
-    assert folders <= {*STAGES, "stats", "_core", "integrations"}
+    assert folders <= {*STAGES, "stats", "_core", "integrations", "sources"}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ def options(**given: Any) -> Options:
         "rng": None,
         "schedule": "dynamic",
         "on_worker_death": "restart",
+        "record_order": None,
+        "replay_order": None,
+        "fetch_concurrency": 1,
         "on_error": "raise",
         "retries": None,
         "error_budget": None,
@@ -31,6 +34,9 @@ def options(**given: Any) -> Options:
         "min_workers": None,
         "max_workers": None,
         "controller": "corrected",
+        "slow_percentile": None,
+        "slow_after_s": None,
+        "profile": None,
     }
     return Options.of(**{**defaults, **given})
 

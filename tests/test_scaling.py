@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import psutil
 import pytest
 from torch.utils.data import IterableDataset
 
@@ -43,10 +42,6 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(scaling, "_PERIOD_SAMPLES", 0)
 
     return force
-
-
-def children() -> set[int]:
-    return {child.pid for child in psutil.Process().children()}
 
 
 def workers_of(loader: DataLoader[object]) -> int:
@@ -114,10 +109,11 @@ def test_workers_that_idle_become_fewer(method):
 def test_forked_workers_are_all_there_before_the_first_batch(forced):
     forced(1, 4, 2, 4)
     iterator = iter(DataLoader(Endless(0.001), 4, num_workers=1, max_workers=4))
-    at_first = children()
+    at_first = [process.pid for process in loader_processes(iterator)]
+    assert None not in at_first
     for _ in range(200):
         next(iterator)
-    assert children() == at_first
+    assert [process.pid for process in loader_processes(iterator)] == at_first
     assert len(at_first) == 4
 
 

@@ -13,6 +13,7 @@ import warnings
 __all__ = ["TWINS", "USE_EXTENSIONS", "implementation"]
 
 TWINS = (
+    "arrivals",
     "claims",
     "clock",
     "copy",

@@ -7,11 +7,11 @@ VACANT, OPEN, COLLATING, READY, CLOSED = range(5)
 # Answers of ``fill``
 NOT_COMPLETE, PUBLISHED, MUST_COLLATE = range(3)
 # Kinds of blobs, in the low bits of their offsets
-SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB, END_BLOB, SKIP_BLOB = 1, 2, 3, 4, 5
+SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB, END_BLOB, SKIP_BLOB, STATE_BLOB = range(1, 7)
 KIND_MASK = 63
 # A batch that holds a blob of a kind has the flag 1 << kind.
 RAGGED, FAILED, TEXTS = 1 << SAMPLE_BLOB, 1 << ERROR_BLOB, 1 << TEXT_BLOB
-ENDED, SKIPPED = 1 << END_BLOB, 1 << SKIP_BLOB
+ENDED, SKIPPED, STATES = 1 << END_BLOB, 1 << SKIP_BLOB, 1 << STATE_BLOB
 
 NUM_PASSES = 8
 """How many passes over the sampler a ledger can have open."""

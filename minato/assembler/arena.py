@@ -24,6 +24,8 @@ _HEADROOM = 8
 """A later slot has room for a batch so many times the largest one seen."""
 _SPARE_SLOTS = 4
 """So many free slots beyond the number in flight keep their pages."""
+_FADING = 0.95
+"""How the number that was in flight fades with each batch: at the end of an epoch it falls, and rises again."""
 
 
 class Slot(NamedTuple):
@@ -58,6 +60,7 @@ class Arena:
         self._warm: deque[Slot] = deque()
         self._cold: deque[Slot] = deque()
         self._leases: dict[int, weakref.ref[Any]] = {}  # by the slot's start
+        self._needed = 0.0
         self.num_slots = 0
 
     @property
@@ -107,8 +110,14 @@ class Arena:
         return view
 
     def trim(self, in_flight: int) -> None:
-        """Give the pages of the longest unused slot back to the system, if more are free than are in flight."""
-        if len(self._warm) > in_flight + _SPARE_SLOTS:
+        """Give pages back to the system: of half of the free slots that are more than were in flight of late.
+
+        To be called once per batch, so that what a program held for a while is back a few batches after it let go.
+        """
+        self._needed = max(in_flight, _FADING * self._needed)
+        surplus = len(self._warm) - int(self._needed) - _SPARE_SLOTS
+        written = -(-self._largest // mmap.PAGESIZE) * mmap.PAGESIZE
+        for _ in range((surplus + 1) // 2):
             slot = self._warm.popleft()
-            self.segment.discard(slot.start, min(slot.end, slot.start + self._largest))
+            self.segment.discard(slot.start, min(slot.end, slot.start + written))
             self._cold.append(slot)

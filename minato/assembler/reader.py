@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, TEXT_BLOB, TEXTS
+from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, STATE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.ledger import Ledger
 from minato.assembler.arena import Arena, Slot
 from minato.assembler.transport import Store
@@ -30,10 +30,10 @@ class BatchReader:
         flags, layout_offset, result, result_nbytes, _, used = self._ledger.contents(batch)
         kind, result = result & KIND_MASK, result & ~KIND_MASK
         if flags & FAILED or kind == ERROR_BLOB:
+            if flags & FAILED:
+                result, result_nbytes = self._first_error(batch)
             error: SampleError = (
-                self._first_error(batch)
-                if flags & FAILED
-                else self._store.get(result, result_nbytes)
+                self._store.get(result, result_nbytes) if result else _too_large(slot)
             )
             self.discard(batch, slot)
             error.reraise()
@@ -49,6 +49,19 @@ class BatchReader:
             ]
         return layout.batch(lease, fields - slot.start, count, texts)
 
+    def state(self, batch: int) -> tuple[int, Any, Any, bool] | None:
+        """``(worker, state of its dataset, of its iterator, has that ended)`` if that came with a batch.
+
+        To be called before ``read``.
+        """
+        state: tuple[int, Any, Any, bool] | None = None
+        for kind, offset, nbytes in self._ledger.blobs(batch):
+            if kind == STATE_BLOB:
+                state = self._store.get(offset, nbytes)
+            elif kind == ERROR_BLOB:
+                state = self._store.peek(offset, nbytes).state
+        return state
+
     def discard(self, batch: int, slot: Slot) -> None:
         """Drop a batch that nobody wants any more."""
         _, _, result, _, _, used = self._ledger.contents(batch)
@@ -57,9 +70,19 @@ class BatchReader:
             self._store.drop(offset)
         self._arena.release(slot, used)
 
-    def _first_error(self, batch: int) -> SampleError:
+    def _first_error(self, batch: int) -> tuple[int, int]:
+        """Offset and size of the first error of a batch."""
         _, offset, nbytes = next(
             blob for blob in self._ledger.blobs(batch) if blob[0] == ERROR_BLOB
         )
-        error: SampleError = self._store.get(offset, nbytes)
-        return error
+        return offset, nbytes
+
+
+def _too_large(slot: Slot) -> SampleError:
+    """The error of a batch whose slot has no room left, not even for an error."""
+    return SampleError(
+        MemoryError(
+            f"a batch fills the {slot.end - slot.start} bytes of address space of its slot: use smaller "
+            "batches, or raise the limit on address space (ulimit -v)"
+        )
+    )

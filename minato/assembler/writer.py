@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.collate import default_collate
 
-from minato._core.codes import END_BLOB, ERROR_BLOB, MUST_COLLATE, SAMPLE_BLOB, SKIP_BLOB, TEXT_BLOB
+from minato._core.codes import (
+    END_BLOB,
+    ERROR_BLOB,
+    MUST_COLLATE,
+    SAMPLE_BLOB,
+    SKIP_BLOB,
+    STATE_BLOB,
+    TEXT_BLOB,
+)
 from minato._core.copy import Packer
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
@@ -33,11 +42,15 @@ class SampleError:
     Args:
         error: The exception itself (workers in this process) or torch's wrapper of it.
         key: Dataset index, or None when the batch as a whole failed (its collation).
+        state: Of the worker's dataset afterwards, if it has one.
     """
 
-    def __init__(self, error: ExceptionWrapper | BaseException, key: Any = None) -> None:
+    def __init__(
+        self, error: ExceptionWrapper | BaseException, key: Any = None, state: Any = None
+    ) -> None:
         self.error = error
         self.key = key
+        self.state = state
 
     def reraise(self) -> None:
         """Raise the exception with torch's type and text, and a note that names the sample."""
@@ -137,7 +150,11 @@ class BatchWriter:
 
         The caller fills the places afterwards.
         """
-        packing = None if self.collates else self._packing(batch, samples[0])
+        try:
+            packing = None if self.collates else self._packing(batch, samples[0])
+        except MemoryError as error:  # the batch does not fit its slot
+            self.write_error(batch, place, error, None)
+            return
         if packing is None:
             for i, sample in enumerate(samples):
                 self._attach(batch, place + i, sample, SAMPLE_BLOB)
@@ -156,8 +173,11 @@ class BatchWriter:
         """Build a whole batch that has one place, however many samples it holds; the caller fills the place."""
         if not self.collates:
             layout = Layout.infer(samples[0])
-            if layout is not None and self._pack_all(batch, layout, samples):
-                return
+            with suppress(
+                MemoryError
+            ):  # then what is collated does not fit either, and becomes an error
+                if layout is not None and self._pack_all(batch, layout, samples):
+                    return
         self.write_collated(batch, samples)
 
     def _pack_all(self, batch: int, layout: Layout, samples: list[Any]) -> bool:
@@ -181,9 +201,19 @@ class BatchWriter:
         """Say at a batch's one place that there is nothing more to come."""
         self._ledger.attach(place, END_BLOB, 0)
 
-    def write_error(self, batch: int, place: int, error: BaseException, key: Any) -> None:
+    def write_error(
+        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
+    ) -> None:
         """Like ``write``, for a sample that raised."""
-        self._attach(batch, place, SampleError(self._describe_error(error), key), ERROR_BLOB)
+        failure = SampleError(self._describe_error(error), key, state)
+        self._attach(batch, place, failure, ERROR_BLOB)
+
+    def write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
+        """Add the state of the worker's dataset, after a batch of which nothing lies at this place."""
+        try:
+            self._attach(batch, place, state(), STATE_BLOB)
+        except Exception as error:
+            self.write_error(batch, place, error, None)
 
     def write_collated(self, batch: int, samples: list[Any]) -> None:
         """Collate all samples of a batch that this worker holds; the caller fills their places afterwards."""
@@ -237,7 +267,7 @@ class BatchWriter:
         except _NothingLeftError:
             return SKIP_BLOB, 0
         except self._catches as error:
-            offset, nbytes = self._put(batch, SampleError(self._describe_error(error)))
+            offset, nbytes = self._put_error(batch, SampleError(self._describe_error(error)))
             return offset | ERROR_BLOB, nbytes
 
     def _packing(self, batch: int, sample: Any) -> _Packing | None:
@@ -276,8 +306,17 @@ class BatchWriter:
                 failure, self.holds = _Held(failure), True
             else:
                 kind = ERROR_BLOB
-            offset, nbytes = self._put(batch, failure)
+            offset, nbytes = self._put_error(batch, failure)
+            if not offset:
+                kind = ERROR_BLOB
         self._ledger.attach(place, offset | kind, nbytes)
+
+    def _put_error(self, batch: int, error: SampleError | _Held) -> tuple[int, int]:
+        """Keep an error; offset 0 if the slot has no room even for that, and the reader knows what to say."""
+        try:
+            return self._put(batch, error)
+        except MemoryError:
+            return 0, 0
 
     def _put(self, batch: int, value: Any, purpose: Purpose = "sample") -> tuple[int, int]:
         return self._store.put(lambda nbytes: self._ledger.allocate(batch, nbytes), value, purpose)

@@ -114,6 +114,15 @@ class SampleRandomness:
         self._publish_numpy()
         self._publish_torch()
 
+    @property
+    def asked(self) -> int:
+        """How many generators the sample in hand has asked for; setting it goes on from there in another thread."""
+        return _this_thread.generators_made
+
+    @asked.setter
+    def asked(self, generators: int) -> None:
+        _this_thread.generators_made = generators
+
     def mark(self, unbind: bool = True) -> None:
         """Begin to watch for draws; unless the sample in hand goes on, what runs now is bound to none."""
         if unbind:

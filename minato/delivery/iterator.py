@@ -25,6 +25,7 @@ class BatchSource(Protocol):
         epoch: int,
         seed: int,
         expected: Callable[[], Any],
+        progress: Any,
         size: Callable[[], int | None],
     ) -> bool:
         """Start a pass; False if what was loaded ahead for it was in vain."""
@@ -39,8 +40,23 @@ class BatchSource(Protocol):
 class Pass(Protocol):
     """One run over the sampler, as the loader sees it."""
 
-    epoch: int
-    seed: int
+    @property
+    def epoch(self) -> int:
+        """Its number."""
+
+    @property
+    def seed(self) -> int:
+        """What the randomness of its samples starts from."""
+
+    @property
+    def progress(self) -> Any:
+        """Told what becomes of it."""
+
+    def entering(self) -> None:
+        """Learn that the sampler is about to be asked for its iterator."""
+
+    def seeded(self, base_seed: int) -> int:
+        """Learn torch's draw for the workers; returns the one that holds."""
 
     def batches(self, indices: Iterator[Any]) -> Iterator[list[Any]]:
         """The keys of each batch."""
@@ -60,37 +76,45 @@ class BatchIterator(_BaseDataLoaderIter):
 
     Args:
         source: Made for this iterator; its workers end when the iterator is exhausted, unless they persist.
-        new_pass: ``base_seed -> Pass``, called once per pass.
+        new_pass: Called once per pass, before anything is drawn for it.
     """
 
     def __init__(
         self,
         loader: Any,
         make_source: Callable[[int], BatchSource],
-        new_pass: Callable[[int], Pass],
+        new_pass: Callable[[], Pass],
     ) -> None:
+        self._new_pass = new_pass
+        self._pass = new_pass()
         super().__init__(loader)
         if self._num_workers > 0:
             if loader.prefetch_factor <= 0:
                 raise AssertionError(
                     "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
                 )
+            self._pass.entering()
             super()._reset(loader, first_iter=True)  # as torch, which asks the sampler twice
         elif self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        self._new_pass = new_pass
-        self._source: BatchSource | None = make_source(int(self._base_seed))
+        self._base_seed = self._pass.seeded(int(self._base_seed))
+        self._source: BatchSource | None = make_source(self._base_seed)
         self._begin()
 
     def _begin(self) -> None:
         assert self._source is not None
-        this = self._new_pass(int(self._base_seed))
+        this = self._pass
         batches = this.batches(self._sampler_iter)
-        if not self._source.begin(batches, this.epoch, this.seed, this.expected, this.size):
+        begun = self._source.begin(
+            batches, this.epoch, this.seed, this.expected, this.progress, this.size
+        )
+        if not begun:
             this.foretold_wrongly()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._pass = self._new_pass()
         super()._reset(loader, first_iter)
+        self._base_seed = self._pass.seeded(int(self._base_seed))
         self._begin()
 
     def __next__(self) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from minato.scheduler.replicas import Replicas
+
 __all__ = ["AnyWorker", "Assignment", "RoundRobin"]
 
 
@@ -56,15 +58,21 @@ class RoundRobin:
     Args:
         in_order: Whether batches are delivered in order; if not, a worker takes no more than its share of ``capacity``.
         capacity: Batches that all workers may hold together.
+        replicas: Told which worker's batches were delivered; says where a pass begins. None: at worker 0.
     """
 
     exact = True
 
-    def __init__(self, num_workers: int, in_order: bool, capacity: int) -> None:
+    def __init__(
+        self, num_workers: int, in_order: bool, capacity: int, replicas: Replicas | None = None
+    ) -> None:
         self._num_workers = num_workers
         self._in_order = in_order
         self._capacity = capacity
-        self.reset()
+        self._replicas = replicas
+        self._next = 0
+        self._active = [True] * num_workers
+        self._held = [0] * num_workers
 
     @property
     def over(self) -> bool:
@@ -72,10 +80,14 @@ class RoundRobin:
         return not any(self._active)
 
     def reset(self) -> None:
-        """Start a pass: at worker 0, with all workers."""
+        """Start a pass: at worker 0, with all workers, unless it goes on where another run ended."""
         self._next = 0
         self._active = [True] * self._num_workers
         self._held = [0] * self._num_workers
+        if self._replicas is not None:
+            self._replicas.begin()
+            self._next = self._replicas.turn
+            self._active = [not replica.ended for replica in self._replicas.each]
 
     def choose(self) -> int | None:
         """The next worker in turn that can take a batch."""
@@ -92,7 +104,11 @@ class RoundRobin:
     def delivered(self, owner: int) -> None:
         """A batch of this worker has been delivered."""
         self._held[owner - 1] -= 1
+        if self._replicas is not None:
+            self._replicas.delivered(owner - 1)
 
     def ended(self, owner: int) -> None:
         """This worker's copy of the dataset is exhausted."""
         self._active[owner - 1] = False
+        if self._replicas is not None:
+            self._replicas.ended(owner - 1)

@@ -11,7 +11,7 @@ from minato._core.ledger import Ledger
 from minato.scheduler.deaths import Deaths
 from minato.scheduler.failures import SKIP, ErrorPolicy, SampleFailure
 from minato.scheduler.overdue import Overdue
-from minato.scheduler.worker import Sink
+from minato.scheduler.parties import Sink
 
 __all__ = ["Burial"]
 

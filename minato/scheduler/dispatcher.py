@@ -22,7 +22,7 @@ from minato._core.wait import Gate
 from minato.scheduler.assignment import Assignment
 from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import Foresight
-from minato.scheduler.parties import KeyStore, Pool, Slots
+from minato.scheduler.parties import KeyStore, Pool, Progress, Slots
 from minato.scheduler.window import Window
 
 __all__ = ["Dispatcher", "InFlight", "Order"]
@@ -69,6 +69,8 @@ class InFlight:
     epoch: int
     seed: int
     owner: int
+    pass_start: int
+    progress: Progress | None
     retired: bool = False
 
 
@@ -119,6 +121,7 @@ class Dispatcher:
         self._timeout_s = timeout_s
         # Workers must stay until it is known which places nobody takes.
         self._one_pass = one_pass and (order.bound or not skips)
+        self._skips = skips
         self._fills_up = skips and not order.bound
         self._filled_up = False
         self._drops_short = drop_short and not order.bound
@@ -131,7 +134,10 @@ class Dispatcher:
         self._batches: Iterator[list[Any]] = iter(())
         self._drawn: deque[list[Any]] = deque()
         self._expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None] = lambda: None
+        self._progress: Progress
+        self._abandoned = False
         self._pass = (0, 0, 0)
+        self._start: int | None = None  # position of the pass's first sample
         self._exhausted = True  # the present pass has no more batches to open
         self._foretold = False  # what is drawn belongs to the next pass
         self._dry = True  # nothing is left to open, in this pass and in what is known of the next
@@ -154,11 +160,13 @@ class Dispatcher:
         epoch: int,
         seed: int,
         expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None],
+        progress: Progress,
     ) -> bool:
         """Start a pass over the sampler's batches, each a list of keys.
 
         Args:
             expected: Foretells ``(batches, epoch, seed)`` of the pass after this one, or None if they are not known.
+            progress: Told what becomes of the pass.
 
         Returns:
             False if batches had been opened ahead for this pass and were not the right ones; they are dropped.
@@ -168,6 +176,8 @@ class Dispatcher:
         self._batches = iter(batches)
         self._drawn = deque()
         self._expected = expected
+        self._progress = progress
+        self._abandoned = False
         self._exhausted = self._foretold = self._dry = False
         right = all((item.epoch, item.seed) == (epoch, seed) for item in ahead)
         if right:
@@ -175,6 +185,9 @@ class Dispatcher:
             right = [item.keys for item in ahead] == list(self._drawn)
         if ahead and right:
             self._pass = ahead[0].pass_index, epoch, seed
+            self._start = ahead[0].pass_start
+            for item in ahead:
+                item.progress = progress
             self._open = ahead
             self._drawn.clear()
         else:
@@ -201,6 +214,7 @@ class Dispatcher:
     def abandon(self) -> None:
         """End the present pass here."""
         self.cancel_all()
+        self._abandoned = True
         self._batches, self._expected = iter(()), lambda: None
         self._drawn.clear()
         self._exhausted = True
@@ -222,6 +236,7 @@ class Dispatcher:
             self._sleep(time.monotonic() + _SETTLING_S)
         self._ledger.open_pass(free)
         self._pass = free, epoch, seed
+        self._start = None
 
     # ---- batches ----------------------------------------------------------------------------
 
@@ -251,6 +266,7 @@ class Dispatcher:
                     self._assignment.delivered(found.owner)
                     if not self._is_empty(found, result):
                         return found
+                    self._account(found, dropped=True)
                 self._discard(found.record, found.slot)
                 self._delivered.append(found)
                 self._sweep()
@@ -258,6 +274,8 @@ class Dispatcher:
             if self._fills_up and self._settled() and self._mend():
                 continue
             if self.over:
+                if not self._abandoned:
+                    self._progress.finish(self._assignment.over)
                 raise StopIteration
             self._ledger.waiting = True
             try:
@@ -298,9 +316,22 @@ class Dispatcher:
 
     def done(self, item: InFlight, batch_bytes: int) -> None:
         """Say that a batch has been read and its slot leased or released."""
+        self._account(item)
         self._window.observe(batch_bytes)
         self._delivered.append(item)
         self._sweep()
+
+    def _account(self, item: InFlight, dropped: bool = False) -> None:
+        """Tell what becomes of the samples that lie in a batch, and of its own that were skipped."""
+        progress = item.progress
+        assert progress is not None
+        occupants = self._ledger.occupants(item.record)
+        if self._order.bound and self._skips:
+            progress.skipped(self._ledger.skipped(item.record), item.pass_start)
+        if dropped:
+            progress.skipped(occupants, item.pass_start)
+        else:
+            progress.delivered(occupants, item.pass_start)
 
     def _sleep(self, deadline: float | None, seen: int | None = None) -> None:
         # Without an open batch, room is waited for, which abandoned samples take up.
@@ -392,9 +423,23 @@ class Dispatcher:
             _EVERYBODY if owner else count,  # a batch with an owner must wake that very worker
             owner,
         )
+        if self._start is None:
+            self._start = self._ledger.describe(record)[1]
         if self._foresight is not None:
             self._foresight.published(self._ledger.describe(record)[1], index, keys)
-        item = InFlight(record, keys, slot, keys_slot, offset, index, epoch, seed, owner)
+        item = InFlight(
+            record,
+            keys,
+            slot,
+            keys_slot,
+            offset,
+            index,
+            epoch,
+            seed,
+            owner,
+            self._start,
+            None if self._foretold else self._progress,
+        )
         if not self._order.bound:
             self._recent.append(item)
             if len(self._recent) > self._order.max_lag:
@@ -416,6 +461,8 @@ class Dispatcher:
         for item in self._delivered[:]:
             if self._order.bound or self._ledger.settled(item.record):
                 self._delivered.remove(item)
+                if self._fills_up and item.progress is not None:
+                    item.progress.skipped(self._ledger.skipped(item.record), item.pass_start)
                 self._retire(item)
         # Samples of a cancelled pass may take places in any of its batches, so it ends as a whole; and not before those
         # samples have run whose own batch is delivered.

@@ -6,9 +6,12 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
+from minato._stateful import is_stateful
 from minato.chain.chain import Chain
+from minato.scheduler.replicas import Replica
 
 __all__ = ["Fetcher", "StreamEnd", "StreamFetcher"]
 
@@ -29,6 +32,11 @@ class Fetcher:
         self.one: Callable[[Any], Any] = self._transformed if chain.steps else get
         """Gets the sample of a key, after the chain."""
         self.takes_lists = batched and bool(getattr(dataset, "__getitems__", None))
+        self.keeps_state = is_stateful(dataset)
+
+    def state(self) -> tuple[Any, Any, bool]:
+        """States of the dataset and, for streams, of its iterator, and whether that has ended."""
+        return self._dataset.state_dict(), None, False
 
     def _transformed(self, key: Any) -> Any:
         assert self._run is not None
@@ -76,10 +84,17 @@ class StreamFetcher:
         drop_last: Whether an incomplete list is dropped.
         at_once: Whether the first pass is begun now, where the caller gets the errors of the dataset's ``__iter__``;
             otherwise each is begun with its first batch.
+        replica: Where an earlier run was, in the first pass.
     """
 
     def __init__(
-        self, dataset: Any, chain: Chain, batched: bool, drop_last: bool, at_once: bool = False
+        self,
+        dataset: Any,
+        chain: Chain,
+        batched: bool,
+        drop_last: bool,
+        at_once: bool = False,
+        replica: Replica | None = None,
     ) -> None:
         self._dataset = dataset
         self._run = chain.run if chain.steps else None
@@ -89,15 +104,40 @@ class StreamFetcher:
         self._begun = at_once
         self._samples: Iterator[Any] | None = iter(dataset) if at_once else None
         self._pass: object = None
+        self._replica = replica or Replica()
+        self.keeps_state = is_stateful(dataset)
+        """Whether the dataset or its iterator has a state."""
 
-    def enter(self, this_pass: object) -> None:
-        """Make a new iterator if a new pass has begun."""
+    def state(self) -> tuple[Any, Any, bool]:
+        """States of the dataset and of its iterator, None for one that has none, and whether that has ended."""
+        dataset, iterator = self._dataset, cast(Any, self._samples)
+        return (
+            dataset.state_dict() if is_stateful(dataset) and iterator is not dataset else None,
+            iterator.state_dict() if is_stateful(iterator) else None,
+            iterator is None,
+        )
+
+    def enter(self, this_pass: object, count: int) -> None:
+        """Make a new iterator if a new pass has begun.
+
+        Args:
+            count: Samples in a batch.
+        """
         if this_pass != self._pass:
             self._pass = this_pass
             if not self._begun:
                 self._samples = None
                 self._samples = iter(self._dataset)
             self._begun = False
+            samples = cast(Any, self._samples)
+            self.keeps_state = is_stateful(self._dataset) or is_stateful(samples)
+            replica, self._replica = self._replica, Replica()
+            if replica.iterator is not None:
+                samples.load_state_dict(replica.iterator)
+            for _ in range(replica.batches):
+                # With the chain, whose draws belong to the same generators; what raised, raised then.
+                with suppress(Exception):
+                    self.take(count)
 
     def take(self, count: int) -> list[Any]:
         """The next ``count`` samples, or what is left of them.

@@ -66,7 +66,10 @@ class ThreadPool:
         try:
             worker = self._make_worker(number, consumer.is_alive)
             if worker is not None:
-                worker.loop(consumer.is_alive)
+                try:
+                    worker.loop(consumer.is_alive)
+                finally:
+                    worker.close()
         finally:
             self._ready.notify()  # whoever waits for this thread learns that it is gone
 
@@ -104,6 +107,7 @@ class InlinePool:
         self._make_worker = make_worker
         self._give_back = give_back
         self._worker: Worker | None = None
+        self._owner = os.getpid()
 
     def start(self) -> None:
         """Prepare the one worker."""
@@ -113,8 +117,9 @@ class InlinePool:
         """Work."""
         assert self._worker is not None
         try:
-            self._worker.step()
+            self._worker.turn(timeout_s)
         except BaseException:
+            self._worker.forget()
             self._give_back()  # whoever catches this may ask for the next batch
             raise
 
@@ -122,7 +127,9 @@ class InlinePool:
         """Nobody can die here."""
 
     def shut_down(self) -> None:
-        """Nobody has to leave."""
+        """End what the worker has begun in other threads."""
+        if self._worker is not None and os.getpid() == self._owner:
+            self._worker.close()
 
 
 def wrapped_in_thread(number: int) -> Callable[[BaseException], ExceptionWrapper]:

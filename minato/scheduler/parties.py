@@ -1,11 +1,11 @@
-"""Whom the dispatcher deals with, as it sees them."""
+"""Those that the scheduler works with, as it sees them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["KeyStore", "Pool", "Slots"]
+__all__ = ["KeyStore", "Pool", "Progress", "Sink", "Slots"]
 
 
 class Pool(Protocol):
@@ -36,3 +36,53 @@ class KeyStore(Protocol):
 
     def drop(self, offset: int) -> None:
         """Forget them."""
+
+
+class Progress(Protocol):
+    """Who is told what becomes of a pass (the source's account of it)."""
+
+    def delivered(self, positions: list[int], start: int) -> None:
+        """The consumer got a batch in which these samples lay; ``start`` is the pass's first position."""
+
+    def skipped(self, positions: list[int], start: int) -> None:
+        """These samples were given up."""
+
+    def finish(self, dropped: bool = False) -> None:
+        """The pass is over; ``dropped``: the workers had nothing for what is still open."""
+
+
+class Sink(Protocol):
+    """Where a worker's samples go (the assembler's writer)."""
+
+    collates: bool
+    holds: bool
+    run_again: Callable[[int], list[Any]] | None
+
+    def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
+        """Put samples at consecutive places, the first of which is number k of the batch."""
+
+    def write_batch(self, batch: int, samples: list[Any]) -> None:
+        """Build a whole batch, of however many samples, that has one place."""
+
+    def write_error(
+        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
+    ) -> None:
+        """The same for a sample that raised."""
+
+    def write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
+        """Add the state of the worker's dataset, after a batch of which nothing lies at this place."""
+
+    def write_end(self, place: int) -> None:
+        """Say that there is nothing more to come."""
+
+    def write_collated(self, batch: int, samples: list[Any]) -> None:
+        """Collate all samples of a batch, or those of them that are not skipped."""
+
+    def write_nothing(self, batch: int) -> None:
+        """Say that all samples of a batch are skipped."""
+
+    def finished(self, batch: int, outcome: int) -> None:
+        """Act on what the ledger said when a place was filled."""
+
+    def collate(self, batch: int) -> None:
+        """Collate a full batch that a dead worker left."""

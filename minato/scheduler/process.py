@@ -100,7 +100,11 @@ class ProcessPool:
             process = self.processes[number]
             process.join()
             if not (self._may_leave(number) and process.exitcode == 0):
-                self._buried(number, process.pid, process.exitcode)
+                try:
+                    self._buried(number, process.pid, process.exitcode)
+                except BaseException:
+                    self._watch.put_back(number)  # whoever asks again is told again
+                    raise
                 process = self.processes[number] = self._make(number)
                 process.start()
                 self._watch.add(number, process)

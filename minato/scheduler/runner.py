@@ -67,6 +67,8 @@ class Runner:
         """Active time in ns of each sample that ``run`` or ``resume`` returned last."""
         self.left: list[Partial] = [] if stepper is None else stepper.left
         """Partials among them."""
+        self.ahead_ns = 0
+        """What the next sample has cost before it is run, because it was read while others were."""
         self.draws: bool | None = None
         """Whether samples draw random numbers; None while this is not known."""
         self._watched = 0
@@ -89,6 +91,11 @@ class Runner:
             self._randomness is None or self._randomness.base_seed != seed
         ):
             self._randomness = self._make_randomness(seed)
+
+    def go_on_asking(self, asked: int) -> None:
+        """Say how many generators the sample in hand has asked minato for in another thread."""
+        if self._randomness is not None:
+            self._randomness.asked = asked
 
     def run_steps(
         self, position: int, epoch: int, keys: list[Any], plain: Fetch, slow_ns: int
@@ -227,6 +234,8 @@ class Runner:
 
     def _record(self, samples: list[Any]) -> None:
         """Record what complete samples have cost."""
+        self.durations[0] += self.ahead_ns
+        self.ahead_ns = 0
         if not self.left:
             self._meters.total.record_all(self.durations, len(samples))
             return

@@ -61,6 +61,10 @@ class ExitWatch:
         """Numbers of the processes that have ended since the last call."""
         return [self._gone.popleft() for _ in range(len(self._gone))]
 
+    def put_back(self, number: int) -> None:
+        """Name this one again at the next call of ``gone``."""
+        self._gone.appendleft(number)
+
     def close(self) -> None:
         """End the thread."""
         if self._thread is None:

@@ -21,12 +21,19 @@ class Window:
         fixed: Number of batches, or None.
         budget_bytes: What the batches in flight may take together.
         most: Number of batches that even a growing or a fixed window never exceeds, or None.
+        at_once: Number of batches whose samples the workers run at once; a window that is not fixed starts with so many
+            besides one per worker, at least.
     """
 
     def __init__(
-        self, num_workers: int, fixed: int | None, budget_bytes: int, most: int | None = None
+        self,
+        num_workers: int,
+        fixed: int | None,
+        budget_bytes: int,
+        most: int | None = None,
+        at_once: int = 0,
     ) -> None:
-        limit = _DEPTH * max(num_workers, 1) if fixed is None else fixed
+        limit = max(_DEPTH * max(num_workers, 1), num_workers + at_once) if fixed is None else fixed
         self.limit = limit if most is None else min(limit, most)
         self.budget_bytes = budget_bytes
         self._most = most

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
@@ -13,11 +13,12 @@ from minato.scheduler.failures import SKIP
 from minato.scheduler.fetch import Fetcher, StreamEnd, StreamFetcher
 from minato.scheduler.leniency import Leniency
 from minato.scheduler.parking import Parking
+from minato.scheduler.parties import Sink
 from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Runner
 from minato.scheduler.stepper import Partial
 
-__all__ = ["Sink", "Worker"]
+__all__ = ["Worker"]
 
 _RUN_NS = 1_000_000
 """A worker claims about so much work at a time: dispatch then costs a per cent, and nobody hoards."""
@@ -28,38 +29,6 @@ _PATIENCE_S = 1.0
 _WHOLE_BATCH = 1 << 31
 _WORTH_NOTING_NS = 100_000
 """What dearer samples have cost is written down for the next epoch."""
-
-
-class Sink(Protocol):
-    """Where a worker's samples go (the assembler's writer)."""
-
-    collates: bool
-    holds: bool
-    run_again: Callable[[int], list[Any]] | None
-
-    def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
-        """Put samples at consecutive places, the first of which is number k of the batch."""
-
-    def write_batch(self, batch: int, samples: list[Any]) -> None:
-        """Build a whole batch, of however many samples, that has one place."""
-
-    def write_error(self, batch: int, place: int, error: BaseException, key: Any) -> None:
-        """The same for a sample that raised."""
-
-    def write_end(self, place: int) -> None:
-        """Say that there is nothing more to come."""
-
-    def write_collated(self, batch: int, samples: list[Any]) -> None:
-        """Collate all samples of a batch, or those of them that are not skipped."""
-
-    def write_nothing(self, batch: int) -> None:
-        """Say that all samples of a batch are skipped."""
-
-    def finished(self, batch: int, outcome: int) -> None:
-        """Act on what the ledger said when a place was filled."""
-
-    def collate(self, batch: int) -> None:
-        """Collate a full batch that a dead worker left."""
 
 
 class Worker:
@@ -102,7 +71,7 @@ class Worker:
         self._read_keys = read_keys
         self._parking = parking
         self._fast_first = fast_first
-        self._whole_batches = whole_batches or fetcher.takes_lists
+        self._whole_batches = whole_batches or fetcher.takes_lists or fetcher.keeps_state
         self._leniency = leniency
         self._may_lack = parking is not None or leniency is not None
         self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_line else _RUN_NS
@@ -129,11 +98,32 @@ class Worker:
             draining = ledger.draining
             if self.step():
                 continue
-            if draining:
+            if draining and self.idle:
                 return
             ledger.hungry()
-            if not gate.wait(seen, _PATIENCE_S) and not parent_lives():
+            if not self.rest(seen, _PATIENCE_S) and not parent_lives():
                 return
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing that was claimed is still to be done, when ``step`` has nothing to do."""
+        return True
+
+    def rest(self, seen: int, timeout_s: float) -> bool:
+        """Sleep until the work gate has had an event since ``seen``; whether it had one."""
+        return self._gate.wait(seen, timeout_s)
+
+    def turn(self, timeout_s: float) -> None:
+        """Do one lease, or sleep until there is one."""
+        seen = self._gate.events
+        if not self.step():
+            self.rest(seen, timeout_s)
+
+    def forget(self) -> None:
+        """Give up what was claimed: others will do it."""
+
+    def close(self) -> None:
+        """End what was begun in other threads."""
 
     def step(self) -> bool:
         """Do one lease, or go on with a sample that was set aside; False if there is nothing to do."""
@@ -288,10 +278,14 @@ class Worker:
         if error is not None:
             # The batch is lost, as with torch, which does not run the samples after a bad one either.
             failed = len(samples)
-            sink.write_error(batch, position + failed, error, keys[failed])
+            state = self._state_after_error()
+            sink.write_error(batch, position + failed, error, keys[failed], state)
         elif self._may_lack and any(map(_is_lacking, samples)):
             self._deliver_pieces(batch, position, k, samples, whole)
             return
+        elif whole and self._fetcher.keeps_state:
+            sink.write_collated(batch, samples)
+            sink.write_state(batch, position, self._state)
         elif whole and (sink.collates or sink.holds):
             sink.write_collated(batch, samples)
         else:
@@ -349,7 +343,10 @@ class Worker:
             self._deliver_bound(batch, first, 0, alone, samples, error, True)
             return
         if error is not None:
-            self._sink.write_error(batch, first, error, keys)
+            self._sink.write_error(batch, first, error, keys, self._state_after_error())
+        elif self._fetcher.keeps_state:
+            self._sink.write_collated(batch, results[0])
+            self._sink.write_state(batch, first, self._state)
         elif self._sink.collates or type(results[0]) is not list or len(results[0]) != count:
             self._sink.write_collated(batch, results[0])
         else:
@@ -362,17 +359,31 @@ class Worker:
         """Take a batch from the worker's own iterator over an iterable dataset."""
 
         def fetch(count: int) -> list[Any]:
-            stream.enter(this_pass)
+            stream.enter(this_pass, count)
             return stream.take(count)
 
         batches, error = self._runner.run(first, 0, [wanted], fetch)
         if error is None:
             self._sink.write_batch(batch, batches[0])
+            if stream.keeps_state:
+                self._sink.write_state(batch, first, self._state)
         elif isinstance(error, StreamEnd):
             self._sink.write_end(first)
         else:
-            self._sink.write_error(batch, first, error, None)
+            self._sink.write_error(batch, first, error, None, self._state_after_error())
         self._sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, 1))
+
+    def _state(self) -> tuple[int, Any, Any, bool]:
+        """The worker's number, the states of its dataset and iterator, whether that has ended."""
+        return (self._number, *self._fetcher.state())
+
+    def _state_after_error(self) -> tuple[int, Any, Any, bool] | None:
+        if not self._fetcher.keeps_state:
+            return None
+        try:
+            return self._state()
+        except Exception:
+            return None  # one error is enough
 
     def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]) -> None:
         """Run samples that may go to any batch; so those after one that raised are run all the same."""

@@ -130,6 +130,30 @@ def test_pages_of_slots_that_are_not_needed_go_back() -> None:
     assert content == [1] * 6 + [0] * 4
 
 
+def test_pages_go_back_within_a_few_batches_after_a_burst() -> None:
+    arena = Arena(Segment(1 << 30))
+    slots = [arena.acquire() for _ in range(100)]
+    for slot in slots:
+        arena.segment.array[slot.start] = 1
+        arena.release(slot, 1)
+    assert pages(arena) >= 100 * mmap.PAGESIZE
+    for _ in range(8):
+        arena.trim(in_flight=2)
+    assert pages(arena) <= 8 * mmap.PAGESIZE
+
+
+def test_pages_stay_while_fewer_are_in_flight_for_a_short_time() -> None:
+    arena = Arena(Segment(1 << 30))
+    slots = [arena.acquire() for _ in range(24)]
+    arena.trim(in_flight=20)
+    for left in range(20, 0, -1):
+        slot = slots.pop()
+        arena.segment.array[slot.start] = 1
+        arena.release(slot, 1)
+        arena.trim(in_flight=left - 1)
+    assert pages(arena) >= 10 * mmap.PAGESIZE
+
+
 def test_trimming_leaves_leased_slots_alone() -> None:
     arena = Arena(Segment(1 << 30))
     slots = [arena.acquire() for _ in range(8)]

@@ -204,10 +204,23 @@ def test_a_result_that_cannot_travel_becomes_an_error() -> None:
 def test_a_sample_that_is_larger_than_its_slot_says_what_to_do() -> None:
     arena = Arena(Segment(16 << 20))  # slots of 2 MiB
     desk = Desk(SharedStore(arena.segment), arena)
-    batch, _, first = desk.open(4)
-    desk.ledger.claim(0, 4)
+    for samples in ([np.zeros(1 << 20, np.uint8)] * 4, [np.zeros(3 << 20, np.uint8)] * 2):
+        with pytest.raises(MemoryError, match="2097152 bytes of address space.*smaller batches"):
+            desk.batch(samples)
+    assert desk.batch([1, 2, 3]).tolist() == [1, 2, 3]
+    assert desk.arena.num_slots == 1
+
+
+@pytest.mark.parametrize("room", [0, 64, 192])
+def test_a_batch_that_fills_its_slot_says_what_to_do(room: int) -> None:
+    """Whether or not there is room left for the error."""
+    arena = Arena(Segment(16 << 20))
+    desk = Desk(SharedStore(arena.segment), arena, collate_fn=total)
+    batch, slot, _ = desk.open(2)
+    desk.ledger.allocate(batch, (2 << 20) - room)
+    desk.fill(batch, 0, [1, 2])
     with pytest.raises(MemoryError, match="2097152 bytes of address space.*smaller batches"):
-        desk.writers[0].write_run(batch, 0, first, [np.zeros(1 << 20, np.uint8)])
+        desk.read(batch, slot)
 
 
 # ---- slots ----------------------------------------------------------------------------------

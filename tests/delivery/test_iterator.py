@@ -31,8 +31,10 @@ class Source:
         epoch: int,
         seed: int,
         expected: Callable[[], Any],
+        progress: Any,
         size: Callable[[], int | None],
     ) -> bool:
+        assert progress == f"of {epoch}"
         self.journal.append(("begin", epoch, seed, expected()))
         self.batches = batches
         self.over = False
@@ -55,9 +57,18 @@ class Pass:
 
     disappointed = 0
 
-    def __init__(self, epoch: int, seed: int) -> None:
+    def __init__(self, epoch: int) -> None:
         self.epoch = epoch
-        self.seed = seed
+        self.seed = -1
+        self.progress = f"of {epoch}"
+        self.times_entered = 0
+
+    def entering(self) -> None:
+        self.times_entered += 1
+
+    def seeded(self, base_seed: int) -> int:
+        self.seed = base_seed
+        return base_seed
 
     def batches(self, indices: Iterator[Any]) -> Iterator[Any]:
         yield from indices
@@ -80,7 +91,7 @@ def make() -> Callable[..., BatchIterator]:
     def make(sampler: Any = None, **options: Any) -> BatchIterator:
         sampler = {"batch_sampler": sampler} if sampler else {"batch_size": 2}
         loader = torch.utils.data.DataLoader(Numbers(6), **sampler, **options)
-        return BatchIterator(loader, Source, lambda seed: Pass(next(epochs), seed))
+        return BatchIterator(loader, Source, lambda: Pass(next(epochs)))
 
     return make
 

@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "memory_budget_bytes": 1 << 20,
     "worker_method": "thread",
     "on_worker_death": "raise",
+    "fetch_concurrency": 3,
 }
 
 
@@ -141,7 +142,7 @@ def test_set_epoch_reaches_a_distributed_sampler(accelerator: Any) -> None:
     prepared.set_epoch(4)
     assert sampler.epoch == 4
     assert list(chain(*indices(prepared))) == list(sampler)
-    assert prepared.base_dataloader._epoch == 4
+    assert prepared.base_dataloader._course.epoch == 4
 
 
 def test_a_seedable_sampler_on_demand(make_accelerator: Callable[..., Any]) -> None:

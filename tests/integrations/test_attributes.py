@@ -30,13 +30,16 @@ GIVEN: dict[str, Any] = {
     "rng": "worker",
     "on_worker_death": "raise",
 }
+READS = {"fetch_concurrency": 3}
 
 
 def of(loader: Any) -> dict[str, Any]:
     return {name: vars(loader)[name] for name in OWN}
 
 
-@pytest.mark.parametrize("given", [{}, GIVEN, {"in_order": False}, {"schedule": "round_robin"}])
+@pytest.mark.parametrize(
+    "given", [{}, GIVEN, READS, {"in_order": False}, {"schedule": "round_robin"}]
+)
 def test_a_loader_can_be_built_from_the_attributes_of_another(given: dict[str, Any]) -> None:
     loader = minato.DataLoader(Numbers(8), 4, num_workers=2, **given)
     assert {name: getattr(loader, name) for name in given} == given

@@ -73,6 +73,24 @@ class Pool:
             raise self.dead
 
 
+class Account:
+    """Writes down what becomes of a pass."""
+
+    def __init__(self) -> None:
+        self.delivered_numbers: list[list[int]] = []
+        self.skipped_numbers: list[int] = []
+        self.finished: list[bool] = []
+
+    def delivered(self, positions: list[int], start: int) -> None:
+        self.delivered_numbers.append([position - start for position in positions])
+
+    def skipped(self, positions: list[int], start: int) -> None:
+        self.skipped_numbers += [position - start for position in positions]
+
+    def finish(self, dropped: bool = False) -> None:
+        self.finished.append(dropped)
+
+
 class Lease(NamedTuple):
     """A claimed run of samples."""
 
@@ -133,7 +151,8 @@ class Bench:
     def begin(
         self, batches: Iterable[Any], epoch: int = 0, seed: int = 0, expected: Any = None
     ) -> bool:
-        right = self.dispatcher.begin(batches, epoch, seed, lambda: expected)
+        self.account = Account()
+        right = self.dispatcher.begin(batches, epoch, seed, lambda: expected, self.account)
         self.dispatcher.refill()
         return right
 

@@ -105,7 +105,9 @@ class Sink:
             self.samples[key] = value.copy()
             self._ledger.attach(place + i, 64 | SAMPLE_BLOB, 0)
 
-    def write_error(self, batch: int, place: int, error: BaseException, key: Any) -> None:
+    def write_error(
+        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
+    ) -> None:
         self.errors.append((key, str(error)))
         self._ledger.attach(place, 64 | ERROR_BLOB, 0)
 

@@ -202,6 +202,9 @@ class Worker:
         assert parent_lives()
         self.leave.wait(20)
 
+    def close(self) -> None:
+        """It has begun nothing in other threads."""
+
 
 def threads(leave: threading.Event, may_leave: bool = False) -> ThreadPool:
     stage = Stage()
@@ -263,9 +266,11 @@ def test_in_line_whoever_waits_works() -> None:
     class Inline:
         """Stands for a worker in the consumer's thread."""
 
-        def step(self) -> bool:
+        def turn(self, timeout_s: float) -> None:
             steps.append(1)
-            return True
+
+        def close(self) -> None:
+            steps.append(0)
 
     pool = InlinePool(lambda number: Inline(), lambda: None)  # type: ignore[arg-type, return-value]
     pool.start()
@@ -275,6 +280,7 @@ def test_in_line_whoever_waits_works() -> None:
     assert steps == [1, 1]
     pool.check()
     pool.shut_down()
+    assert steps == [1, 1, 0]
 
 
 # ---- exceptions on their way ----------------------------------------------------------------

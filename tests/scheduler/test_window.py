@@ -73,3 +73,10 @@ def test_a_window_can_have_an_upper_limit() -> None:
     assert not window.grow()
     assert Window(4, None, 10**9, 3).limit == 3
     assert Window(4, 20, 10**9, 3).limit == 3
+
+
+def test_the_window_holds_what_workers_run_at_once() -> None:
+    assert Window(2, None, 10**9, at_once=16).limit == 18
+    assert Window(2, None, 10**9, at_once=1).limit == 4
+    assert Window(2, 5, 10**9, at_once=16).limit == 5
+    assert Window(2, None, 10**9, most=8, at_once=16).limit == 8

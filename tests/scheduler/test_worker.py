@@ -37,9 +37,14 @@ class Sink:
 
     write_end = write_batch
 
-    def write_error(self, batch: int, place: int, error: BaseException, key: Any) -> None:
+    def write_error(
+        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
+    ) -> None:
         self.journal.append(("error", key, str(error)))
         self._ledger.attach(place, 64 | ERROR_BLOB, 0)
+
+    def write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
+        self.journal.append(("state", state()))
 
     def write_collated(self, batch: int, samples: list[Any]) -> None:
         self.journal.append(("collated", samples))

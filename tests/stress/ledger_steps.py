@@ -494,13 +494,14 @@ def stop_anywhere(seconds: float, seed: int) -> int:
     return count
 
 
-def stop_in_the_first_look() -> int:
+def stop_in_the_first_look(thorough: bool) -> int:
     """Worker 0 looks for what a dead worker left, and another one dies meanwhile; returns at how many instructions."""
-    for instruction in range(1, ADOPTION):
+    instructions = range(1, ADOPTION, 1 if thorough else 8)
+    for instruction in instructions:
         stop = Stop(SCENES[2], False, 0, instruction, lose_a_full_batch, after_a_death=True)
         status = in_a_copy(stop.play)
         assert status == 0, f"{stop}: status {status}"
-    return ADOPTION - 1
+    return len(instructions)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -518,7 +519,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         print(f"kills {kill_everywhere(options.twin, options.all)}", flush=True)
         if options.twin == "c":
-            print(f"looks {stop_in_the_first_look()}", flush=True)
+            print(f"looks {stop_in_the_first_look(options.all)}", flush=True)
             print(f"stops {stop_anywhere(options.seconds, seed)}")
     except PermissionError as error:
         print(error)

@@ -1,0 +1,209 @@
+"""Which of the keys that a sampler gave have arrived."""
+
+cimport cython
+from cpython.long cimport PyLong_AsUnsignedLongLongMask, PyLong_CheckExact
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from libc.stdint cimport int64_t, uint8_t, uint64_t
+
+
+cdef extern from "seeding.h" nogil:
+    uint64_t mn_avalanche(uint64_t z)
+    uint64_t GOLDEN "MN_GOLDEN"
+
+
+__all__ = ["Arrivals", "sum_of_hashes"]
+
+cdef enum:
+    FIRST_CAPACITY = 1024
+    # What is known of a number
+    SETTLED = 0
+    WAITING = 1
+    BLANK = 2  # the number of an empty batch
+
+
+cdef uint64_t hash_of(key, hash_other) except? 0:
+    cdef uint64_t number = PyLong_AsUnsignedLongLongMask(
+        key if PyLong_CheckExact(key) else hash_other(key)
+    )
+    return mn_avalanche(number + GOLDEN)
+
+
+def sum_of_hashes(keys, hash_other) -> int:
+    """The sum modulo 2**64 of the keys' hashes: the same for every order of the keys.
+
+    Args:
+        hash_other: An integer that stands for a key that is none, modulo 2**64.
+    """
+    cdef uint64_t total = 0
+    for key in keys:
+        total += hash_of(key, hash_other)
+    return total
+
+
+cdef struct Tally:
+    uint64_t count, total
+
+
+@cython.final
+cdef class Arrivals:
+    """Keeps account of keys: each is asked for once, and then arrives, is skipped, or is still waited for.
+
+    Keys are numbered from 0 as they are asked for. A tally of keys is ``(count, sum of their hashes modulo 2**64)``:
+    it tells whether two sets of keys are the same, whatever their order. Memory is taken only for the keys from the
+    first that is waited for.
+
+    Args:
+        hash_other: An integer that stands for a key that is none, modulo 2**64.
+        asked, delivered, skipped: Tallies to start from.
+    """
+
+    cdef object hash_other
+    cdef set skipped_numbers
+    cdef Tally asked_, delivered_, skipped_, dropped_
+    # Rings of the numbers from prefix_ to end_.
+    cdef uint64_t *hashes
+    cdef uint8_t *states
+    cdef int64_t mask, prefix_, end_
+    cdef uint64_t strays_
+
+    def __cinit__(self, hash_other, asked=(0, 0), delivered=(0, 0), skipped=(0, 0)):
+        self.hash_other = hash_other
+        self.skipped_numbers = set()
+        self.asked_.count, self.asked_.total = asked
+        self.delivered_.count, self.delivered_.total = delivered
+        self.skipped_.count, self.skipped_.total = skipped
+        self.mask = FIRST_CAPACITY - 1
+        self.hashes = <uint64_t *>PyMem_Malloc(FIRST_CAPACITY * sizeof(uint64_t))
+        self.states = <uint8_t *>PyMem_Malloc(FIRST_CAPACITY)
+        if self.hashes is NULL or self.states is NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        PyMem_Free(self.hashes)
+        PyMem_Free(self.states)
+
+    @property
+    def asked(self):
+        """Tally of the keys that were asked for."""
+        return self.asked_.count, self.asked_.total
+
+    @property
+    def delivered(self):
+        """Tally of the keys that arrived."""
+        return self.delivered_.count, self.delivered_.total
+
+    @property
+    def skipped(self):
+        """Tally of the keys that were given up."""
+        return self.skipped_.count, self.skipped_.total
+
+    @property
+    def dropped(self):
+        """Tally of the keys that nobody will ask for any more."""
+        return self.dropped_.count, self.dropped_.total
+
+    @property
+    def strays(self):
+        """How many arrived that were not waited for: never asked for, or arrived before."""
+        return self.strays_
+
+    @property
+    def prefix(self):
+        """All numbers below have arrived or were skipped."""
+        return self.prefix_
+
+    @property
+    def beyond(self):
+        """The numbers above that have arrived or were skipped, ascending."""
+        cdef int64_t number
+        return [
+            number
+            for number in range(self.prefix_, self.end_)
+            if self.states[number & self.mask] == SETTLED
+        ]
+
+    def ask(self, keys) -> None:
+        """Number further keys; an empty batch takes a number too."""
+        cdef uint64_t hashed
+        cdef Py_ssize_t count = len(keys)
+        for key in keys:
+            hashed = hash_of(key, self.hash_other)
+            self._append(WAITING, hashed)
+            self.asked_.count += 1
+            self.asked_.total += hashed
+        if count == 0:
+            self._append(BLANK, 0)
+
+    def deliver(self, list positions not None, int64_t start) -> None:
+        """Note that keys have arrived, those with the numbers ``position - start``.
+
+        A key that was skipped before may still have its place in a batch: it stays skipped. Negative positions are
+        those of nothing.
+        """
+        cdef int64_t number, at
+        for position in positions:
+            at = position
+            if at < 0:
+                continue
+            number = at - start
+            if self._is_waiting(number):
+                self._settle(number, &self.delivered_)
+            elif number not in self.skipped_numbers:
+                self.strays_ += 1
+        self._advance()
+
+    def skip(self, list positions not None, int64_t start) -> None:
+        """Note that these keys will not arrive and shall not be waited for."""
+        cdef int64_t number
+        for position in positions:
+            number = <int64_t>position - start
+            if self._is_waiting(number):
+                self._settle(number, &self.skipped_)
+                self.skipped_numbers.add(number)
+        self._advance()
+
+    def drop(self) -> None:
+        """Wait for nothing more."""
+        cdef int64_t number
+        for number in range(self.prefix_, self.end_):
+            if self._is_waiting(number):
+                self._settle(number, &self.dropped_)
+        self._advance()
+
+    cdef inline bint _is_waiting(self, int64_t number) noexcept:
+        return self.prefix_ <= number < self.end_ and self.states[number & self.mask] != SETTLED
+
+    cdef inline void _settle(self, int64_t number, Tally *tally) noexcept:
+        cdef int64_t i = number & self.mask
+        if self.states[i] == WAITING:
+            tally.count += 1
+            tally.total += self.hashes[i]
+        self.states[i] = SETTLED
+
+    cdef inline void _advance(self) noexcept:
+        while self.prefix_ < self.end_ and self.states[self.prefix_ & self.mask] == SETTLED:
+            self.prefix_ += 1
+
+    cdef inline int _append(self, uint8_t state, uint64_t hashed) except -1:
+        if self.end_ - self.prefix_ > self.mask:
+            self._grow()
+        self.states[self.end_ & self.mask] = state
+        self.hashes[self.end_ & self.mask] = hashed
+        self.end_ += 1
+        return 0
+
+    cdef int _grow(self) except -1:
+        cdef int64_t number, mask = 2 * self.mask + 1
+        cdef uint64_t *hashes = <uint64_t *>PyMem_Malloc((mask + 1) * sizeof(uint64_t))
+        cdef uint8_t *states = <uint8_t *>PyMem_Malloc(mask + 1)
+        if hashes is NULL or states is NULL:
+            PyMem_Free(hashes)
+            PyMem_Free(states)
+            raise MemoryError
+        for number in range(self.prefix_, self.end_):
+            hashes[number & mask] = self.hashes[number & self.mask]
+            states[number & mask] = self.states[number & self.mask]
+        PyMem_Free(self.hashes)
+        PyMem_Free(self.states)
+        self.hashes, self.states, self.mask = hashes, states, mask
+        return 0

@@ -1,0 +1,150 @@
+"""Which of the keys that a sampler gave have arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+from minato._core._seeding_py import _GOLDEN, _MASK, _avalanche
+
+__all__ = ["Arrivals", "sum_of_hashes"]
+
+
+def _hash(key: Any, hash_other: Callable[[Any], int]) -> int:
+    number = key if type(key) is int else hash_other(key)
+    return _avalanche((number & _MASK) + _GOLDEN)
+
+
+def sum_of_hashes(keys: Iterable[Any], hash_other: Callable[[Any], int]) -> int:
+    """The sum modulo 2**64 of the keys' hashes: the same for every order of the keys.
+
+    Args:
+        hash_other: An integer that stands for a key that is none, modulo 2**64.
+    """
+    return sum(_hash(key, hash_other) for key in keys) & _MASK
+
+
+@final
+class Arrivals:
+    """Keeps account of keys: each is asked for once, and then arrives, is skipped, or is still waited for.
+
+    Keys are numbered from 0 as they are asked for. A tally of keys is ``(count, sum of their hashes modulo 2**64)``:
+    it tells whether two sets of keys are the same, whatever their order. Memory is taken only for the keys from the
+    first that is waited for.
+
+    Args:
+        hash_other: An integer that stands for a key that is none, modulo 2**64.
+        asked, delivered, skipped: Tallies to start from.
+    """
+
+    def __init__(
+        self,
+        hash_other: Callable[[Any], int],
+        asked: tuple[int, int] = (0, 0),
+        delivered: tuple[int, int] = (0, 0),
+        skipped: tuple[int, int] = (0, 0),
+    ) -> None:
+        self._hash_other = hash_other
+        self._tallies = [list(asked), list(delivered), list(skipped), [0, 0]]
+        self._waiting: dict[int, int | None] = {}
+        self._arrived: set[int] = set()
+        self._skipped_numbers: set[int] = set()
+        self._prefix = 0
+        self._end = 0
+        self._strays = 0
+
+    @property
+    def asked(self) -> tuple[int, int]:
+        """Tally of the keys that were asked for."""
+        return self._tally(0)
+
+    @property
+    def delivered(self) -> tuple[int, int]:
+        """Tally of the keys that arrived."""
+        return self._tally(1)
+
+    @property
+    def skipped(self) -> tuple[int, int]:
+        """Tally of the keys that were given up."""
+        return self._tally(2)
+
+    @property
+    def dropped(self) -> tuple[int, int]:
+        """Tally of the keys that nobody will ask for any more."""
+        return self._tally(3)
+
+    @property
+    def strays(self) -> int:
+        """How many arrived that were not waited for: never asked for, or arrived before."""
+        return self._strays
+
+    @property
+    def prefix(self) -> int:
+        """All numbers below have arrived or were skipped."""
+        return self._prefix
+
+    @property
+    def beyond(self) -> list[int]:
+        """The numbers above that have arrived or were skipped, ascending."""
+        return sorted(self._arrived)
+
+    def ask(self, keys: Sequence[Any]) -> None:
+        """Number further keys; an empty batch takes a number too."""
+        for key in keys:
+            hashed = _hash(key, self._hash_other)
+            self._waiting[self._end] = hashed
+            self._end += 1
+            self._add(0, hashed)
+        if not len(keys):
+            self._waiting[self._end] = None
+            self._end += 1
+
+    def deliver(self, positions: list[int], start: int) -> None:
+        """Note that keys have arrived, those with the numbers ``position - start``.
+
+        A key that was skipped before may still have its place in a batch: it stays skipped. Negative positions are
+        those of nothing.
+        """
+        for position in positions:
+            number = position - start
+            if position < 0:
+                continue
+            if number in self._waiting:
+                self._settle(number, 1)
+            elif number not in self._skipped_numbers:
+                self._strays += 1
+        self._advance()
+
+    def skip(self, positions: list[int], start: int) -> None:
+        """Note that these keys will not arrive and shall not be waited for."""
+        for position in positions:
+            if position - start in self._waiting:
+                self._settle(position - start, 2)
+                self._skipped_numbers.add(position - start)
+        self._advance()
+
+    def drop(self) -> None:
+        """Wait for nothing more."""
+        for number in list(self._waiting):
+            self._settle(number, 3)
+        self._advance()
+
+    def _tally(self, which: int) -> tuple[int, int]:
+        count, total = self._tallies[which]
+        return count, total
+
+    def _add(self, which: int, hashed: int) -> None:
+        tally = self._tallies[which]
+        tally[0] += 1
+        tally[1] = (tally[1] + hashed) & _MASK
+
+    def _settle(self, number: int, which: int) -> None:
+        hashed = self._waiting.pop(number)
+        self._arrived.add(number)
+        if hashed is not None:
+            self._add(which, hashed)
+
+    def _advance(self) -> None:
+        while self._prefix in self._arrived:
+            self._arrived.remove(self._prefix)
+            self._prefix += 1

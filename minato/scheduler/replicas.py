@@ -1,0 +1,81 @@
+"""The states of the workers' copies of the dataset, where they have any."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Replica", "Replicas"]
+
+
+@dataclass
+class Replica:
+    """One worker's copy of the dataset, as it was after a batch that has been delivered.
+
+    Attributes:
+        dataset: What the dataset's ``state_dict()`` gave, None if it has none.
+        iterator: The same of ``iter(dataset)``, if that is another object.
+        batches: How many batches of the pass were delivered after these states, or since the beginning.
+        ended: Whether its stream has ended in this pass.
+    """
+
+    dataset: Any = None
+    iterator: Any = None
+    batches: int = 0
+    ended: bool = False
+
+
+class Replicas:
+    """What the consumer knows of all copies, and whose turn it is.
+
+    Args:
+        count: How many there are.
+        lasting: Whether what they have become in one pass counts in the next: the workers stay.
+        state: What ``plain`` gave; then the first pass is the one in which it was taken.
+    """
+
+    def __init__(self, count: int, lasting: bool, state: dict[str, Any] | None = None) -> None:
+        self._lasting = lasting
+        self._resumes = state is not None
+        self.each = [Replica() for _ in range(count)]
+        """One for each worker."""
+        self.turn = 0
+        """Number of the worker whose batch comes next, where batches are dealt out in turn."""
+        if state is not None:
+            self.each = [Replica(**copy.deepcopy(replica)) for replica in state["each"]]
+            self.turn = state["turn"]
+
+    def begin(self) -> None:
+        """Note that a pass begins."""
+        if not self._resumes:
+            self.turn = 0
+            self.each = [
+                Replica(dataset=replica.dataset if self._lasting else None) for replica in self.each
+            ]
+        self._resumes = False
+
+    def delivered(self, number: int) -> None:
+        """Note that a batch of this worker was delivered."""
+        self.turn = (number + 1) % len(self.each)
+        self.each[number].batches += 1
+
+    def ended(self, number: int) -> None:
+        """Note that this worker's stream has ended."""
+        self.turn = (number + 1) % len(self.each)
+        self.each[number].ended = True
+
+    def heard(self, number: int, dataset: Any, iterator: Any, ended: bool) -> None:
+        """Note the states that came with a batch."""
+        self.each[number] = Replica(dataset, iterator, 0, ended)
+
+    def between(self) -> dict[str, Any] | None:
+        """What counts after the end of a pass, as plain data; None if the next one begins anew."""
+        if not self._lasting:
+            return None
+        kept = [asdict(Replica(dataset=replica.dataset)) for replica in self.each]
+        return copy.deepcopy({"turn": 0, "each": kept})
+
+    def plain(self) -> dict[str, Any]:
+        """All of it as plain data, as far as the states are."""
+        return copy.deepcopy({"turn": self.turn, "each": [asdict(one) for one in self.each]})

@@ -1,0 +1,292 @@
+"""The runs of a loader over its sampler, one after the other, and the state from which one can go on."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+from torch.utils.data.dataloader import _DatasetKind
+
+from minato._stateful import is_stateful
+from minato.source.draws import Draw
+from minato.source.epochs import epoch_of, nested, tell_epoch
+from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_of
+from minato.source.progress import Coverage, Done, Progress, rest_of
+from minato.source.replay import OrderRecord, RecordedOrder
+from minato.source.state import checked, done_of, plain_done, signature
+
+__all__ = ["Course", "Run", "Standing", "is_stream"]
+
+_MIXING = ("arrival", "fast_first")
+"""Orders in which samples take places in other batches than their own."""
+
+
+def is_stream(loader: Any) -> bool:
+    """Whether the loader's dataset is iterable, so that its workers decide what comes."""
+    return bool(loader._dataset_kind == _DatasetKind.Iterable)
+
+
+@dataclass
+class Standing:
+    """What a loader remembers of its last run, whose iterator may be gone.
+
+    Attributes:
+        epoch: Its number.
+        progress: What has become of its keys.
+        draw: What decided their order.
+        base_seed: What torch drew for the workers.
+        seed: What the randomness of its samples starts from.
+        replicas: Knows the states of the workers' datasets; None if they have none.
+    """
+
+    epoch: int
+    progress: Progress
+    draw: Draw
+    base_seed: int = 0
+    seed: int = 0
+    replicas: Any = None
+
+
+class Run:
+    """One run of a loader over its sampler.
+
+    Args:
+        standing: Kept up to date.
+        state: In the middle of which it begins; None: at the beginning.
+        begun: Called when its first batches are known.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        standing: Standing,
+        replay: RecordedOrder | None,
+        state: dict[str, Any] | None = None,
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._loader = loader
+        self._standing = standing
+        self._draw = standing.draw
+        self._replay = replay
+        self._state = state
+        self._begun = begun
+        self._default = None if state is None else torch.default_generator.get_state()
+        self._draw.entering()
+
+    @property
+    def epoch(self) -> int:
+        """Its number."""
+        return self._standing.epoch
+
+    @property
+    def seed(self) -> int:
+        """What the randomness of its samples starts from."""
+        return self._standing.seed
+
+    @property
+    def progress(self) -> Progress:
+        """What has become of its keys."""
+        return self._standing.progress
+
+    def entering(self) -> None:
+        """Note that the sampler is about to be asked for an iterator again; the last one counts."""
+        self._draw.entering()
+
+    def seeded(self, base_seed: int) -> int:
+        """Take torch's draw for the workers; returns the one that holds."""
+        if self._state is not None:
+            base_seed = self._state["base_seed"]
+        seed: int = base_seed if self._loader.seed is None else self._loader.seed
+        if self._replay is not None:
+            seed = self._replay.seed(self.epoch)
+        self._standing.base_seed, self._standing.seed = base_seed, seed
+        return base_seed
+
+    def batches(self, indices: Any) -> Iterator[Any]:
+        """The keys of each batch that is left, from what ``iter(sampler)`` gave.
+
+        Raises:
+            ValueError: The sampler does not give again what it gave when the state was taken.
+        """
+        try:
+            batches = self._left(indices)
+        finally:
+            if self._default is not None:
+                torch.default_generator.set_state(self._default)
+        path = self._loader.record_order
+        if path is not None:
+            first = self.progress.done().batches
+            self.progress.record = OrderRecord(path, self.epoch, self.seed, first)
+        self._begun()
+        return map(self.progress.asked, batches)
+
+    def _left(self, indices: Any) -> Iterator[Any]:
+        if is_stream(self._loader):
+            return sizes_of(indices, self._loader._auto_collation)
+        if self._replay is not None:
+            drawn: Iterator[Any] = self._replay.batches(self.epoch)
+        elif self._state is not None:
+            drawn = self._keys(self._draw.again(self._state["draw"]))
+        else:
+            return itertools.chain.from_iterable(self._drawn_first(indices))
+        if self._state is None:
+            return drawn
+        mixes = self._loader.order in _MIXING
+        return rest_of(drawn, done_of(self._state["done"]), mixes, self._loader.drop_last)
+
+    def _drawn_first(self, indices: Any) -> Iterator[Iterator[Any]]:
+        self._draw.first(indices)
+        yield self._keys(indices)
+
+    def _keys(self, indices: Any) -> Iterator[Any]:
+        whole = bool(getattr(self._loader.dataset, "__getitems__", None))
+        return batches_of(indices, self._loader._auto_collation, whole)
+
+    def expected(self) -> tuple[Iterator[list[Any]], int, int] | None:
+        """``(batches, epoch, seed)`` of the pass after this one, where it is known and can be prepared."""
+        loader = self._loader
+        if not (
+            loader.persistent_workers
+            and loader._foretells
+            and loader.rng == "sample"
+            and self._replay is None
+        ):
+            return None
+        later = next_sampler(loader._index_sampler)
+        if later is None:
+            return None
+        # Persistent workers keep their base seed, as with torch, so it is the same in the next pass.
+        return batches_of(later, loader._auto_collation), self.epoch + 1, self.seed
+
+    def size(self) -> int | None:
+        """How many samples the sampler says it has, where there is no other than torch's batch sampler above it."""
+        loader = self._loader
+        if loader._auto_collation and type(loader._index_sampler) is not BatchSampler:
+            return None
+        try:
+            return len(loader.sampler)
+        except TypeError:
+            return None
+
+    def foretold_wrongly(self) -> None:
+        """Load nothing ahead for the next passes of this loader."""
+        self._loader._foretells = False
+
+
+class Course:
+    """Where a loader stands: its epoch, its last run, and the state that the next one begins with.
+
+    Attributes:
+        epoch: Number of the last run.
+        last: What is known of that run; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.last: Standing | None = None
+        self._sampler_epoch: int | None = 0
+        self._last_seed: int | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What the last run is, is its iterator's, which no copy shares.
+        return {**self.__dict__, "last": None, "_last_seed": self.seed}
+
+    @property
+    def seed(self) -> int | None:
+        """What the randomness of the last run's samples started from; None before the first."""
+        return self._last_seed if self.last is None else self.last.seed
+
+    def twin(self) -> Course:
+        """Another one at the same epoch, without a state to begin with."""
+        twin = copy.copy(self)
+        twin._loaded = None
+        return twin
+
+    def open(self, loader: Any, replay: RecordedOrder | None) -> tuple[Run, Any]:
+        """Begin the next run; returns it and the states of the workers' datasets to begin with, or None."""
+        sampler, loaded = loader._index_sampler, self._loaded
+        replicas = loaded and loaded["replicas"]
+        if loaded is not None and not loaded["finished"]:
+            self.epoch = loaded["epoch"]
+            if loaded["draw"]["epoch"] is not None:
+                tell_epoch(sampler, loaded["draw"]["epoch"])
+            self._sampler_epoch = epoch_of(sampler)
+            self.last = _standing(loader, self.epoch, done_of(loaded["done"]))
+            return Run(loader, self.last, replay, loaded, self._forget), replicas
+        if loaded is not None:
+            self.epoch = loaded["epoch"]
+            Draw(loader.generator, sampler).settle(loaded["draw"])
+        said = epoch_of(sampler)
+        self.epoch = self.epoch + 1 if said is None or said == self._sampler_epoch else said
+        for one in nested(sampler):
+            if isinstance(one, SeededSampler):
+                one.set_epoch(self.epoch)
+        self._sampler_epoch = epoch_of(sampler)
+        self._loaded = None
+        self.last = _standing(loader, self.epoch)
+        return Run(loader, self.last, replay), replicas
+
+    def _forget(self) -> None:
+        self._loaded = None
+
+    def state(self, loader: Any) -> dict[str, Any]:
+        """The present state as plain data, as far as the states of samplers and datasets are."""
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        last, draw = self.last, Draw(loader.generator, loader._index_sampler)
+        state = {
+            "loader": signature(loader, is_stream(loader), draw.sources),
+            "epoch": self.epoch,
+            "finished": last is None or last.progress.finished,
+        }
+        if last is None or last.progress.finished:
+            kept = None if last is None or last.replicas is None else last.replicas.between()
+            return {**state, "draw": draw.between(), "replicas": _with_own(loader, kept)}
+        kept = None if last.replicas is None else last.replicas.plain()
+        return {
+            **state,
+            "base_seed": last.base_seed,
+            "done": plain_done(last.progress.done()),
+            "draw": last.draw.plain(),
+            "replicas": _with_own(loader, kept),
+        }
+
+    def load(self, loader: Any, state: Any, replicas: int) -> None:
+        """Begin the next run with a state.
+
+        Args:
+            replicas: How many copies of the dataset the loader's workers have.
+
+        Raises:
+            TypeError, ValueError: It is none, or belongs to another loader.
+        """
+        sources = Draw(loader.generator, loader._index_sampler).sources
+        mine = signature(loader, is_stream(loader), sources)
+        self._loaded = checked(state, mine, replicas)
+        self._last_seed, self.last = self.seed, None
+
+    def coverage(self) -> Coverage:
+        """What has become of the keys of the last run."""
+        return (self.last.progress if self.last else Progress(self.epoch)).coverage()
+
+
+def _standing(loader: Any, epoch: int, done: Done | None = None) -> Standing:
+    draw = Draw(loader.generator, loader._index_sampler)
+    return Standing(epoch, Progress(epoch, done), draw)
+
+
+def _with_own(loader: Any, replicas: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The states of the workers' datasets; before a batch told it, the state of the one in this process is asked."""
+    if loader.num_workers > 0 or not is_stateful(loader.dataset):
+        return replicas
+    own: dict[str, Any] = {"dataset": None, "iterator": None, "batches": 0, "ended": False}
+    if replicas is not None and replicas["each"][0] != own:
+        return replicas
+    own["dataset"] = copy.deepcopy(loader.dataset.state_dict())
+    return {"turn": 0, "each": [own]}

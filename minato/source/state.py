@@ -1,0 +1,104 @@
+"""The state of a loader as plain data, and whether it fits the loader that gets it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from minato.source.epochs import nested
+from minato.source.progress import Done, Tally
+
+__all__ = ["checked", "done_of", "plain_done", "signature"]
+
+_VERSION = 1
+_FAMILY = "minato.DataLoader"
+_WORDS = {
+    "dataset_length": "len(dataset)",
+    "sampler": "the sampler's type",
+    "sampler_length": "the number of batches",
+    "generators": "the number of generators given to the loader and its samplers",
+    "stateful_samplers": "the number of samplers with state_dict()",
+}
+
+
+def signature(loader: Any, is_stream: bool, sources: tuple[int, int]) -> dict[str, Any]:
+    """What must be the same in the loader that saves a state and the one that loads it.
+
+    Args:
+        sources: How many generators and stateful samplers it has.
+    """
+    sampler = loader._index_sampler
+    generators, stateful = sources
+    return {
+        "kind": _FAMILY,
+        "version": _VERSION,
+        "dataset_length": None if is_stream else _length(loader.dataset),
+        "sampler": " of ".join(type(one).__qualname__ for one in nested(sampler)),
+        "sampler_length": _length(sampler),
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        "order": loader.order,
+        "seed": loader.seed,
+        "generators": generators,
+        "stateful_samplers": stateful,
+    }
+
+
+def _length(thing: Any) -> int | None:
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def checked(state: Any, mine: dict[str, Any], replicas: int) -> dict[str, Any]:
+    """A copy of a state, if it is one and belongs to a loader with this signature.
+
+    Args:
+        replicas: How many copies of the dataset the loader's workers have.
+
+    Raises:
+        TypeError: It is no dictionary.
+        ValueError: It belongs to another loader; the message names what differs.
+    """
+    if not isinstance(state, dict):
+        raise TypeError(f"a loader's state is a dictionary, not a {type(state).__name__}")
+    theirs = state.get("loader")
+    if not isinstance(theirs, dict) or theirs.get("kind") != _FAMILY:
+        raise ValueError(
+            f"this is no state of a {_FAMILY}: it has the keys {sorted(map(str, state))}. A state of torchdata's "
+            "StatefulDataLoader cannot be resumed here"
+        )
+    for name, value in mine.items():
+        if theirs.get(name) != value:
+            raise ValueError(
+                f"the state belongs to another loader: {_WORDS.get(name, name)} was {theirs.get(name)!r} when it "
+                f"was taken and is {value!r} here"
+            )
+    known = state["replicas"]
+    if known is not None and len(known["each"]) != replicas:
+        raise ValueError(
+            f"the state holds those of the dataset in {len(known['each'])} workers, and this loader has {replicas}: "
+            "which worker gives which samples of such a dataset depends on their number, so use the same"
+        )
+    return copy.deepcopy(state)
+
+
+def plain_done(done: Done) -> dict[str, Any]:
+    """What is done of a pass as plain data."""
+    return {
+        "ranges": [list(pair) for pair in done.ranges],
+        "batches": done.batches,
+        "delivered": list(done.delivered),
+        "skipped": list(done.skipped),
+    }
+
+
+def done_of(plain: dict[str, Any]) -> Done:
+    """The other way round."""
+    return Done(
+        tuple((first, end) for first, end in plain["ranges"]),
+        plain["batches"],
+        Tally(*plain["delivered"]),
+        Tally(*plain["skipped"]),
+    )

@@ -1,0 +1,170 @@
+"""Objects of S3, GCS, Azure, HTTP servers or folders, through obstore (extra ``objects``)."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, cast
+
+import obstore
+from obstore.exceptions import GenericError
+from obstore.store import from_url
+
+from minato.sources.base import KeyedSource, TruncatedObject
+from minato.sources.connections import Connections
+from minato.sources.forks import in_a_fork, used_here
+from minato.sources.retry import Retry
+from minato.sources.settings import Settings
+
+__all__ = ["Objects", "Part", "tar_members"]
+
+_HEADERS_BYTES = 64 << 10
+"""What is read at once of a tar file."""
+
+
+class Part(NamedTuple):
+    """A range of an object, as a key: the bytes from ``start`` up to but not including ``end``."""
+
+    path: str
+    start: int
+    end: int
+
+
+class Objects(KeyedSource):
+    """Objects by their paths, or ranges of them by :class:`Part`, as ``bytes``.
+
+    With ``fetch_concurrency`` the reads of a worker are coroutines on one event loop.
+
+    A process that has read an object must not be forked for workers that read too: obstore's threads do not come along,
+    and the worker says so. Listing the keys does not count. So either read nothing before the workers are forked, or
+    start them with ``multiprocessing_context="forkserver"``, or use ``worker_method="thread"``.
+
+    Args:
+        url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://`` or ``file:///``; paths are relative to it.
+        keys, retry: See :class:`KeyedSource`. Without ``keys``, all objects below ``url`` in the order of their paths.
+        decode: Called with the object's ``bytes``.
+        client_options: Those of obstore (``allow_http``, ``timeout`` …).
+        settings: Further configuration of obstore's store (``access_key_id``, ``secret_access_key``, ``endpoint`` …),
+            each of them a value or an :class:`~minato.sources.settings.Env`; what is missing comes from the
+            environment variables of the service (``AWS_ACCESS_KEY_ID`` …).
+    """
+
+    transient = (GenericError, ConnectionError, TimeoutError)
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        keys: Sequence[str | Part] | None = None,
+        decode: Callable[[bytes], Any] | None = None,
+        retry: Retry | None = None,
+        client_options: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(keys, decode, retry)
+        self._url = url
+        self._client_options = client_options
+        self._settings = Settings(settings)
+        self._stores: Connections[Any] = Connections(self._open, _forget, shared=True)
+
+    def __repr__(self) -> str:
+        return f"Objects({self._url!r})"
+
+    def _open(self) -> Any:
+        used_here()
+        return from_url(
+            self._url,
+            client_options=cast(Any, self._client_options),
+            # Tries are counted and bounded here, not a second time below.
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(0)},
+            **self._settings.values(),
+        )
+
+    def close(self) -> None:
+        """Forget the store and its connections; the next read makes a new one."""
+        self._stores.close()
+
+    def _fetch(self, key: str | Part) -> bytes:
+        with self._stores.lease() as store:
+            try:
+                if isinstance(key, Part):
+                    part = obstore.get_range(store, key.path, start=key.start, end=key.end)
+                    return _whole(key, bytes(part), key.end - key.start)
+                found = obstore.get(store, key)
+                return _whole(key, bytes(found.bytes()), found.meta["size"])
+            except FileNotFoundError as error:  # obstore's own error is one
+                raise LookupError(key) from error
+
+    async def __aget__(self, index: int) -> Any:
+        """``source[index]`` as a coroutine."""
+        key = self.keys[index]
+        value = await self._trying_later(f"key {key!r}", lambda: self._fetch_later(key))
+        return self._decoded(key, value)
+
+    async def _fetch_later(self, key: str | Part) -> bytes:
+        with self._stores.lease() as store:
+            try:
+                if isinstance(key, Part):
+                    part = await obstore.get_range_async(
+                        store, key.path, start=key.start, end=key.end
+                    )
+                    return _whole(key, bytes(part), key.end - key.start)
+                found = await obstore.get_async(store, key)
+                return _whole(key, bytes(await found.bytes_async()), found.meta["size"])
+            except FileNotFoundError as error:  # obstore's own error is one
+                raise LookupError(key) from error
+
+    def _list(self) -> Sequence[str]:
+        return in_a_fork(self._list_here)
+
+    def _list_here(self) -> Sequence[str]:
+        with self._stores.lease() as store:
+            return sorted(meta["path"] for chunk in obstore.list(store) for meta in chunk)
+
+
+def tar_members(source: Objects, path: str, suffix: str = "") -> dict[str, Part]:
+    """Where the members of a tar file lie, so that each can be read by itself.
+
+    Only the headers are read; the result can be kept (``json``) as the shard's index.
+
+    Args:
+        suffix: Only members whose names end so.
+
+    Returns:
+        The name of each plain file in the archive, and its range, in the archive's order.
+    """
+    return in_a_fork(lambda: _members(source, path, suffix))
+
+
+def _members(source: Objects, path: str, suffix: str) -> dict[str, Part]:
+    with source._stores.lease() as store:
+        reader = _Reader(obstore.open_reader(store, path, buffer_size=_HEADERS_BYTES))
+        with tarfile.open(fileobj=cast(Any, reader), mode="r:") as archive:
+            return {
+                member.name: Part(path, member.offset_data, member.offset_data + member.size)
+                for member in archive
+                if member.isfile() and member.name.endswith(suffix)
+            }
+
+
+class _Reader:
+    """obstore's file as tarfile wants it, which gives ``bytes`` and not a buffer."""
+
+    def __init__(self, file: obstore.ReadableFile) -> None:
+        self._file = file
+        self.seek = file.seek
+        self.tell = file.tell
+
+    def read(self, nbytes: int) -> bytes:
+        return bytes(self._file.read(nbytes))
+
+
+def _whole(key: str | Part, value: bytes, size: int) -> bytes:
+    if len(value) != size:
+        raise TruncatedObject(f"key {key!r} holds {size} bytes, and {len(value)} came")
+    return value
+
+
+def _forget(store: Any) -> None:
+    """Stores close their connections by themselves."""

@@ -1,0 +1,235 @@
+"""Rows of Parquet files, through pyarrow (extra ``parquet``)."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from minato.sources.base import SourceError
+from minato.sources.columns import rows_of
+
+__all__ = ["Parquet", "ParquetStream"]
+
+_GROUPS, _ROWS = 0, 1
+"""What a generator is for, besides (seed, epoch)."""
+
+_Rows = tuple[int, Callable[[int], dict[str, Any]]]
+"""How many, and what gives row i."""
+
+
+class _RowGroups:
+    """The row groups of some Parquet files, of which only the wanted columns and rows are read.
+
+    Args:
+        files: A file, a folder or a list of files, or the URL of one (``s3://…``).
+        columns: The columns of a sample; None for all.
+        where: A pyarrow expression, as ``pyarrow.dataset.field("label") > 3``. Row groups whose statistics exclude it
+            are not read.
+        filesystem: A pyarrow or fsspec file system for ``files``; with it, credentials stay out of the URL.
+    """
+
+    def __init__(
+        self,
+        files: Any,
+        columns: Sequence[str] | None = None,
+        where: ds.Expression | None = None,
+        filesystem: Any = None,
+    ) -> None:
+        self._files = files
+        self._columns = None if columns is None else list(columns)
+        self._where = where
+        self._filesystem = filesystem
+        self._all: list[Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_all": None}
+
+    @property
+    def all(self) -> list[Any]:
+        """The row groups that may hold wanted rows, in the order of the files."""
+        if self._all is None:
+            dataset = ds.dataset(self._files, format="parquet", filesystem=self._filesystem)
+            self._all = [
+                group
+                for fragment in dataset.get_fragments(self._where)
+                for group in fragment.split_by_row_group(self._where, schema=dataset.schema)
+            ]
+        return self._all
+
+    def counts(self) -> list[int]:
+        """Wanted rows of each."""
+        if self._where is None:
+            return [group.row_groups[0].num_rows for group in self.all]
+        return [group.to_table(columns=[], filter=self._where).num_rows for group in self.all]
+
+    def read(self, number: int) -> _Rows:
+        """Read and convert the wanted rows of one."""
+        group = self.all[number]
+        try:
+            table = group.to_table(columns=self._columns, filter=self._where, use_threads=False)
+        except (pa.ArrowException, OSError, KeyError) as error:
+            raise SourceError(
+                f"cannot read row group {group.row_groups[0].id} of {group.path!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return len(table), rows_of(table)
+
+
+class Parquet(Dataset[Any]):
+    """Map-style: sample i is the i-th wanted row of all files, a dict of its columns.
+
+    The worker that needs a row reads its row group as a whole, converts it to NumPy and keeps it while it is among the
+    last that the process used. In random order nearly every sample costs a row group: :class:`ParquetStream` shuffles
+    without that.
+
+    Args:
+        files, columns, where, filesystem: As for :class:`ParquetStream`.
+        kept_groups: Row groups that each process keeps.
+        decode: Called with the dict of a row.
+    """
+
+    def __init__(
+        self,
+        files: Any,
+        columns: Sequence[str] | None = None,
+        *,
+        where: ds.Expression | None = None,
+        filesystem: Any = None,
+        kept_groups: int = 4,
+        decode: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> None:
+        if kept_groups < 1:
+            raise ValueError(f"kept_groups={kept_groups} is too small: give at least 1")
+        self._groups = _RowGroups(files, columns, where, filesystem)
+        self._kept_groups = kept_groups
+        self._decode = decode
+        self._ends: Any = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, _Rows] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None, "_kept": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def __len__(self) -> int:
+        if self._ends is None:
+            self._ends = np.cumsum(self._groups.counts(), dtype=np.int64)
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> Any:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        index %= len(self)
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        _, row = self._group(number)
+        sample = row(index - (int(self._ends[number - 1]) if number else 0))
+        return sample if self._decode is None else self._decode(sample)
+
+    def _group(self, number: int) -> _Rows:
+        # Under the lock: threads that need the same group shall not each read it.
+        with self._lock:
+            group = self._kept.pop(number, None) or self._groups.read(number)
+            self._kept[number] = group
+            while len(self._kept) > self._kept_groups:
+                self._kept.popitem(last=False)
+        return group
+
+
+class ParquetStream(IterableDataset[Any]):
+    """Streaming: each worker reads its share of the row groups, one after the other.
+
+    Args:
+        files: A file, a folder or a list of files, or the URL of one (``s3://…``).
+        columns: The columns of a sample; None for all.
+        where: A pyarrow expression, as ``pyarrow.dataset.field("label") > 3``. Row groups whose statistics exclude it
+            are not read.
+        filesystem: A pyarrow or fsspec file system for ``files``; with it, credentials stay out of the URL.
+        seed: Shuffles the row groups, and the rows within a window, as a function of (seed, epoch); None: the order
+            of the files.
+        window_rows: Rows of a share that are mixed with one another.
+        shard: ``(rank, of how many)``; each rank reads its own row groups. The shares differ in length as the row
+            groups do.
+        decode: Called with the dict of a row.
+
+    The order depends on the number of workers, which share the row groups, and on nothing else. Call ``set_epoch``
+    before each epoch, as with torch's ``DistributedSampler``.
+    """
+
+    def __init__(
+        self,
+        files: Any,
+        columns: Sequence[str] | None = None,
+        *,
+        where: ds.Expression | None = None,
+        filesystem: Any = None,
+        seed: int | None = None,
+        window_rows: int = 10_000,
+        shard: tuple[int, int] = (0, 1),
+        decode: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> None:
+        if window_rows < 1:
+            raise ValueError(f"window_rows={window_rows} is too small: give at least 1")
+        if not 0 <= shard[0] < shard[1]:
+            raise ValueError(f"shard={shard} is not possible: give (rank, number of ranks)")
+        self._groups = _RowGroups(files, columns, where, filesystem)
+        self._seed = seed
+        self._window_rows = window_rows
+        self._shard = shard
+        self._decode = decode
+        # In shared memory, so that workers which stay for several epochs hear of it.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next ``iter()`` is."""
+        self._epoch.fill_(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = int(self._epoch)
+        rows = self._shuffled(epoch) if self._seed is not None else self._in_order()
+        return rows if self._decode is None else map(self._decode, rows)
+
+    def _mine(self, numbers: Sequence[int]) -> Sequence[int]:
+        rank, ranks = self._shard
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        return numbers[rank * workers + number :: ranks * workers]
+
+    def _in_order(self) -> Iterator[dict[str, Any]]:
+        for number in self._mine(range(len(self._groups.all))):
+            count, row = self._groups.read(number)
+            yield from map(row, range(count))
+
+    def _shuffled(self, epoch: int) -> Iterator[dict[str, Any]]:
+        assert self._seed is not None
+        seed = self._seed % 2**64
+        order = np.random.default_rng((seed, epoch, _GROUPS)).permutation(len(self._groups.all))
+        mine = self._mine(order.tolist())
+        # What is drawn depends on the share, and so neither on time nor on other workers.
+        generator = np.random.default_rng((seed, epoch, _ROWS, *mine[:1]))
+        window: list[tuple[Callable[[int], dict[str, Any]], int]] = []
+        for number in mine:
+            count, row = self._groups.read(number)
+            for i in generator.permutation(count).tolist():
+                if len(window) < self._window_rows:
+                    window.append((row, i))
+                    continue
+                at = int(generator.integers(len(window)))
+                (get, j), window[at] = window[at], (row, i)
+                yield get(j)
+        for at in generator.permutation(len(window)).tolist():
+            get, j = window[at]
+            yield get(j)

@@ -1,0 +1,92 @@
+"""Rows of a PostgreSQL database, through psycopg (extra ``postgres``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psycopg
+from psycopg import conninfo
+
+from minato.sources.base import MissingKey
+from minato.sources.retry import Retry
+from minato.sources.settings import Settings
+from minato.sources.sql import TableSource, quoted
+
+__all__ = ["Postgres"]
+
+
+class Postgres(TableSource):
+    """Rows of a table of a PostgreSQL database.
+
+    A batch of keys is one query. With ``fetch_concurrency`` samples are queried one by one instead, each worker
+    keeping as many connections.
+
+    Args:
+        conninfo: libpq's connection string or URL; a password in it is kept secret. What is missing comes from libpq's
+            environment variables (``PGHOST``, ``PGPASSWORD``, ``PGSSLMODE`` …).
+        table, key, columns, where, keys, decode, retry: See :class:`TableSource`.
+        settings: Further settings of libpq (``sslmode``, ``sslrootcert``, ``connect_timeout``, ``options`` …), each of
+            them a value or an :class:`~minato.sources.settings.Env`.
+
+    >>> source = Postgres("host=db dbname=train", "images", password=Env("DB_PASSWORD"))  # doctest: +SKIP
+    """
+
+    transient = (psycopg.OperationalError, psycopg.InterfaceError)
+    placeholder = "%s"
+
+    def __init__(
+        self,
+        conninfo: str,
+        table: str,
+        key: str = "id",
+        columns: Sequence[str] | None = None,
+        *,
+        where: str | None = None,
+        keys: Sequence[Any] | None = None,
+        decode: Callable[[dict[str, Any]], Any] | None = None,
+        retry: Retry | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(table, key, columns, where, keys, decode, retry)
+        self._settings = Settings({**_parsed(conninfo), **settings})
+
+    def __repr__(self) -> str:
+        return f"Postgres({self._table!r}, {self._settings!r})"
+
+    def _open(self) -> psycopg.Connection[Any]:
+        return psycopg.connect(autocommit=True, **self._settings.values())
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Read the samples of a batch in one query."""
+        wanted = [self.keys[index] for index in indices]
+        found = self._trying(f"keys {wanted[0]!r} …", lambda: self._fetch_all(wanted))
+        for key in wanted:
+            if key not in found:
+                raise MissingKey(f"{self!r} has no key {key!r}")
+        return [self._decoded(key, dict(found[key])) for key in wanted]
+
+    def _fetch_all(self, wanted: list[Any]) -> dict[Any, dict[str, Any]]:
+        rows, names = self._query(f"{self._select()} = ANY(%s)", (wanted,))
+        at = names.index(self._key)
+        return {row[at]: self._sample(row, names) for row in rows}
+
+    def _list(self) -> Sequence[Any]:
+        """Keys, fetched by a cursor of the server: a million of them as one result would be held twice."""
+        where = f" WHERE {self._where}" if self._where else ""
+        key = quoted(self._key)
+        text = f"SELECT {key} FROM {quoted(self._table)}{where} ORDER BY {key}"
+        with (
+            self._connections.lease() as connection,
+            connection.transaction(),
+            connection.cursor(name="minato_keys") as cursor,
+        ):
+            cursor.itersize = 50_000
+            cursor.execute(text)
+            return [row[0] for row in cursor]
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    return {
+        name: value for name, value in conninfo.conninfo_to_dict(text).items() if value is not None
+    }

@@ -1,0 +1,97 @@
+"""Values of a Redis or Valkey server, through redis-py (extra ``redis``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import redis
+
+from minato.sources.base import KeyedSource, MissingKey
+from minato.sources.connections import Connections
+from minato.sources.retry import Retry
+from minato.sources.settings import Settings, without_password
+
+__all__ = ["Redis"]
+
+_SCAN_COUNT = 10_000
+
+
+class Redis(KeyedSource):
+    """Values of a Redis server, as ``bytes``, by their keys.
+
+    A batch of keys is one ``MGET``. With ``fetch_concurrency`` samples are fetched one by one instead.
+
+    Args:
+        url: ``redis://``, ``rediss://`` or ``unix://``; a password in it is kept secret.
+        prefix: What all keys in the store begin with; the keys of samples are without it.
+        keys, retry: See :class:`KeyedSource`. Without ``keys`` they are scanned and sorted.
+        decode: Called with the value, as ``bytes``.
+        settings: Further arguments of ``redis.Redis.from_url`` (``password``, ``ssl_ca_certs``, ``socket_timeout`` …),
+            each of them a value or an :class:`~minato.sources.settings.Env`.
+    """
+
+    transient = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.BusyLoadingError)
+
+    def __init__(
+        self,
+        url: str,
+        prefix: str = "",
+        *,
+        keys: Sequence[str] | None = None,
+        decode: Callable[[bytes], Any] | None = None,
+        retry: Retry | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(keys, decode, retry)
+        self._url, password = without_password(url)
+        if password is not None:
+            settings.setdefault("password", password)
+        self._prefix = prefix
+        self._settings = Settings(settings)
+        # One client serves all threads: it has a pool of connections of its own.
+        self._connections: Connections[redis.Redis] = Connections(
+            self._open, redis.Redis.close, shared=True
+        )
+
+    def __repr__(self) -> str:
+        return f"Redis({self._url!r}, prefix={self._prefix!r})"
+
+    def _open(self) -> redis.Redis:
+        return redis.Redis.from_url(self._url, **self._settings.values())
+
+    def close(self) -> None:
+        """Close the connections of this process; the next read opens new ones."""
+        self._connections.close()
+
+    def _fetch(self, key: str) -> bytes:
+        with self._connections.lease() as client:
+            value: Any = client.get(self._prefix + key)
+        if value is None:
+            raise LookupError(key)
+        return bytes(value)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Read the samples of a batch in one request."""
+        wanted = [self.keys[index] for index in indices]
+        values = self._trying(f"keys {wanted[0]!r} …", lambda: self._fetch_all(wanted))
+        for key, value in zip(wanted, values, strict=True):
+            if value is None:
+                raise MissingKey(f"{self!r} has no key {key!r}")
+        return [self._decoded(key, value) for key, value in zip(wanted, values, strict=True)]
+
+    def _fetch_all(self, wanted: list[str]) -> Any:
+        with self._connections.lease() as client:
+            return client.mget([self._prefix + key for key in wanted])
+
+    def _list(self) -> Sequence[str]:
+        with self._connections.lease() as client:
+            pattern = _literal(self._prefix) + "*"
+            # A scan may give a key twice.
+            found = set(client.scan_iter(match=pattern, count=_SCAN_COUNT))
+        start = len(self._prefix.encode())
+        return sorted(key[start:].decode() for key in found)
+
+
+def _literal(text: str) -> str:
+    return "".join("\\" + letter if letter in "\\*?[]" else letter for letter in text)

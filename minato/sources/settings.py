@@ -1,0 +1,103 @@
+"""Settings of a connection, some of which nobody else may see."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from multiprocessing import context
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+__all__ = ["Env", "Settings", "without_password"]
+
+_SECRET = re.compile(
+    r"pass|secret|token|credential|account_key|access_key(?!_id)|auth|sas|signature", re.IGNORECASE
+)
+"""What the name of a setting contains that must be kept secret."""
+
+
+class Env:
+    """A setting that each process reads from its environment when it connects.
+
+    Args:
+        name: The variable. A source pickles with this name, not with what it holds.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Env({self.name!r})"
+
+    def value(self) -> str:
+        """What the variable holds now.
+
+        Raises:
+            ValueError: It is not set.
+        """
+        try:
+            return os.environ[self.name]
+        except KeyError:
+            raise ValueError(f"the environment variable {self.name} is not set") from None
+
+
+class _Secret:
+    """A secret value: it does not show itself, and travels only to a worker that is being started."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self._name = name
+        self._value = value
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+    def value(self) -> Any:
+        return self._value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if context.get_spawning_popen() is None:  # the rule of multiprocessing's own keys
+            raise TypeError(
+                f"the setting {self._name!r} is a secret and is not pickled: give it as Env('NAME'), the name of "
+                "an environment variable"
+            )
+        return type(self), (self._name, self._value)
+
+
+class Settings:
+    """Arguments for the library that connects.
+
+    Args:
+        values: By name. A value may be an :class:`Env`; values whose name says that they are secret (a password, a
+            key, a token …), and those named in ``secret``, are hidden in ``repr`` and not pickled.
+    """
+
+    def __init__(self, values: Mapping[str, Any], secret: tuple[str, ...] = ()) -> None:
+        self._values = {
+            name: _Secret(name, value)
+            if (name in secret or _SECRET.search(name))
+            and value is not None
+            and not isinstance(value, Env)
+            else value
+            for name, value in values.items()
+        }
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self._values.items())
+
+    def values(self) -> dict[str, Any]:
+        """What to connect with, secrets included."""
+        return {
+            name: value.value() if isinstance(value, (Env, _Secret)) else value
+            for name, value in self._values.items()
+        }
+
+
+def without_password(url: str) -> tuple[str, str | None]:
+    """Take the password out of a URL: the rest, and the password or None."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url, None
+    user, _, _ = parts.netloc.rpartition("@")[0].partition(":")
+    place = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{user}@{place}" if user else place)), parts.password

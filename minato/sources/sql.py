@@ -1,0 +1,93 @@
+"""What sources of rows in a table have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minato.sources.base import KeyedSource, SourceError
+from minato.sources.connections import Connections
+from minato.sources.retry import Retry
+
+__all__ = ["TableSource", "quoted"]
+
+
+def quoted(name: str) -> str:
+    """An SQL identifier, dotted ones part by part."""
+    if not name or "\0" in name:
+        raise ValueError(f"{name!r} is no name of a table or column")
+    return ".".join('"' + part.replace('"', '""') + '"' for part in name.split("."))
+
+
+class TableSource(KeyedSource):
+    """Rows of a table by their primary key; a sample is a dict of the columns, features and label in one read.
+
+    Args:
+        table: Its name; ``schema.table`` where there are schemas.
+        key: The column of the keys; unique and, for speed, indexed.
+        columns: The columns of a sample; None for all but the key.
+        where: A condition in SQL that selects rows, for instance ``"split = 'train'"``; it is pushed down to the
+            database when the keys are listed.
+        keys, retry: See :class:`KeyedSource`.
+        decode: Called with the dict of a row.
+    """
+
+    placeholder = "?"
+
+    def __init__(
+        self,
+        table: str,
+        key: str,
+        columns: Sequence[str] | None,
+        where: str | None,
+        keys: Sequence[Any] | None,
+        decode: Callable[[dict[str, Any]], Any] | None,
+        retry: Retry | None,
+    ) -> None:
+        super().__init__(keys, decode, retry)
+        self._table = table
+        self._key = key
+        self._columns = None if columns is None else tuple(columns)
+        self._where = where
+        self._connections: Connections[Any] = Connections(self._open, self._close_one)
+
+    def _open(self) -> Any:
+        raise NotImplementedError
+
+    def _close_one(self, connection: Any) -> None:
+        connection.close()
+
+    def _query(self, text: str, arguments: tuple[Any, ...]) -> tuple[list[Any], list[str]]:
+        """The rows that a query gives, and the names of their columns."""
+        with self._connections.lease() as connection:
+            cursor = connection.execute(text, arguments)
+            return cursor.fetchall(), [column[0] for column in cursor.description]
+
+    def close(self) -> None:
+        """Close the connections of this process; the next read opens new ones."""
+        self._connections.close()
+
+    def _list(self) -> Sequence[Any]:
+        key = quoted(self._key)
+        where = f" WHERE {self._where}" if self._where else ""
+        rows, _ = self._query(f"SELECT {key} FROM {quoted(self._table)}{where} ORDER BY {key}", ())
+        return [row[0] for row in rows]
+
+    def _select(self) -> str:
+        names = "*"
+        if self._columns is not None:
+            names = ", ".join(map(quoted, (self._key, *self._columns)))
+        return f"SELECT {names} FROM {quoted(self._table)} WHERE {quoted(self._key)}"
+
+    def _sample(self, row: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+        sample = dict(zip(names, row, strict=True))
+        sample.pop(self._key, None)
+        return sample
+
+    def _fetch(self, key: Any) -> dict[str, Any]:
+        rows, names = self._query(f"{self._select()} = {self.placeholder}", (key,))
+        if not rows:
+            raise LookupError(key)
+        if len(rows) > 1:
+            raise SourceError(f"{self!r} has {len(rows)} rows with key {key!r}")
+        return self._sample(rows[0], names)

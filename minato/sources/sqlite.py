@@ -1,0 +1,55 @@
+"""Rows of an SQLite database."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.request import pathname2url
+
+from minato.sources.retry import Retry
+from minato.sources.sql import TableSource
+
+__all__ = ["SQLite"]
+
+_BUSY_S = 5.0
+"""How long SQLite itself waits for a writer."""
+
+
+class SQLite(TableSource):
+    """Rows of a table of an SQLite file, which is opened read-only.
+
+    Args:
+        path: The file.
+        table, key, columns, where, keys, decode, retry: See :class:`TableSource`.
+
+    >>> source = SQLite("train.db", "images", key="id", columns=["pixels", "label"])  # doctest: +SKIP
+    """
+
+    transient = (sqlite3.OperationalError,)
+
+    def __init__(
+        self,
+        path: str | Path,
+        table: str,
+        key: str = "id",
+        columns: Sequence[str] | None = None,
+        *,
+        where: str | None = None,
+        keys: Sequence[Any] | None = None,
+        decode: Callable[[dict[str, Any]], Any] | None = None,
+        retry: Retry | None = None,
+    ) -> None:
+        super().__init__(table, key, columns, where, keys, decode, retry)
+        self._path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"SQLite({str(self._path)!r}, {self._table!r})"
+
+    def _open(self) -> sqlite3.Connection:
+        if not self._path.exists():
+            raise FileNotFoundError(self._path)
+        url = f"file:{pathname2url(str(self._path.absolute()))}?mode=ro"
+        # One thread at a time uses a connection, though not always the same.
+        return sqlite3.connect(url, uri=True, check_same_thread=False, timeout=_BUSY_S)

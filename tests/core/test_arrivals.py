@@ -1,0 +1,113 @@
+"""Account of keys: both forms of it, against each other and against a list."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+TWIN = "arrivals"
+
+
+def number_of(key: Any) -> int:
+    return len(key)
+
+
+def test_keys_arrive_in_any_order(twin: ModuleType) -> None:
+    arrivals = twin.Arrivals(number_of)
+    arrivals.ask([5, 3, -1])
+    arrivals.ask(["abc", 1 << 80])
+    assert (arrivals.asked[0], arrivals.prefix, arrivals.beyond) == (5, 0, [])
+    arrivals.deliver([14, 11], 10)
+    assert (arrivals.prefix, arrivals.beyond) == (0, [1, 4])
+    arrivals.deliver([10, 12, 13], 10)
+    assert (arrivals.prefix, arrivals.beyond, arrivals.strays) == (5, [], 0)
+    assert arrivals.delivered == arrivals.asked
+    assert arrivals.asked[1] == twin.sum_of_hashes([1 << 80, 3, "abc", 5, -1], number_of)
+    assert arrivals.asked[1] == twin.sum_of_hashes([5, 3, -1, 3, 0], number_of)  # modulo 2**64
+
+
+def test_what_was_not_waited_for_is_a_stray(twin: ModuleType) -> None:
+    arrivals = twin.Arrivals(number_of)
+    arrivals.ask([7, 8])
+    arrivals.deliver([0, 0, 2], 0)
+    assert (arrivals.strays, arrivals.delivered[0]) == (2, 1)
+    arrivals.deliver([0], 0)
+    assert arrivals.strays == 3
+    arrivals.deliver([-1], -5)
+    assert arrivals.strays == 3  # a place where nothing lies
+
+
+def test_skipped_keys_may_lie_in_a_batch(twin: ModuleType) -> None:
+    arrivals = twin.Arrivals(number_of)
+    arrivals.ask([7, 8, 9])
+    arrivals.skip([1, 1, 99], 0)
+    arrivals.deliver([0, 1, 2], 0)
+    assert (arrivals.strays, arrivals.prefix) == (0, 3)
+    assert arrivals.skipped == (1, twin.sum_of_hashes([8], number_of))
+    assert arrivals.delivered == (2, twin.sum_of_hashes([7, 9], number_of))
+
+
+def test_empty_batches_take_a_number_and_do_not_count(twin: ModuleType) -> None:
+    arrivals = twin.Arrivals(number_of)
+    arrivals.ask([])
+    arrivals.ask([4])
+    arrivals.deliver([1], 0)
+    assert (arrivals.prefix, arrivals.beyond, arrivals.asked[0]) == (0, [1], 1)
+    arrivals.deliver([0], 0)
+    assert (arrivals.prefix, arrivals.delivered, arrivals.strays) == (2, arrivals.asked, 0)
+
+
+def test_the_rest_can_be_dropped(twin: ModuleType) -> None:
+    arrivals = twin.Arrivals(number_of)
+    arrivals.ask([1, 2, 3])
+    arrivals.deliver([1], 0)
+    arrivals.drop()
+    assert (arrivals.prefix, arrivals.dropped) == (3, (2, twin.sum_of_hashes([1, 3], number_of)))
+
+
+def test_tallies_to_start_from(twin: ModuleType) -> None:
+    arrivals = twin.Arrivals(number_of, (3, 2**64 - 1), (2, 5), (1, 6))
+    arrivals.ask([0])
+    hashed = twin.sum_of_hashes([0], number_of)
+    assert arrivals.asked == (4, (2**64 - 1 + hashed) % 2**64)
+    assert (arrivals.delivered, arrivals.skipped) == ((2, 5), (1, 6))
+
+
+def test_a_failing_hash_propagates(twin: ModuleType) -> None:
+    with pytest.raises(TypeError):
+        twin.Arrivals(number_of).ask([None])
+    with pytest.raises(TypeError):
+        twin.sum_of_hashes([None], number_of)
+
+
+@given(
+    st.lists(st.lists(st.integers(-(2**70), 2**70), max_size=900), max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_twins_agree(twins: tuple[ModuleType, ModuleType], batches: Any, random: Any) -> None:
+    both = [half.Arrivals(number_of) for half in twins]
+    waiting: list[int] = []
+    asked = 0
+    for keys in batches:
+        for one in both:
+            one.ask(keys)
+        waiting += range(asked, asked + (len(keys) or 1))
+        asked += len(keys) or 1
+        random.shuffle(waiting)
+        cut = random.randrange(len(waiting) + 1)
+        settled, waiting = waiting[:cut], waiting[cut:]
+        for one in both:
+            one.skip([3 + number for number in settled[: cut // 4]], 3)
+            one.deliver([3 + number for number in settled], 3)
+        first, second = (
+            (one.asked, one.delivered, one.skipped, one.strays, one.prefix, one.beyond)
+            for one in both
+        )
+        assert first == second
+        assert first[3] == 0
+        done = set(range(asked)) - set(waiting)
+        assert set(range(first[4])) | set(first[5]) == done

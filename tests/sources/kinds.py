@@ -1,0 +1,236 @@
+"""The same samples in every store."""
+
+from __future__ import annotations
+
+import io
+import sqlite3
+import tarfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minato.sources.retry import Retry
+from tests.sources import servers
+
+COUNT = 60
+WIDTH = 8
+RETRY = Retry(attempts=60, longest_s=1.0, deadline_s=50.0)
+
+
+def features(i: int) -> Any:
+    return np.random.default_rng(i).random(WIDTH, dtype=np.float32)
+
+
+def record(i: int) -> bytes:
+    return np.int64(i).tobytes() + features(i).tobytes()
+
+
+def of_bytes(value: Any) -> dict[str, Any]:
+    """Decodes what ``record`` made."""
+    head = bytes(value[:8])
+    return {
+        "label": int.from_bytes(head, "little"),
+        "x": np.frombuffer(value, np.float32, WIDTH, 8),
+    }
+
+
+def of_row(row: dict[str, Any]) -> dict[str, Any]:
+    return {"label": row["label"], "x": np.frombuffer(bytes(row["x"]), np.float32)}
+
+
+class Kind:
+    """One kind of source over a store that holds ``COUNT`` samples.
+
+    Attributes:
+        make: ``(**arguments) -> source``, with secrets as they are.
+        make_with: The same with secrets from the named environment variables; None if there are no secrets.
+        key: Key of sample i.
+        absent: A key that is not there.
+        server: What serves it, or None.
+        worker_method: What workers of a process that has read samples itself can be.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[..., Any],
+        key: Callable[[int], Any],
+        decode: Callable[[Any], Any],
+        server: servers.Server | None = None,
+        make_with: Callable[..., Any] | None = None,
+        worker_method: str = "process",
+    ) -> None:
+        self.name = name
+        self._make = make
+        self._make_with = make_with
+        self.key = key
+        self.decode = decode
+        self.server = server
+        self.absent = key(10**6)
+        self.worker_method = worker_method
+
+    @property
+    def has_secrets(self) -> bool:
+        return self._make_with is not None
+
+    def source(self, keys: Sequence[Any] | None = None, **arguments: Any) -> Any:
+        return self._make(keys=keys, **{"decode": self.decode, "retry": RETRY, **arguments})
+
+    def source_from_environment(self, **arguments: Any) -> Any:
+        assert self._make_with is not None
+        return self._make_with(**{"decode": self.decode, "retry": RETRY, **arguments})
+
+
+def name_of(i: int) -> str:
+    return f"sample-{i:07d}"
+
+
+def bytes_of(i: int) -> bytes:
+    return name_of(i).encode()
+
+
+def same(i: int) -> int:
+    return i
+
+
+# ---- how each is made -----------------------------------------------------------------------
+
+
+def sqlite(folder: Path, _: ExitStack) -> Kind:
+    from minato.sources.sqlite import SQLite
+
+    path = folder / "samples.db"
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute("CREATE TABLE samples (id INTEGER PRIMARY KEY, label INTEGER, x BLOB)")
+        rows = [(i, i, features(i).tobytes()) for i in range(COUNT)]
+        connection.executemany("INSERT INTO samples VALUES (?, ?, ?)", rows)
+    connection.close()
+    return Kind("sqlite", lambda **given: SQLite(path, "samples", **given), same, of_row)
+
+
+def postgres(folder: Path, stack: ExitStack) -> Kind:
+    import psycopg
+
+    from minato.sources.postgres import Postgres
+    from minato.sources.settings import Env
+
+    server, url = servers.postgres_server()
+    stack.callback(servers.remove, server.folder)
+    stack.callback(server.stop)
+    server.start()
+    with psycopg.connect(url) as connection:
+        connection.execute("CREATE TABLE samples (id BIGINT PRIMARY KEY, label BIGINT, x BYTEA)")
+        with connection.cursor() as cursor:
+            rows = [(i, i, features(i).tobytes()) for i in range(COUNT)]
+            cursor.executemany("INSERT INTO samples VALUES (%s, %s, %s)", rows)
+    plain = url.replace(f":{servers.PASSWORD}@", "@")
+
+    def make_with(variable: str, **given: Any) -> Any:
+        return Postgres(plain, "samples", password=Env(variable), **given)
+
+    return Kind(
+        "postgres",
+        lambda **given: Postgres(url, "samples", **given),
+        same,
+        of_row,
+        server,
+        make_with,
+    )
+
+
+def redis(folder: Path, stack: ExitStack) -> Kind:
+    import redis
+
+    from minato.sources.redis import Redis
+    from minato.sources.settings import Env
+
+    server, url = servers.redis_server(folder)
+    stack.callback(server.stop)
+    server.start()
+    with redis.Redis.from_url(url) as client:
+        client.mset({"train/" + name_of(i): record(i) for i in range(COUNT)})
+        client.set("other", b"")
+    plain = url.replace(f":{servers.PASSWORD}@", "")
+
+    def make_with(variable: str, **given: Any) -> Any:
+        return Redis(plain, "train/", password=Env(variable), **given)
+
+    return Kind(
+        "redis", lambda **given: Redis(url, "train/", **given), name_of, of_bytes, server, make_with
+    )
+
+
+def lmdb(folder: Path, _: ExitStack) -> Kind:
+    import lmdb
+
+    from minato.sources.lmdb import LMDB
+
+    path = folder / "lmdb"
+    with lmdb.open(str(path), map_size=1 << 22) as environment, environment.begin(write=True) as to:
+        for i in range(COUNT):
+            to.put(bytes_of(i), record(i))
+    return Kind("lmdb", lambda **given: LMDB(path, **given), bytes_of, of_bytes)
+
+
+def files(folder: Path, _: ExitStack) -> Kind:
+    from minato.sources.files import Files
+
+    _write_files(folder)
+    return Kind("files", lambda **given: Files(str(folder), **given), name_of, of_bytes)
+
+
+def folder(folder: Path, _: ExitStack) -> Kind:
+    from minato.sources.objects import Objects
+
+    _write_files(folder)
+    url = f"file://{folder}"
+    return Kind(
+        "folder", lambda **given: Objects(url, **given), name_of, of_bytes, worker_method="thread"
+    )
+
+
+def _write_files(folder: Path) -> None:
+    for i in range(COUNT):
+        (folder / name_of(i)).write_bytes(record(i))
+
+
+def s3(folder: Path, stack: ExitStack) -> Kind:
+    import obstore
+
+    from minato.sources.objects import Objects
+    from minato.sources.settings import Env
+
+    storage, server, settings = servers.s3_servers(folder)
+    for one in (storage, server):
+        stack.callback(one.stop)
+        one.start()
+    store = servers.s3_store(settings)
+    for i in range(COUNT):
+        obstore.put(store, f"train/{name_of(i)}", record(i))
+    obstore.put(store, "shards/first.tar", tar_of(range(COUNT)))
+    given_always = {"client_options": {"allow_http": True}}
+
+    def make(url: str = "s3://minato/train", **given: Any) -> Any:
+        return Objects(url, **{**given_always, **settings, **given})
+
+    def make_with(variable: str, **given: Any) -> Any:
+        return make(secret_access_key=Env(variable), **given)
+
+    return Kind("s3", make, name_of, of_bytes, server, make_with, worker_method="thread")
+
+
+def tar_of(numbers: Sequence[int]) -> bytes:
+    to = io.BytesIO()
+    with tarfile.open(fileobj=to, mode="w") as archive:
+        for i in numbers:
+            info = tarfile.TarInfo(f"{name_of(i)}.bin")
+            info.size = len(record(i))
+            archive.addfile(info, io.BytesIO(record(i)))
+    return to.getvalue()
+
+
+KINDS = {make.__name__: make for make in (sqlite, lmdb, folder, files, redis, postgres, s3)}

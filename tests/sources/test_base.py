@@ -1,0 +1,179 @@
+"""Settings, tries and connections, without any server."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from minato.sources.base import KeyedSource, MissingKey, SourceError
+from minato.sources.connections import Connections
+from minato.sources.retry import Retry
+from minato.sources.settings import Env, Settings, without_password
+
+
+class Flaky(KeyedSource):
+    """Fails so many times before each read succeeds."""
+
+    def __init__(self, failures: int, error: type[Exception], retry: Retry) -> None:
+        super().__init__(["a", "b"], None, retry)
+        self.failures = self.left = failures
+        self.error = error
+
+    def __repr__(self) -> str:
+        return "Flaky()"
+
+    def _fetch(self, key: str) -> str:
+        if self.left:
+            self.left -= 1
+            raise self.error("not now")
+        self.left = self.failures
+        return key.upper()
+
+
+def test_what_passes_is_tried_again_and_counted() -> None:
+    source = Flaky(3, ConnectionError, Retry(attempts=4, first_s=0.001))
+    assert [source[0], source[1]] == ["A", "B"]
+    assert source.retries == 6
+
+
+@pytest.mark.parametrize(
+    ("retry", "tries"),
+    [(Retry(attempts=3, first_s=0.001), 3), (Retry(attempts=9, first_s=0.5, deadline_s=0.01), 1)],
+)
+def test_tries_end(retry: Retry, tries: int) -> None:
+    source = Flaky(100, TimeoutError, retry)
+    with pytest.raises(SourceError, match=r"^Flaky\(\) cannot read key 'a' after .* not now$"):
+        source[0]
+    assert 100 - source.left == tries
+
+
+def test_what_does_not_pass_is_not_tried_again() -> None:
+    source = Flaky(1, ValueError, Retry())
+    with pytest.raises(SourceError, match=r"cannot read key 'a': ValueError: not now"):
+        source[0]
+    assert source.retries == 0
+    with pytest.raises(MissingKey, match=r"Flaky\(\) has no key 'a'"):
+        Flaky(1, KeyError, Retry())[0]
+
+
+def test_pauses_double_up_to_a_bound() -> None:
+    pauses = list(Retry(attempts=8, first_s=1.0, longest_s=8.0, deadline_s=1e9).pauses())
+    bounds = [1, 2, 4, 8, 8, 8, 8]
+    assert len(pauses) == len(bounds)
+    assert all(b / 2 <= pause <= b for pause, b in zip(pauses, bounds, strict=True))
+    with pytest.raises(ValueError, match="attempts=0 is too small"):
+        Retry(attempts=0)
+
+
+def test_settings_keep_their_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(
+        {
+            "user": "me",
+            "password": "hush",
+            "access_key_id": "me",
+            "session_token": Env("TOKEN_HERE"),
+        }
+    )
+    assert repr(settings) == (
+        "user='me', password=<secret>, access_key_id='me', session_token=Env('TOKEN_HERE')"
+    )
+    monkeypatch.setenv("TOKEN_HERE", "t")
+    assert settings.values()["password"] == "hush"
+    assert settings.values()["session_token"] == "t"
+    with pytest.raises(TypeError, match="'password' is a secret and is not pickled"):
+        pickle.dumps(settings)
+    assert pickle.loads(pickle.dumps(Settings({"password": Env("TOKEN_HERE")}))).values() == {
+        "password": "t"
+    }
+    monkeypatch.delenv("TOKEN_HERE")
+    with pytest.raises(ValueError, match="TOKEN_HERE is not set"):
+        settings.values()
+
+
+@pytest.mark.parametrize(
+    ("url", "rest", "password"),
+    [
+        ("redis://u:p@host:1/0", "redis://u@host:1/0", "p"),
+        ("redis://:p@host/0", "redis://host/0", "p"),
+        ("redis://host:1/0?a=b", "redis://host:1/0?a=b", None),
+    ],
+)
+def test_passwords_are_taken_out_of_urls(url: str, rest: str, password: str | None) -> None:
+    assert without_password(url) == (rest, password)
+
+
+class Opened:
+    """Connections that know who opened and who closed them."""
+
+    def __init__(self, shared: bool) -> None:
+        self.opened: list[int] = []
+        self.closed: list[int] = []
+        self.connections: Connections[int] = Connections(self.open, self.closed.append, shared)
+
+    def open(self) -> int:
+        self.opened.append(os.getpid())
+        return len(self.opened)
+
+
+def test_connections_are_used_again_and_never_by_two() -> None:
+    made = Opened(shared=False)
+    inside, lock, most = [0], threading.Lock(), [0]
+
+    def use(_: int) -> None:
+        with made.connections.lease():
+            with lock:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+            threading.Event().wait(0.002)
+            with lock:
+                inside[0] -= 1
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(use, range(40)))
+    assert len(made.opened) == most[0] <= 4
+    made.connections.close()
+    assert len(made.closed) == len(made.opened)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_broken_connection_is_not_used_again(shared: bool) -> None:
+    made = Opened(shared)
+    with made.connections.lease() as first:
+        pass
+    with pytest.raises(LookupError), made.connections.lease():
+        raise LookupError
+    with made.connections.lease() as second:
+        assert second == first
+    with pytest.raises(OSError, match="gone"), made.connections.lease():
+        raise OSError("gone")
+    with made.connections.lease() as third:
+        assert third == first + 1
+
+
+def test_a_forked_child_opens_its_own_and_closes_none_of_its_parent() -> None:
+    made = Opened(shared=True)
+    with made.connections.lease():
+        pass
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            made.connections.close()
+            with made.connections.lease() as number:
+                status = 0 if number == 2 and not made.closed else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with made.connections.lease() as number:
+        assert number == 1
+
+
+def test_a_pickled_source_takes_nothing_along() -> None:
+    source: Any = Flaky(0, OSError, Retry())
+    again = pickle.loads(pickle.dumps(source))
+    assert again.subset(["c"])[0] == "C"

@@ -1,0 +1,222 @@
+"""What every source of samples by key must do, whatever stores them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import minato
+from minato.sources.base import MissingKey, SourceError
+from minato.sources.retry import Retry
+from tests.sources import servers
+from tests.sources.kinds import COUNT, KINDS, Kind, features
+
+SERVED = ["redis", "postgres", "s3"]
+every_kind = pytest.mark.parametrize("kind", KINDS, indirect=True)
+every_served_kind = pytest.mark.parametrize("kind", SERVED, indirect=True)
+
+
+def check(batches: list[Any], expected: list[int]) -> None:
+    labels = torch.cat([batch["label"] for batch in batches]).tolist()
+    assert labels == expected
+    values = torch.cat([batch["x"] for batch in batches])
+    assert np.array_equal(values, np.stack([features(i) for i in expected]))
+
+
+@every_kind
+def test_indices_follow_the_keys(kind: Kind) -> None:
+    source = kind.source()
+    assert len(source) == COUNT
+    assert list(source.keys) == [kind.key(i) for i in range(COUNT)]
+    some = source.subset([kind.key(7), kind.key(3), kind.key(7)])
+    assert [some[i]["label"] for i in range(3)] == [7, 3, 7]
+    assert len(source) == COUNT
+    assert source.get(kind.key(5))["label"] == 5
+    source.close()
+
+
+@every_kind
+@pytest.mark.parametrize("arguments", [{"num_workers": 0}, {"num_workers": 2}])
+@pytest.mark.parametrize("fetch_concurrency", [1, 4])
+def test_every_sample_comes_once(
+    kind: Kind, arguments: dict[str, int], fetch_concurrency: int
+) -> None:
+    source = kind.source()
+    # The parent has connections of its own before the workers are forked, and they still work afterwards.
+    assert source[0]["label"] == 0
+    loader = minato.DataLoader(
+        source,
+        batch_size=8,
+        fetch_concurrency=fetch_concurrency,
+        worker_method=kind.worker_method,
+        **arguments,
+    )
+    for _ in range(2):
+        check(list(loader), list(range(COUNT)))
+    assert source[1]["label"] == 1
+    source.close()
+
+
+@every_kind
+def test_threads_share_a_source(kind: Kind) -> None:
+    source = kind.source()
+    with ThreadPoolExecutor(8) as threads:
+        samples = list(threads.map(source.__getitem__, list(range(COUNT)) * 3))
+    assert [sample["label"] for sample in samples] == list(range(COUNT)) * 3
+    source.close()
+
+
+@every_kind
+@pytest.mark.parametrize("fetch_concurrency", [1, 4])
+def test_a_missing_key_is_named(kind: Kind, fetch_concurrency: int) -> None:
+    source = kind.source([kind.key(0), kind.absent, kind.key(1)])
+    with pytest.raises(MissingKey) as raised:
+        source[1]
+    assert repr(kind.absent) in str(raised.value)
+    assert isinstance(raised.value, KeyError)
+    assert source[2]["label"] == 1
+    loader = minato.DataLoader(
+        source,
+        num_workers=1,
+        fetch_concurrency=fetch_concurrency,
+        worker_method=kind.worker_method,
+    )
+    with pytest.raises(MissingKey) as raised:
+        list(loader)
+    assert repr(kind.absent) in str(raised.value)
+    source.close()
+
+
+def undecodable(value: Any) -> Any:
+    raise ValueError("not what was expected")
+
+
+@every_kind
+def test_what_cannot_be_decoded_is_named(kind: Kind) -> None:
+    source = kind.source(decode=undecodable)
+    with pytest.raises(SourceError, match="not what was expected") as raised:
+        source[3]
+    assert f"cannot decode key {kind.key(3)!r}" in str(raised.value)
+    assert isinstance(raised.value.__cause__, ValueError)
+    source.close()
+
+
+@every_kind
+def test_empty_and_single(kind: Kind) -> None:
+    source = kind.source()
+    empty, single = source.subset([]), source.subset([kind.key(9)])
+    arguments: Any = {"num_workers": 1, "worker_method": kind.worker_method}
+    assert list(minato.DataLoader(empty, **arguments)) == []
+    check(list(minato.DataLoader(single, fetch_concurrency=4, **arguments)), [9])
+    source.close()
+
+
+@every_kind
+def test_a_million_keys(kind: Kind) -> None:
+    keys = [kind.key(i) for i in range(COUNT)] * (10**6 // COUNT)
+    source = kind.source(keys)
+    wanted = [len(keys) - 1, 0, COUNT // 2, len(keys) // 2]
+    loader = minato.DataLoader(
+        source, batch_size=4, sampler=wanted, num_workers=1, worker_method=kind.worker_method
+    )
+    check(list(loader), [i % COUNT for i in wanted])
+    source.close()
+
+
+@every_kind
+def test_a_copy_and_a_pickle_open_their_own(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind.has_secrets:
+        monkeypatch.setenv("THE_SECRET", servers.PASSWORD)
+        source = kind.source_from_environment(variable="THE_SECRET")
+    else:
+        source = kind.source()
+    assert source[0]["label"] == 0
+    text = pickle.dumps(source)
+    again = pickle.loads(text)
+    source.close()
+    assert servers.PASSWORD.encode() not in text
+    assert again[1]["label"] == 1
+    assert copy.copy(again)[2]["label"] == 2
+    again.close()
+
+
+@every_served_kind
+def test_secrets_do_not_show(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = kind.source()
+    assert servers.PASSWORD not in repr(source)
+    with pytest.raises(TypeError, match="is a secret and is not pickled"):
+        pickle.dumps(source)
+    with pytest.raises(MissingKey) as raised:
+        source.get(kind.absent)
+    assert servers.PASSWORD not in str(raised.value)
+    monkeypatch.delenv("THE_SECRET", raising=False)
+    with pytest.raises(SourceError, match="THE_SECRET is not set"):
+        kind.source_from_environment(variable="THE_SECRET").get(kind.key(0))
+    monkeypatch.setenv("THE_SECRET", "wrong")
+    refused = kind.source_from_environment(variable="THE_SECRET", retry=Retry(attempts=1))
+    with pytest.raises(SourceError) as refusal:
+        refused.get(kind.key(0))
+    assert servers.PASSWORD not in str(refusal.value)
+    source.close()
+    refused.close()
+
+
+@every_served_kind
+@pytest.mark.parametrize("fetch_concurrency", [1, 4])
+def test_a_restart_of_the_server_in_mid_epoch_loses_nothing(
+    kind: Kind, fetch_concurrency: int
+) -> None:
+    assert kind.server is not None
+    source = kind.source()
+    loader = minato.DataLoader(
+        source,
+        batch_size=4,
+        num_workers=2,
+        prefetch_factor=1,
+        fetch_concurrency=fetch_concurrency,
+        worker_method=kind.worker_method,
+    )
+    batches = []
+    for number, batch in enumerate(loader):
+        batches.append(batch)
+        if number == 2:
+            kind.server.restart()
+    check(batches, list(range(COUNT)))
+    source.close()
+
+
+@every_served_kind
+def test_who_cannot_be_reached_is_named_with_the_key(kind: Kind) -> None:
+    assert kind.server is not None
+    source = kind.source([kind.key(4)], retry=Retry(attempts=3, first_s=0.01))
+    kind.server.stop()
+    try:
+        with pytest.raises(SourceError, match="after .* s of tries") as raised:
+            source[0]
+    finally:
+        kind.server.start()
+    assert repr(kind.key(4)) in str(raised.value)
+    assert source.retries == 2
+    source.close()
+
+
+def test_spawned_workers_open_their_own(kind_named: Callable[[str], Kind]) -> None:
+    """All kinds at once: it is the start of the worker that takes time."""
+    sources = [kind_named(name).source() for name in KINDS]
+    lengths = [len(source) for source in sources]
+    assert lengths == [COUNT] * len(KINDS)
+    together = torch.utils.data.ConcatDataset(sources)
+    loader = minato.DataLoader(
+        together, batch_size=COUNT, num_workers=1, multiprocessing_context="spawn"
+    )
+    for batch in loader:
+        check([batch], list(range(COUNT)))
+    for source in sources:
+        source.close()

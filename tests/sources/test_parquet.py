@@ -1,0 +1,187 @@
+"""Rows of Parquet files: map-style and streaming."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minato
+from minato.sources.base import SourceError
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: install the extra 'test'")
+
+import pyarrow.dataset as ds  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+
+from minato.sources.parquet import Parquet, ParquetStream  # noqa: E402
+
+ROWS, GROUP = 100, 10
+
+
+def table(numbers: range) -> Any:
+    return pa.table(
+        {
+            "id": pa.array(numbers, pa.int64()),
+            "x": pa.array([[i, i + 0.5] for i in numbers], pa.list_(pa.float32(), 2)),
+            "ragged": pa.array([list(range(i % 4)) for i in numbers], pa.list_(pa.int32())),
+            "name": [f"row {i}" for i in numbers],
+            "nested": [{"a": i, "b": {"c": str(i)}} for i in numbers],
+            "gaps": pa.array([None if i % 2 else i for i in numbers], pa.int64()),
+            "texts": [["a"] * (i % 3) for i in numbers],
+            "flag": [i % 2 == 0 for i in numbers],
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two files of five row groups each."""
+    path = tmp_path_factory.mktemp("parquet")
+    for number in range(2):
+        numbers = range(number * ROWS // 2, (number + 1) * ROWS // 2)
+        pq.write_table(table(numbers), path / f"{number}.parquet", row_group_size=GROUP)
+    return path
+
+
+def ids(samples: Any) -> list[int]:
+    return [int(sample["id"]) for sample in samples]
+
+
+def test_rows_and_columns_become_numpy(folder: Path) -> None:
+    source = Parquet(folder)
+    assert len(source) == ROWS
+    for i in (0, 57, 99, -1):
+        row, number = source[i], i % ROWS
+        assert row["id"] == number
+        assert np.array_equal(row["x"], np.array([number, number + 0.5], np.float32))
+        assert row["x"].dtype == np.float32
+        assert row["ragged"].tolist() == list(range(number % 4))
+        assert row["ragged"].dtype == np.int32
+        assert row["name"] == f"row {number}"
+        assert row["nested"] == {"a": number, "b": {"c": str(number)}}
+        assert row["gaps"] == (None if number % 2 else number)
+        assert row["texts"] == ["a"] * (number % 3)
+        assert bool(row["flag"]) == (number % 2 == 0)
+    with pytest.raises(IndexError):
+        source[ROWS]
+
+
+def test_columns_and_rows_are_pushed_down(folder: Path) -> None:
+    source = Parquet(folder, ["id"], where=ds.field("id") >= 75)
+    assert len(source._groups.all) == 3  # statistics exclude the others
+    assert ids(source[i] for i in range(len(source))) == list(range(75, 100))
+    assert list(source[0]) == ["id"]
+    assert len(Parquet(folder, where=ds.field("id") > 1000)) == 0
+
+
+def test_a_row_group_is_read_once_as_long_as_it_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, read = Parquet(folder, ["id"], kept_groups=2), []
+    really = source._groups.read
+
+    def reading(number: int) -> Any:
+        read.append(number)
+        return really(number)
+
+    monkeypatch.setattr(source._groups, "read", reading)
+    assert ids(source[i] for i in (5, 15, 6, 16, 25, 7)) == [5, 15, 6, 16, 25, 7]
+    assert read == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("method", ["process", "thread"])
+@pytest.mark.parametrize("fetch_concurrency", [1, 4])
+def test_workers_read_every_row_once(folder: Path, method: str, fetch_concurrency: int) -> None:
+    source = Parquet(folder, ["id", "x"])
+    assert source[3]["id"] == 3
+    loader = minato.DataLoader(
+        source,
+        batch_size=8,
+        num_workers=2,
+        worker_method=method,
+        fetch_concurrency=fetch_concurrency,
+    )
+    assert [i for batch in loader for i in batch["id"].tolist()] == list(range(ROWS))
+    again = pickle.loads(pickle.dumps(source))
+    assert again[4]["id"] == 4
+
+
+def test_a_stream_in_order_and_shuffled(folder: Path) -> None:
+    assert ids(ParquetStream(folder, ["id"])) == list(range(ROWS))
+    stream = ParquetStream(folder, ["id"], seed=3, window_rows=30)
+    first = ids(stream)
+    assert ids(stream) == first != list(range(ROWS))
+    assert sorted(first) == list(range(ROWS))
+    stream.set_epoch(1)
+    second = ids(stream)
+    assert sorted(second) == list(range(ROWS))
+    assert second != first
+    # Whatever ran before, an epoch is the function of (seed, epoch).
+    stream.set_epoch(0)
+    assert ids(stream) == first
+    assert ids(ParquetStream(folder, ["id"], seed=4, window_rows=30)) != first
+
+
+def test_a_window_mixes_rows_of_several_groups(folder: Path) -> None:
+    narrow = ids(ParquetStream(folder, ["id"], seed=1, window_rows=1))
+    groups = [[i // GROUP for i in narrow[k : k + GROUP]] for k in range(0, ROWS, GROUP)]
+    assert sum(len(set(group)) == 1 for group in groups) >= 8  # one group after the other, about
+    wide = ids(ParquetStream(folder, ["id"], seed=1, window_rows=ROWS))
+    assert len({i // GROUP for i in wide[:GROUP]}) > 3
+
+
+def test_ranks_and_workers_share_the_row_groups(folder: Path) -> None:
+    together = []
+    for rank in range(2):
+        stream = ParquetStream(folder, ["id"], seed=5, shard=(rank, 2))
+        runs = [
+            [
+                i
+                for batch in minato.DataLoader(stream, 5, num_workers=2)
+                for i in batch["id"].tolist()
+            ]
+            for _ in range(2)
+        ]
+        assert runs[0] == runs[1]
+        together += runs[0]
+    assert sorted(together) == list(range(ROWS))
+
+
+def test_workers_that_stay_hear_of_the_epoch(folder: Path) -> None:
+    stream = ParquetStream(folder, ["id"], seed=5)
+    loader = minato.DataLoader(stream, 10, num_workers=1, persistent_workers=True)
+    epochs = []
+    for epoch in (0, 1, 0):
+        stream.set_epoch(epoch)
+        epochs.append([i for batch in loader for i in batch["id"].tolist()])
+    assert epochs[0] == epochs[2] != epochs[1]
+
+
+def test_a_row_group_that_is_damaged_is_named(folder: Path, tmp_path: Path) -> None:
+    whole = (folder / "0.parquet").read_bytes()
+    path = tmp_path / "damaged.parquet"
+    path.write_bytes(whole[:4] + bytes(300) + whole[304:])
+    with pytest.raises(SourceError, match=r"row group 0 of '.*damaged.parquet'"):
+        Parquet(path)[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Parquet("x", kept_groups=0), "kept_groups=0 is too small"),
+        (lambda: ParquetStream("x", window_rows=0), "window_rows=0 is too small"),
+        (lambda: ParquetStream("x", shard=(2, 2)), r"shard=\(2, 2\) is not possible"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_decoding(folder: Path) -> None:
+    assert Parquet(folder, ["id"], decode=lambda row: row["id"] * 2)[4] == 8
+    assert list(ParquetStream(folder, ["id"], decode=lambda row: int(row["id"])))[:3] == [0, 1, 2]

@@ -1,0 +1,134 @@
+"""The account of each epoch: what was asked for is what was delivered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from minato import CoverageError, DataLoader
+from minato.source.progress import Tally
+from tests.datasets import ORDERS, Numbers, Sleepy, flat, indices
+
+NOTHING = Tally(0, 0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "workers", [{}, {"num_workers": 2}, {"num_workers": 3, "worker_method": "thread"}]
+)
+def test_a_whole_epoch_is_covered_in_every_order(order: str, workers: dict[str, Any]) -> None:
+    loader = DataLoader(Sleepy(41, 0.0002, {5: 0.02}), 4, shuffle=True, order=order, **workers)
+    before = loader.coverage()
+    assert (before.epoch, before.asked, before.complete) == (-1, NOTHING, True)
+    tallies = []
+    for epoch in range(2):
+        assert sorted(flat(indices(loader))) == list(range(41))
+        coverage = loader.coverage()
+        assert (coverage.epoch, coverage.complete) == (epoch, True)
+        assert (coverage.skipped, coverage.outstanding) == (NOTHING, NOTHING)
+        assert coverage.asked == coverage.delivered
+        tallies.append(coverage.delivered)
+    assert tallies[0] == tallies[1] == Tally(41, tallies[0].hash)  # whatever the order
+    assert tallies[0].hash != 0
+
+
+def test_an_epoch_that_is_broken_off_is_not_covered() -> None:
+    loader = DataLoader(Numbers(20), 4)
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    coverage = loader.coverage()
+    assert (coverage.delivered.samples, coverage.complete) == (8, coverage.asked.samples == 8)
+    del iterator
+    assert loader.coverage() == coverage
+
+
+def test_persistent_workers_that_begin_the_next_epoch_ahead() -> None:
+    loader = DataLoader(
+        Numbers(30), 4, num_workers=2, persistent_workers=True, seed=1, shuffle=True
+    )
+    for epoch in range(4):
+        assert len(flat(indices(loader))) == 30
+        coverage = loader.coverage()
+        assert (coverage.epoch, coverage.asked.samples, coverage.complete) == (epoch, 30, True)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [["a", "b"], ["c"]],
+        [[("x", 1), ("x", 2)], []],
+        [[np.int64(3), np.int64(1)], [torch.tensor(2)]],
+        [[2**70, -5], [None, 1.5]],
+        [[0, 0, 0], [0]],
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_keys_of_any_kind(keys: list[list[Any]], num_workers: int) -> None:
+    class Anything(Numbers):
+        def __getitem__(self, key: Any) -> int:
+            return 1
+
+    loader = DataLoader(Anything(1), batch_sampler=keys, num_workers=num_workers, collate_fn=len)
+    assert list(loader) == [len(batch) for batch in keys]
+    coverage = loader.coverage()
+    assert (coverage.delivered.samples, coverage.complete) == (sum(map(len, keys)), True)
+    other = DataLoader(Anything(1), batch_sampler=[[], *keys[::-1]], collate_fn=len)
+    list(other)
+    assert other.coverage().asked == coverage.asked
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(10))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_of_a_stream_are_counted(num_workers: int) -> None:
+    loader = DataLoader(Stream(), 3, num_workers=num_workers)
+    got = len(list(loader))
+    coverage = loader.coverage()
+    assert (coverage.delivered.samples, coverage.asked.samples) == (got, got)
+    assert coverage.complete
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+@pytest.mark.parametrize("fault", ["lost", "repeated", "exchanged"])
+def test_lost_repeated_and_exchanged_samples_are_an_error(
+    order: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The account is of what the ledger says that lay in each batch; so a ledger that errs is found out."""
+    loader = DataLoader(Numbers(12), 4, order=order)
+    iterator = iter(loader)
+    dispatcher = iterator._source._dispatcher
+    ledger = dispatcher._ledger
+
+    class Faulty:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ledger, name)
+
+        def occupants(self, batch: int) -> list[int]:
+            found = list(ledger.occupants(batch))
+            if fault == "lost":
+                return found[:-1]
+            if fault == "repeated":
+                return [*found, found[0]]
+            return [found[0], *found[:-1]]
+
+    monkeypatch.setattr(dispatcher, "_ledger", Faulty())
+    with pytest.raises(CoverageError, match="what was delivered is not what the sampler asked for"):
+        for _ in iterator:
+            pass
+
+
+def test_a_batch_that_is_lost_between_sampler_and_workers_is_an_error() -> None:
+    loader = DataLoader(Numbers(12), 4)
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator._source._dispatcher._batches)
+    with pytest.raises(CoverageError, match=r"asked for 12 samples, delivered 8"):
+        list(iterator)

@@ -1,0 +1,71 @@
+"""What one run of a loader leaves for the next, and what counts as slow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minato import DataLoader
+from tests.datasets import Sleepy, flat, indices, plus_one
+
+SLOW = dict.fromkeys(range(0, 80, 5), 0.01)
+
+
+def loader(**arguments):
+    dataset = Sleepy(80, 0.001, SLOW)
+    return DataLoader(dataset, 4, num_workers=2, worker_method="thread", **arguments)
+
+
+def threshold_ns(made) -> int:
+    """What a worker sees before the first sample of an iterator has run."""
+    return int(iter(made)._source.ledger.slow_ns)
+
+
+def test_a_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
+    folder = tmp_path / "profiles"
+    first = loader(order="fast_first", profile=folder)
+    assert threshold_ns(first) == 0
+    assert sorted(flat(indices(first))) == list(range(80))
+    (file,) = folder.iterdir()
+    assert json.loads(file.read_text())["names"] == [
+        "total",
+        "cpu",
+        "bytes",
+        "transforms",
+        "dataset",
+    ]
+    known = threshold_ns(loader(order="fast_first", profile=folder))
+    assert 1_000_000 < known < 10_000_000
+    other = loader(order="fast_first", profile=folder, transforms=[plus_one])
+    assert threshold_ns(other) == 0
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.warns(RuntimeWarning, match="cannot be written"):
+        assert sorted(flat(indices(loader(profile=tmp_path / "file")))) == list(range(80))
+
+
+def test_a_limit_in_seconds_holds_from_the_start() -> None:
+    assert threshold_ns(loader(order="fast_first", slow_after_s=0.25)) == 250_000_000
+
+
+def test_the_percentile_reaches_the_policy() -> None:
+    iterator = iter(loader(order="fast_first", slow_percentile=60))
+    assert iterator._source.timeouts.settings.percentile == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"slow_percentile": 100}, ValueError, "slow_percentile=100 is not between"),
+        ({"slow_percentile": "75"}, TypeError, "slow_percentile='75' is a str"),
+        ({"slow_after_s": 0}, ValueError, "slow_after_s=0 is too small"),
+        ({"slow_percentile": 90, "slow_after_s": 1.0}, ValueError, "give one"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, error, message) -> None:
+    with pytest.raises(error, match=message):
+        loader(**arguments)

@@ -1,0 +1,183 @@
+"""record_order and replay_order: a run in an order that depends on timing comes again, batch for batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from minato import DataLoader
+from tests.datasets import Draws, Numbers, flat, indices
+
+
+class Jerky(Draws):
+    """Some samples take longer."""
+
+    def __getitem__(self, index: int) -> list[float]:
+        if index % 7 == 3:
+            torch.randperm(200_000)  # a while, and draws
+        return super().__getitem__(index)
+
+
+def draws(batches: Any) -> list[list[tuple[float, ...]]]:
+    return [list(zip(*(part.tolist() for part in batch), strict=True)) for batch in batches]
+
+
+@pytest.mark.parametrize("order", ["arrival", "fast_first", "batch", "strict"])
+def test_a_run_is_repeated_batch_for_batch(order: str, tmp_path: Path) -> None:
+    path = tmp_path / "order.jsonl"
+    torch.manual_seed(1)
+    recorded = DataLoader(Jerky(30), 4, shuffle=True, num_workers=3, order=order, record_order=path)
+    epochs = [draws(recorded) for _ in range(2)]
+    torch.manual_seed(2)
+    for workers in (0, 2):
+        loader = DataLoader(Jerky(30), 4, shuffle=True, num_workers=workers, replay_order=str(path))
+        assert loader.order == "strict"
+        assert [draws(loader), draws(loader)] == epochs
+        with pytest.raises(ValueError, match=r"order.jsonl holds no epoch 2, only \[0, 1\]"):
+            iter(loader)
+        loader.set_epoch(1)
+        assert draws(loader) == epochs[1]
+
+
+def test_the_file_says_what_came_before_the_loop_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "order.jsonl"
+    loader = DataLoader(Numbers(6), 4, seed=5, record_order=path)
+    iterator = iter(loader)
+    next(iterator)
+    head, batch = (json.loads(line) for line in path.read_text().splitlines())
+    assert head == {"minato_order": 1, "epoch": 0, "seed": 5, "first_batch": 0}
+    assert batch == [0, 1, 2, 3]
+    assert len(list(iterator)) == 1
+    assert [json.loads(line) for line in path.read_text().splitlines()][2:] == [[4, 5], {"end": 2}]
+
+
+class Words(Numbers):
+    def __getitem__(self, key: Any) -> str:
+        return str(key)
+
+
+def test_strings_and_numpys_integers(tmp_path: Path) -> None:
+    path = tmp_path / "order.jsonl"
+    keys = [["ä", "b"], [np.int64(3)], []]
+    loader = DataLoader(Words(1), batch_sampler=keys, collate_fn=list, record_order=path)
+    expected = list(loader)
+    again = DataLoader(Words(1), batch_sampler=[[1]], collate_fn=list, replay_order=path)
+    assert list(again) == expected == [["ä", "b"], ["3"], []]
+    broken = DataLoader(Words(1), sampler=[(1, 2)], record_order=tmp_path / "other")
+    with pytest.raises(TypeError, match=r"integers or strings, and \(1, 2\) is a tuple"):
+        list(broken)
+
+
+def test_a_resumed_run_goes_on_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "order.jsonl"
+
+    def loader() -> Any:
+        return DataLoader(
+            Jerky(30), 4, shuffle=True, num_workers=2, order="arrival", seed=3, record_order=path
+        )
+
+    first = loader()
+    iterator = iter(first)
+    got = draws(next(iterator) for _ in range(3))
+    state = first.state_dict()
+    draws(next(iterator) for _ in range(2))  # trained, and lost with the process
+    del iterator
+    with path.open("a") as file:
+        file.write("[1,2")  # it died while it wrote
+    later = loader()
+    later.load_state_dict(state)
+    got += draws(later)
+    replay = DataLoader(Jerky(30), 4, shuffle=True, replay_order=path)
+    assert draws(replay) == got
+
+
+def test_a_replay_is_resumed_too(tmp_path: Path) -> None:
+    path = tmp_path / "order.jsonl"
+    expected = indices(
+        DataLoader(Numbers(30), 4, num_workers=2, order="arrival", record_order=path)
+    )
+
+    def replay() -> Any:
+        return DataLoader(Numbers(30), 4, replay_order=path)
+
+    first = replay()
+    iterator = iter(first)
+    got = [next(iterator).tolist() for _ in range(3)]
+    later = replay()
+    later.load_state_dict(first.state_dict())
+    assert got + indices(later) == expected
+    assert later.coverage().complete
+
+
+HEAD = '{"minato_order": 1, "epoch": 0, "seed": 5, "first_batch": 0}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("[1, 2]\n", "line 1: an epoch must begin with a line that names it"),
+        ("hello\n", "line 1: it is no line of a recorded order"),
+        ('{"a": 1}\n', "line 1: it is no line of a recorded order"),
+        (HEAD + "[1, 2", "line 2: it is no line"),
+        (HEAD + "[1.5]\n", "line 2: it is no line"),
+        (HEAD + "[true]\n", "line 2: it is no line"),
+        (HEAD + '[1]\n{"end": 2}\n', "line 3: 1 batches stand before it"),
+        (HEAD + '[1]\n{"end": 1}\n[2]\n', "line 4: a batch after the end of its epoch"),
+        ('{"minato_order": 7}\n', "line 1: version 7, and this minato reads 1"),
+        ('{"minato_order": 1, "epoch": 0}\n', "line 1: it must give epoch, seed and first_batch"),
+        (HEAD.replace("0}", "3}"), "line 1: what it goes on from does not stand before it"),
+        (
+            HEAD + "[1]\n" + HEAD.replace("0}", "1}").replace("5", "6"),
+            "line 3: what it goes on from",
+        ),
+    ],
+)
+def test_what_is_no_record_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "order.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        DataLoader(Numbers(4), replay_order=path)
+    assert str(path) in str(caught.value)
+
+
+def test_an_epoch_that_was_not_recorded_to_its_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "order.jsonl"
+    iterator = iter(DataLoader(Numbers(8), 2, record_order=path))
+    next(iterator)
+    del iterator
+    loader = DataLoader(Numbers(8), 2, replay_order=path)
+    with pytest.raises(
+        ValueError, match="line 1: epoch 0 was recorded only for its first 1 batches"
+    ):
+        iter(loader)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(FileNotFoundError):
+        DataLoader(Numbers(4), replay_order="/nowhere/at all")
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+def test_contradictions_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "order.jsonl"
+    assert flat(indices(DataLoader(Numbers(4), 2, record_order=path))) == [0, 1, 2, 3]
+    for option in ("record_order", "replay_order"):
+        with pytest.raises(ValueError, match="an iterable dataset has none"):
+            DataLoader(Stream(), **{option: path})
+    with pytest.raises(ValueError, match="order='arrival' would change them"):
+        DataLoader(Numbers(4), order="arrival", replay_order=path)
+    with pytest.raises(ValueError, match="are the same file"):
+        DataLoader(Numbers(4), record_order=path, replay_order=str(path))
+    in_any_order = DataLoader(Numbers(4), 2, in_order=False, replay_order=path)
+    assert indices(in_any_order) == [[0, 1], [2, 3]]

@@ -1,0 +1,677 @@
+"""state_dict and load_state_dict: an epoch that is broken off goes on where it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    get_worker_info,
+)
+
+from minato import DataLoader
+from tests.datasets import ORDERS, Draws, Numbers, Shuffled, Sleepy, flat, indices
+from tests.subprocesses import run
+
+SIZE, BATCH = 23, 4
+
+
+def saved(loader: Any) -> Any:
+    """The loader's state, after it has been a file."""
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def begun(loader: Any, batches: int) -> tuple[list[Any], Any]:
+    """So many batches of a new iterator, and the state then; the iterator is dropped."""
+    iterator = iter(loader)
+    got = plain(next(iterator) for _ in range(batches))
+    return got, saved(loader)
+
+
+def plain(batches: Iterable[Any]) -> list[Any]:
+    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in batches]
+
+
+def resumed(state: Any, loader: Any) -> Any:
+    loader.load_state_dict(state)
+    assert saved(loader) == state
+    return loader
+
+
+def make(size: int = SIZE, **options: Any) -> Any:
+    return DataLoader(Numbers(size), options.pop("batch_size", BATCH), **options)
+
+
+class Permuted(Sampler[int]):
+    """Draws a permutation when ``iter`` is called."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.size).tolist())
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class Remembering(Sampler[int]):
+    """Each pass goes on where the last one ended; it keeps that as its state."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        start = self.start
+        for i in range(self.size):
+            yield (start + 3 * i) % self.size
+        self.start = start + 1
+
+    def __len__(self) -> int:
+        return self.size
+
+    def state_dict(self) -> dict[str, int]:
+        return {"start": self.start}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["start"]
+
+
+def of_names(size: int) -> list[Any]:
+    return [("name", i) for i in range(size)]
+
+
+class Named(Numbers):
+    def __getitem__(self, key: Any) -> int:
+        return int(key[1])
+
+
+SAMPLERS: dict[str, Any] = {
+    "sequential": dict,
+    "shuffled": lambda: {"shuffle": True},
+    "own generator": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+    "sampler's generator": lambda: {
+        "sampler": RandomSampler(Numbers(SIZE), generator=torch.Generator().manual_seed(4))
+    },
+    "with replacement": lambda: {
+        "sampler": RandomSampler(Numbers(SIZE), replacement=True, num_samples=70)
+    },
+    "seeded": lambda: {"shuffle": True, "seed": 9},
+    "distributed": lambda: {"sampler": DistributedSampler(Numbers(SIZE), 2, 1, seed=5)},
+    "batches": lambda: {
+        "batch_sampler": BatchSampler(RandomSampler(Numbers(SIZE)), 3, False),
+        "batch_size": 1,
+    },
+    "list of batches": lambda: {"batch_sampler": [[1, 2], [], [3], [0, 3, 3]], "batch_size": 1},
+    "drawn at once": lambda: {"sampler": Permuted(SIZE)},
+    "drawn at once, alone": lambda: {"sampler": Permuted(SIZE), "batch_size": None},
+    "drawn one by one": lambda: {"sampler": Shuffled(SIZE)},
+    "stateful": lambda: {"sampler": Remembering(SIZE)},
+    "alone": lambda: {"shuffle": True, "batch_size": None},
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_strict_gives_the_rest_of_the_same_batches(sampler: str, num_workers: int) -> None:
+    def loader() -> Any:
+        options = SAMPLERS[sampler]()
+        if options.get("batch_sampler") and [] in list(options["batch_sampler"]):
+            options["collate_fn"] = torch.tensor
+        return make(num_workers=num_workers, **options)
+
+    torch.manual_seed(1)
+    expected = plain(loader())
+    for batches in {0, 1, len(expected) // 2, len(expected)}:
+        torch.manual_seed(1)
+        got, state = begun(loader(), batches)
+        torch.manual_seed(2)  # another process, and other draws in it
+        later = resumed(state, loader())
+        before = torch.get_rng_state()
+        iterator = iter(later)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert got + plain(iterator) == expected
+        assert later.coverage().complete
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_order_with_other_workers(order: str, drop_last: bool) -> None:
+    options: dict[str, Any] = {"order": order, "drop_last": drop_last, "shuffle": True}
+    dataset = Sleepy(SIZE, 0.0005, {3: 0.03, 11: 0.03})
+    loader = DataLoader(dataset, BATCH, num_workers=3, **options)
+    got, state = begun(loader, 2)
+    total = len(loader)
+    for workers in ({"num_workers": 0}, {"num_workers": 2, "worker_method": "thread"}):
+        later = resumed(state, DataLoader(dataset, BATCH, **options, **workers))
+        rest = indices(later)
+        assert len(got) + len(rest) == total
+        delivered = flat(got + rest)
+        assert (
+            len(delivered) == len(set(delivered)) == (SIZE // BATCH * BATCH if drop_last else SIZE)
+        )
+        assert saved(later)["finished"]
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_content_is_that_of_an_uninterrupted_epoch(data: Any) -> None:
+    size = data.draw(st.integers(1, 30))
+    fixed: dict[str, Any] = {
+        "batch_size": data.draw(st.integers(1, 6)),
+        "order": data.draw(st.sampled_from(ORDERS)),
+        "drop_last": data.draw(st.booleans()),
+        "shuffle": data.draw(st.booleans()),
+        "seed": data.draw(st.sampled_from([None, 8])),
+    }
+
+    def loader(workers: int) -> Any:
+        generator = torch.Generator().manual_seed(6)
+        return DataLoader(Draws(size), num_workers=workers, generator=generator, **fixed)
+
+    workers = st.sampled_from([0, 0, 1, 2])
+    reference = loader(0)
+    expected = [indices_and_draws(batch) for batch in reference]
+    next_epoch = [indices_and_draws(batch) for batch in reference]
+    got: list[Any] = []
+    current = loader(data.draw(workers))
+    for _ in range(3):  # a second and a third time in the same epoch
+        iterator = iter(current)
+        for _ in range(data.draw(st.integers(0, len(expected) - len(got)))):
+            got.append(indices_and_draws(next(iterator)))
+        state = saved(current)
+        del iterator
+        current = resumed(state, loader(data.draw(workers)))
+    got += [indices_and_draws(batch) for batch in current]
+    assert len(got) == len(expected)
+    assert sorted(flat(got)) == sorted(flat(expected))
+    if fixed["order"] == "strict":
+        assert got == expected
+    later = [indices_and_draws(batch) for batch in current]
+    assert sorted(flat(later)) == sorted(flat(next_epoch))
+
+
+def indices_and_draws(batch: Any) -> list[tuple[float, ...]]:
+    return list(zip(*(part.tolist() for part in batch), strict=True))
+
+
+def test_spawned_workers_go_on_for_forked_ones() -> None:
+    got, state = begun(make(shuffle=True, num_workers=1), 3)
+    later = make(shuffle=True, num_workers=1, multiprocessing_context="spawn")
+    assert sorted(flat(got + indices(resumed(state, later)))) == list(range(SIZE))
+
+
+# ---- moments
+
+
+def test_before_the_first_iteration_no_worker_is_started() -> None:
+    loader = make(num_workers=2, shuffle=True, generator=torch.Generator().manual_seed(1))
+    state = saved(loader)
+    assert (loader._iterator, state["finished"], state["epoch"]) == (None, True, -1)
+    expected = [indices(loader), indices(loader)]
+    other = make(num_workers=0, shuffle=True, generator=torch.Generator().manual_seed(2))
+    resumed(state, other)
+    assert [indices(other), indices(other)] == expected
+
+
+def test_after_the_last_batch_nothing_is_left_and_after_the_end_a_whole_epoch() -> None:
+    def loader() -> Any:
+        return make(shuffle=True, seed=3)
+
+    reference = loader()
+    epochs = [indices(reference) for _ in range(3)]
+    first = loader()
+    iterator = iter(first)
+    for _ in epochs[0]:
+        next(iterator)
+    last = saved(first)
+    assert next(iterator, None) is None
+    end = saved(first)
+    assert (last["finished"], end["finished"]) == (False, True)
+    later = resumed(last, loader())
+    assert [indices(later), indices(later)] == [[], epochs[1]]
+    assert later.coverage().asked.samples == SIZE
+    later = resumed(end, loader())
+    assert [indices(later), indices(later)] == epochs[1:]
+
+
+def test_a_state_does_not_change_and_can_be_loaded_twice() -> None:
+    loader = make(num_workers=2, shuffle=True)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    copied = copy.deepcopy(state)
+    later = resumed(state, make(shuffle=True))
+    flat(later)
+    rest = indices(iterator)
+    assert state == copied
+    assert indices(resumed(state, make(shuffle=True))) == rest
+    taken = loader.state_dict()
+    taken["loader"].clear()
+    assert loader.state_dict() != taken
+
+
+def test_the_newest_iterator_counts() -> None:
+    loader = make(shuffle=True)
+    older = iter(loader)
+    next(older)
+    newer = iter(loader)
+    next(newer)
+    next(newer)
+    state = saved(loader)
+    next(older)
+    assert saved(loader) == state
+    assert indices(resumed(state, make(shuffle=True))) == indices(newer)
+
+
+def test_loading_nothing_means_the_beginning() -> None:
+    loader = make()
+    _, state = begun(loader, 2)
+    loader.load_state_dict(state)
+    loader.load_state_dict({})
+    assert flat(indices(loader)) == list(range(SIZE))
+
+
+def test_a_copied_loader_knows_its_epoch_and_no_iterator() -> None:
+    loader = make(shuffle=True, seed=2)
+    epochs = [indices(loader) for _ in range(3)]
+    loader.set_epoch(1)
+    next(iter(loader))
+    assert indices(copy.deepcopy(loader)) == epochs[2]
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise ValueError("broken")
+        return index
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_that_raised_is_done(num_workers: int) -> None:
+    loader = DataLoader(Broken(12), 4, num_workers=num_workers)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(ValueError, match="broken"):
+        next(iterator)
+    state = saved(loader)
+    assert indices(resumed(state, DataLoader(Broken(12), 4))) == [[8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+@pytest.mark.filterwarnings("ignore:.*samples of this epoch were skipped:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*samples of this epoch were skipped:RuntimeWarning")
+def test_skipped_samples_are_accounted_for(order: str) -> None:
+    def loader() -> Any:
+        return DataLoader(Broken(22), 4, num_workers=1, order=order, on_error="skip")
+
+    iterator = iter(loader_ := loader())
+    got = [next(iterator).tolist() for _ in range(2)]
+    state = saved(loader_)
+    got += indices(iterator)
+    assert sorted(flat(got)) == [i for i in range(22) if i != 5]
+    coverage = loader_.coverage()
+    assert (coverage.asked.samples, coverage.skipped.samples, coverage.complete) == (22, 1, True)
+    later = loader()
+    rest = indices(resumed(state, later))
+    assert sorted(flat(got[:2] + rest)) == [i for i in range(22) if i != 5]
+    assert later.coverage().complete
+
+
+# ---- further epochs
+
+
+@pytest.mark.parametrize("options", [{"seed": 4}, {"generator": 1}, {"generator": 1, "seed": 4}])
+def test_persistent_workers_and_the_epochs_after(options: dict[str, Any]) -> None:
+    def loader() -> Any:
+        given = dict(options)
+        if "generator" in given:
+            given["generator"] = torch.Generator().manual_seed(7)
+        return DataLoader(
+            Draws(SIZE), BATCH, shuffle=True, num_workers=2, persistent_workers=True, **given
+        )
+
+    def epoch(batches: Any) -> list[Any]:
+        return [indices_and_draws(batch) for batch in batches]
+
+    reference = loader()
+    expected = [epoch(reference) for _ in range(4)]
+    first = loader()
+    assert epoch(first) == expected[0]
+    iterator = iter(first)
+    got = epoch(next(iterator) for _ in range(2))
+    state = saved(first)
+    later = resumed(state, loader())
+    assert [got + epoch(later), epoch(later), epoch(later)] == expected[1:]
+    later.load_state_dict(state)  # while its workers wait
+    assert [got + epoch(later), epoch(later)] == expected[1:3]
+
+
+def test_a_distributed_sampler_is_told_its_epoch() -> None:
+    def loader() -> Any:
+        return make(sampler=DistributedSampler(Numbers(SIZE), 2, 0))
+
+    reference = loader()
+    reference.set_epoch(5)
+    expected = indices(reference)
+    first = loader()
+    first.set_epoch(5)
+    got, state = begun(first, 1)
+    later = resumed(state, loader())
+    assert got + indices(later) == expected
+    assert later.sampler.epoch == 5
+
+
+def test_a_stateful_sampler_is_in_the_state_between_epochs() -> None:
+    reference = make(sampler=Remembering(SIZE))
+    epochs = [indices(reference) for _ in range(3)]
+    first = make(sampler=Remembering(SIZE))
+    assert indices(first) == epochs[0]
+    state = saved(first)
+    later = resumed(state, make(sampler=Remembering(SIZE)))
+    assert [indices(later), indices(later)] == epochs[1:]
+
+
+def test_the_default_generator_decides_the_next_epoch_as_in_torch() -> None:
+    torch.manual_seed(5)
+    first = make(shuffle=True)
+    iterator = iter(first)
+    next(iterator)
+    state, generator = saved(first), torch.get_rng_state()
+    flat(iterator)
+    expected = indices(first)
+    torch.manual_seed(6)
+    later = resumed(state, make(shuffle=True))
+    torch.set_rng_state(generator)  # as programs do that save it
+    flat(later)
+    assert indices(later) == expected
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: make(size=SIZE + 1), r"len\(dataset\) was 23 .* and is 24 here"),
+        (lambda: make(batch_size=5), "number of batches was 6 .* is 5|batch_size was 4 .* is 5"),
+        (lambda: make(drop_last=True), "number of batches was 6 .* is 5"),
+        (
+            lambda: make(shuffle=True),
+            "sampler's type was 'BatchSampler of SequentialSampler' .*Random",
+        ),
+        (lambda: make(order="arrival"), "order was 'strict' .* is 'arrival'"),
+        (lambda: make(seed=1), "seed was None .* is 1"),
+        (lambda: make(generator=torch.Generator()), "the number of generators .* was 0 .* is 1"),
+        (lambda: make(sampler=Remembering(SIZE)), "sampler's type"),
+    ],
+)
+def test_a_state_of_another_loader_is_refused(other: Any, message: str) -> None:
+    _, state = begun(make(), 1)
+    loader = other()
+    with pytest.raises(ValueError, match=message):
+        loader.load_state_dict(state)
+    assert len(flat(indices(loader))) in (SIZE, SIZE + 1, 20)  # it is as it was
+
+
+def test_other_things_are_refused() -> None:
+    with pytest.raises(TypeError, match="not a list"):
+        make().load_state_dict([])
+    with pytest.raises(ValueError, match="no state of a minato.DataLoader.*StatefulDataLoader"):
+        make().load_state_dict({"_num_yielded": 3})
+    state = saved(make())
+    state["loader"]["version"] = 99
+    with pytest.raises(ValueError, match="version was 99"):
+        make().load_state_dict(state)
+
+
+class Rolling(Sampler[int]):
+    """Draws from a generator that nobody else can know of."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(SIZE), SIZE))
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+def test_a_sampler_that_gives_another_order_is_refused() -> None:
+    _, state = begun(make(sampler=Rolling()), 2)
+    loader = resumed(state, make(sampler=Rolling()))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="gives other keys than when the state was taken"):
+            iter(loader)
+    _, state = begun(make(sampler=Rolling()), 0)
+    assert sorted(flat(indices(resumed(state, make(sampler=Rolling()))))) == list(range(SIZE))
+
+
+# ---- datasets with a state
+
+
+class Counting(Numbers):
+    """Each sample says how many this copy gave before."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.given = 0
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1000:
+            raise ValueError("broken")
+        self.given += 1
+        return 100 * index + self.given
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_map_style_dataset_with_a_state(num_workers: int) -> None:
+    def loader() -> Any:
+        return DataLoader(
+            Counting(20), 3, num_workers=num_workers, schedule="round_robin", shuffle=False
+        )
+
+    expected = indices(loader())
+    for batches in range(len(expected) + 1):
+        got, state = begun(loader(), batches)
+        assert got + indices(resumed(state, loader())) == expected
+
+
+def test_a_map_style_dataset_keeps_its_state_when_a_sample_raises() -> None:
+    keys = [[0, 1], [2, 1000], [3, 4]]
+    loader = DataLoader(Counting(5), batch_sampler=keys, num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(ValueError, match="broken"):
+        next(iterator)
+    later = DataLoader(Counting(5), batch_sampler=keys, num_workers=1)
+    assert indices(resumed(saved(loader), later)) == [[304, 405]]
+
+
+@pytest.mark.parametrize("options", [{"order": "arrival"}, {"worker_method": "thread"}])
+def test_where_a_datasets_state_means_nothing_it_is_refused(options: dict[str, Any]) -> None:
+    loader = DataLoader(Counting(8), 2, num_workers=1, **options)
+    assert len(flat(indices(loader))) == 8
+    with pytest.raises(ValueError, match="the dataset has a state_dict"):
+        loader.state_dict()
+
+
+class Shared(IterableDataset[int]):
+    """A stream that its workers share; worker n's part is a bit longer than worker n-1's."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def numbers(self) -> range:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        return range(100 * worker, 100 * worker + self.size // workers + 2 * worker)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers())
+
+
+class Drawing(Shared):
+    """Its samples depend on the worker's generators."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in self.numbers():
+            yield 1000 * number + random.randrange(1000)
+
+
+class Steps(Shared):
+    """It has the state itself, and makes generators of it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.done = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in self.numbers()[self.done :]:
+            self.done += 1
+            yield number
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
+class Cursor:
+    """An iterator with a state."""
+
+    def __init__(self, numbers: range) -> None:
+        self.numbers = numbers
+        self.at = 0
+
+    def __iter__(self) -> Cursor:
+        return self
+
+    def __next__(self) -> int:
+        if self.at == len(self.numbers):
+            raise StopIteration
+        self.at += 1
+        return self.numbers[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Cursors(Shared):
+    def __iter__(self) -> Any:
+        return Cursor(self.numbers())
+
+
+class Both(Cursors):
+    """Dataset and iterator have a state, and the dataset's says what the iterator counts."""
+
+    offset = 0
+
+    def __iter__(self) -> Any:
+        self.offset += 1000
+        numbers = self.numbers()
+        return Cursor(range(self.offset + numbers[0], self.offset + numbers[-1] + 1))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"offset": self.offset - 1000}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.offset = state["offset"]
+
+
+STREAMS = [Shared, Drawing, Steps, Cursors, Both]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("stream", STREAMS)
+def test_iterable_datasets(stream: Any, num_workers: int, drop_last: bool) -> None:
+    if stream is Drawing and num_workers == 0:
+        pytest.skip("in this process its draws are the program's own")
+
+    def loader() -> Any:
+        generator = torch.Generator().manual_seed(8)
+        return DataLoader(
+            stream(31), 3, num_workers=num_workers, drop_last=drop_last, generator=generator
+        )
+
+    reference = loader()
+    expected = indices(reference)
+    moments = range(len(expected) + 1) if num_workers < 3 else (0, 1, 5, len(expected) - 1)
+    for batches in moments:
+        got, state = begun(loader(), batches)
+        assert got + indices(resumed(state, loader())) == expected, batches
+
+
+def test_a_stream_is_resumed_twice() -> None:
+    expected = indices(DataLoader(Cursors(40), 3, num_workers=2))
+    got, state = begun(DataLoader(Cursors(40), 3, num_workers=2), 3)
+    for _ in range(2):
+        more, state = begun(resumed(state, DataLoader(Cursors(40), 3, num_workers=2)), 4)
+        got += more
+    assert got + indices(resumed(state, DataLoader(Cursors(40), 3, num_workers=2))) == expected
+
+
+def test_a_stream_with_other_workers_is_refused() -> None:
+    _, state = begun(DataLoader(Cursors(40), 3, num_workers=2), 3)
+    with pytest.raises(ValueError, match="in 2 workers, and this loader has 3"):
+        DataLoader(Cursors(40), 3, num_workers=3).load_state_dict(state)
+
+
+class Stuck(Cursors):
+    def state_dict(self) -> Any:
+        raise OverflowError("no state")
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_that_cannot_be_had_is_the_batchs_error(num_workers: int) -> None:
+    iterator = iter(DataLoader(Stuck(4), 2, num_workers=num_workers))
+    with pytest.raises(OverflowError, match="no state"):
+        next(iterator)
+
+
+def test_data_pipes_are_refused() -> None:
+    pipes = pytest.importorskip("torch.utils.data.datapipes.iter")
+    loader = DataLoader(pipes.IterableWrapper(range(4)))
+    with pytest.raises(ValueError, match="data pipes"):
+        loader.state_dict()
+    with pytest.raises(ValueError, match="data pipes"):
+        loader.load_state_dict({})
+
+
+def test_the_length_stays_what_it_was() -> None:
+    loader = make()
+    _, state = begun(loader, 3)
+    assert len(resumed(state, make())) == math.ceil(SIZE / BATCH)
+
+
+@pytest.mark.slow
+def test_the_same_as_torchdatas_loader() -> None:
+    pytest.importorskip("torchdata")
+    assert run("stateful.py") == "84\n"
