@@ -12,8 +12,8 @@ from minato._core.seeding import mix
 from minato._machine import available_memory_bytes
 from minato.chain.chain import Chain
 from minato.options import Options
-from minato.scheduler.dispatcher import Order
 from minato.scheduler.failures import ErrorPolicy, FailureLog
+from minato.scheduler.in_flight import Order
 from minato.scheduler.policy import TimeoutSettings
 from minato.scheduler.replicas import Replicas
 from minato.source.run import Standing, is_stream

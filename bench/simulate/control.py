@@ -17,7 +17,7 @@ from minato.scheduler.controller import (
     ControllerState,
     Measurement,
 )
-from minato.scheduler.dispatcher import Order
+from minato.scheduler.in_flight import Order
 
 _PERIOD_S = 2.0
 

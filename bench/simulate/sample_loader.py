@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from bench.simulate.clock import Clock
 from bench.simulate.loader import Costs, Shop
 from minato._core.histogram import Histogram
-from minato.scheduler.dispatcher import Order
+from minato.scheduler.in_flight import Order
 from minato.scheduler.policy import TimeoutPolicy
 from minato.scheduler.window import Window
 

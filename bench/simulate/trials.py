@@ -14,7 +14,7 @@ from bench.simulate.sample_loader import SampleLoader
 from bench.simulate.torch_loader import TorchLoader
 from bench.simulate.workloads import Workload
 from minato.options import DEFAULT_MAX_LAG
-from minato.scheduler.dispatcher import Order
+from minato.scheduler.in_flight import Order
 
 Make = Callable[[Clock, Costs, int, int, int], Loader]
 """``(clock, costs, batch size, workers, batches)`` to a loader."""

@@ -5,7 +5,6 @@ from libc.limits cimport INT_MAX
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from minato._core._claims_c cimport Claims
-from minato._core._records_c cimport worker_of
 from minato._core.atomics cimport (
     mn_cas_seq_cst_u64,
     mn_fetch_add_seq_cst_u32,
@@ -14,19 +13,16 @@ from minato._core.atomics cimport (
     mn_load_seq_cst_u64,
     mn_store_release_u32,
     mn_store_release_u64,
-    mn_store_seq_cst_u64,
 )
 from minato._core.layout cimport (
     MN_BOUND,
     MN_CANCELLED,
-    MN_CLAIMED,
     MN_CLOSED,
     MN_COLLATING,
     MN_DONE,
     MN_DRAINING,
     MN_FILLED,
     MN_FREE,
-    MN_KIND_MASK,
     MN_NUMBER,
     MN_ONE_VERSION,
     MN_OPEN,
@@ -38,7 +34,8 @@ from minato._core.layout cimport (
     mn_position,
     mn_worker,
 )
-from minato._core.places cimport give_back, lower, take, try_oldest
+from minato._core.places cimport give_back, take, try_oldest
+from minato._core.recovery cimport reoffer, reopen_places
 
 __all__ = ["Ledger"]
 
@@ -250,48 +247,10 @@ cdef class Ledger(Claims):
         Returns:
             How many samples go out again.
         """
-        cdef uint64_t seq, word, place, tail = self.header.tail
+        cdef uint64_t word, released, tail = self.header.tail
         cdef uint64_t base = next(iter(self.live.values())) if self.live else tail
-        cdef mn_batch *batch
-        cdef mn_position *position
-        cdef mn_position *there
-        cdef uint64_t released = 0
-        # A place that the worker had taken without having said so on the ticket is open again.
-        for place in range(base, tail):
-            word = mn_load_acquire_u64(&self.positions[place & self.mask].place)
-            if word & MN_STATE != MN_BOUND:
-                continue
-            seq = (word & MN_NUMBER) - 1
-            position = &self.positions[seq & self.mask]
-            word = mn_load_acquire_u64(&position.ticket)
-            if (
-                position.position == seq
-                and word & MN_STATE == MN_CLAIMED
-                and worker_of(word) == worker
-                and word & MN_NUMBER != place + 1
-            ):
-                give_back(self, place + 1, seq)
-        for seq in range(base, tail):
-            position = &self.positions[seq & self.mask]
-            word = mn_load_acquire_u64(&position.ticket)
-            if word & MN_STATE != MN_CLAIMED or worker_of(word) != worker:
-                continue
-            place = word & MN_NUMBER
-            if place:
-                there = &self.positions[(place - 1) & self.mask]
-                # Once filled, the place may long have been delivered and have come round the ring.
-                if mn_load_acquire_u64(&there.place) != MN_BOUND | (seq + 1):
-                    if is_skipped(there, seq):
-                        place = 0
-                    mn_store_release_u64(&position.ticket, MN_DONE | place)
-                    continue
-                there.blob = 0
-            batch = &self.batches[position.batch]
-            if batch.bound:
-                batch.result = 0
-            mn_store_seq_cst_u64(&position.ticket, MN_FREE | place)
-            lower(&self.header.head, seq)
-            released += 1
+        reopen_places(self, worker, base, tail)
+        released = reoffer(self, worker, base, tail)
         for index in self.live:
             word = mn_load_acquire_u64(&self.batches[index].state)
             if word & 15 == MN_COLLATING and (word >> 4) & 0xFFF == worker:
@@ -326,10 +285,3 @@ cdef class Ledger(Claims):
         """``(samples, busy_ns, idle_ns)`` of a worker so far."""
         cdef mn_worker *record = &self.workers[worker]
         return record.samples, record.busy_ns, record.idle_ns
-
-
-cdef bint is_skipped(mn_position *there, uint64_t seq) noexcept nogil:
-    return (
-        mn_load_acquire_u64(&there.place) == MN_FILLED | (seq + 1)
-        and there.blob & MN_KIND_MASK == MN_SKIP_BLOB
-    )

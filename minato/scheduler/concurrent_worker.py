@@ -195,15 +195,15 @@ class ConcurrentWorker(Worker):
                 self._deliver_held(lease, lease.held)
         elif lease.bound:
             k = lease.k + i
-            self._deliver_bound(lease.batch, position, k, [read.key], samples, error, False)
+            self._deliver.bound(lease.batch, position, k, [read.key], samples, error, False)
         else:
             sample = samples[0] if error is None else None
-            self._deliver(position, read.key, sample, error, cost_ns)
+            self._deliver.free(position, read.key, sample, error, cost_ns)
 
     def _deliver_held(self, lease: _Lease, held: list[Any]) -> None:
         raised = next((i for i, sample in enumerate(held) if type(sample) is _Raised), len(held))
         error = held[raised].error if raised < len(held) else None
-        self._deliver_bound(
+        self._deliver.bound(
             lease.batch, lease.first, 0, lease.keys, held[:raised], error, whole=True
         )
 

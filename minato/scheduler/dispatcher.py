@@ -6,26 +6,19 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from minato._core.codes import (
-    ENDED,
-    KIND_MASK,
-    NUM_PASSES,
-    READY,
-    SKIP_BLOB,
-    SKIPPED,
-)
+from minato._core.codes import ENDED, KIND_MASK, NUM_PASSES, READY, SKIP_BLOB, SKIPPED
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.scheduler.assignment import Assignment
 from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import Foresight
+from minato.scheduler.in_flight import InFlight, Leavings, Order
 from minato.scheduler.parties import KeyStore, Pool, Progress, Slots
 from minato.scheduler.window import Window
 
-__all__ = ["Dispatcher", "InFlight", "Order"]
+__all__ = ["Dispatcher"]
 
 _LIVENESS_S = 1.0
 """How long the consumer sleeps at most; whatever it waits for wakes it at once."""
@@ -33,45 +26,6 @@ _SETTLING_S = 0.01
 """How often it looks whether abandoned samples have ended, of which nobody tells."""
 _INT64 = 1 << 63
 _EVERYBODY = (1 << 31) - 1
-
-
-@dataclass(frozen=True)
-class Order:
-    """What decides the place of a sample and the turn of a batch.
-
-    Attributes:
-        name: ``strict``, ``batch``, ``arrival`` or ``fast_first``.
-        max_lag: Batches by which a sample may be late where membership is free.
-    """
-
-    name: str
-    max_lag: int
-
-    @property
-    def bound(self) -> bool:
-        """Whether each sample has its own place.
-
-        No more than ``max_lag`` batches are open where places are free, and in one alone nobody can be late.
-        """
-        return self.name in ("strict", "batch") or self.max_lag <= 1
-
-
-@dataclass(eq=False)
-class InFlight:
-    """A batch between its opening and its end."""
-
-    record: int
-    keys: list[Any]
-    slot: Any
-    keys_slot: Any
-    keys_offset: int
-    pass_index: int
-    epoch: int
-    seed: int
-    owner: int
-    pass_start: int
-    progress: Progress | None
-    retired: bool = False
 
 
 class Dispatcher:
@@ -117,11 +71,10 @@ class Dispatcher:
         self._order = order
         self._assignment = assignment
         self._keys = keys
-        self._discard = discard
+        self._leavings = Leavings(ledger, slots, keys, discard, order.bound, skips)
         self._timeout_s = timeout_s
         # Workers must stay until it is known which places nobody takes.
         self._one_pass = one_pass and (order.bound or not skips)
-        self._skips = skips
         self._fills_up = skips and not order.bound
         self._filled_up = False
         self._drops_short = drop_short and not order.bound
@@ -129,8 +82,6 @@ class Dispatcher:
         self._open: deque[InFlight] = deque()
         self._ahead: deque[InFlight] = deque()  # of the pass that is expected next
         self._recent: deque[InFlight] = deque()  # the last max_lag + 1 opened of this pass
-        self._delivered: list[InFlight] = []  # some of their samples are still running
-        self._cancelled: list[InFlight] = []
         self._batches: Iterator[list[Any]] = iter(())
         self._drawn: deque[list[Any]] = deque()
         self._expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None] = lambda: None
@@ -202,9 +153,8 @@ class Dispatcher:
         if not self._assignment.exact:
             for item in batches:
                 self._ledger.cancel(item.record)
-        self._cancelled.extend(batches)
+        self._leavings.cancel(batches)
         batches.clear()
-        self._sweep()
 
     def cancel_all(self) -> None:
         """Abandon everything in flight."""
@@ -220,10 +170,12 @@ class Dispatcher:
         self._exhausted = True
 
     def _open_pass(self, epoch: int, seed: int) -> None:
+        leavings = self._leavings
         while True:
             used = {
                 item.pass_index
-                for item in (*self._open, *self._ahead, *self._delivered, *self._cancelled)
+                for batches in (self._open, self._ahead, leavings.delivered, leavings.cancelled)
+                for item in batches
             }
             # Never the number of the last pass: it also tells a worker that a new one has begun.
             later = (self._pass[0] + 1 + i for i in range(NUM_PASSES - 1))
@@ -257,19 +209,14 @@ class Dispatcher:
             if found is not None:
                 self._open.remove(found)
                 flags, _, result, *_ = self._ledger.contents(found.record)
-                if not flags & (ENDED | SKIPPED):
-                    self._assignment.delivered(found.owner)
-                    return found
                 if flags & ENDED:
                     self._assignment.ended(found.owner)
-                else:
-                    self._assignment.delivered(found.owner)
-                    if not self._is_empty(found, result):
-                        return found
-                    self._account(found, dropped=True)
-                self._discard(found.record, found.slot)
-                self._delivered.append(found)
-                self._sweep()
+                    self._leavings.drop_empty(found)
+                    continue
+                self._assignment.delivered(found.owner)
+                if not flags & SKIPPED or not self._is_empty(found, result):
+                    return found
+                self._leavings.drop(found)
                 continue
             if self._fills_up and self._settled() and self._mend():
                 continue
@@ -298,7 +245,7 @@ class Dispatcher:
 
     def _settled(self) -> bool:
         """Whether all samples of the pass that are in flight have been run."""
-        in_flight = *self._open, *self._delivered
+        in_flight = *self._open, *self._leavings.delivered
         return bool(self._open) and all(self._ledger.settled(item.record) for item in in_flight)
 
     def _mend(self) -> bool:
@@ -316,22 +263,8 @@ class Dispatcher:
 
     def done(self, item: InFlight, batch_bytes: int) -> None:
         """Say that a batch has been read and its slot leased or released."""
-        self._account(item)
         self._window.observe(batch_bytes)
-        self._delivered.append(item)
-        self._sweep()
-
-    def _account(self, item: InFlight, dropped: bool = False) -> None:
-        """Tell what becomes of the samples that lie in a batch, and of its own that were skipped."""
-        progress = item.progress
-        assert progress is not None
-        occupants = self._ledger.occupants(item.record)
-        if self._order.bound and self._skips:
-            progress.skipped(self._ledger.skipped(item.record), item.pass_start)
-        if dropped:
-            progress.skipped(occupants, item.pass_start)
-        else:
-            progress.delivered(occupants, item.pass_start)
+        self._leavings.deliver(item)
 
     def _sleep(self, deadline: float | None, seen: int | None = None) -> None:
         # Without an open batch, room is waited for, which abandoned samples take up.
@@ -340,7 +273,7 @@ class Dispatcher:
             limit = min(limit, max(deadline - time.monotonic(), 0.0))
         self._pool.wait(self._gate.events if seen is None else seen, limit)
         self._pool.check()
-        self._sweep()
+        self._leavings.sweep()
 
     def _tell(self, flow: Flow) -> None:
         flow.ending = self._dry
@@ -455,35 +388,6 @@ class Dispatcher:
                 f"a batch of {count} samples is more than the {positions} that can be in flight: pass the "
                 "size of the largest batch as batch_size, or split it"
             )
-
-    def _sweep(self) -> None:
-        """Free the records of batches that are delivered, or cancelled, and that nobody works on any more."""
-        for item in self._delivered[:]:
-            if self._order.bound or self._ledger.settled(item.record):
-                self._delivered.remove(item)
-                if self._fills_up and item.progress is not None:
-                    item.progress.skipped(self._ledger.skipped(item.record), item.pass_start)
-                self._retire(item)
-        # Samples of a cancelled pass may take places in any of its batches, so it ends as a whole; and not before those
-        # samples have run whose own batch is delivered.
-        running = {item.pass_index for item in self._delivered}
-        if self._cancelled and all(
-            item.pass_index not in running
-            and self._ledger.settled(item.record)
-            and self._ledger.close(item.record)
-            for item in self._cancelled
-        ):
-            for item in self._cancelled:
-                self._discard(item.record, item.slot)
-                self._retire(item)
-            self._cancelled.clear()
-
-    def _retire(self, item: InFlight) -> None:
-        item.retired = True
-        self._ledger.retire(item.record)
-        if item.keys_slot is not None:
-            self._keys.drop(item.keys_offset)
-            self._slots.release(item.keys_slot)
 
 
 def _fitting(slot: Any, nbytes: int) -> int:

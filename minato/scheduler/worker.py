@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
-from minato.scheduler.failures import SKIP
-from minato.scheduler.fetch import Fetcher, StreamEnd, StreamFetcher
+from minato.scheduler.deliverer import Deliverer
+from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.leniency import Leniency
 from minato.scheduler.parking import Parking
 from minato.scheduler.parties import Sink
@@ -70,10 +69,10 @@ class Worker:
         sink.run_again = self._run_again
         self._read_keys = read_keys
         self._parking = parking
-        self._fast_first = fast_first
         self._whole_batches = whole_batches or fetcher.takes_lists or fetcher.keeps_state
         self._leniency = leniency
-        self._may_lack = parking is not None or leniency is not None
+        may_lack = parking is not None or leniency is not None
+        self._deliver = Deliverer(number, ledger, sink, fetcher, may_lack, fast_first)
         self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_line else _RUN_NS
         self._roster = roster
         self._idle_since = now_ns()
@@ -158,7 +157,7 @@ class Worker:
             self._run_list(fetcher, fetch, batch, first, count, epoch, given)
         elif bound:
             samples, error = self._run_lenient(fetcher, first + k, epoch, keys)
-            self._deliver_bound(batch, first + k, k, keys, samples, error, whole)
+            self._deliver.bound(batch, first + k, k, keys, samples, error, whole)
         else:
             self._run_unbound(fetcher, first + k, epoch, keys)
         busy_ns = self._end(count - (self._num_parked() - parked), started)
@@ -189,15 +188,15 @@ class Worker:
         samples, error = self._runner.resume(partial, epoch)
         self._ledger.note_costs(partial.position, self._runner.durations, 1)
         completed = 1 - len(self._runner.left)
+        self._park()
         cost_ns, position, key = self._runner.durations[0], partial.position, partial.key
         if error is not None and self._leniency is not None:
             sample, error = self._leniency.settle(position, epoch, key, error)
             samples = [] if error is not None else [sample]
         if bound:
-            self._deliver_bound(batch, position, k, [key], samples, error, False)
+            self._deliver.bound(batch, position, k, [key], samples, error, False)
         else:
-            self._park()
-            self._deliver(position, key, samples[0] if samples else None, error, cost_ns)
+            self._deliver.free(position, key, samples[0] if samples else None, error, cost_ns)
         self._end(completed, started)
 
     def _run(
@@ -213,6 +212,7 @@ class Worker:
         samples, error = runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
         if runner.usual_ns >= _WORTH_NOTING_NS:
             self._ledger.note_costs(position, runner.durations, len(samples))
+        self._park()
         return samples, error
 
     def _run_singly(
@@ -251,7 +251,6 @@ class Worker:
             # One call for all of them failed: which is the cause?
             samples, error = self._run_singly(fetcher, position, epoch, keys)
         while error is not None:
-            self._park()
             i = len(samples)
             sample, error = self._leniency.settle(position + i, epoch, keys[i], error)
             if error is None:
@@ -261,62 +260,6 @@ class Worker:
             else:
                 break
         return samples, error
-
-    def _deliver_bound(
-        self,
-        batch: int,
-        position: int,
-        k: int,
-        keys: list[Any],
-        samples: list[Any],
-        error: BaseException | None,
-        whole: bool,
-    ) -> None:
-        """Put samples in their own places and fill all of them at once."""
-        sink = self._sink
-        self._park()
-        if error is not None:
-            # The batch is lost, as with torch, which does not run the samples after a bad one either.
-            failed = len(samples)
-            state = self._state_after_error()
-            sink.write_error(batch, position + failed, error, keys[failed], state)
-        elif self._may_lack and any(map(_is_lacking, samples)):
-            self._deliver_pieces(batch, position, k, samples, whole)
-            return
-        elif whole and self._fetcher.keeps_state:
-            sink.write_collated(batch, samples)
-            sink.write_state(batch, position, self._state)
-        elif whole and (sink.collates or sink.holds):
-            sink.write_collated(batch, samples)
-        else:
-            sink.write_run(batch, k, position, samples)
-        sink.finished(batch, self._ledger.fill_run(self._number, batch, k, len(keys)))
-
-    def _deliver_pieces(
-        self, batch: int, position: int, k: int, samples: list[Any], whole: bool
-    ) -> None:
-        """The same for samples some of which are set aside or left out."""
-        sink, ledger = self._sink, self._ledger
-        complete = not any(type(sample) is Partial for sample in samples)
-        collated = complete and whole and (sink.collates or sink.holds)
-        if collated:
-            kept = [sample for sample in samples if sample is not SKIP]
-            if kept:
-                sink.write_collated(batch, kept)
-            else:
-                sink.write_nothing(batch)
-        first = 0
-        for lacking, piece in itertools.groupby(samples, _is_lacking):
-            run = list(piece)
-            end = first + len(run)
-            if not lacking:
-                if not collated:
-                    sink.write_run(batch, k + first, position + first, run)
-                sink.finished(batch, ledger.fill_run(self._number, batch, k + first, len(run)))
-            for i in range(first, end) if lacking else ():
-                if samples[i] is SKIP:
-                    sink.finished(batch, ledger.skip(self._number, position + i))
-            first = end
 
     def _park(self) -> None:
         """Set aside what was left."""
@@ -340,18 +283,9 @@ class Worker:
         if error is not None and self._leniency is not None:
             alone = list(keys)
             samples, error = self._run_lenient(fetcher, first, epoch, alone)
-            self._deliver_bound(batch, first, 0, alone, samples, error, True)
+            self._deliver.bound(batch, first, 0, alone, samples, error, True)
             return
-        if error is not None:
-            self._sink.write_error(batch, first, error, keys, self._state_after_error())
-        elif self._fetcher.keeps_state:
-            self._sink.write_collated(batch, results[0])
-            self._sink.write_state(batch, first, self._state)
-        elif self._sink.collates or type(results[0]) is not list or len(results[0]) != count:
-            self._sink.write_collated(batch, results[0])
-        else:
-            self._sink.write_run(batch, 0, first, results[0])
-        self._sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, count))
+        self._deliver.listed(batch, first, keys, count, results[0] if results else None, error)
 
     def _run_stream(
         self, stream: StreamFetcher, batch: int, first: int, this_pass: object, wanted: int
@@ -363,27 +297,7 @@ class Worker:
             return stream.take(count)
 
         batches, error = self._runner.run(first, 0, [wanted], fetch)
-        if error is None:
-            self._sink.write_batch(batch, batches[0])
-            if stream.keeps_state:
-                self._sink.write_state(batch, first, self._state)
-        elif isinstance(error, StreamEnd):
-            self._sink.write_end(first)
-        else:
-            self._sink.write_error(batch, first, error, None, self._state_after_error())
-        self._sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, 1))
-
-    def _state(self) -> tuple[int, Any, Any, bool]:
-        """The worker's number, the states of its dataset and iterator, whether that has ended."""
-        return (self._number, *self._fetcher.state())
-
-    def _state_after_error(self) -> tuple[int, Any, Any, bool] | None:
-        if not self._fetcher.keeps_state:
-            return None
-        try:
-            return self._state()
-        except Exception:
-            return None  # one error is enough
+        self._deliver.streamed(batch, first, batches[0] if batches else [], error)
 
     def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]) -> None:
         """Run samples that may go to any batch; so those after one that raised are run all the same."""
@@ -392,10 +306,9 @@ class Worker:
             # One call for all of them failed: which is the cause?
             samples, error = self._run_singly(fetcher, position, epoch, keys)
         while True:
-            self._park()
             done = len(samples)
             for i, sample in enumerate(samples):
-                self._deliver(position + i, keys[i], sample, None, self._runner.durations[i])
+                self._deliver.free(position + i, keys[i], sample, None, self._runner.durations[i])
             if error is not None:
                 cost_ns = self._runner.durations[done]
                 self._deliver_failed(position + done, epoch, keys[done], error, cost_ns)
@@ -412,27 +325,4 @@ class Worker:
         sample, left = None, error
         if error is not None and self._leniency is not None:
             sample, left = self._leniency.settle(position, epoch, key, error)
-        self._deliver(position, key, sample, left, cost_ns)
-
-    def _deliver(
-        self, position: int, key: Any, sample: Any, error: BaseException | None, cost_ns: int
-    ) -> None:
-        """Find a place for a sample, or for the error that it raised."""
-        ledger, sink = self._ledger, self._sink
-        if type(sample) is Partial:
-            return
-        if sample is SKIP:
-            batch = ledger.locate(position)[0]
-            sink.finished(batch, ledger.skip(self._number, position))
-            return
-        late = self._fast_first and cost_ns > ledger.slow_ns > 0
-        place, batch, k = ledger.reserve(self._number, position, late)
-        if error is None:
-            sink.write_run(batch, k, place, [sample])
-        else:
-            sink.write_error(batch, place, error, key)
-        sink.finished(batch, ledger.fill(self._number, position, place))
-
-
-def _is_lacking(sample: Any) -> bool:
-    return type(sample) is Partial or sample is SKIP
+        self._deliver.free(position, key, sample, left, cost_ns)

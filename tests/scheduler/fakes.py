@@ -10,7 +10,8 @@ from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato.scheduler.assignment import AnyWorker
-from minato.scheduler.dispatcher import Dispatcher, InFlight, Order
+from minato.scheduler.dispatcher import Dispatcher
+from minato.scheduler.in_flight import InFlight, Order
 from minato.scheduler.window import Window
 
 SLOT_BYTES = 1 << 16

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from minato.scheduler.dispatcher import Order
+from minato.scheduler.in_flight import Order
 from tests.scheduler.fakes import Bench
 
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]

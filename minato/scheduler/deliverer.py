@@ -1,0 +1,167 @@
+"""Where the results of a worker's samples go: to their places, in whole batches, or nowhere."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from minato._core.ledger import Ledger
+from minato.scheduler.failures import SKIP
+from minato.scheduler.fetch import Fetcher, StreamEnd, StreamFetcher
+from minato.scheduler.parties import Sink
+from minato.scheduler.stepper import Partial
+
+__all__ = ["Deliverer"]
+
+
+class Deliverer:
+    """Writes results, fills their places in the ledger, and collates the batches that are complete.
+
+    Args:
+        number: The worker's.
+        fetcher: Whose state goes with a batch, if it keeps one.
+        may_lack: Whether samples may be set aside or left out.
+        fast_first: Slow samples go to the newest batch, where they have no place of their own.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        ledger: Ledger,
+        sink: Sink,
+        fetcher: Fetcher | StreamFetcher,
+        may_lack: bool,
+        fast_first: bool,
+    ) -> None:
+        self._number = number
+        self._ledger = ledger
+        self._sink = sink
+        self._fetcher = fetcher
+        self._may_lack = may_lack
+        self._fast_first = fast_first
+
+    def bound(
+        self,
+        batch: int,
+        position: int,
+        k: int,
+        keys: list[Any],
+        samples: list[Any],
+        error: BaseException | None,
+        whole: bool,
+    ) -> None:
+        """Put samples in their own places and fill all of them at once."""
+        sink = self._sink
+        if error is not None:
+            # The batch is lost, as with torch, which does not run the samples after a bad one either.
+            failed = len(samples)
+            state = self._state_after_error()
+            sink.write_error(batch, position + failed, error, keys[failed], state)
+        elif self._may_lack and any(map(_is_lacking, samples)):
+            self._pieces(batch, position, k, samples, whole)
+            return
+        elif whole and self._fetcher.keeps_state:
+            sink.write_collated(batch, samples)
+            sink.write_state(batch, position, self._state)
+        elif whole and (sink.collates or sink.holds):
+            sink.write_collated(batch, samples)
+        else:
+            sink.write_run(batch, k, position, samples)
+        sink.finished(batch, self._ledger.fill_run(self._number, batch, k, len(keys)))
+
+    def _pieces(self, batch: int, position: int, k: int, samples: list[Any], whole: bool) -> None:
+        """The same for samples some of which are set aside or left out."""
+        sink, ledger = self._sink, self._ledger
+        complete = not any(type(sample) is Partial for sample in samples)
+        collated = complete and whole and (sink.collates or sink.holds)
+        if collated:
+            kept = [sample for sample in samples if sample is not SKIP]
+            if kept:
+                sink.write_collated(batch, kept)
+            else:
+                sink.write_nothing(batch)
+        first = 0
+        for lacking, piece in itertools.groupby(samples, _is_lacking):
+            run = list(piece)
+            end = first + len(run)
+            if not lacking:
+                if not collated:
+                    sink.write_run(batch, k + first, position + first, run)
+                sink.finished(batch, ledger.fill_run(self._number, batch, k + first, len(run)))
+            for i in range(first, end) if lacking else ():
+                if samples[i] is SKIP:
+                    sink.finished(batch, ledger.skip(self._number, position + i))
+            first = end
+
+    def listed(
+        self,
+        batch: int,
+        first: int,
+        keys: Sequence[Any],
+        count: int,
+        result: Any,
+        error: BaseException | None,
+    ) -> None:
+        """Deliver a whole batch that one call of the dataset gave, which may be anything."""
+        sink = self._sink
+        if error is not None:
+            sink.write_error(batch, first, error, keys, self._state_after_error())
+        elif self._fetcher.keeps_state:
+            sink.write_collated(batch, result)
+            sink.write_state(batch, first, self._state)
+        elif sink.collates or type(result) is not list or len(result) != count:
+            sink.write_collated(batch, result)
+        else:
+            sink.write_run(batch, 0, first, result)
+        sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, count))
+
+    def streamed(
+        self, batch: int, place: int, samples: list[Any], error: BaseException | None
+    ) -> None:
+        """Deliver a batch of a stream, or its end."""
+        sink = self._sink
+        if error is None:
+            sink.write_batch(batch, samples)
+            if self._fetcher.keeps_state:
+                sink.write_state(batch, place, self._state)
+        elif isinstance(error, StreamEnd):
+            sink.write_end(place)
+        else:
+            sink.write_error(batch, place, error, None, self._state_after_error())
+        sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, 1))
+
+    def free(
+        self, position: int, key: Any, sample: Any, error: BaseException | None, cost_ns: int
+    ) -> None:
+        """Find a place for a sample, or for the error that it raised; one that was set aside has time."""
+        ledger, sink = self._ledger, self._sink
+        if type(sample) is Partial:
+            return
+        if sample is SKIP:
+            batch = ledger.locate(position)[0]
+            sink.finished(batch, ledger.skip(self._number, position))
+            return
+        late = self._fast_first and cost_ns > ledger.slow_ns > 0
+        place, batch, k = ledger.reserve(self._number, position, late)
+        if error is None:
+            sink.write_run(batch, k, place, [sample])
+        else:
+            sink.write_error(batch, place, error, key)
+        sink.finished(batch, ledger.fill(self._number, position, place))
+
+    def _state(self) -> tuple[int, Any, Any, bool]:
+        """The worker's number, the states of its dataset and iterator, whether that has ended."""
+        return (self._number, *self._fetcher.state())
+
+    def _state_after_error(self) -> tuple[int, Any, Any, bool] | None:
+        if not self._fetcher.keeps_state:
+            return None
+        try:
+            return self._state()
+        except Exception:
+            return None  # one error is enough
+
+
+def _is_lacking(sample: Any) -> bool:
+    return type(sample) is Partial or sample is SKIP
