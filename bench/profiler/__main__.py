@@ -55,7 +55,7 @@ class Measured:
     def __init__(self, load: Load, speed: float) -> None:
         dataset, transforms = load.make(speed)
         self.samples = load.samples
-        self.loader = DataLoader(
+        self.loader: DataLoader[Any] = DataLoader(
             dataset,
             BATCH_SIZE,
             shuffle=True,  # by an order that is not known before, so that no epoch begins in the one before it
@@ -129,10 +129,10 @@ def main(arguments: list[str] | None = None) -> int:
         "",
         "Written by `python -m bench.profiler --out docs/benchmarks`. One worker process loads the same samples with",
         "and without its measurements (histograms of the whole, the dataset, each transform, bytes and processor time,",
-        f"and the threshold that follows them), in turn: {rounds} pairs of processes, {pairs} epochs of each. The",
-        "figure is the processor time of worker and training process together: it says what is spent, while the time on",
-        "the clock would say who else used the machine. What measuring adds is the median over the epochs of a pair, then",
-        "the mean over the pairs, with the 95 % interval of that mean by resampling.",
+        f"and what is made of them), in turn: {rounds} pairs of processes, {pairs} epochs of each. The figure is the",
+        "processor time of worker and training process together: it says what is spent, while the time on the clock would",
+        "say who else used the machine. What measuring adds is the median over the epochs of a pair, then the mean over",
+        "the pairs, with the 95 % interval of that mean by resampling.",
         "",
         "| cost of a sample, µs | transforms | processor time per sample, µs | measuring adds | 95 % interval |",
         "|---|---|---|---|---|",

@@ -18,7 +18,7 @@ _PROBES = 16
 """Samples that are watched for draws at first."""
 _WORTH_BINDING_NS = 50_000
 """Samples that cost more are always bound: it takes about a microsecond."""
-_WORTH_MEASURING_NS = 500_000
+_WORTH_MEASURING_NS = 1_000_000
 """The stages of dearer samples are always timed, which takes about three microseconds."""
 _MEASURE_EVERY = 32
 """Of cheaper samples, so many leases have one whose stages are."""
