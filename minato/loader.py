@@ -28,8 +28,10 @@ from minato.scheduler.failures import SampleFailure
 from minato.scheduler.fetch import Fetcher
 from minato.scheduler.replicas import Replicas
 from minato.scheduler.scaling import Staffing
+from minato.slow_samples import SlowSamples
 from minato.source.epochs import tell_epoch
 from minato.source.passes import SeededSampler
+from minato.source.prediction import CostByIndex, Predictor
 from minato.source.progress import Coverage
 from minato.source.replay import RecordedOrder
 from minato.source.run import Course, Run, is_stream
@@ -273,6 +275,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """
         return self._course.coverage()
 
+    def slow_samples(self) -> SlowSamples:
+        """Which samples are slow, where they lay in the newest iterator's batches, and how well they were foretold."""
+        return SlowSamples.of(self._experience, self._course.lateness())
+
     def reproduce(self, index: Any, epoch: int | None = None, seed: int | None = None) -> Any:
         """Load one sample in this process as a worker did, random numbers included.
 
@@ -363,17 +369,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def _in_threads(self) -> bool:
         return self.num_workers > 0 and self._options.worker_method == "thread"
 
-    def _spare_arena(self) -> Arena:
-        """The arena of an iterator that is gone, if it is of the right kind and this process's own."""
-        shared = self.num_workers > 0 and not self._in_threads
-        while self._spare_arenas:
-            arena = self._spare_arenas.pop()
-            if (arena.shared, arena.owner) == (shared, os.getpid()):
-                return arena
-        return Arena(shared=shared)
-
     def _make_engine(self, base_seed: int) -> Engine:
-        arena = self._spare_arena()
+        arena = Arena.spare(self._spare_arenas, self.num_workers > 0 and not self._in_threads)
         num_workers = most_workers = self.num_workers
         if self._experience.staffing is not None:
             num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
@@ -397,4 +394,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def _no_experience(self, num_workers: int) -> Experience:
         least, most = self._options.min_workers, self._options.max_workers
-        return Experience(staffing=Staffing.of(self._options.controller, num_workers, least, most))
+        known = Predictor() if self._chain.plans else CostByIndex()
+        return Experience(
+            known, staffing=Staffing.of(self._options.controller, num_workers, least, most)
+        )

@@ -3,7 +3,7 @@
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
 ``integrations`` and ``sources`` know no stage; only ``engine.py``, ``loader.py``, ``memory.py``,
-``patching.py``, ``plan.py``, ``pools.py``, ``workplace.py`` and the package itself know all.
+``patching.py``, ``plan.py``, ``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package itself know all.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ WIRING = {
     "patching",
     "plan",
     "pools",
+    "slow_samples",
     "workplace",
 }
 OPTIONAL = {"matplotlib", "nilearn", "rich"}

@@ -63,6 +63,15 @@ class Arena:
         self._needed = 0.0
         self.num_slots = 0
 
+    @classmethod
+    def spare(cls, arenas: list[Arena], shared: bool) -> Arena:
+        """One of these, if it is of the right kind and this process's own, else a new one; the others are dropped."""
+        while arenas:
+            arena = arenas.pop()
+            if (arena.shared, arena.owner) == (shared, os.getpid()):
+                return arena
+        return cls(shared=shared)
+
     @property
     def num_leased(self) -> int:
         """Slots whose batches are still alive in the user's hands."""

@@ -232,6 +232,10 @@ class Runner:
             samples += last
         return samples, error
 
+    def has_slow(self, count: int, slow_ns: int) -> bool:
+        """Whether one of the first ``count`` samples that ran last took longer than that; 0: none does."""
+        return slow_ns > 0 and max(self.durations[:count], default=0) > slow_ns
+
     def _record(self, samples: list[Any]) -> None:
         """Record what complete samples have cost."""
         self.durations[0] += self.ahead_ns
