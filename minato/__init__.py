@@ -15,6 +15,7 @@ from minato.errors import (
     WorkerDiedError,
 )
 from minato.loader import DataLoader
+from minato.options import PaperController
 from minato.patching import patch, unpatch
 from minato.scheduler.failures import SKIP, SampleFailure
 
@@ -25,6 +26,7 @@ __all__ = [
     "ErrorBudgetError",
     "MinatoError",
     "NotPicklableError",
+    "PaperController",
     "SampleFailure",
     "SampleTimeoutError",
     "WorkerDiedError",

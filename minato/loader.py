@@ -22,7 +22,7 @@ from minato.chain.rng import SampleRandomness
 from minato.delivery.iterator import BatchIterator
 from minato.engine import Engine, Experience
 from minato.integrations.lightning import counts_batches
-from minato.options import Options
+from minato.options import Options, PaperController
 from minato.plan import Plan, Unbound
 from minato.scheduler.failures import SampleFailure
 from minato.scheduler.fetch import Fetcher
@@ -92,7 +92,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         min_workers, max_workers: Let the number of workers change between these while the loader is in use, beginning
             with ``num_workers``: up while the loop waits and more of them help, down while they idle.
             ``num_workers="auto"`` begins with one per core, 12 at most.
-        controller: What decides it: ``"corrected"``, or ``"paper"`` for the MinatoLoader paper's formulas as printed.
+        controller: What decides it: ``"corrected"``, or the MinatoLoader paper's formulas as printed: ``"paper"``, or
+            :class:`minato.PaperController` with constants of your own.
         slow_percentile: Samples that cost more than this percentile of all are slow (75); nothing is where costs differ
             little.
         slow_after_s: Or those that take longer than so many seconds.
@@ -145,7 +146,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         replay_order: str | os.PathLike[str] | None = None,
         min_workers: int | None = None,
         max_workers: int | None = None,
-        controller: str = "corrected",
+        controller: str | PaperController = "corrected",
         slow_percentile: float | None = None,
         slow_after_s: float | None = None,
         profile: str | os.PathLike[str] | None = None,
@@ -393,8 +394,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         return run
 
     def _no_experience(self, num_workers: int) -> Experience:
-        least, most = self._options.min_workers, self._options.max_workers
+        options = self._options
         known = Predictor() if self._chain.plans else CostByIndex()
-        return Experience(
-            known, staffing=Staffing.of(self._options.controller, num_workers, least, most)
-        )
+        limits = options.min_workers, options.max_workers
+        return Experience(known, staffing=Staffing.of(options.controller, num_workers, *limits))
