@@ -14,6 +14,7 @@ from minato.errors import (
     SampleTimeoutError,
     WorkerDiedError,
 )
+from minato.fetching import Fetching
 from minato.loader import DataLoader
 from minato.options import PaperController
 from minato.patching import patch, unpatch
@@ -24,6 +25,7 @@ __all__ = [
     "CoverageError",
     "DataLoader",
     "ErrorBudgetError",
+    "Fetching",
     "MinatoError",
     "NotPicklableError",
     "PaperController",

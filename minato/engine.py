@@ -18,9 +18,11 @@ from minato._core.wait import Gate
 from minato.assembler.arena import Arena
 from minato.assembler.reader import BatchReader
 from minato.assembler.transport import LocalStore, SharedStore
+from minato.chain.chain import Chain
 from minato.chain.plans import planner
 from minato.errors import ErrorBudgetError
 from minato.memory import Memory
+from minato.options import Options
 from minato.plan import Plan
 from minato.pools import make_pool
 from minato.scheduler.assignment import AnyWorker, RoundRobin
@@ -34,8 +36,9 @@ from minato.scheduler.policy import Decision, TimeoutPolicy
 from minato.scheduler.replicas import Replicas
 from minato.scheduler.roster import Roster
 from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
+from minato.scheduler.traffic import Traffic
 from minato.scheduler.window import Window
-from minato.source.prediction import CostByIndex
+from minato.source.prediction import CostByIndex, Predictor
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
 from minato.workplace import Workplace
@@ -67,6 +70,13 @@ class Experience:
     decision: Decision = TimeoutPolicy().decision
     staffing: Staffing | None = None
 
+    @classmethod
+    def of(cls, options: Options, chain: Chain, num_workers: int) -> Experience:
+        """What a new loader knows."""
+        limits = options.min_workers, options.max_workers
+        known = Predictor() if chain.plans else CostByIndex()
+        return cls(known, staffing=Staffing.of(options.controller, num_workers, *limits))
+
 
 class Engine:
     """Workers, their shared memory, and the consumer's end of it.
@@ -87,7 +97,8 @@ class Engine:
         in_processes = plan.num_workers > 0 and plan.worker_method == "process"
         meters_nbytes = sizes[0] * Meters.nbytes(len(plan.chain))
         roster_offset = ledger_nbytes + meters_nbytes
-        segment = Segment(roster_offset + Roster.NBYTES, shared=in_processes)
+        traffic_offset = roster_offset + Roster.NBYTES
+        segment = Segment(traffic_offset + Traffic.nbytes(sizes[0]), shared=in_processes)
         self.ledger = Ledger(segment.array, sizes, segment.descriptor)
         ready = Gate(segment.array, self.ledger.ready_gate_offset)
         store = SharedStore(self.arena.segment) if in_processes else LocalStore()
@@ -96,6 +107,7 @@ class Engine:
             segment,
             ledger_nbytes,
             roster_offset,
+            traffic_offset,
             self.arena.segment,
             store,
             policy=plan.policy,
@@ -127,7 +139,8 @@ class Engine:
             # delivered by then: else nothing would keep it from being in time.
             None if plan.order.bound else plan.order.max_lag,
             # Batches that hold as many samples as all workers read at once.
-            -(-plan.num_workers * plan.fetch_concurrency // plan.largest_batch),
+            -(-plan.num_workers * plan.fetching.concurrency // plan.largest_batch),
+            plan.fetching.slow_start,
         )
         self._scaler: Scaler | None = None
         flow: Flow | None = None

@@ -16,29 +16,30 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minato._standin import StandIn, TorchDataLoader
 from minato._stateful import is_stateful
-from minato.assembler.arena import Arena
+from minato.assembler.arena import SpareArenas
+from minato.cached import check_cache
+from minato.caching.base import Cache
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.delivery.iterator import BatchIterator
 from minato.engine import Engine, Experience
+from minato.fetching import Fetching
 from minato.integrations.lightning import counts_batches
 from minato.options import Options, PaperController
 from minato.plan import Plan, Unbound
 from minato.scheduler.failures import SampleFailure
 from minato.scheduler.fetch import Fetcher
 from minato.scheduler.replicas import Replicas
-from minato.scheduler.scaling import Staffing
 from minato.slow_samples import SlowSamples
 from minato.source.epochs import tell_epoch
 from minato.source.passes import SeededSampler
-from minato.source.prediction import CostByIndex, Predictor
 from minato.source.progress import Coverage
 from minato.source.replay import RecordedOrder
 from minato.source.run import Course, Run, is_stream
 
 __all__ = ["DataLoader"]
 
-_OWN = ("transforms", *(field.name for field in fields(Options)))
+_OWN = ("transforms", "cache", *(field.name for field in fields(Options)))
 """Attributes that hold minato's own arguments; code that makes one loader from another's attributes finds them."""
 
 T_co = TypeVar("T_co", covariant=True)
@@ -73,7 +74,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             with iterable and stateful datasets and ``round_robin``, whose workers hold state that would be lost.
         fetch_concurrency: How many samples each worker reads at once, for datasets that wait for a disk, a database or
             a network: ``dataset[i]`` in so many threads or, if the dataset has ``async def __aget__(self, i)``, as
-            coroutines of one thread. The transforms run one after the other in the worker's main thread.
+            coroutines of one thread. The transforms run one after the other in the worker's main thread. A
+            :class:`minato.Fetching` says more: limits for all workers, a slow start, second requests.
+        cache: A ``minato.caching.DiskCache`` or ``MemoryCache``, which keeps samples after the first of the transforms;
+            later epochs take them from there, without reading or transforming them again.
         on_error: What becomes of a sample that raises. ``"raise"``: its batch does, as with torch. ``"skip"``: it is
             left out. ``"retry"``: it is tried again, and raises if that does not help. A function, called in the
             worker with a :class:`minato.SampleFailure`: what it returns takes the place of the sample, ``minato.SKIP``
@@ -136,7 +140,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         rng: str | None = None,
         schedule: str = "dynamic",
         on_worker_death: str = "restart",
-        fetch_concurrency: int = 1,
+        fetch_concurrency: int | Fetching = 1,
+        cache: Cache | None = None,
         on_error: str | Callable[[SampleFailure], Any] = "raise",
         retries: int | None = None,
         error_budget: float | None = None,
@@ -188,12 +193,13 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         )
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
-        vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag)
+        check_cache(cache, self._options, self._chain, dataset, num_workers, persistent_workers)
+        vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag, cache=cache)
         self._course = Course()
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._foretells = True
-        self._spare_arenas: list[Arena] = []
-        self._experience = self._no_experience(num_workers)
+        self._spare_arenas = SpareArenas()
+        self._experience = Experience.of(self._options, self._chain, num_workers)
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
             shuffle, sampler = None, SeededSampler(dataset, seed)
@@ -320,8 +326,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy must not write to the same arenas; what was measured is not worth sending.
-        fresh = self._no_experience(self.num_workers)
-        return {**self.__dict__, "_spare_arenas": [], "_experience": fresh}
+        fresh = Experience.of(self._options, self._chain, self.num_workers)
+        return {**self.__dict__, "_spare_arenas": SpareArenas(), "_experience": fresh}
 
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
         """A loader with torch's arguments as given, and all others as this one's.
@@ -332,7 +338,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
         kept = ("_options", "_chain", "_replay", *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
-        loader._experience = loader._no_experience(loader.num_workers)
+        loader._experience = Experience.of(self._options, self._chain, loader.num_workers)
         loader._course = self._course.twin()
         return loader
 
@@ -371,7 +377,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         return self.num_workers > 0 and self._options.worker_method == "thread"
 
     def _make_engine(self, base_seed: int) -> Engine:
-        arena = Arena.spare(self._spare_arenas, self.num_workers > 0 and not self._in_threads)
+        arena = self._spare_arenas.take(shared=self.num_workers > 0 and not self._in_threads)
         num_workers = most_workers = self.num_workers
         if self._experience.staffing is not None:
             num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
@@ -392,9 +398,3 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 before = Replicas(self._most_replicas, lasting, state)
             course.last.replicas = before  # persistent workers go on as they are
         return run
-
-    def _no_experience(self, num_workers: int) -> Experience:
-        options = self._options
-        known = Predictor() if self._chain.plans else CostByIndex()
-        limits = options.min_workers, options.max_workers
-        return Experience(known, staffing=Staffing.of(options.controller, num_workers, *limits))

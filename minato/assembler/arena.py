@@ -12,7 +12,7 @@ import numpy as np
 
 from minato._core.segment import Segment
 
-__all__ = ["Arena", "Slot"]
+__all__ = ["Arena", "Slot", "SpareArenas"]
 
 _RESERVE_BYTES = 1 << 40
 """Address space of an arena: 1 TiB leaves room for a hundred loaders in 47 bits. It takes no memory."""
@@ -62,15 +62,6 @@ class Arena:
         self._leases: dict[int, weakref.ref[Any]] = {}  # by the slot's start
         self._needed = 0.0
         self.num_slots = 0
-
-    @classmethod
-    def spare(cls, arenas: list[Arena], shared: bool) -> Arena:
-        """One of these, if it is of the right kind and this process's own, else a new one; the others are dropped."""
-        while arenas:
-            arena = arenas.pop()
-            if (arena.shared, arena.owner) == (shared, os.getpid()):
-                return arena
-        return cls(shared=shared)
 
     @property
     def num_leased(self) -> int:
@@ -130,3 +121,19 @@ class Arena:
             slot = self._warm.popleft()
             self.segment.discard(slot.start, min(slot.end, slot.start + written))
             self._cold.append(slot)
+
+
+class SpareArenas(list[Arena]):
+    """Arenas of iterators that are gone, whose pages are warm."""
+
+    def take(self, shared: bool) -> Arena:
+        """One of this process's own, or a new one.
+
+        Args:
+            shared: Whether worker processes write to it.
+        """
+        while self:
+            arena = self.pop()
+            if (arena.shared, arena.owner) == (shared, os.getpid()):
+                return arena
+        return Arena(shared=shared)
