@@ -16,6 +16,7 @@ from minato.errors import (
 )
 from minato.fetching import Fetching
 from minato.loader import DataLoader
+from minato.options import PaperController
 from minato.patching import patch, unpatch
 from minato.scheduler.failures import SKIP, SampleFailure
 
@@ -27,6 +28,7 @@ __all__ = [
     "Fetching",
     "MinatoError",
     "NotPicklableError",
+    "PaperController",
     "SampleFailure",
     "SampleTimeoutError",
     "WorkerDiedError",

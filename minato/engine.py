@@ -18,24 +18,27 @@ from minato._core.wait import Gate
 from minato.assembler.arena import Arena
 from minato.assembler.reader import BatchReader
 from minato.assembler.transport import LocalStore, SharedStore
+from minato.chain.chain import Chain
+from minato.chain.plans import planner
 from minato.errors import ErrorBudgetError
 from minato.memory import Memory
+from minato.options import Options
 from minato.plan import Plan
 from minato.pools import make_pool
 from minato.scheduler.assignment import AnyWorker, RoundRobin
 from minato.scheduler.dispatcher import Dispatcher
 from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
-from minato.scheduler.foresight import Foresight, Record
+from minato.scheduler.foresight import CostModel, Foresight, Record
 from minato.scheduler.local import InlinePool
 from minato.scheduler.parties import Progress
-from minato.scheduler.policy import TimeoutPolicy
+from minato.scheduler.policy import Decision, TimeoutPolicy
 from minato.scheduler.replicas import Replicas
 from minato.scheduler.roster import Roster
 from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
 from minato.scheduler.traffic import Traffic
 from minato.scheduler.window import Window
-from minato.source.prediction import CostByIndex
+from minato.source.prediction import CostByIndex, Predictor
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
 from minato.workplace import Workplace
@@ -57,13 +60,22 @@ class Experience:
         known: What each sample cost in earlier epochs.
         foresight: How good the expectations were.
         costs: Service times in ns of late.
+        decision: Which samples are slow, as of the last look.
         staffing: How many workers help; None: all of them work.
     """
 
-    known: CostByIndex = field(default_factory=CostByIndex)
+    known: CostModel = field(default_factory=CostByIndex)
     foresight: Record = field(default_factory=Record)
     costs: Histogram | None = None
+    decision: Decision = TimeoutPolicy().decision
     staffing: Staffing | None = None
+
+    @classmethod
+    def of(cls, options: Options, chain: Chain, num_workers: int) -> Experience:
+        """What a new loader knows."""
+        limits = options.min_workers, options.max_workers
+        known = Predictor() if chain.plans else CostByIndex()
+        return cls(known, staffing=Staffing.of(options.controller, num_workers, *limits))
 
 
 class Engine:
@@ -111,7 +123,11 @@ class Engine:
         self._foresight: Foresight | None = None
         if plan.foresees:
             self._foresight = Foresight(
-                self.ledger, experience.known, experience.foresight, plan.num_workers
+                self.ledger,
+                experience.known,
+                experience.foresight,
+                plan.num_workers,
+                planner(plan.chain.steps) if plan.seeds_samples else None,
             )
             if experience.costs is not None:
                 self._foresight.mean_ns = experience.costs.mean
@@ -175,7 +191,8 @@ class Engine:
         self._started_ns = now_ns()
         self.timeouts = TimeoutPolicy(plan.slow, experience.costs)
         """Decides which samples are slow."""
-        self.ledger.slow_ns = self.timeouts.decision.threshold_ns
+        experience.decision = self.timeouts.decision
+        self.ledger.slow_ns = experience.decision.threshold_ns
         self._looked_ns = self._started_ns
         self._parts_slow = self._foresight is not None or plan.order.name == "fast_first"
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
@@ -266,7 +283,8 @@ class Engine:
         self._looked_ns, elapsed_s = now, (now - self._started_ns) / 1e9
         if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
-            self.ledger.slow_ns = self.timeouts.observe(times, elapsed_s).threshold_ns
+            self._experience.decision = self.timeouts.observe(times, elapsed_s)
+            self.ledger.slow_ns = self._experience.decision.threshold_ns
             self._experience.costs = self.timeouts.recent
             if self._foresight is not None:
                 self._foresight.mean_ns = self.timeouts.recent.mean
@@ -279,7 +297,7 @@ class Engine:
             self.shut_down()
             if self._sent is not None:
                 _pickling.advise(error)
-                _pickling.check_picklable("transforms", self._sent.chain.steps)
+                _pickling.check_picklable("transforms", self._sent.chain.transforms)
                 for name in ("dataset", "collate_fn", "worker_init_fn"):
                     _pickling.check_picklable(name, getattr(self._sent, name))
             raise

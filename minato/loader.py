@@ -25,12 +25,12 @@ from minato.delivery.iterator import BatchIterator
 from minato.engine import Engine, Experience
 from minato.fetching import Fetching
 from minato.integrations.lightning import counts_batches
-from minato.options import Options
+from minato.options import Options, PaperController
 from minato.plan import Plan, Unbound
 from minato.scheduler.failures import SampleFailure
 from minato.scheduler.fetch import Fetcher
 from minato.scheduler.replicas import Replicas
-from minato.scheduler.scaling import Staffing
+from minato.slow_samples import SlowSamples
 from minato.source.epochs import tell_epoch
 from minato.source.passes import SeededSampler
 from minato.source.progress import Coverage
@@ -96,7 +96,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         min_workers, max_workers: Let the number of workers change between these while the loader is in use, beginning
             with ``num_workers``: up while the loop waits and more of them help, down while they idle.
             ``num_workers="auto"`` begins with one per core, 12 at most.
-        controller: What decides it: ``"corrected"``, or ``"paper"`` for the MinatoLoader paper's formulas as printed.
+        controller: What decides it: ``"corrected"``, or the MinatoLoader paper's formulas as printed: ``"paper"``, or
+            :class:`minato.PaperController` with constants of your own.
         slow_percentile: Samples that cost more than this percentile of all are slow (75); nothing is where costs differ
             little.
         slow_after_s: Or those that take longer than so many seconds.
@@ -150,7 +151,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         replay_order: str | os.PathLike[str] | None = None,
         min_workers: int | None = None,
         max_workers: int | None = None,
-        controller: str = "corrected",
+        controller: str | PaperController = "corrected",
         slow_percentile: float | None = None,
         slow_after_s: float | None = None,
         profile: str | os.PathLike[str] | None = None,
@@ -198,7 +199,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._foretells = True
         self._spare_arenas = SpareArenas()
-        self._experience = self._no_experience(num_workers)
+        self._experience = Experience.of(self._options, self._chain, num_workers)
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
             shuffle, sampler = None, SeededSampler(dataset, seed)
@@ -281,6 +282,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """
         return self._course.coverage()
 
+    def slow_samples(self) -> SlowSamples:
+        """Which samples are slow, where they lay in the newest iterator's batches, and how well they were foretold."""
+        return SlowSamples.of(self._experience, self._course.lateness())
+
     def reproduce(self, index: Any, epoch: int | None = None, seed: int | None = None) -> Any:
         """Load one sample in this process as a worker did, random numbers included.
 
@@ -321,7 +326,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy must not write to the same arenas; what was measured is not worth sending.
-        fresh = self._no_experience(self.num_workers)
+        fresh = Experience.of(self._options, self._chain, self.num_workers)
         return {**self.__dict__, "_spare_arenas": SpareArenas(), "_experience": fresh}
 
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
@@ -333,7 +338,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
         kept = ("_options", "_chain", "_replay", *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
-        loader._experience = loader._no_experience(loader.num_workers)
+        loader._experience = Experience.of(self._options, self._chain, loader.num_workers)
         loader._course = self._course.twin()
         return loader
 
@@ -393,7 +398,3 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 before = Replicas(self._most_replicas, lasting, state)
             course.last.replicas = before  # persistent workers go on as they are
         return run
-
-    def _no_experience(self, num_workers: int) -> Experience:
-        least, most = self._options.min_workers, self._options.max_workers
-        return Experience(staffing=Staffing.of(self._options.controller, num_workers, least, most))

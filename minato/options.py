@@ -9,7 +9,7 @@ from typing import Any, cast
 from minato._machine import available_cores
 from minato.fetching import Fetching
 
-__all__ = ["Options"]
+__all__ = ["Options", "PaperController"]
 
 ORDERS = ("strict", "batch", "arrival", "fast_first")
 DEFAULT_RETRIES = 2
@@ -22,6 +22,40 @@ _MOST_AT_FIRST = 12
 _WAITING_PER_CORE, _MOST_WAITING = 8, 32
 """The default of ``max_workers`` where there are few cores: for workers that wait for a disk or a network."""
 _INT64 = 1 << 63
+
+
+@dataclass(frozen=True)
+class PaperController:
+    """The worker controller of the MinatoLoader paper with constants of your own: ``controller=PaperController(...)``.
+
+    Every period the number of workers changes by α (1 - ready batches / batches in flight) + β (processor use - θ).
+
+    Attributes:
+        alpha: Weight of the empty part of the queue; the paper does not say.
+        beta: Weight of the processor's use above ``theta``; the paper does not say.
+        theta: The use of the processor that is aimed at, from 0 to 1.
+        clip: Largest change per period, both ways.
+        smoothing: Weight of the latest period in the moving average of the queue, above 0 and up to 1.
+
+    Raises:
+        ValueError: A value is not possible.
+    """
+
+    alpha: float = 2.0
+    beta: float = 2.0
+    theta: float = 0.7
+    clip: float = 2.0
+    smoothing: float = 0.3
+
+    def __post_init__(self) -> None:
+        if min(self.alpha, self.beta, self.clip) < 0:
+            raise ValueError(
+                f"alpha={self.alpha}, beta={self.beta} and clip={self.clip} must not be below 0"
+            )
+        if not 0 <= self.theta <= 1:
+            raise ValueError(f"theta={self.theta} is not between 0 and 1")
+        if not 0 < self.smoothing <= 1:
+            raise ValueError(f"smoothing={self.smoothing} is not above 0 and up to 1")
 
 
 @dataclass(frozen=True)
@@ -46,7 +80,7 @@ class Options:
         quarantine: Path of the file that keeps failures, or None.
         sample_timeout_s: Seconds that a sample may take, or None.
         min_workers, max_workers: Limits of a changing number of workers, both None for a fixed one.
-        controller: ``corrected`` or ``paper``.
+        controller: ``corrected``, ``paper``, or the latter with constants.
         slow_percentile: Of the costs of samples, from which on they are slow.
         slow_after_s: The same in seconds, or None.
         profile: Folder that keeps what samples cost, or None.
@@ -70,7 +104,7 @@ class Options:
     sample_timeout_s: float | None
     min_workers: int | None
     max_workers: int | None
-    controller: str
+    controller: str | PaperController
     slow_percentile: float
     slow_after_s: float | None
     profile: str | None
@@ -107,7 +141,7 @@ class Options:
         num_workers: int | str,
         min_workers: int | None,
         max_workers: int | None,
-        controller: str,
+        controller: str | PaperController,
         slow_percentile: float | None,
         slow_after_s: float | None,
         profile: Any,
@@ -129,7 +163,8 @@ class Options:
         _check_budget(error_budget)
         if quarantine is not None:
             quarantine = os.fspath(quarantine)
-        _choice("controller", controller, ("corrected", "paper"))
+        if not isinstance(controller, PaperController):
+            _choice("controller", controller, ("corrected", "paper"))
         _check_slow(slow_percentile, slow_after_s)
         _whole("min_workers", min_workers, 1)
         _whole("max_workers", max_workers, 1)

@@ -3,7 +3,8 @@
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
 ``caching``, ``integrations`` and ``sources`` know no stage; only ``cached.py``, ``engine.py``, ``loader.py``,
-``memory.py``, ``patching.py``, ``plan.py``, ``pools.py``, ``workplace.py`` and the package itself know all.
+``memory.py``, ``patching.py``, ``plan.py``, ``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package
+itself know all.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ WIRING = {
     "patching",
     "plan",
     "pools",
+    "slow_samples",
     "workplace",
 }
 OPTIONAL = {"diskcache", "matplotlib", "nilearn", "rich"}

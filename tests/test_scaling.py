@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 from torch.utils.data import IterableDataset
 
-from minato import DataLoader
+from minato import DataLoader, PaperController
 from minato.scheduler import scaling
 from minato.scheduler.controller import CONTROLLERS, ControllerState
 from tests.datasets import Numbers, Sleepy, flat, indices, worker_number
@@ -261,3 +261,19 @@ def test_streams_have_a_fixed_number():
 def test_the_papers_controller_can_be_had():
     loader = DataLoader(Numbers(200), 4, num_workers=2, max_workers=4, controller="paper")
     assert flat(indices(loader)) == list(range(200))
+
+
+def test_the_papers_constants_can_be_chosen():
+    mine = PaperController(alpha=0.5, beta=3, theta=0.9, clip=1, smoothing=1.0)
+    loader = DataLoader(Numbers(200), 4, num_workers=2, max_workers=4, controller=mine)
+    staffing = loader._experience.staffing
+    assert staffing.controller == "paper"
+    settings = staffing.settings
+    assert (settings.least, settings.most, settings.alpha, settings.beta) == (1, 4, 0.5, 3)
+    assert (settings.theta, settings.clip, settings.smoothing) == (0.9, 1, 1.0)
+    assert sorted(flat(indices(loader))) == list(range(200))
+    for wrong in ({"alpha": -1}, {"clip": -1}, {"theta": 1.5}, {"smoothing": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            PaperController(**wrong)
+    with pytest.raises(ValueError, match="has no meaning while the number of workers is fixed"):
+        DataLoader(Numbers(8), 4, num_workers=2, controller=mine)

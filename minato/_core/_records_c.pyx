@@ -240,6 +240,20 @@ cdef class Records:
                 found.append((sample.key, sample.cost_ns))
         return found
 
+    def num_slow(self, uint32_t batch):
+        """How many of the samples at the places of a full batch have cost more than ``slow_ns``; 0 while that is 0."""
+        cdef mn_batch *record = &self.batches[batch]
+        cdef mn_position *sample
+        cdef uint64_t place, seq, slow_ns = mn_load_acquire_u64(&self.header.slow_ns)
+        cdef int count = 0
+        if slow_ns == 0:
+            return 0
+        for place in range(record.first, record.first + record.count):
+            seq = (self.positions[place & self.mask].place & MN_NUMBER) - 1
+            sample = &self.positions[seq & self.mask]
+            count += sample.position == seq and sample.cost_ns > slow_ns
+        return count
+
     def occupants(self, uint32_t batch):
         """Position of the sample that lies at each place of a full batch; -1: none does."""
         cdef mn_batch *record = &self.batches[batch]

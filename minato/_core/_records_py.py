@@ -309,6 +309,17 @@ class Records:
                     found.append((int(sample["key"]), int(sample["cost_ns"])))
             return found
 
+    def num_slow(self, batch: int) -> int:
+        """How many of the samples at the places of a full batch have cost more than ``slow_ns``; 0 while that is 0."""
+        with self._locked():
+            slow_ns = int(self._header["slow_ns"])
+            count = 0
+            for place in self._range(batch) if slow_ns else ():
+                seq = (self._place(place) & NUMBER) - 1
+                sample = self._positions[seq & self._mask]
+                count += bool(sample["position"] == seq and sample["cost_ns"] > slow_ns)
+            return count
+
     def occupants(self, batch: int) -> list[int]:
         """Position of the sample that lies at each place of a full batch; -1: none does."""
         with self._locked():

@@ -32,6 +32,7 @@ __all__ = [
     "Binding",
     "SampleRandomness",
     "current",
+    "draws_of",
     "generators_asked",
     "key_word",
     "numpy_rng",
@@ -206,6 +207,12 @@ def _pickled(key: object) -> bytes:
     except Exception:  # whatever a key's own reduction raises
         return repr(key).encode("utf-8", "surrogatepass")
     return to.getvalue()
+
+
+def draws_of() -> Binding | None:
+    """The same as :func:`current`, for who is about to draw something from it."""
+    _this_thread.generators_made += 1
+    return current()
 
 
 def generators_asked() -> int:

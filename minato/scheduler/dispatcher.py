@@ -359,7 +359,7 @@ class Dispatcher:
         if self._start is None:
             self._start = self._ledger.describe(record)[1]
         if self._foresight is not None:
-            self._foresight.published(self._ledger.describe(record)[1], index, keys)
+            self._foresight.published(record, keys)
         item = InFlight(
             record,
             keys,

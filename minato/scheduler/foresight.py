@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from minato._core.ledger import Ledger
@@ -13,6 +14,8 @@ __all__ = ["CostModel", "Foresight", "Record"]
 
 _WORTH_LEARNING_NS = 100_000
 """What is learned of a sample takes the consumer about a microsecond, so its workers must not be much faster."""
+_WORTH_PLANNING_NS = 1_000_000
+"""The same where plans are drawn and several models are compared, which takes some tens of microseconds."""
 _REMEMBERED = 512
 """So many slow or wrongly expected samples count; then what was before them counts by half."""
 _FEWEST, _LEAST_PRECISION = 16, 0.3
@@ -31,17 +34,19 @@ class CostModel(Protocol):
 
 @dataclass
 class Record:
-    """How often a sample that was expected to be slow was slow.
+    """How good expectations were: how often a sample that was expected to be slow was slow.
 
     Attributes:
         slow: Samples that were slow and of which something was known before.
         expected: Samples that were expected to be slow.
         both: Those that were both.
+        pairs: What the latest samples were expected to cost and what they cost, in ns.
     """
 
     slow: float = 0.0
     expected: float = 0.0
     both: float = 0.0
+    pairs: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     @property
     def hit_rate(self) -> float:
@@ -58,8 +63,10 @@ class Record:
         """Whether expectations are not worth acting on."""
         return self.expected >= _FEWEST and self.precision < _LEAST_PRECISION
 
-    def note(self, expected: bool, slow: bool) -> None:
+    def note(self, expected_ns: float, cost_ns: float, threshold_ns: float) -> None:
         """Count a sample."""
+        self.pairs.append((expected_ns, cost_ns))
+        expected, slow = expected_ns > threshold_ns, cost_ns > threshold_ns
         self.expected += expected
         self.slow += slow
         self.both += expected and slow
@@ -78,10 +85,20 @@ class Foresight:
         model: Foretells costs and learns from what came.
         record: How good that was so far.
         num_workers: How many run samples side by side.
+        plans_of: ``(seed, epoch, key)`` -> what the transforms of a sample will decide; None: they do not plan.
     """
 
-    def __init__(self, ledger: Ledger, model: CostModel, record: Record, num_workers: int) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        model: CostModel,
+        record: Record,
+        num_workers: int,
+        plans_of: Callable[[int, int, Any], Sequence[Any]] | None = None,
+    ) -> None:
         self._ledger = ledger
+        self._plans_of = plans_of or (lambda seed, epoch, key: ())
+        self._worth_ns = _WORTH_LEARNING_NS if plans_of is None else _WORTH_PLANNING_NS
         self._model = model
         self._record = record
         self._num_workers = max(num_workers, 1)
@@ -98,7 +115,7 @@ class Foresight:
     def _threshold_ns(self) -> float:
         """From which cost on a sample is worth starting early; 0 while nothing is worth the effort."""
         slow_ns = self._ledger.slow_ns
-        if slow_ns == 0 or self.mean_ns < _WORTH_LEARNING_NS * self._num_workers:
+        if slow_ns == 0 or self.mean_ns < self._worth_ns * self._num_workers:
             return 0.0
         return max(slow_ns, self.mean_ns)
 
@@ -107,25 +124,28 @@ class Foresight:
         threshold_ns = self._threshold_ns
         if threshold_ns == 0:
             return
-        model = self._model
+        model, plans_of = self._model, self._plans_of
+        _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
         for key, cost_ns in self._ledger.costs(batch):
-            expected_ns = model.predict(key, None, ())
+            plans = plans_of(seed, epoch, key)
+            expected_ns = model.predict(key, None, plans)
             if expected_ns is not None:
-                self._record.note(expected_ns > threshold_ns, cost_ns > threshold_ns)
-            model.observe(key, None, (), cost_ns)
+                self._record.note(expected_ns, cost_ns, threshold_ns)
+            model.observe(key, None, plans, cost_ns)
 
-    def published(self, first: int, pass_index: int, keys: list[Any]) -> None:
-        """Mark the slow ones among the samples that were just published at ``first`` and after.
+    def published(self, batch: int, keys: list[Any]) -> None:
+        """Mark the slow ones among the samples of a batch that was just published.
 
         None begins before all samples of earlier passes: those are wanted sooner.
         """
+        _, first, _, _, epoch, seed, _, pickled, pass_index = self._ledger.describe(batch)
         if pass_index != self._pass_index:
             self._pass_index, self._pass_first = pass_index, first
         threshold_ns = self._threshold_ns
-        if threshold_ns == 0 or self._record.is_bad:
+        if threshold_ns == 0 or self._record.is_bad or pickled:
             return
         for position, key in enumerate(keys, first):
-            cost_ns = self._model.predict(key, None, ())
+            cost_ns = self._model.predict(key, None, self._plans_of(seed, epoch, key))
             if cost_ns is not None and cost_ns > threshold_ns:
                 others = (cost_ns - self.mean_ns) / self.mean_ns
                 ahead = min(math.ceil(others * self._num_workers), position - self._pass_first)

@@ -84,7 +84,11 @@ class Leavings:
 
     def deliver(self, item: InFlight) -> None:
         """Take a batch that was read."""
-        self._progress_of(item).delivered(self._ledger.occupants(item.record), item.pass_start)
+        occupants, num_slow = (
+            self._ledger.occupants(item.record),
+            self._ledger.num_slow(item.record),
+        )
+        self._progress_of(item).delivered(occupants, item.pass_start, num_slow)
         self._take(item)
 
     def drop(self, item: InFlight) -> None:

@@ -41,8 +41,11 @@ class KeyStore(Protocol):
 class Progress(Protocol):
     """Who is told what becomes of a pass (the source's account of it)."""
 
-    def delivered(self, positions: list[int], start: int) -> None:
-        """The consumer got a batch in which these samples lay; ``start`` is the pass's first position."""
+    def delivered(self, positions: list[int], start: int, num_slow: int = 0) -> None:
+        """The consumer got a batch in which these samples lay, so many of them slow.
+
+        ``start`` is the pass's first position.
+        """
 
     def skipped(self, positions: list[int], start: int) -> None:
         """These samples were given up."""

@@ -129,9 +129,6 @@ class TimeoutPolicy:
     def due(self, samples: int, elapsed_s: float = 0.0) -> bool:
         """Whether so many finished samples, so long after the start, are worth another look."""
         seen = self._seen.count
-        if self.decision.phase == "fixed":
-            # Only the slow share is of interest.
-            return samples - seen >= self.settings.pane_samples
         if self.decision.phase == "warm-up" and elapsed_s >= self.settings.warm_up_s:
             return samples - seen >= _FEWEST
         # At first after 32, 64, 128 … samples: an early estimate is soon replaced.
@@ -164,6 +161,7 @@ class TimeoutPolicy:
         threshold_ns = self.decision.threshold_ns
         slow_share = share_above(pane, threshold_ns) if threshold_ns else 0.0
         if self.decision.phase == "fixed":
+            self._panes.append(pane)
             self.decision = self.decision._replace(slow_share=slow_share)
             return self.decision
         self._choose_percentile(pane, parked)

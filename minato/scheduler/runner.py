@@ -18,8 +18,8 @@ _PROBES = 16
 """Samples that are watched for draws at first."""
 _WORTH_BINDING_NS = 50_000
 """Samples that cost more are always bound: it takes about a microsecond."""
-_WORTH_MEASURING_NS = 200_000
-"""The stages of dearer samples are always timed, which takes about two microseconds."""
+_WORTH_MEASURING_NS = 1_000_000
+"""The stages of dearer samples are always timed, which takes about three microseconds."""
 _MEASURE_EVERY = 32
 """Of cheaper samples, so many leases have one whose stages are."""
 _FIRST_GUESS_NS = 4e6
@@ -231,6 +231,10 @@ class Runner:
             )
             samples += last
         return samples, error
+
+    def has_slow(self, count: int, slow_ns: int) -> bool:
+        """Whether one of the first ``count`` samples that ran last took longer than that; 0: none does."""
+        return slow_ns > 0 and max(self.durations[:count], default=0) > slow_ns
 
     def _record(self, samples: list[Any]) -> None:
         """Record what complete samples have cost."""

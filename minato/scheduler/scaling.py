@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 from minato._core.clock import now_ns
 from minato._core.histogram import Histogram
@@ -56,13 +56,18 @@ class Staffing:
 
     @classmethod
     def of(
-        cls, controller: str, first: int, least: int | None, most: int | None
+        cls, controller: Any, first: int, least: int | None, most: int | None
     ) -> Staffing | None:
-        """What a new loader knows; None if the number of its workers is fixed."""
+        """What a new loader knows; None if the number of its workers is fixed.
+
+        Args:
+            controller: Name of one, or a dataclass of constants for ``paper``.
+        """
         if least is None or most is None:
             return None
-        settings = ControllerSettings(least, most, available_cores())
-        return cls(controller, settings, ControllerState(first))
+        constants = {} if isinstance(controller, str) else asdict(controller)
+        settings = ControllerSettings(least, most, available_cores(), **constants)
+        return cls("paper" if constants else controller, settings, ControllerState(first))
 
     def numbers(self, persistent: bool) -> tuple[int, int]:
         """How many workers work at first in the next engine, and how many there can be.

@@ -6,8 +6,8 @@ A prediction is a hint: it decides the order of execution and nothing else.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,9 @@ __all__ = [
     "CostByIndex",
     "CostByPlan",
     "CostBySize",
-    "Planned",
     "Predictor",
     "Quality",
+    "quality_of",
     "rank_correlation",
 ]
 
@@ -28,6 +28,8 @@ _MOST_INDICES = 1 << 25
 """Costs are kept for so many samples at most, in 4 bytes each."""
 _MOST_DECISIONS = 256
 """Different decisions of one transform whose cost is kept apart."""
+_SETTLED = 20.0
+"""A decision that came so often is learned no more slowly later."""
 _FORGETTING = 0.999
 """Weight of what was known of sizes when a sample is added: the last thousand count."""
 _REMEMBERED = 512
@@ -36,28 +38,6 @@ _FEWEST = 16
 """So few of them say nothing."""
 _USEFUL = 0.2
 """Rank correlation below which nothing is predicted."""
-
-
-@runtime_checkable
-class Planned(Protocol):
-    """A transform whose random decisions can be drawn before it runs.
-
-    ``transform(sample)`` must do the same as planning and applying, with draws of its own.
-    """
-
-    def __call__(self, sample: Any) -> Any:
-        """Transform the sample."""
-
-    def plan(self, rng: np.random.Generator, meta: Any) -> Any:
-        """Draw all decisions about one sample.
-
-        Args:
-            rng: The only source of randomness it may use.
-            meta: What the dataset tells of the sample in advance, None if nothing.
-        """
-
-    def apply(self, sample: Any, plan: Any) -> Any:
-        """Transform the sample as it was planned, without drawing anything."""
 
 
 class Model(Protocol):
@@ -72,9 +52,8 @@ class Model(Protocol):
         size: float | None,
         plans: Sequence[Any],
         cost_ns: float,
-        step_ns: Sequence[float],
     ) -> None:
-        """Learn what a sample has cost, and each of its transforms where that is known."""
+        """Learn what a sample has cost."""
 
 
 class CostByIndex:
@@ -95,7 +74,6 @@ class CostByIndex:
         size: float | None,
         plans: Sequence[Any],
         cost_ns: float,
-        step_ns: Sequence[float] = (),
     ) -> None:
         """Remember the cost of this index; keys that are no small integers are not remembered."""
         if not isinstance(index, int) or not 0 <= index < _MOST_INDICES:
@@ -137,7 +115,6 @@ class CostBySize:
         size: float | None,
         plans: Sequence[Any],
         cost_ns: float,
-        step_ns: Sequence[float] = (),
     ) -> None:
         """Add a point."""
         if size is None:
@@ -150,27 +127,25 @@ class CostBySize:
 
 
 class CostByPlan:
-    """The sum, over the transforms, of what each cost when it was planned alike.
+    """A mean, and what each decision of each transform adds to it, or takes away.
 
     Decisions that are equal count as alike; those that cannot be compared by equality and hash (arrays) count all as
-    one. Transforms without a plan count with their mean.
+    one. What a transform adds is learned from what samples cost as a whole, beyond what was expected of them: time that
+    was measured for each transform would have to travel with each sample.
     """
 
     def __init__(self) -> None:
-        self._means: list[dict[Hashable, tuple[float, float]]] = []
+        self._count, self._mean_ns = 0.0, 0.0
+        self._added: list[dict[Hashable, tuple[float, float]]] = []
 
     def predict(self, index: Any, size: float | None, plans: Sequence[Any]) -> float | None:
-        """The sum; a decision that was never seen counts with the mean of its transform."""
-        if not self._means or all(plan is None for plan in plans):
+        """The sum; a decision that was never seen adds nothing."""
+        if not self._count or all(plan is None for plan in plans):
             return None
-        total_ns = 0.0
-        for means, plan in zip(self._means, plans, strict=False):
-            count, mean_ns = means.get(_comparable(plan), (0.0, 0.0))
-            if not count:
-                weight = sum(count for count, _ in means.values())
-                mean_ns = sum(count * mean for count, mean in means.values()) / max(weight, 1.0)
-            total_ns += mean_ns
-        return total_ns
+        total_ns = self._mean_ns
+        for added, plan in zip(self._added, plans, strict=False):
+            total_ns += added.get(_comparable(plan), (0.0, 0.0))[1]
+        return max(total_ns, 0.0)
 
     def observe(
         self,
@@ -178,18 +153,27 @@ class CostByPlan:
         size: float | None,
         plans: Sequence[Any],
         cost_ns: float,
-        step_ns: Sequence[float] = (),
     ) -> None:
-        """Learn what each transform cost with its decision."""
-        while len(self._means) < len(step_ns):
-            self._means.append({})
-        for means, plan, taken_ns in zip(self._means, plans, step_ns, strict=False):
-            key = _comparable(plan)
-            if key not in means and len(means) >= _MOST_DECISIONS:
+        """Share out what the sample cost beyond what was expected."""
+        if all(plan is None for plan in plans):
+            return
+        while len(self._added) < len(plans):
+            self._added.append({})
+        known = [
+            (added, _comparable(plan))
+            for added, plan in zip(self._added, plans, strict=False)
+            if plan is not None
+        ]
+        beyond_ns = cost_ns - self._mean_ns
+        beyond_ns -= sum(added.get(key, (0.0, 0.0))[1] for added, key in known)
+        self._count = min(self._count + 1.0, float(_REMEMBERED))
+        self._mean_ns += (cost_ns - self._mean_ns) / self._count
+        for added, key in known:
+            count, mean_ns = added.get(key, (0.0, 0.0))
+            if not count and len(added) >= _MOST_DECISIONS:
                 continue
-            count, mean_ns = means.get(key, (0.0, 0.0))
-            count = min(count + 1.0, float(_REMEMBERED))
-            means[key] = count, mean_ns + (taken_ns - mean_ns) / count
+            count = min(count + 1.0, _SETTLED)
+            added[key] = count, mean_ns + beyond_ns / (count * len(known))
 
 
 def _comparable(plan: Any) -> Hashable:
@@ -208,7 +192,7 @@ class Quality(NamedTuple):
     """How good the latest predictions were.
 
     Attributes:
-        samples: How many there are; every figure is 0 while they are too few.
+        samples: How many there are.
         rank_correlation: Spearman's, from -1 to 1: whether dearer samples were predicted to be dearer.
         hit_rate: Share of the slow samples that were predicted to be slow.
         precision: Share of those predicted to be slow that were.
@@ -218,6 +202,25 @@ class Quality(NamedTuple):
     rank_correlation: float = 0.0
     hit_rate: float = 0.0
     precision: float = 0.0
+
+
+def quality_of(pairs: Collection[tuple[float, float]], threshold_ns: float) -> Quality:
+    """How good predictions were, from pairs of what was foretold and what came, in ns.
+
+    Args:
+        threshold_ns: Cost above which a sample is slow; 0 leaves the rates at 0.
+    """
+    if not pairs:
+        return Quality()
+    foretold, came = np.array(pairs).T
+    slow, flagged = came > threshold_ns, foretold > threshold_ns
+    hits = float(np.sum(slow & flagged)) if threshold_ns > 0 else 0.0
+    return Quality(
+        len(pairs),
+        rank_correlation(foretold, came),
+        hits / max(float(np.sum(slow)), 1.0),
+        hits / max(float(np.sum(flagged)), 1.0),
+    )
 
 
 class Predictor:
@@ -254,20 +257,13 @@ class Predictor:
             return None
         return self._models[self.model].predict(index, size, plans)
 
-    def observe(
-        self,
-        index: Any,
-        cost_ns: float,
-        size: float | None = None,
-        plans: Sequence[Any] = (),
-        step_ns: Sequence[float] = (),
-    ) -> None:
+    def observe(self, index: Any, size: float | None, plans: Sequence[Any], cost_ns: float) -> None:
         """Learn what a sample cost, and how well each model would have foretold it."""
         for name, model in self._models.items():
             foretold_ns = model.predict(index, size, plans)
             if foretold_ns is not None:
                 self._pairs[name].append((foretold_ns, float(cost_ns)))
-            model.observe(index, size, plans, cost_ns, step_ns)
+            model.observe(index, size, plans, cost_ns)
         self._since_choice += 1
         if self._since_choice >= _FEWEST:
             self._since_choice = 0
@@ -279,18 +275,7 @@ class Predictor:
         Args:
             threshold_ns: Cost above which a sample is slow; 0 leaves the rates at 0.
         """
-        if self.model is None:
-            return Quality()
-        pairs = np.array(self._pairs[self.model])
-        foretold, came = pairs[:, 0], pairs[:, 1]
-        slow, flagged = came > threshold_ns, foretold > threshold_ns
-        hits = float(np.sum(slow & flagged)) if threshold_ns > 0 else 0.0
-        return Quality(
-            len(pairs),
-            rank_correlation(foretold, came),
-            hits / max(float(np.sum(slow)), 1.0),
-            hits / max(float(np.sum(flagged)), 1.0),
-        )
+        return quality_of(() if self.model is None else self._pairs[self.model], threshold_ns)
 
     def _choose(self) -> None:
         """Use the model with the best rank correlation, if any is useful."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from minato._core.arrivals import Arrivals, sum_of_hashes
 from minato.errors import CoverageError
 from minato.source.replay import OrderRecord
+from minato.stats.lateness import Lateness
 
 __all__ = ["Coverage", "Done", "Progress", "Tally", "number_of", "rest_of"]
 
@@ -124,6 +125,8 @@ class Progress:
         """Whether the pass has come to its end."""
         self.batches = 0
         """Batches delivered in this run."""
+        self.lateness = Lateness()
+        """How far the batches are from the sampler's order, and how many slow samples each holds."""
         self.record: OrderRecord | None = None
         """Where the order of the batches is written down."""
         self._before = done or Done()
@@ -136,17 +139,20 @@ class Progress:
         if self.record is not None:
             self.record.asked(keys)
         self._arrivals.ask(keys)
+        self.lateness.asked(len(keys) or 1)
         return keys
 
-    def delivered(self, positions: list[int], start: int) -> None:
+    def delivered(self, positions: list[int], start: int, num_slow: int = 0) -> None:
         """Note a batch that the consumer got.
 
         Args:
             positions: Of the samples that lay in it, negative for none; they follow one another as the batches were
                 drawn.
             start: Position of the first sample of the pass.
+            num_slow: How many of them were slow.
         """
         self._arrivals.deliver(positions, start)
+        self.lateness.delivered(positions, start, num_slow)
         self.batches += 1
         if self.record is not None:
             self.record.delivered([position - start for position in positions])

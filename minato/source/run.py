@@ -19,6 +19,7 @@ from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_
 from minato.source.progress import Coverage, Done, Progress, rest_of
 from minato.source.replay import OrderRecord, RecordedOrder
 from minato.source.state import checked, done_of, plain_done, signature
+from minato.stats.lateness import Lateness
 
 __all__ = ["Course", "Run", "Standing", "is_stream"]
 
@@ -270,6 +271,10 @@ class Course:
         mine = signature(loader, is_stream(loader), sources)
         self._loaded = checked(state, mine, replicas)
         self._last_seed, self.last = self.seed, None
+
+    def lateness(self) -> Lateness:
+        """How far the batches of the last run are from the sampler's order."""
+        return self.last.progress.lateness if self.last else Lateness()
 
     def coverage(self) -> Coverage:
         """What has become of the keys of the last run."""

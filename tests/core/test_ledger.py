@@ -224,6 +224,9 @@ def test_costs_of_a_full_batch_by_key(desk: Desk) -> None:
         desk.fill(0, position)
     # In the order of the places that they took; of two nothing is known.
     assert desk.ledger.costs(batch) == [(71, 600), (70, 500)]
+    assert desk.ledger.num_slow(batch) == 0  # nothing is slow yet
+    desk.ledger.slow_ns = 500
+    assert desk.ledger.num_slow(batch) == 1
     with pytest.raises(ValueError, match="8 bytes hold no 2 costs"):
         desk.ledger.note_costs(0, array.array("q", [1]), 2)
 

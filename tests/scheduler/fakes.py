@@ -82,7 +82,7 @@ class Account:
         self.skipped_numbers: list[int] = []
         self.finished: list[bool] = []
 
-    def delivered(self, positions: list[int], start: int) -> None:
+    def delivered(self, positions: list[int], start: int, num_slow: int = 0) -> None:
         self.delivered_numbers.append([position - start for position in positions])
 
     def skipped(self, positions: list[int], start: int) -> None:

@@ -81,18 +81,19 @@ def test_costs_are_learned_from_full_batches() -> None:
     foresight.mean_ns, bench.ledger.slow_ns = 5.0 * MS, 6 * MS
     foresight.learn(lease.batch)
     assert model.observed == [(20, 5 * MS), (21, 6.5 * MS)]
-    assert record == Record(slow=1, expected=2, both=1)
+    assert (record.slow, record.expected, record.both) == (1, 2, 1)
+    assert list(record.pairs) == [(9.0 * MS, 5 * MS), (8.0 * MS, 13 * MS // 2)]
     assert (record.hit_rate, record.precision) == (1.0, 0.5)
 
 
 def test_old_expectations_count_less() -> None:
     record = Record()
     for _ in range(2000):
-        record.note(expected=True, slow=False)
+        record.note(3.0, 1.0, threshold_ns=2.0)
     assert record.is_bad
     assert record.expected <= 1024
     for _ in range(1000):
-        record.note(expected=True, slow=True)
+        record.note(3.0, 3.0, threshold_ns=2.0)
     assert not record.is_bad
 
 
@@ -106,3 +107,36 @@ def test_samples_of_the_next_pass_do_not_go_before_those_of_this_one() -> None:
     while (lease := bench.ledger.claim(0, 1)) is not None:
         found += bench.ledger.keys(lease[0], lease[1], 1)
     assert found == [0, 1, 2, 3, 5, 9, 4, 8]
+
+
+class Planning(Model):
+    """Says that samples for which so was planned are slow."""
+
+    def predict(self, index: int, size: None, plans: Any) -> float | None:
+        return 4.0 * MS if plans[0] else 0.5 * MS
+
+    def observe(self, index: int, size: None, plans: Any, cost_ns: float) -> None:
+        self.observed.append((index, plans[0]))
+
+
+def test_samples_are_judged_by_what_is_planned_for_them() -> None:
+    bench, model = Bench(), Planning({})
+    asked = []
+
+    def plans_of(seed: int, epoch: int, key: int) -> tuple[bool]:
+        asked.append((seed, epoch, key))
+        return (key == 5,)
+
+    foresight = Foresight(bench.ledger, model, Record(), 2, plans_of)
+    bench.ledger.slow_ns, foresight.mean_ns = 3 * MS, 1.5 * MS
+    bench.dispatcher._foresight = foresight
+    bench.begin([[0, 1, 2, 3]])
+    assert asked == []  # samples so cheap are not worth it
+    foresight.mean_ns = 2.0 * MS
+    bench.begin([[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert [key for _, _, key in asked] == list(range(8))
+    found = []
+    while (lease := bench.ledger.claim(0, 1)) is not None:
+        found += bench.ledger.keys(lease[0], lease[1], 1)
+    # Two workers run two others in the 2 ms that it takes longer.
+    assert found == [0, 1, 2, 5, 3, 4, 6, 7]

@@ -95,6 +95,7 @@ class World:
         keys = [1000 + start + k for k in range(self.SIZE)]
         arguments = (SLOT, self.pass_index, 0, 0, self.scene.bound)
         self.open.append(self.ledger.publish(keys, self.SIZE, *arguments))
+        self.ledger.start_early(start + self.SIZE - 1, self.SIZE)
         self.wanted.update(keys)
         self.next_position = start + self.SIZE
 

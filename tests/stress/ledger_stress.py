@@ -293,6 +293,8 @@ class Consumer:
             batch = Batch(record, self.ledger.describe(record)[1], keys, number)
             for position, key in enumerate(keys, batch.first):
                 self.home[position] = key, number
+                if self.draw.random() < 0.2:
+                    self.ledger.start_early(position, self.draw.randrange(40))
             current.opened.append(batch)
             current.live.append(batch)
             current.keys += keys

@@ -1,0 +1,1 @@
+"""What it costs to measure samples while they are loaded."""

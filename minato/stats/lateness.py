@@ -1,0 +1,49 @@
+"""How far what a loader delivers is from the sampler's order, and where its slow samples lie."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import Counter
+
+__all__ = ["Lateness"]
+
+
+class Lateness:
+    """One pass, batch by batch.
+
+    Attributes:
+        lags: How many samples came so many batches later than in the sampler's order; negative: earlier.
+        slow_shares: Of each delivered batch, the share of its samples that were slow, from 0 to 1.
+    """
+
+    def __init__(self) -> None:
+        self.lags: Counter[int] = Counter()
+        self.slow_shares = array("f")
+        self._ends = array(
+            "q"
+        )  # ordinal after the last sample of each batch, as the sampler gave them
+
+    def asked(self, count: int) -> None:
+        """The sampler gave a batch of so many samples."""
+        self._ends.append((self._ends[-1] if self._ends else 0) + count)
+
+    def delivered(self, positions: list[int], start: int, num_slow: int) -> None:
+        """The consumer got a batch.
+
+        Args:
+            positions: Of its samples, negative for none.
+            start: Position of the first sample of the pass.
+            num_slow: How many of them were slow.
+        """
+        turn, ends = len(self.slow_shares), self._ends
+        numbers = sorted(positions)
+        at = first = bisect_left(numbers, 0)
+        while at < len(numbers):
+            home = bisect_right(ends, numbers[at] - start)
+            stop = (
+                bisect_left(numbers, ends[home] + start, at) if home < len(ends) else len(numbers)
+            )
+            self.lags[turn - home] += stop - at
+            at = stop
+        self.slow_shares.append(num_slow / max(len(numbers) - first, 1))
