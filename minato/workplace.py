@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from minato.scheduler.reads import reads_of
 from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Runner
 from minato.scheduler.stepper import Stepper
+from minato.scheduler.traffic import Traffic
 from minato.scheduler.worker import Worker
 from minato.stats.profile import Meters
 
@@ -45,6 +47,7 @@ class Workplace:
     Attributes:
         meters_offset: Where in ``segment`` the measurements lie, behind the ledger.
         roster_offset: Where it says which workers work.
+        traffic_offset: Where it says how many reads are under way.
         arena: Memory of the batches.
         written_plan: Where in the arena the pickled plan lies, if it was written there.
         stacks: Where stuck workers write their stacks.
@@ -55,6 +58,7 @@ class Workplace:
     segment: Segment
     meters_offset: int
     roster_offset: int
+    traffic_offset: int
     arena: Segment
     store: Store
     written_plan: tuple[int, int] | None = None
@@ -84,7 +88,13 @@ class Workplace:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.written_plan:
-            self.plan = self.store.peek(*self.written_plan)
+            try:
+                self.plan = self.store.peek(*self.written_plan)
+            except AttributeError as error:
+                raise NotPicklableError(
+                    f"{error}: workers that are not forked import the main module anew, without what stands below "
+                    "if __name__ == '__main__'. Define it above"
+                ) from error
 
     def read_keys(self, ledger: Ledger, batch: int, k: int, count: int) -> Sequence[Any]:
         """The keys of samples k … k+count-1 of a batch."""
@@ -146,7 +156,10 @@ class Workplace:
         plan = self.plan
 
         def make_randomness(seed: int) -> SampleRandomness:
-            return SampleRandomness(seed, bind_globals=plan.worker_method == "process")
+            # Beside the main thread, what that one draws meanwhile would be undone.
+            beside = in_line and threading.current_thread() is not threading.main_thread()
+            bind_globals = plan.worker_method == "process" and not beside
+            return SampleRandomness(seed, bind_globals=bind_globals)
 
         lease, meters = ledger.lease_words(number), self.meters(number)
         fetcher: Fetcher | StreamFetcher
@@ -179,9 +192,14 @@ class Workplace:
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):
             leniency = Leniency(number, self.policy, runner, fetcher, plan.chain, lease)
         make: Callable[..., Worker] = Worker
-        if plan.fetch_concurrency > 1 and failure is None:
-            reads = reads_of(plan.dataset, plan.fetch_concurrency)
-            make = functools.partial(ConcurrentWorker, reads, plan.chain, plan.seeds_samples)
+        fetching = plan.fetching
+        if fetching.at_once and failure is None:
+            workers = max(plan.most_workers, 1)
+            traffic = Traffic(self.segment.array, self.traffic_offset, workers, fetching.most)
+            reads = reads_of(plan.dataset, fetching.concurrency)
+            make = functools.partial(
+                ConcurrentWorker, reads, plan.chain, plan.seeds_samples, traffic, fetching
+            )
         return make(
             number,
             ledger,
