@@ -196,7 +196,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag, cache=cache)
         self._course = Course()
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
-        self._foretells = True
         self._spare_arenas = SpareArenas()
         self._experience = self._no_experience(num_workers)
         shuffles = shuffle and sampler is None and batch_sampler is None

@@ -85,7 +85,6 @@ class BatchIterator(_BaseDataLoaderIter):
         make_source: Callable[[int], BatchSource],
         new_pass: Callable[[], Pass],
     ) -> None:
-        self._new_pass = new_pass
         self._pass = new_pass()
         super().__init__(loader)
         if self._num_workers > 0:
@@ -112,7 +111,7 @@ class BatchIterator(_BaseDataLoaderIter):
             this.foretold_wrongly()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self._pass = self._new_pass()
+        self._pass = loader._new_pass()
         super()._reset(loader, first_iter)
         self._base_seed = self._pass.seeded(int(self._base_seed))
         self._begin()

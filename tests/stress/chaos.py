@@ -11,7 +11,6 @@ state. Both forms of the core take turns, each turn in a process of its own.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import json
 import multiprocessing
 import os
@@ -33,12 +32,11 @@ from tests import subprocesses
 from tests.stress.disturber import Disturber
 from tests.stress.rounds import Round
 
+PAGE = "docs/benchmarks/chaos.md"
 TURN_S = 20.0
 """How long one form of the core runs before the other has its turn."""
 LIVES = 16
 """So many training runs are killed in one turn."""
-HANG_S = 100.0
-"""A round that takes longer hangs: the stacks of all threads are printed."""
 
 
 def take_turn(seconds: float, seed: int) -> dict[str, Any]:
@@ -51,13 +49,11 @@ def take_turn(seconds: float, seed: int) -> dict[str, Any]:
     try:
         while time.monotonic() < end:
             number = draw.randrange(1 << 30)
-            faulthandler.dump_traceback_later(HANG_S, exit=True)
             with tempfile.TemporaryDirectory() as directory:
                 one = Round(number, directory)
                 print(f"round {number}: {one}", file=sys.stderr, flush=True)
                 one.run(disturber, disturber.figures)
     finally:
-        faulthandler.cancel_dump_traceback_later()
         disturber.close()
     return {"figures": disturber.figures, "recoveries_s": disturber.recoveries_s}
 
@@ -115,7 +111,7 @@ def report(seconds: float, seed: int, figures: Counter[str], recoveries_s: list[
         "one, while their workers and whole training runs are killed; `tests/stress/chaos.py` says how. Each epoch is",
         "compared with what it should have been: every sample once, with its content.",
         "",
-        f"    python -m tests.stress.chaos --seconds {seconds:.0f} --seed {seed}",
+        f"    python -m tests.stress.chaos --seconds {seconds:.0f} --seed {seed} --figures {PAGE}",
         "",
         f"On {os.cpu_count()} cores, minato {minato.__version__}, torch {torch.__version__}:",
         "",

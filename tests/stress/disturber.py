@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import signal
@@ -14,6 +15,8 @@ from typing import Any
 
 PEACE = 5
 """No kill for so many times as long as the last replacement took: else a slow start leaves no time to work."""
+HANG_S = 100.0
+"""A loader that delivers nothing for so long hangs: the stacks of all threads are printed, and the process ends."""
 PATIENCE_S = 5.0
 """How long a replacement is waited for: the consumer may have no need of it."""
 
@@ -40,14 +43,17 @@ class Disturber:
     def at(self, iterator: Any) -> Iterator[None]:
         """Disturb the workers of this iterator meanwhile."""
         self._pool = iterator._source._pool
+        self.delivered()
         try:
             yield
         finally:
             self._pool = None
+            faulthandler.cancel_dump_traceback_later()
 
     def delivered(self) -> None:
         """Learn that there was a batch."""
         self._may_kill.set()
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
 
     def close(self) -> None:
         self._over.set()

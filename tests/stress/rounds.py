@@ -97,7 +97,8 @@ class Round:
         self.draw = draw = random.Random(seed)
         method = draw.choice(METHODS)
         in_threads = method == "thread"
-        length = draw.randint(20, 300)
+        self.spawns = method == "spawn"  # slow: each worker imports torch
+        length = draw.randint(20, 40 if self.spawns else 300)
         kinds = "sf" if in_threads else "sfd"
         ways = {i: draw.choice(kinds) for i in range(length) if draw.random() < 0.03}
         policy: Any = draw.choice(["raise", "raise", "skip", substitute])
@@ -121,7 +122,6 @@ class Round:
             "collate_fn": collated if draw.random() < 0.3 else None,
             "sample_timeout_s": SAMPLE_TIMEOUT_S if "h" in ways.values() else None,
         }
-        self.spawns = method == "spawn"  # slow: each worker imports torch
         self.epochs = 1 if self.spawns else draw.randint(1, 3)
         self.truth = DataLoader(Quiet(length, in_threads), seed=seed)
 
