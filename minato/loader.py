@@ -349,7 +349,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             )
         if self.num_workers > 0:
             self.check_worker_number_rationality()
-        return BatchIterator(self, self._make_engine, self._new_pass)
+        return BatchIterator(self, self._make_engine, type(self)._new_pass)
 
     def _refuse_data_pipes(self, what: str) -> None:
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
