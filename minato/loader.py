@@ -197,7 +197,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag, cache=cache)
         self._course = Course()
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
-        self._foretells = True
         self._spare_arenas = SpareArenas()
         self._experience = Experience.of(self._options, self._chain, num_workers)
         shuffles = shuffle and sampler is None and batch_sampler is None
@@ -355,7 +354,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             )
         if self.num_workers > 0:
             self.check_worker_number_rationality()
-        return BatchIterator(self, self._make_engine, self._new_pass)
+        return BatchIterator(self, self._make_engine, type(self)._new_pass)
 
     def _refuse_data_pipes(self, what: str) -> None:
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):

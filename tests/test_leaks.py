@@ -110,6 +110,52 @@ def test_interrupt_ends_everything_with_one_traceback(kind: str, where: str) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_a_second_interrupt_leaves_nothing_either(kind: str) -> None:
+    with started("running.py", kind, "waiting") as process:
+        at_work(process)
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == -signal.SIGINT
+    first, *tracebacks = err.split("Traceback (most recent call last)")
+    assert first == ""
+    assert all("KeyboardInterrupt" in one for one in tracebacks)
+
+
+WAYS = [
+    "break",
+    "exception",
+    "sample's exception",
+    "del",
+    "two iterators",
+    "in a thread",
+    "os.fork",
+    "Ctrl-C",
+]
+NESTED = ["nested", "inside workers"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "ways"),
+    [
+        ("inline", WAYS),
+        ("processes", WAYS + NESTED),
+        ("persistent", WAYS),
+        ("threads", WAYS + NESTED),
+    ],
+    ids=["inline", "processes", "persistent", "threads"],
+)
+def test_nothing_is_left_and_no_garbage_is_collected(kind: str, ways: list[str]) -> None:
+    lines = [json.loads(line) for line in run("residue.py", kind, *ways).splitlines()]
+    assert [way for way, _ in lines] == ways
+    for way, left in lines:
+        assert left == dict.fromkeys(left, 0), way
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "where"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -53,15 +54,22 @@ class SampleError:
         self.state = state
 
     def reraise(self) -> None:
-        """Raise the exception with torch's type and text, and a note that names the sample."""
+        """Raise the exception, once, with torch's type and text, and a note that names the sample."""
+        # A frame that held the exception whose traceback holds the frame would keep the loader's workers alive.
+        error = self.error
+        del self.error
         try:
-            if isinstance(self.error, BaseException):
-                raise self.error
-            self.error.reraise()
-        except Exception as error:
-            if self.key is not None and hasattr(error, "add_note"):
-                error.add_note(f"raised by the sample with index {self.key!r}")
+            if isinstance(error, BaseException):
+                raise error
+            error.reraise()
+        except Exception as raised:
+            if self.key is not None and hasattr(raised, "add_note"):
+                raised.add_note(f"raised by the sample with index {self.key!r}")
+            if raised is not error:
+                traceback.clear_frames(raised.__traceback__)  # torch's own
             raise
+        finally:
+            del error
 
 
 def read_layout(segment: Segment, offset: int) -> tuple[int, int, Layout]:

@@ -76,17 +76,17 @@ class BatchIterator(_BaseDataLoaderIter):
 
     Args:
         source: Made for this iterator; its workers end when the iterator is exhausted, unless they persist.
-        new_pass: Called once per pass, before anything is drawn for it.
+        new_pass: Called with the loader once per pass, before anything is drawn for it; holds no loader itself.
     """
 
     def __init__(
         self,
         loader: Any,
         make_source: Callable[[int], BatchSource],
-        new_pass: Callable[[], Pass],
+        new_pass: Callable[[Any], Pass],
     ) -> None:
         self._new_pass = new_pass
-        self._pass = new_pass()
+        self._pass = new_pass(loader)
         super().__init__(loader)
         if self._num_workers > 0:
             if loader.prefetch_factor <= 0:
@@ -112,7 +112,7 @@ class BatchIterator(_BaseDataLoaderIter):
             this.foretold_wrongly()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self._pass = self._new_pass()
+        self._pass = self._new_pass(loader)
         super()._reset(loader, first_iter)
         self._base_seed = self._pass.seeded(int(self._base_seed))
         self._begin()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import weakref
 from collections.abc import Callable
+from multiprocessing import process as process_module
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -65,6 +67,7 @@ class ProcessPool:
         self._at_first = num_workers if context.get_start_method() == "fork" else at_first
         self._watch = ExitWatch(context, ready.notify)
         self.processes = [self._make(number) for number in range(num_workers)]
+        _POOLS.add(self)
 
     def _make(self, number: int) -> BaseProcess:
         process: BaseProcess = self._context.Process(
@@ -134,6 +137,19 @@ class ProcessPool:
             for process in left:
                 process.join()
             self._watch.close()
+
+
+_POOLS: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
+
+
+def _forget_parents_workers() -> None:
+    # At its end multiprocessing would end them, for it takes them for children of this process.
+    for pool in _POOLS:
+        process_module._children.difference_update(pool.processes)  # type: ignore[attr-defined]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parents_workers)
 
 
 def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:

@@ -70,7 +70,7 @@ class Run:
         state: dict[str, Any] | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> None:
-        self._loader = loader
+        self._loader = _likeness(loader)
         self._standing = standing
         self._draw = standing.draw
         self._replay = replay
@@ -153,7 +153,7 @@ class Run:
         loader = self._loader
         if not (
             loader.persistent_workers
-            and loader._foretells
+            and loader._course.foretells
             and loader.rng == "sample"
             and self._replay is None
         ):
@@ -176,7 +176,7 @@ class Run:
 
     def foretold_wrongly(self) -> None:
         """Load nothing ahead for the next passes of this loader."""
-        self._loader._foretells = False
+        self._loader._course.foretells = False
 
 
 class Course:
@@ -185,11 +185,13 @@ class Course:
     Attributes:
         epoch: Number of the last run.
         last: What is known of that run; None before the first.
+        foretells: Whether the next pass may be begun early; not once it was foretold wrongly.
     """
 
     def __init__(self) -> None:
         self.epoch = -1
         self.last: Standing | None = None
+        self.foretells = True
         self._sampler_epoch: int | None = 0
         self._last_seed: int | None = None
         self._loaded: dict[str, Any] | None = None
@@ -279,6 +281,17 @@ class Course:
     def coverage(self) -> Coverage:
         """What has become of the keys of the last run."""
         return (self.last.progress if self.last else Progress(self.epoch)).coverage()
+
+
+def _likeness(loader: Any) -> Any:
+    """What a run needs of a loader.
+
+    One that keeps its iterator would else be part of a cycle, and its workers would stay after ``del loader`` until the
+    garbage collector comes by.
+    """
+    likeness = object.__new__(type(loader))
+    vars(likeness).update(vars(loader), _iterator=None)
+    return likeness
 
 
 def _standing(loader: Any, epoch: int, done: Done | None = None) -> Standing:

@@ -91,7 +91,7 @@ def make() -> Callable[..., BatchIterator]:
     def make(sampler: Any = None, **options: Any) -> BatchIterator:
         sampler = {"batch_sampler": sampler} if sampler else {"batch_size": 2}
         loader = torch.utils.data.DataLoader(Numbers(6), **sampler, **options)
-        return BatchIterator(loader, Source, lambda: Pass(next(epochs)))
+        return BatchIterator(loader, Source, lambda _: Pass(next(epochs)))
 
     return make
 

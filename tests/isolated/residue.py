@@ -1,0 +1,186 @@
+"""Use loaders in some ways and print what is left of them: ``residue.py KIND CASE …``, a line of JSON for each.
+
+The garbage collector is off: what is left to it stays for as long as it pleases.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from minato import DataLoader
+
+KINDS = {
+    "inline": {"num_workers": 0},
+    "processes": {"num_workers": 2},
+    "persistent": {"num_workers": 2, "persistent_workers": True},
+    "threads": {"num_workers": 2, "worker_method": "thread"},
+}
+LEAVES_S = 1.0
+"""How long what was told to end may take."""
+
+
+class Numbers:
+    """Numbers that take a while; number 7 may be a bad one."""
+
+    def __init__(self, bad: bool = False, seconds: float = 0.001) -> None:
+        self.bad = bad
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.seconds)
+        if self.bad and index == 7:
+            raise ValueError("seven")
+        return index
+
+
+class Nested(Numbers):
+    """Numbers that a loader of each sample's own delivers."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        inner = DataLoader(Numbers(), 2, **OPTIONS)
+        return sum(int(batch.sum()) for batch in inner) + index
+
+
+def stops() -> None:
+    for number, _ in enumerate(DataLoader(Numbers(), 2, **OPTIONS)):
+        if number == 3:
+            break
+
+
+def raises() -> None:
+    try:
+        for number, _ in enumerate(DataLoader(Numbers(), 2, **OPTIONS)):
+            if number == 3:
+                raise KeyError(number)
+    except KeyError:
+        pass
+
+
+def sample_raises() -> None:
+    try:
+        list(DataLoader(Numbers(bad=True), 2, **OPTIONS))
+    except ValueError:
+        return
+    raise AssertionError("no error")
+
+
+def deletes() -> None:
+    loader = DataLoader(Numbers(), 2, **OPTIONS)
+    iterator = iter(loader)
+    kept = next(iterator)
+    del loader, iterator
+    assert kept.tolist() == [0, 1]
+
+
+def two_at_once() -> None:
+    loader = DataLoader(Numbers(), 2, **{**OPTIONS, "persistent_workers": False})
+    pairs = list(zip(loader, loader, strict=True))
+    assert len(pairs) == 20
+    assert all(one.tolist() == other.tolist() for one, other in pairs)
+
+
+def in_a_thread() -> None:
+    thread = threading.Thread(target=stops)
+    thread.start()
+    thread.join()
+
+
+def within_samples() -> None:
+    """A loader in the training process over samples that have loaders."""
+    assert sum(int(batch) for batch in DataLoader(Nested(), None)) == 4 * 780 + 6
+
+
+def inside_workers() -> None:
+    """The same in worker processes, which may have children once they are no daemons."""
+    outer = DataLoader(Nested(), None, num_workers=2, worker_init_fn=undaemonic)
+    assert sum(int(batch) for batch in outer) == 4 * 780 + 6
+
+
+def undaemonic(_: int) -> None:
+    multiprocessing.current_process()._config["daemon"] = False
+
+
+def forks() -> None:
+    """A child of the program's own that ends as programs do, while the loader is in use."""
+    iterator = iter(DataLoader(Numbers(), 2, **OPTIONS))
+    next(iterator)
+    child = os.fork()
+    if child == 0:
+        sys.exit(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    assert sum(1 for _ in iterator) == 19
+
+
+def is_interrupted() -> None:
+    """By a Ctrl-C that reaches this process only, while it waits for a batch, and is caught."""
+    main = os.getpid()
+    timer = threading.Timer(0.1, lambda: os.kill(main, signal.SIGINT))
+    iterator = iter(DataLoader(Numbers(seconds=0.05), 10, **OPTIONS))
+    try:
+        timer.start()
+        list(iterator)
+    except KeyboardInterrupt:
+        timer.join()
+        return
+    raise AssertionError("no interrupt")
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "break": stops,
+    "exception": raises,
+    "sample's exception": sample_raises,
+    "del": deletes,
+    "two iterators": two_at_once,
+    "in a thread": in_a_thread,
+    "nested": within_samples,
+    "inside workers": inside_workers,
+    "os.fork": forks,
+    "Ctrl-C": is_interrupted,
+}
+
+
+def measure() -> dict[str, int]:
+    process = psutil.Process()
+    return {
+        "processes": len(process.children(recursive=True)),
+        "threads": threading.active_count(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "segments": Path("/proc/self/maps").read_text().count("memfd:minato"),
+        "shared memory": len(os.listdir("/dev/shm")),
+    }
+
+
+def main(cases: list[str]) -> None:
+    CASES["break"]()  # multiprocessing's own helpers stay
+    gc.collect()
+    gc.disable()
+    for case in cases:
+        before = measure()
+        CASES[case]()
+        deadline = time.monotonic() + LEAVES_S
+        while (after := measure()) != before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        print(json.dumps([case, {name: after[name] - before[name] for name in before}]))
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    OPTIONS = KINDS[sys.argv[1]]
+    main(sys.argv[2:])

@@ -1,0 +1,151 @@
+"""Loaders under fire: whatever happens to their workers, each sample arrives once, with its content.
+
+    python -m tests.stress.chaos --seconds 600 --figures docs/benchmarks/chaos.md
+
+Round after round draws an order, a start method, worker processes or threads and everything else, and runs a few
+epochs. Meanwhile workers, and those that stand by, are killed and stopped; samples are slow, hang, raise, or end their
+process; epochs are left early and resumed. Then training runs are killed as a whole and go on from their last saved
+state. Both forms of the core take turns, each turn in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import minato
+from tests import subprocesses
+from tests.stress.disturber import Disturber
+from tests.stress.rounds import Round
+
+PAGE = "docs/benchmarks/chaos.md"
+TURN_S = 20.0
+"""How long one form of the core runs before the other has its turn."""
+LIVES = 16
+"""So many training runs are killed in one turn."""
+
+
+def take_turn(seconds: float, seed: int) -> dict[str, Any]:
+    """Run rounds with this process's form of the core."""
+    warnings.simplefilter("ignore")
+    multiprocessing.set_forkserver_preload(["tests.stress.rounds"])
+    draw = random.Random(seed)
+    disturber = Disturber(seed + 1)
+    end = time.monotonic() + seconds
+    try:
+        while time.monotonic() < end:
+            number = draw.randrange(1 << 30)
+            with tempfile.TemporaryDirectory() as directory:
+                one = Round(number, directory)
+                print(f"round {number}: {one}", file=sys.stderr, flush=True)
+                one.run(disturber, disturber.figures)
+    finally:
+        disturber.close()
+    return {"figures": disturber.figures, "recoveries_s": disturber.recoveries_s}
+
+
+def rounds(seconds: float, seed: int, pure: bool) -> dict[str, Any]:
+    """Let another process take a turn."""
+    arguments = ["--turn", str(seconds), "--seed", str(seed)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.stress.chaos", *arguments],
+        cwd=subprocesses.ROOT,
+        env={**subprocesses.environment(), "MINATO_NO_EXTENSIONS": str(int(pure))},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\nseed {seed}, {pure=}"
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def lives(seed: int, pure: bool) -> dict[str, Any]:
+    """Kill training runs and let them go on; at the end each sample was trained once in each epoch."""
+    with tempfile.TemporaryDirectory() as directory:
+        killed, trained = subprocesses.run("training.py", LIVES, seed, directory, pure=pure).split()
+    figures = {"training runs killed": int(killed), "samples": int(trained)}
+    return {"figures": figures, "recoveries_s": []}
+
+
+def run(seconds: float, seed: int) -> tuple[Counter[str], list[float]]:
+    """Let both forms of the core take turns; returns all figures and the times to recover."""
+    figures: Counter[str] = Counter()
+    recoveries_s: list[float] = []
+    end = time.monotonic() + seconds
+    turn = 0
+    while (left := end - time.monotonic()) > 1 or turn < 4:
+        pure = turn % 2 == 1
+        if turn % 4 < 2:
+            found = rounds(max(min(TURN_S, seconds / 3, left), 1), seed + turn, pure)
+        else:
+            found = lives(seed + turn, pure)
+        figures.update(found["figures"])
+        recoveries_s += found["recoveries_s"]
+        turn += 1
+    return figures, recoveries_s
+
+
+def report(seconds: float, seed: int, figures: Counter[str], recoveries_s: list[float]) -> str:
+    """A page of figures, in Markdown."""
+    median, p99 = np.percentile(recoveries_s, [50, 99]) * 1e3 if recoveries_s else (0.0, 0.0)
+    counts = figures.copy()
+    del counts["samples"]
+    lines = [
+        "# Chaos run",
+        "",
+        "Loaders in all orders, with all start methods, worker processes and threads, the compiled core and the pure",
+        "one, while their workers and whole training runs are killed; `tests/stress/chaos.py` says how. Each epoch is",
+        "compared with what it should have been: every sample once, with its content.",
+        "",
+        f"    python -m tests.stress.chaos --seconds {seconds:.0f} --seed {seed} --figures {PAGE}",
+        "",
+        f"On {os.cpu_count()} cores, minato {minato.__version__}, torch {torch.__version__}:",
+        "",
+        "| what | how often |",
+        "|---|---|",
+        f"| samples delivered | {figures['samples']} |",
+        "| samples lost, repeated or altered | 0 |",
+        *(f"| {what} | {count} |" for what, count in sorted(counts.items())),
+        "",
+        f"From a kill until another worker has been started in its place: median {median:.1f} ms, P99 {p99:.1f} ms,",
+        f"over {len(recoveries_s)} kills. This includes the time until the training loop waits for a batch again:",
+        "workers are replaced when it does. A worker that nobody needs any more is not replaced.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.stress.chaos")
+    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
+    parser.add_argument("--figures", type=Path, help="write the figures to this file")
+    parser.add_argument("--turn", type=float, help="only this core, for so many seconds")
+    options = parser.parse_args(arguments)
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 20)
+    if options.turn is not None:
+        print(json.dumps(take_turn(options.turn, seed)))
+        return 0
+    figures, recoveries_s = run(options.seconds, seed)
+    text = report(options.seconds, seed, figures, recoveries_s)
+    print(text)
+    if options.figures is not None:
+        options.figures.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
