@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for remote.md (docs/benchmarks)")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", message="This DataLoader will create")
-    repeats, longest_s = (1, 1.0) if given.short else (given.repeats, 5.0)
+    repeats, longest_s = (1, 1.0) if given.short else (given.repeats, 4.0)
     sections = report.Sections()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec.implementations.local
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -16,11 +17,35 @@ from minato.caching import DiskCache
 from minato.sources.parquet import Parquet
 
 ROWS, GROUP, COLUMNS = 4000, 100, 60
+RTT_S, BANDWIDTH = 0.02, 25e6
+"""Of the place where the file lies."""
 IMAGE = 3 * 32 * 32
 WANTED = 0.5
 """Rows with a smaller label are wanted; the file is sorted by label."""
 BATCH_SIZE, WORKERS = 50, 2
 QUOTA_BYTES = 1 << 30
+
+
+class _FarFile:
+    """A file whose every read takes a round trip and the time of its bytes on the link."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def read(self, nbytes: int = -1) -> bytes:
+        data: bytes = self._file.read(nbytes)
+        time.sleep(RTT_S + len(data) / BANDWIDTH)
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _FarFiles(fsspec.implementations.local.LocalFileSystem):
+    """Local files, read as if they were far away; each reader has the whole link."""
+
+    def _open(self, path: str, mode: str = "rb", **given: Any) -> Any:
+        return _FarFile(super()._open(path, mode, **given))
 
 
 def write(path: Path) -> None:
@@ -49,9 +74,10 @@ def step(path: Path, folder: Path, pushes_down: bool, after: int | None) -> tupl
     """
     sampler: Any = range(int(WANTED * ROWS))
     if pushes_down:
-        dataset = Parquet(path, columns=["image", "label"], where=ds.field("label") < WANTED)
+        columns, where = ["image", "label"], ds.field("label") < WANTED
+        dataset = Parquet(str(path), columns=columns, where=where, filesystem=_FarFiles())
     else:
-        dataset = Parquet(path)
+        dataset = Parquet(str(path), filesystem=_FarFiles())
     cache = None if after is None else DiskCache(folder, QUOTA_BYTES, after, version="1")
     loader = minato.DataLoader(
         dataset,
