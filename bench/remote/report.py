@@ -110,8 +110,8 @@ _NOTES = {
     "Slow start": "Objects that had been asked for when a batch of ten arrived, counted by the proxy; and the most of "
     "them beyond\nthe first batch, per delivered object, over the whole epoch. The window is 32 batches.\n\n",
     "The ladder of Petastorm": "Half of the rows are wanted, and of 62 columns two. Without push-down whole rows are "
-    "read; the cache then keeps\nthem before the transform, with push-down the samples after it. Each read of the file sleeps "
-    "for 20 ms and for its\nbytes at 25 MB/s, in two workers.\n\n",
+    "read; the cache then keeps\nthem before the transform, with push-down the samples after it. Each read of the file "
+    "sleeps for 20 ms\nand for its bytes at 25 MB/s, in two workers.\n\n",
 }
 
 
