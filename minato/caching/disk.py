@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,8 @@ from minato.caching.base import Cache
 
 __all__ = ["DiskCache"]
 
-_SHARDS = 8
+_SHARDS = 4
 _UNBOUNDED = 1 << 62
-"""diskcache has no limit of its own here: the quota is ours."""
 _BUSY_S = 60.0
 
 
@@ -39,7 +39,7 @@ class DiskCache(Cache):
     ) -> None:
         super().__init__(quota_bytes, after, version)
         self._path = Path(path).absolute()
-        self._opened: tuple[int, Any, Any] | None = None
+        self._opened: tuple[int, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_opened": None}
@@ -47,19 +47,33 @@ class DiskCache(Cache):
     def __repr__(self) -> str:
         return f"DiskCache({str(self._path)!r}, quota_bytes={self.quota_bytes})"
 
-    def _stores(self) -> tuple[Any, Any]:
-        """The samples, and what they take; SQLite's connections must not be used over a fork."""
+    def _samples(self) -> Any:
+        """The part of diskcache, opened by each process: SQLite's connections must not be used over a fork."""
         import diskcache
 
         with self._lock:
             if self._opened is None or self._opened[0] != os.getpid():
+                # Neither a limit nor an eviction of diskcache's own: the quota is ours.
                 how = {"eviction_policy": "none", "cull_limit": 0, "size_limit": _UNBOUNDED}
-                samples = diskcache.FanoutCache(
-                    self._path / "samples", _SHARDS, timeout=_BUSY_S, **how
-                )
-                sizes = diskcache.Cache(self._path / "sizes", timeout=_BUSY_S, **how)
-                self._opened = os.getpid(), samples, sizes
-            return self._opened[1:]
+                folder = self._path / "samples"
+                samples = diskcache.FanoutCache(folder, _SHARDS, timeout=_BUSY_S, **how)
+                self._opened = os.getpid(), samples
+            return self._opened[1]
+
+    def _add(self, nbytes: int) -> int:
+        """Add to what all samples take, and return it; in a file, as a database makes writers wait long."""
+        self._path.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path / "bytes", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(
+                file, fcntl.LOCK_EX
+            )  # given up by the system, whatever becomes of this process
+            taken = max(int.from_bytes(os.pread(file, 8, 0), "little") + nbytes, 0)
+            if nbytes:
+                os.pwrite(file, taken.to_bytes(8, "little"), 0)
+            return taken
+        finally:
+            os.close(file)
 
     def close(self) -> None:
         """Close the files; they are opened again when they are needed."""
@@ -67,23 +81,22 @@ class DiskCache(Cache):
             opened, self._opened = self._opened, None
         if opened is not None and opened[0] == os.getpid():
             opened[1].close()
-            opened[2].close()
 
     @property
     def stored_bytes(self) -> int:
         """What all kept samples in the folder take."""
-        return int(self._stores()[1].get("bytes", 0))
+        return self._add(0)
 
     def _load(self, key: bytes) -> bytes | None:
-        entry: bytes | None = self._stores()[0].get(key)
+        entry: bytes | None = self._samples().get(key)
         return entry
 
     def _store(self, key: bytes, entry: bytes) -> int:
-        samples, sizes = self._stores()
+        samples = self._samples()
         size = len(entry)
         # Taken first: whoever looks and then takes would, with others, take too much.
-        if sizes.incr("bytes", size) > self.quota_bytes:
-            sizes.decr("bytes", size)
+        if self._add(size) > self.quota_bytes:
+            self._add(-size)
             return -1
         added = False
         try:
@@ -93,12 +106,12 @@ class DiskCache(Cache):
                 added = samples.add(key, entry, tag=size)
         finally:
             if not added:  # another worker was quicker, or the disk is full
-                sizes.decr("bytes", size)
+                self._add(-size)
         return size if added else 0
 
     def _drop(self, key: bytes) -> None:
-        samples, sizes = self._stores()
+        samples = self._samples()
         # What was counted for it is its tag: the entry itself may have become shorter, or be another's.
         size = samples.pop(key, tag=True)[1]
         if isinstance(size, int):
-            sizes.decr("bytes", size)
+            self._add(-size)

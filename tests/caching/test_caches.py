@@ -148,7 +148,7 @@ def test_the_quota_is_exact_though_several_write_the_same(tmp_path: Path) -> Non
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    samples, _ = cache._stores()
+    samples = cache._samples()
     there = [len(samples[key]) for key in samples]
     assert cache.stored_bytes == sum(there) <= 8000
     assert 8000 - sum(there) < 3 * max(
@@ -162,7 +162,7 @@ def test_damaged_and_foreign_entries_are_made_anew(damage: Any, tmp_path: Path) 
     cache = DiskCache(tmp_path, QUOTA, version="1")
     dataset = Source(4)
     assert loaded(dataset, cache) == [0, 1, 2, 3]
-    samples, _ = cache._stores()
+    samples = cache._samples()
     first, second = list(samples)[:2]
     samples[first] = damage
     samples[second] = samples[list(samples)[2]]  # whole, but another sample's

@@ -1,0 +1,1 @@
+"""Loaders on data that lies behind a slow network."""

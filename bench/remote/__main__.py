@@ -1,0 +1,66 @@
+"""Command line of the remote benchmark; see ``python -m bench.remote --help``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+from bench.remote import report
+from bench.remote.ladder import climb
+from bench.remote.proxy import Link, Proxy
+from bench.remote.store import Store
+from bench.remote.trials import LOADERS, compare, epochs_with_cache, ramp
+
+CAP = 25e6
+UNEQUAL = {"spread": 4.0, "swing": 0.5}
+LATENCIES_S = {"< 1 ms": 0.0005, "20 ms": 0.02, "150 ms": 0.15}
+
+
+def main() -> int:
+    """Run everything; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.remote", description=__doc__)
+    parser.add_argument("--short", action="store_true", help="a smoke run; writes nothing")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="folder for remote.md (docs/benchmarks)")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    repeats, longest_s = (1, 1.0) if given.short else (given.repeats, 4.0)
+    sections = report.Sections()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "redis").mkdir()
+        with Store(folder / "redis") as store:
+            for label, rtt_s in LATENCIES_S.items():
+                with Proxy(Link(rtt_s), store.socket) as proxy:
+                    sections.add_latency(label, compare(proxy.port, repeats, longest_s))
+            for label in ("20 ms", "150 ms"):
+                link = Link(LATENCIES_S[label], CAP, **UNEQUAL)
+                with Proxy(link, store.socket) as proxy:
+                    names = [name for name in LOADERS if name != "minato, one read a worker"]
+                    sections.add_capped(
+                        label, CAP, compare(proxy.port, repeats, 2 * longest_s, names)
+                    )
+            with Proxy(Link(LATENCIES_S["20 ms"]), store.socket) as proxy:
+                for slow_start in (None, 1, 4):
+                    found = ramp(proxy.port, lambda: proxy.requests, slow_start)
+                    sections.add_ramp(slow_start, found)
+            for label, reads in (("20 ms", 1), ("150 ms", 16)):
+                with Proxy(Link(LATENCIES_S[label]), store.socket) as proxy:
+                    place = folder / f"cache-{reads}"
+                    sections.add_cache(label, reads, *epochs_with_cache(proxy.port, place, reads))
+        sections.add_ladder(climb(folder, repeats))
+    text = sections.text(" ".join(["python -m bench.remote", *sys.argv[1:]]))
+    out = given.out or (None if given.short else Path("docs/benchmarks"))
+    if out is None:
+        print(text)
+    else:
+        out.joinpath("remote.md").write_text(text)
+        print(f"wrote {out / 'remote.md'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""A network that is slow: a TCP proxy that keeps every byte back for as long as it would travel."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing
+import random
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("fork")
+_REQUEST = b"GET\r\n"
+"""Ends the name of the command; the greeting of a connection does not count."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What lies between a client and the server.
+
+    Attributes:
+        rtt_s: Round-trip time of a connection that is neither better nor worse than the others.
+        bandwidth: Bytes per second towards the client that all connections have together; None: no limit.
+        spread: The worst connections have so many times the round-trip time of the best ones, around ``rtt_s``.
+        swing: Share by which the round-trip time of each connection rises and falls, each at its own moment.
+        period_s: How long such a rise and fall takes.
+    """
+
+    rtt_s: float
+    bandwidth: float | None = None
+    spread: float = 1.0
+    swing: float = 0.0
+    period_s: float = 3.0
+
+
+class _Shared:
+    """What all connections of one proxy share."""
+
+    def __init__(self, link: Link, upstream: str, requests: Any) -> None:
+        self.link = link
+        self.upstream = upstream
+        self.requests = requests
+        self.random = random.Random(5)
+        self.free_at = 0.0
+
+
+class _Way:
+    """One direction of a connection: what comes in goes out later, in the same order."""
+
+    def __init__(self, shared: _Shared, capped: bool, factor: float, phase: float) -> None:
+        self._shared = shared
+        self._capped = capped
+        self._factor = factor
+        self._phase = phase
+        self._last_due = 0.0
+        self.out: asyncio.WriteTransport | None = None
+        self._early: list[bytes] = []
+
+    def send(self, data: bytes) -> None:
+        if self.out is None:
+            self._early.append(data)
+            return
+        loop, link = asyncio.get_running_loop(), self._shared.link
+        now = loop.time()
+        begun = now
+        if self._capped and link.bandwidth is not None:
+            begun = max(now, self._shared.free_at)
+            self._shared.free_at = begun = begun + len(data) / link.bandwidth
+        swing = 1 + link.swing * math.sin(2 * math.pi * (now / link.period_s + self._phase))
+        # TCP keeps the order: nothing overtakes what was sent before.
+        self._last_due = due = max(begun + link.rtt_s / 2 * self._factor * swing, self._last_due)
+        if due <= now:
+            self.out.write(data)
+        else:
+            loop.call_at(due, self.out.write, data)
+
+    def connect(self, out: asyncio.WriteTransport) -> None:
+        self.out = out
+        early, self._early = self._early, []
+        for data in early:
+            self.send(data)
+
+    def end(self) -> None:
+        if self.out is not None:
+            self.out.close()
+
+
+class _Upstream(asyncio.Protocol):
+    def __init__(self, to_server: _Way, to_client: _Way) -> None:
+        self._to_server, self._to_client = to_server, to_client
+
+    def connection_made(self, transport: Any) -> None:
+        self._to_server.connect(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._to_client.send(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._to_client.end()
+
+
+class _Client(asyncio.Protocol):
+    def __init__(self, shared: _Shared) -> None:
+        self._shared = shared
+        link = shared.link
+        factor = link.spread ** shared.random.uniform(-0.5, 0.5)
+        phase = shared.random.random()
+        self._to_server = _Way(shared, False, factor, phase)
+        self._to_client = _Way(shared, True, factor, phase)
+        self._connecting: asyncio.Task[Any] | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        self._to_client.connect(transport)
+        loop = asyncio.get_running_loop()
+        opening = loop.create_unix_connection(
+            lambda: _Upstream(self._to_server, self._to_client), self._shared.upstream
+        )
+        self._connecting = loop.create_task(opening)
+
+    def data_received(self, data: bytes) -> None:
+        self._shared.requests.value += data.count(_REQUEST)
+        self._to_server.send(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._to_server.end()
+
+
+class Proxy:
+    """The proxy, in a process of its own, for the ``with`` block.
+
+    Attributes:
+        port: Where it listens on loopback.
+
+    Args:
+        upstream: Path of the server's socket.
+    """
+
+    def __init__(self, link: Link, upstream: str) -> None:
+        self._requests = _CONTEXT.Value("q", 0, lock=False)
+        self._arguments = link, upstream, self._requests
+        self.port = 0
+
+    @property
+    def requests(self) -> int:
+        """How many objects clients have asked for."""
+        return int(self._requests.value)
+
+    def __enter__(self) -> Proxy:
+        ours, theirs = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(
+            target=_run, args=(*self._arguments, theirs), name="proxy", daemon=True
+        )
+        self._process.start()
+        self.port = ours.recv()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.join()
+
+
+def _run(link: Link, upstream: str, requests: Any, tell: Connection) -> None:
+    async def serve() -> None:
+        shared = _Shared(link, upstream, requests)
+        server = await asyncio.get_running_loop().create_server(
+            lambda: _Client(shared), "127.0.0.1", 0, backlog=512
+        )
+        tell.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    asyncio.run(serve())
