@@ -2,8 +2,9 @@
 
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
-``integrations`` and ``sources`` know no stage; only ``engine.py``, ``loader.py``, ``memory.py``,
-``patching.py``, ``plan.py``, ``pools.py``, ``workplace.py`` and the package itself know all.
+``report`` knows ``stats``; ``integrations`` and ``sources`` know no stage; only ``engine.py``,
+``gauges.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``, ``plan.py``, ``pools.py``,
+``workplace.py`` and the package itself know all.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ COMMON = {"errors", *(path.stem for path in PACKAGE.glob("_*.py") if path.stem !
 WIRING = {
     "__init__",
     "engine",
+    "gauges",
+    "insight",
     "loader",
     "memory",
     "patching",
@@ -74,6 +77,8 @@ def allowed(part: str) -> set[str] | None:
         return None
     if part == "_core":
         return {"_core"}
+    if part == "report":
+        return {"report", "stats", "_core", *COMMON}
     if part == "stats":
         return {"stats", "_core", *COMMON}
     if part in STAGES:
@@ -124,7 +129,7 @@ def test_cython_imports_only_the_core(path: Path) -> None:
 
 def test_every_folder_is_a_known_part() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
-    assert folders <= {*STAGES, "stats", "_core", "integrations", "sources"}
+    assert folders <= {*STAGES, "stats", "report", "_core", "integrations", "sources"}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +138,8 @@ def test_every_folder_is_a_known_part() -> None:
         ("minato._core.wait", "from minato import errors"),
         ("minato._core.wait", "from minato.stats import clock"),
         ("minato.stats.report", "from minato.chain import chain"),
+        ("minato.stats.journal", "from minato.report import figures"),
+        ("minato.report.build", "from minato.scheduler import policy"),
         ("minato.source.keys", "import minato.chain"),
         ("minato.scheduler.worker", "from minato.source.sampler import Sampler"),
         ("minato.scheduler.worker", "from ..assembler import slot"),
@@ -155,7 +162,8 @@ def test_the_checker_sees_what_is_forbidden(module: str, line: str) -> None:
         ("minato.scheduler.worker", "from minato.chain.chain import Chain\nimport torch"),
         ("minato.scheduler.worker", "from . import pool\nfrom .._core import ledger"),
         ("minato.delivery.lease", "from minato import errors\nfrom minato.stats import clock"),
-        ("minato.stats.report", "def show():\n    import rich.table"),
+        ("minato.report.text", "def show():\n    import rich.table"),
+        ("minato.report.build", "from minato.stats import journal"),
         ("minato.loader", "from minato.delivery import lease\nfrom minato.source import keys"),
     ],
 )

@@ -42,6 +42,16 @@ class Window:
         self._batch_bytes = 0.0
         self._warned = False
 
+    @property
+    def batch_bytes(self) -> float:
+        """What a batch takes, as far as is known: never less than those of late."""
+        return self._batch_bytes
+
+    @property
+    def held_by_budget(self) -> bool:
+        """Whether the budget in bytes keeps the window from growing."""
+        return not self._fixed and not self._fits(self.limit + 1)
+
     def has_room(self, in_flight: int) -> bool:
         """Whether another batch may be opened; the first always may."""
         if in_flight >= self.limit:

@@ -1,0 +1,85 @@
+"""What one can ask a loader about itself: a part of ``DataLoader``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minato.chain.chain import Chain
+from minato.chain.rng import SampleRandomness
+from minato.engine import Experience
+from minato.options import Options
+from minato.plan import Unbound
+from minato.report.build import report_of, setup_of
+from minato.report.figures import Report
+from minato.scheduler.fetch import Fetcher
+from minato.source.progress import Coverage
+from minato.source.run import Course, is_stream
+
+__all__ = ["Insight"]
+
+
+class Insight:
+    """Reports on a loader, and repeats single samples."""
+
+    dataset: Any
+    num_workers: int
+    prefetch_factor: int | None
+    _auto_collation: Any
+    _options: Options
+    _course: Course
+    _chain: Chain
+    _experience: Experience
+
+    def report(self) -> Report:
+        """What limits the training, and all figures of the run and of each epoch so far.
+
+        It can be asked for at any time; ``print`` shows it as text, ``rich.print`` in colour and Jupyter as a table.
+
+        Raises:
+            ValueError: The loader was made with ``measure=False``.
+        """
+        if self._experience.journal is None:
+            raise ValueError("measure=False: nothing was measured; leave it out to have a report")
+        options = self._options
+        may_fetch_more = not (
+            is_stream(self) or options.schedule == "round_robin" or options.rng == "worker"
+        )
+        bounded = self.num_workers > 0 and not isinstance(self.prefetch_factor, Unbound)
+        return report_of(
+            setup_of(self, may_fetch_more, bounded), self._chain.names, self._experience.journal
+        )
+
+    def coverage(self) -> Coverage:
+        """What has become of the samples of the newest iterator's epoch so far.
+
+        At the end of an epoch minato compares this by itself and raises ``CoverageError`` if a sample was lost or
+        repeated.
+        """
+        return self._course.coverage()
+
+    def reproduce(self, index: Any, epoch: int | None = None, seed: int | None = None) -> Any:
+        """Load one sample in this process as a worker did, random numbers included.
+
+        Args:
+            index: What the dataset is asked for.
+            epoch: By default the one that is running, or ran last.
+            seed: As a quarantine file tells it; by default that of the loader, or of the pass that is running.
+
+        Returns:
+            ``dataset[index]`` after all transforms, not collated. What it raises is not caught.
+
+        Raises:
+            ValueError: No pass has begun and ``seed`` is not given.
+        """
+        if seed is None:
+            seed = self._options.seed if self._options.seed is not None else self._course.seed
+        if seed is None:
+            raise ValueError(
+                "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "
+                "not: give seed=, as the quarantine file tells it"
+            )
+        randomness = SampleRandomness(seed)
+        with randomness.saved():
+            if self._options.rng == "sample":
+                randomness.bind(max(self._course.epoch, 0) if epoch is None else epoch, index)
+            return Fetcher(self.dataset, self._chain, self._auto_collation).single(index)
