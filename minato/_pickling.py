@@ -77,7 +77,7 @@ class SidePickler(pickle.Pickler):
         purpose: ``"sample"``: everything arrives as it is. ``"result"``: arrays arrive as from torch's workers,
             writable and in native byte order. ``"process"``: the other side is being started; it must share
             tensors that are in shared memory, so they are refused, and does not know what an interactive session
-            has defined.
+            or the ``__main__`` of a package has defined.
     """
 
     def __init__(
@@ -165,11 +165,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _stays_behind(value: Any) -> bool:
-    """Tell whether something is defined in a main module that no new process can import (a notebook's)."""
+    """Tell whether something is defined in a main module that no new process imports (a notebook's)."""
     if not isinstance(value, (type, FunctionType)) or value.__module__ != "__main__":
         return False
     main = sys.modules["__main__"]
-    return getattr(main, "__spec__", None) is None and getattr(main, "__file__", None) is None
+    spec = getattr(main, "__spec__", None)
+    if spec is None:
+        return getattr(main, "__file__", None) is None
+    # multiprocessing leaves out what ``python -m package`` has run.
+    return bool(spec.name.rpartition(".")[2] == "__main__")
 
 
 def _by_value(value: Any) -> Any:
@@ -177,8 +181,9 @@ def _by_value(value: Any) -> Any:
         cloudpickle = importlib.import_module("cloudpickle")
     except ImportError:
         raise NotPicklableError(
-            f"{value.__qualname__} is defined in an interactive session, which workers that are not forked cannot "
-            "import: install cloudpickle, move it to a module, or use multiprocessing_context='fork'"
+            f"{value.__qualname__} is defined in the __main__ of an interactive session or of a package, which workers "
+            "that are not forked cannot import: install cloudpickle, move it to a module, or use "
+            "multiprocessing_context='fork'"
         ) from None
     return _define, (cloudpickle.dumps(value),)
 

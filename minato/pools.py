@@ -8,6 +8,7 @@ from collections.abc import Callable
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.assembler.writer import BatchWriter
+from minato.chain import generators
 from minato.plan import Plan
 from minato.scheduler.burial import Burial
 from minato.scheduler.deaths import Deaths
@@ -57,6 +58,8 @@ def make_pool(
             )
 
         return ThreadPool(plan.most_workers, in_thread, ready, stop, lambda: ledger.draining)
+    if plan.seeds_samples:
+        generators.examine()
     overdue: Overdue | None = None
     if plan.sample_timeout_s is not None:
         workplace.stacks = StackFile()

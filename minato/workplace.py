@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,13 @@ class Workplace:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.written_plan:
-            self.plan = self.store.peek(*self.written_plan)
+            try:
+                self.plan = self.store.peek(*self.written_plan)
+            except AttributeError as error:
+                raise NotPicklableError(
+                    f"{error}: workers that are not forked import the main module anew, without what stands below "
+                    "if __name__ == '__main__'. Define it above"
+                ) from error
 
     def read_keys(self, ledger: Ledger, batch: int, k: int, count: int) -> Sequence[Any]:
         """The keys of samples k … k+count-1 of a batch."""
@@ -146,7 +153,10 @@ class Workplace:
         plan = self.plan
 
         def make_randomness(seed: int) -> SampleRandomness:
-            return SampleRandomness(seed, bind_globals=plan.worker_method == "process")
+            # Beside the main thread, what that one draws meanwhile would be undone.
+            beside = in_line and threading.current_thread() is not threading.main_thread()
+            bind_globals = plan.worker_method == "process" and not beside
+            return SampleRandomness(seed, bind_globals=bind_globals)
 
         lease, meters = ledger.lease_words(number), self.meters(number)
         fetcher: Fetcher | StreamFetcher

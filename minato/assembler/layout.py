@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+import torch.utils._device  # get_default_device() imports it at first use: once here, not once in each worker
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate
 

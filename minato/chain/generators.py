@@ -15,6 +15,7 @@ from __future__ import annotations
 import _random
 import ctypes
 import functools
+import pickle
 import random
 import struct
 import sys
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-__all__ = ["GlobalGenerator", "numpy_generator", "python_generator", "torch_generator"]
+__all__ = ["GlobalGenerator", "examine", "numpy_generator", "python_generator", "torch_generator"]
 
 WORDS = 624
 PYTHON_STREAM, NUMPY_STREAM, TORCH_STREAM = 0, 1, 2
@@ -40,7 +41,7 @@ class GlobalGenerator(Protocol):
         """Make the filled memory the generator's state."""
 
     def save(self) -> Any:
-        """Return a picklable copy of the whole state."""
+        """Return a copy of the whole state, which can be pickled and compared."""
 
     def load(self, saved: Any) -> None:
         """Return to a state that :meth:`save` returned in a process of the same kind."""
@@ -189,10 +190,10 @@ class NumpyByCall:
             self._generator.set_state(fresh.state)
 
     def save(self) -> Any:
-        return self._generator.get_state(legacy=False)
+        return pickle.dumps(self._generator.get_state(legacy=False))  # arrays cannot be compared
 
     def load(self, saved: Any) -> None:
-        self._generator.set_state(saved)
+        self._generator.set_state(pickle.loads(saved))
 
 
 def numpy_generator() -> GlobalGenerator:
@@ -275,3 +276,10 @@ class TorchBySeed(TorchByState):
 def torch_generator() -> TorchByState:
     """Return torch's default CPU generator."""
     return TorchByState() if _torch_layout_is_known() else TorchBySeed()
+
+
+def examine() -> None:
+    """Find out where this process's generators keep their states: once here, not once in each forked worker."""
+    _python_position_offset()
+    _numpy_gauss_offset()
+    _torch_layout_is_known()

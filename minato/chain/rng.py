@@ -60,8 +60,8 @@ class SampleRandomness:
 
     Args:
         base_seed: The loader's seed; counts modulo 2**64.
-        bind_globals: False in worker threads, which share the global generators: then only
-            :func:`current` and the helpers are bound.
+        bind_globals: False in all threads but the main one, which share the global generators
+            with it: then only :func:`current` and the helpers are bound.
 
     Create it in the process (after its ``torch.manual_seed``, whose seed ``torch.initial_seed()``
     keeps answering) and use it from one thread.
@@ -73,8 +73,6 @@ class SampleRandomness:
         self.watches = bind_globals
         """Whether ``drawn`` can tell."""
         self._all: tuple[generators.GlobalGenerator, ...] = ()
-        self._marked = b""
-        self._asked = 0
         self._before: Any = None
         if bind_globals:
             self._attach()
@@ -127,29 +125,26 @@ class SampleRandomness:
         """Begin to watch for draws; unless the sample in hand goes on, what runs now is bound to none."""
         if unbind:
             _this_thread.binding = None
-        self._asked = _this_thread.generators_made
         self._before = self.capture()
-        self._marked = self._states()
 
     def drawn(self) -> bool:
         """Whether anything drew from the global generators, or asked for a generator, since ``mark``."""
         # A generator that is asked for outside of samples is seeded from a global one, which shows there.
-        return self._asked != _this_thread.generators_made or self._marked != self._states()
+        return bool(self._before[1:] != (_this_thread.generators_made, self._states()))
 
     def rewind(self) -> None:
         """Undo all draws since ``mark``."""
         self.restore(self._before)
 
-    def _states(self) -> bytes:
-        return pickle.dumps([generator.save() for generator in self._all])
+    def _states(self) -> tuple[Any, ...]:
+        return tuple([generator.save() for generator in self._all])
 
-    def capture(self) -> object:
+    def capture(self) -> Any:
         """Return the randomness of a sample that is to be continued later, perhaps elsewhere.
 
         The result can be pickled, for processes with the same versions of Python, numpy and torch.
         """
-        states = tuple(generator.save() for generator in self._all)
-        return _this_thread.binding, _this_thread.generators_made, states
+        return _this_thread.binding, _this_thread.generators_made, self._states()
 
     def restore(self, captured: Any) -> None:
         """Go on exactly where :meth:`capture` was called."""

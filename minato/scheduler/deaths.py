@@ -58,7 +58,7 @@ class Deaths:
         times = self._by_sample[place]
         # An exception on the way to the first sample, which the next worker would meet too.
         unable = not sample and not progress and exit_code is not None and exit_code > 0
-        on = "before its first sample" if unable else "between samples"
+        on = "before its first sample, see what it wrote to stderr" if unable else "between samples"
         if sample:
             on = f"while it ran the sample with index {sample[1]!r}"
         what = f"DataLoader worker (pid {pid}) {_in_words(exit_code)} {on}."

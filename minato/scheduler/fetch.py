@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -145,9 +144,13 @@ class StreamFetcher:
         Raises:
             StreamEnd: Nothing is left, or less than ``drop_last`` asks for.
         """
-        samples = [] if self._samples is None else list(itertools.islice(self._samples, count))
-        if len(samples) < count:
-            self._samples = None
-            if not samples or (self._batched and self._drop_last):
-                raise StreamEnd
+        samples: list[Any] = []
+        while self._samples is not None and len(samples) < count:
+            try:
+                # By next() alone: islice asks for the iterator again, and a dataset that is its own would begin anew.
+                samples.append(next(self._samples))
+            except StopIteration:
+                self._samples = None
+        if len(samples) < count and (not samples or (self._batched and self._drop_last)):
+            raise StreamEnd
         return samples if self._run is None else [self._run(sample) for sample in samples]

@@ -80,8 +80,8 @@ class Runner:
         """Partials among them."""
         self.ahead_ns = 0
         """What the next sample has cost before it is run, because it was read while others were."""
-        self.draws: bool | None = None
-        """Whether samples draw random numbers; None while this is not known."""
+        self.draws: bool | None = False if make_randomness is None else None
+        """Whether samples draw random numbers that are bound to them; None while this is not known."""
         self._watched = 0
         self._runs = 0
 

@@ -17,6 +17,15 @@ def nbytes_of(value: Any) -> int:
 
     Images that are decoded when they are used (Pillow's) count with their pixels.
     """
+    try:
+        return _nbytes_of(value)
+    except (
+        Exception
+    ):  # sparse tensors have no nbytes but an error, and containers may be of the user's making
+        return 0
+
+
+def _nbytes_of(value: Any) -> int:
     nbytes = getattr(value, "nbytes", None)  # tensors, arrays, memoryviews
     if type(nbytes) is int:
         return nbytes

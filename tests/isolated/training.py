@@ -1,7 +1,7 @@
 """A training run that is killed at random moments and goes on from its last saved state.
 
-Arguments: how many kills, a seed, and a file. Each life is forked from this process, so that torch is imported once.
-Prints how many lives there were and how many samples were trained.
+Arguments: how many kills, a seed, and a directory. Each life is forked from this process, so that torch is imported
+once. Prints how many lives were killed and how many samples were trained.
 """
 
 from __future__ import annotations
@@ -76,8 +76,15 @@ def live(path: Path, dice: random.Random, **fixed: Any) -> None:
         save(path, loader, trained)
 
 
-def kill_often(path: Path, kills: int, dice: random.Random) -> tuple[int, int]:
-    """Run lives until one comes to the end; returns how many were killed, and how many samples trained."""
+def kill_often(path: Path, kills: int, within_s: float, dice: random.Random) -> tuple[int, int]:
+    """Run lives until one comes to the end; returns how many were killed, and how many samples trained.
+
+    Args:
+        path: The checkpoint.
+        kills: At most so many lives are killed.
+        within_s: Each is killed before it is so old, unless it has come to its end.
+        dice: Decides everything.
+    """
     fixed = {
         "seeded": dice.random() < 0.5,
         "order": dice.choice(ORDERS),
@@ -96,7 +103,7 @@ def kill_often(path: Path, kills: int, dice: random.Random) -> tuple[int, int]:
             os._exit(0)
         dice.random()  # else all lives would throw the same
         if killed < kills:
-            time.sleep(dice.uniform(0.0, 0.12))
+            time.sleep(dice.uniform(0.0, within_s))
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         if os.WIFSIGNALED(status):
@@ -117,13 +124,15 @@ def kill_often(path: Path, kills: int, dice: random.Random) -> tuple[int, int]:
 def main() -> None:
     kills, seed, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     dice = random.Random(seed)
-    done = trained = 0
+    checkpoint = folder / "checkpoint.json"
+    begin = time.monotonic()
+    _, trained = kill_often(checkpoint, 0, 0, dice)
+    within_s = (time.monotonic() - begin) / 2  # so that lives are hit at work on any machine
+    done = 0
     while done < kills:
-        killed, samples = kill_often(folder / "checkpoint.json", min(8, kills - done), dice)
+        killed, samples = kill_often(checkpoint, min(8, kills - done), within_s, dice)
         done += killed
         trained += samples
-        if not killed:
-            break
     print(done, trained)
 
 

@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, get_worker_info
-from torch.utils.data import dataloader as torch_loader
-from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
 import minato
 from minato.scheduler import process
@@ -339,14 +337,6 @@ class Deadly(Numbers):
             os.kill(os.getpid(), getattr(signal, self.how))
             time.sleep(20)
         return index
-
-
-@pytest.fixture
-def torch_looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch looks only every five seconds whether its workers live."""
-    waits: Any = torch_loader._MultiProcessingDataLoaderIter._try_get_data
-    assert waits.__defaults__ == (MP_STATUS_CHECK_INTERVAL,)
-    monkeypatch.setattr(waits, "__defaults__", (0.2,))
 
 
 @pytest.mark.parametrize("persistent", [False, True])

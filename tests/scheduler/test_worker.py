@@ -145,7 +145,6 @@ def test_every_sample_is_run_and_written(order: str) -> None:
 def test_cheap_samples_are_claimed_in_runs_once_their_cost_is_known() -> None:
     batches = [list(range(100 * i, 100 * i + 20)) for i in range(1, 8)]
     setting = Setting(Bad(), batches)
-    setting.runner.draws = False  # as after the first samples that were watched for draws
     runs = [entry[2] for entry in setting.run() if entry[0] == "samples"]
     assert len(runs[0]) == 1
     assert max(map(len, runs)) > 1
@@ -154,7 +153,6 @@ def test_cheap_samples_are_claimed_in_runs_once_their_cost_is_known() -> None:
 
 def test_a_bound_batch_is_lost_with_the_first_error() -> None:
     setting = Setting(Bad(), [[1, 3, 2]], collates=True)
-    setting.runner.draws = False
     setting.runner.usual_ns = 1.0  # so that one claim takes the whole batch
     assert setting.run() == [("error", 3, "bad 3")]
     assert setting.ready() == [True]
@@ -163,7 +161,6 @@ def test_a_bound_batch_is_lost_with_the_first_error() -> None:
 
 def test_free_samples_are_run_though_others_of_their_run_raise() -> None:
     setting = Setting(Bad(), [[1, 3, 2, 6], [4, 5, 7, 8]], "arrival")
-    setting.runner.draws = False
     setting.runner.usual_ns = 1.0
     journal = [entry for entry in setting.run() if entry != "collate"]
     assert samples_in(journal) == [10, 20, 40, 50, 70, 80]
@@ -176,7 +173,6 @@ def test_free_samples_are_run_though_others_of_their_run_raise() -> None:
 
 def test_a_whole_batch_for_a_collate_fn_is_collated_at_once() -> None:
     setting = Setting(Bad(), [[1, 2]], collates=True)
-    setting.runner.draws = False
     setting.runner.usual_ns = 1.0
     assert setting.run() == [("collated", [10, 20])]
 

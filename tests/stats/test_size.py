@@ -36,6 +36,8 @@ class Image:
         ([0.0] * 5000, 40000),
         (Image(), 600),
         (object(), 0),
+        (torch.eye(3).to_sparse(), 0),
+        ((torch.zeros(2), torch.eye(3).to_sparse()), 8),
     ],
 )
 def test_bytes_of_a_sample(value: Any, nbytes: int) -> None:

@@ -1,0 +1,460 @@
+"""Errors: type and text as torch gives them, wherever in the user's code they begin; and going on after them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import threading
+import unittest
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+import minato
+from tests.datasets import Numbers
+from tests.parity.harness import (
+    TORCH_IS_UNTIDY,
+    TorchLoader,
+    attempt,
+    drain,
+    each,
+    recorded,
+    same_for_both,
+    without_worker,
+)
+from tests.parity.material import Failing, Stream, TwoArguments, Unpicklable, identity
+
+# ---- what is raised -------------------------------------------------------------------------
+
+
+class OnlyByName(Exception):
+    """Its constructor takes no text."""
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class WithMessage(Exception):
+    """It has the attribute that torch's wrapper passes by name."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class Silent(Exception):
+    """It has no text."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+class Treacherous(Exception):
+    """Not even its text can be had."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def raising(make: Callable[[], BaseException]) -> Callable[[], Any]:
+    def action() -> Any:
+        raise make()
+
+    return action
+
+
+def chained() -> Any:
+    try:
+        return 1 / 0
+    except ZeroDivisionError as error:
+        raise ValueError("afterwards") from error
+
+
+def endless() -> Any:
+    return endless()
+
+
+ACTIONS: dict[str, Callable[[], Any]] = {
+    "value": raising(lambda: ValueError("bad")),
+    "no text": raising(lambda: ValueError()),
+    "lines": raising(lambda: RuntimeError("two\nlines")),
+    "key": raising(lambda: KeyError("a key")),
+    "index": raising(lambda: IndexError("out of range")),
+    "stop": raising(lambda: StopIteration("a text")),
+    "asynchronous stop": raising(lambda: StopAsyncIteration("a text")),
+    "file": raising(lambda: FileNotFoundError(2, "No such file", "picture.png")),
+    "decoding": lambda: b"\xff".decode(),
+    "syntax": lambda: compile("a b", "somewhere", "exec"),
+    "json": lambda: json.loads("{"),
+    "import": raising(lambda: ImportError("no module", name="absent")),
+    "assertion": raising(lambda: AssertionError()),
+    "not implemented": raising(lambda: NotImplementedError()),
+    "memory": raising(lambda: MemoryError("too much")),
+    "end of file": raising(lambda: EOFError("the end")),
+    "pipe": raising(lambda: BrokenPipeError("broken")),
+    "timeout": raising(lambda: TimeoutError("late")),
+    "program": raising(lambda: subprocess.CalledProcessError(3, "program")),
+    "skip": raising(lambda: unittest.SkipTest("skipped")),
+    "accelerator": raising(lambda: torch.OutOfMemoryError("no memory")),
+    "torch": lambda: torch.ones(2) @ torch.ones(3),
+    "chained": chained,
+    "recursion": endless,
+    "two arguments": raising(lambda: TwoArguments(3, "reason")),
+    "only by name": raising(lambda: OnlyByName(code=3)),
+    "with a message": raising(lambda: WithMessage("a message")),
+    "silent": raising(lambda: Silent("not shown")),
+    "holds a generator": raising(lambda: Unpicklable("held")),
+    "warning": raising(lambda: UserWarning("as an error")),
+}
+ENDING: dict[str, Callable[[], Any]] = {
+    "exit": raising(lambda: SystemExit(3)),
+    "interrupt": raising(lambda: KeyboardInterrupt("a text")),
+    "generator": raising(lambda: GeneratorExit()),
+}
+"""What ends a worker process, so that only loaders without one can go on."""
+
+
+# ---- where it is raised ---------------------------------------------------------------------
+
+
+class BadSample(Numbers):
+    """One sample does something."""
+
+    def __init__(self, size: int, action: Callable[[], Any]) -> None:
+        super().__init__(size)
+        self.action = action
+
+    def __getitem__(self, index: int) -> Any:
+        return self.action() if index == 2 else index
+
+
+class BadBatch(BadSample):
+    """The call that fetches one batch does something."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.action() if 2 in indices else indices
+
+
+class BadStream(IterableDataset[Any]):
+    """Does something in its midst."""
+
+    def __init__(self, action: Callable[[], Any]) -> None:
+        self.action = action
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from range(3)
+        self.action()
+        yield 3
+
+
+class BadIterator(BadStream):
+    """An iterator that goes on afterwards."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.number = -1
+        return self
+
+    def __next__(self) -> Any:
+        self.number += 1
+        if self.number == 2:
+            self.action()
+        if self.number > 5:
+            raise StopIteration
+        return self.number
+
+
+class BadBeginning(BadStream):
+    """Has no iterator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.action()
+        return iter(())
+
+
+class BadCollation:
+    """A ``collate_fn`` that does something in one batch."""
+
+    def __init__(self, action: Callable[[], Any]) -> None:
+        self.action = action
+
+    def __call__(self, samples: Any) -> Any:
+        return self.action() if samples in (2, [2, 3]) else samples
+
+
+PLACES: dict[str, Callable[[Callable[[], Any]], tuple[Any, dict[str, Any]]]] = {
+    "sample": lambda action: (BadSample(6, action), {"batch_size": 2}),
+    "sample by itself": lambda action: (BadSample(6, action), {"batch_size": None}),
+    "__getitems__": lambda action: (BadBatch(6, action), {"batch_size": 2}),
+    "stream": lambda action: (BadStream(action), {"batch_size": 2}),
+    "stream by itself": lambda action: (BadStream(action), {"batch_size": None}),
+    "iterator": lambda action: (BadIterator(action), {"batch_size": 2}),
+    "collate_fn": lambda action: (
+        Numbers(6),
+        {"batch_size": 2, "collate_fn": BadCollation(action)},
+    ),
+    "collate_fn of a sample": lambda action: (
+        Numbers(6),
+        {"batch_size": None, "collate_fn": BadCollation(action)},
+    ),
+}
+
+
+def seen_in_each_place(make: Any, actions: dict[str, Callable[[], Any]], workers: Any) -> Any:
+    """What every ``next`` gives, with each action in each place."""
+    seen = {}
+    for what, action in actions.items():
+        for where, place in PLACES.items():
+            dataset, options = place(action)
+            seen[what, where] = drain(iter(make(dataset, **options, **workers)))
+    return seen
+
+
+PARTS = (
+    ("value", "key", "two arguments", "stop"),
+    ("file", "with a message", "holds a generator", "no text"),
+    ("decoding", "only by name", "chained", "silent"),
+)
+"""What processes send in different ways."""
+
+
+def test_in_line() -> None:
+    same_for_both(lambda make: seen_in_each_place(make, {**ACTIONS, **ENDING}, {}))
+
+
+@pytest.mark.parametrize("names", PARTS, ids=repr)
+def test_in_a_process(names: tuple[str, ...]) -> None:
+    actions = {name: ACTIONS[name] for name in names}
+    same_for_both(lambda make: seen_in_each_place(make, actions, {"num_workers": 1}))
+
+
+def test_in_threads() -> None:
+    """torch has none; its worker processes say the same."""
+    actions = {name: ACTIONS[name] for name in ("value", "two arguments", "stop", "key")}
+    for what, action in actions.items():
+        for where in ("sample", "sample by itself", "__getitems__", "collate_fn"):
+            dataset, options = PLACES[where](action)
+            theirs = drain(iter(TorchLoader(dataset, num_workers=1, **options)))
+            loader = minato.DataLoader(dataset, num_workers=1, worker_method="thread", **options)
+            assert drain(iter(loader)) == theirs, (what, where)
+
+
+@pytest.mark.parametrize("what", ENDING)
+def test_what_would_end_a_process_is_an_error_of_the_sample_in_a_thread(what: str) -> None:
+    for where in ("sample", "collate_fn"):
+        dataset, options = PLACES[where](ENDING[what])
+        loader = minato.DataLoader(dataset, num_workers=1, worker_method="thread", **options)
+        found = without_worker(drain(iter(loader)))
+        in_line = drain(iter(TorchLoader(dataset, **options)))
+        assert [outcome[:2] for outcome in found] == [outcome[:2] for outcome in in_line]
+
+
+def test_text_that_cannot_be_had(torch_looks_often: None) -> None:
+    def case(make: Any) -> Any:
+        iterator = iter(make(BadSample(4, raising(Treacherous)), num_workers=1))
+        return [next(iterator), next(iterator), type(kind_of_error(iterator))]
+
+    same_for_both(case)
+
+
+def kind_of_error(iterator: Iterator[Any]) -> BaseException | None:
+    try:
+        next(iterator)
+    except Exception as error:
+        return error
+    return None
+
+
+@each
+def test_beginning_of_a_stream(workers: Any, own: Any) -> None:
+    """In line ``iter(loader)`` raises, as with torch; from workers it comes with the first batch."""
+    if own:
+        pytest.skip("threads have no streams")
+    for name in ("value", "key", "file", "two arguments", "stop", "holds a generator"):
+        dataset = BadBeginning(ACTIONS[name])
+        same_for_both(lambda make: next(iter(make(dataset, 2, **workers))))  # noqa: B023
+        if not workers["num_workers"]:
+            same_for_both(lambda make: iter(make(dataset, 2)))  # noqa: B023
+
+
+def test_every_worker_whose_stream_did_not_begin_says_so() -> None:
+    dataset = BadBeginning(ACTIONS["value"])
+    found = drain(iter(minato.DataLoader(dataset, 2, num_workers=2)))
+    assert [outcome[1] for outcome in found] == ["ValueError", "ValueError"] + 2 * ["StopIteration"]
+
+
+# ---- going on -------------------------------------------------------------------------------
+
+
+@each
+@pytest.mark.parametrize("options", [{}, {"collate_fn": identity}, {"drop_last": True}], ids=repr)
+def test_one_error_per_bad_batch_and_a_normal_end(options: Any, workers: Any, own: Any) -> None:
+    def case(make: Any) -> Any:
+        return drain(iter(make(Failing(23), 2, **options, **workers)))
+
+    same_for_both(case, **own)
+
+
+@pytest.mark.parametrize("own", [{}, {"schedule": "round_robin"}], ids=repr)
+def test_persistent_workers_go_on_with_the_next_pass(own: Any) -> None:
+    def case(make: Any) -> Any:
+        loader = make(Failing(9), 2, num_workers=2, persistent_workers=True)
+        return [drain(iter(loader)) for _ in range(3)]
+
+    same_for_both(case, **own)
+
+
+@each
+def test_all_batches_bad(workers: Any, own: Any) -> None:
+    dataset = BadSample(0, ACTIONS["value"])
+    same_for_both(lambda make: drain(iter(make(dataset, 1, sampler=[2] * 9, **workers))), **own)
+
+
+@each
+def test_error_of_the_sampler_in_the_midst(workers: Any, own: Any) -> None:
+    """torch's dispatch asks it ahead of the batch, and so the error comes ahead of those in flight."""
+
+    class Odd:
+        def __init__(self, action: Any) -> None:
+            self.action = action
+
+        def __iter__(self) -> Iterator[int]:
+            for number in range(8):
+                if number == 6:
+                    self.action()
+                yield number
+
+    for name in ("value", "two arguments", "key"):
+        sampler = Odd(ACTIONS[name])
+        same_for_both(
+            lambda make: drain(iter(make(Numbers(9), 2, sampler=sampler, **workers))),  # noqa: B023
+            **own,
+        )
+
+
+# ---- errors when iteration begins -----------------------------------------------------------
+
+
+class NoIterator:
+    """A sampler that cannot be asked."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise PermissionError(1, "not now")
+
+
+class NoLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+BEGINNINGS: dict[str, dict[str, Any]] = {
+    "sampler": {"dataset": Numbers(3), "sampler": NoIterator()},
+    "batch sampler": {"dataset": Numbers(3), "batch_sampler": NoIterator()},
+    "sampler that is none": {"dataset": Numbers(3), "sampler": 5},
+    "batch sampler that is none": {"dataset": Numbers(3), "batch_sampler": 5},
+    "batches that are none": {"dataset": Numbers(3), "batch_sampler": [1, 2]},
+    "no length": {"dataset": NoLength()},
+    "no length, shuffled": {"dataset": NoLength(), "shuffle": True},
+    "dataset that is none": {"dataset": 5, "sampler": [0]},
+    "none": {"dataset": None, "sampler": [0]},
+    "class as dataset": {"dataset": Numbers},
+    "collate_fn that is none": {"dataset": Numbers(3), "collate_fn": 5},
+}
+
+
+@TORCH_IS_UNTIDY
+@pytest.mark.parametrize("name", BEGINNINGS)
+@each
+def test_what_cannot_be_begun(name: str, workers: Any, own: Any) -> None:
+    if name == "batches that are none" and workers["num_workers"]:
+        pytest.skip("minato reads the keys of a batch before a worker does")
+
+    def case(make: Any) -> Any:
+        loader = make(**BEGINNINGS[name], **workers)
+        return [attempt(lambda: len(loader)), next(iter(loader))]
+
+    same_for_both(case, **own)
+
+
+# ---- what cannot be sent to a worker --------------------------------------------------------
+
+
+class Holding(Numbers):
+    """It holds something."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(4)
+        self.held = held
+
+
+HELD: dict[str, Callable[[], Any]] = {
+    "lambda": lambda: lambda: None,
+    "lock": threading.Lock,
+    "generator": lambda: (number for number in range(3)),
+    "local class": lambda: type("Local", (), {})(),
+}
+
+
+@TORCH_IS_UNTIDY
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.parametrize("held", HELD)
+def test_what_cannot_be_pickled(held: str, context: str) -> None:
+    """The warning is torch's, and whoever catches what Python raised catches ours, which says more."""
+
+    def case(make: Any) -> Any:
+        return next(
+            iter(make(Holding(HELD[held]()), num_workers=1, multiprocessing_context=context))
+        )
+
+    theirs, ours = recorded(case, TorchLoader), recorded(case, minato.DataLoader)
+    assert ours["warnings"] == theirs["warnings"]
+    assert ours["generators"] == theirs["generators"]
+    raised = {error.__name__ for error in minato.NotPicklableError.__mro__}
+    assert ours["outcome"][1] == "NotPicklableError"
+    assert theirs["outcome"][1] in raised
+    assert theirs["outcome"][2].partition(" (")[0] in ours["outcome"][2]
+    assert "dataset.held" in ours["outcome"][2]
+    assert multiprocessing.active_children() == []
+
+
+# ---- warnings as errors ---------------------------------------------------------------------
+
+
+def test_warnings_of_samples_as_errors() -> None:
+    class Warns(Numbers):
+        def __getitem__(self, index: int) -> int:
+            if index == 1:
+                warnings.warn("beware", stacklevel=1)
+            return index
+
+    def case(make: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return [drain(iter(make(Warns(3), num_workers=number))) for number in (0, 1)]
+
+    same_for_both(case)
+
+
+def test_warning_about_a_length_as_an_error() -> None:
+    class Lies(Stream):
+        def __len__(self) -> int:
+            return 2
+
+        def __repr__(self) -> str:
+            return "a liar"
+
+    def case(make: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = []
+            for number in (0, 1):
+                loader = make(Lies(5), num_workers=number)
+                found.append((len(loader), drain(iter(loader))))
+            return found
+
+    same_for_both(case)
