@@ -279,6 +279,8 @@ class Engine:
                 journal.leave(samples, used_bytes, self._standing)
 
     def _standing(self) -> Standing:
+        if not isinstance(self._pool, InlinePool):
+            self._gauges.look(self._pool.usage)
         return self._gauges.standing(self._dispatcher.num_open, self._dispatcher.num_ready)
 
     def pinned(self, duration_ns: int) -> None:

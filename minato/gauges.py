@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
 from minato.scheduler.deaths import Deaths
 from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
 from minato.scheduler.policy import Decision, TimeoutPolicy
 from minato.scheduler.roster import Roster
-from minato.scheduler.usage import machine_usage
+from minato.scheduler.usage import Usage, machine_usage
 from minato.scheduler.window import Window
 from minato.stats.journal import Standing
 from minato.stats.profile import Meters, Profile
@@ -21,7 +22,11 @@ from minato.stats.slowest import SlowSample
 __all__ = ["EngineGauges"]
 
 
-@dataclass(frozen=True)
+_LOOK_NS = 100_000_000
+"""What workers get of the cores is looked at no more often than this."""
+
+
+@dataclass
 class EngineGauges:
     """What an engine's parts have counted.
 
@@ -37,6 +42,15 @@ class EngineGauges:
     timeouts: TimeoutPolicy
     deaths: Deaths
     failures: FailureCount | None
+    usage: Usage = field(default_factory=lambda: Usage(0, 0))
+    """Processor time of the workers when it was last looked at: they may be gone by now."""
+    _looked_ns: int = 0
+
+    def look(self, usage: Callable[[], Usage]) -> None:
+        """Ask for the workers' processor time, if that was not done of late."""
+        now = now_ns()
+        if now - self._looked_ns >= _LOOK_NS:
+            self._looked_ns, self.usage = now, usage()
 
     def readings(self) -> Readings:
         """All counters and histograms now."""
@@ -47,6 +61,8 @@ class EngineGauges:
         counts.update(
             slept_ns=self.flow.waited_ns,
             deaths=self.deaths.total,
+            ran_ns=self.usage.ran_ns,
+            queued_ns=self.usage.queued_ns,
             cores_used_ns=round(1e9 * used_s),
             cores_there_ns=round(1e9 * there_s),
         )

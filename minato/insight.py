@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
 
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
@@ -11,6 +15,7 @@ from minato.options import Options
 from minato.plan import Unbound
 from minato.report.build import report_of, setup_of
 from minato.report.figures import Report
+from minato.report.headroom import HeadRoom
 from minato.scheduler.fetch import Fetcher
 from minato.source.progress import Coverage
 from minato.source.run import Course, is_stream
@@ -22,6 +27,7 @@ class Insight:
     """Reports on a loader, and repeats single samples."""
 
     dataset: Any
+    generator: torch.Generator | None
     num_workers: int
     prefetch_factor: int | None
     _auto_collation: Any
@@ -48,6 +54,36 @@ class Insight:
         return report_of(
             setup_of(self, may_fetch_more, bounded), self._chain.names, self._experience.journal
         )
+
+    def headroom(self, steps: int = 50) -> HeadRoom:
+        """How fast training could be if data were free.
+
+        What it returns stands for the loader in a training loop of yours: it gives batches as the loader does, and then
+        a few of these again and again. ``print`` it after the loop. On a GPU, let the loop wait for each step
+        (``torch.cuda.synchronize()``), or it times how fast steps are queued.
+
+        The loader itself, its present epoch and torch's generators stay as they are.
+
+        Args:
+            steps: How many steps of each kind are timed, after two that warm up; fewer if there are fewer batches.
+
+        Raises:
+            ValueError: ``steps`` is less than 1.
+        """
+        return HeadRoom(self._fresh_batches, steps)
+
+    def _fresh_batches(self) -> Iterator[Any]:
+        """The batches of a copy of this loader."""
+        twin: Any = copy.copy(self)
+        vars(twin).update(_iterator=None, _course=self._course.twin())
+        generators = [torch.default_generator]
+        if self.generator is not None:
+            generators.append(self.generator)
+        states = [each.get_state() for each in generators]
+        batches = iter(twin)
+        for each, state in zip(generators, states, strict=True):
+            each.set_state(state)
+        return cast(Iterator[Any], batches)
 
     def coverage(self) -> Coverage:
         """What has become of the samples of the newest iterator's epoch so far.

@@ -95,7 +95,7 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         slow_after_s: Or those that take longer than so many seconds.
         profile: Folder in which each epoch leaves what samples cost, so that the next run of the program knows from the
             start which are slow.
-        measure: Take the times that ``report()`` is made of, which costs a microsecond for each batch.
+        measure: Take the times that ``report()`` is made of, which costs a few microseconds for each batch.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.

@@ -55,6 +55,7 @@ class Plan:
         slow: From which cost on a sample is slow.
         profile: Folder that keeps what samples cost, None for none.
         fetch_concurrency: Samples that a worker reads at once.
+        measure: Keep what a report needs.
     """
 
     dataset: Any
@@ -86,6 +87,7 @@ class Plan:
     slow: TimeoutSettings
     profile: str | None
     fetch_concurrency: int
+    measure: bool
 
     @classmethod
     def of(cls, loader: Any, base_seed: int, num_workers: int, most_workers: int) -> Plan:
@@ -146,6 +148,7 @@ class Plan:
             slow=TimeoutSettings(options.slow_percentile / 100, options.slow_after_s),
             profile=options.profile,
             fetch_concurrency=options.fetch_concurrency,
+            measure=options.measure,
         )
 
     @property

@@ -2,7 +2,7 @@
 
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
-``report`` knows ``stats``; ``integrations`` and ``sources`` know no stage; only ``engine.py``,
+``report`` knows ``stats``; ``integrations`` and ``sources`` know no stage; only ``command.py``, ``engine.py``,
 ``gauges.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``, ``plan.py``, ``pools.py``,
 ``workplace.py`` and the package itself know all.
 """
@@ -23,6 +23,8 @@ COMMON = {"errors", *(path.stem for path in PACKAGE.glob("_*.py") if path.stem !
 
 WIRING = {
     "__init__",
+    "__main__",
+    "command",
     "engine",
     "gauges",
     "insight",

@@ -150,14 +150,16 @@ def _workers(readings: Readings, count: int) -> Workers:
     counts, busy_ns = readings.counts, readings.counts["busy_ns"]
     there_ns = busy_ns + counts["idle_ns"]
     room_ns = min(_histogram(readings, "room").total, counts["idle_ns"])
-    timed_ns = _timed_ns(readings)
+    # The clock of a thread stands still while it queues for a core.
+    queued = _ratio(max(counts["queued_ns"], 0), max(counts["ran_ns"], 0))
+    on_core = _ratio(_histogram(readings, "cpu").total, _timed_ns(readings)) * (1 + queued)
     return Workers(
         count,
         busy_ns / 1e9,
         _ratio(busy_ns, there_ns),
         _ratio(counts["idle_ns"] - room_ns, there_ns),
         _ratio(room_ns, there_ns),
-        min(_ratio(_histogram(readings, "cpu").total, timed_ns), 1.0),
+        min(on_core, 1.0),
         min(_ratio(counts["cores_used_ns"], counts["cores_there_ns"]), 1.0),
         counts["deaths"],
     )

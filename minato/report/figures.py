@@ -104,7 +104,7 @@ class Workers:
         "share", "waiting because enough lay ready; high: fewer workers would do"
     )
     on_core_share: float = figure(
-        "share", "of their busy time; low: they wait for a disk, a network or a core"
+        "share", "or waiting for one, of their busy time; low: they wait for a disk or a network"
     )
     cores_share: float = figure(
         "share", "use of the machine's cores by all; near 100 %: more workers cannot help"

@@ -68,6 +68,7 @@ class _Costs:
         handed: What the training process does in ``next()`` besides sleeping.
         work: Of all workers together.
         source: The part of the workers' time that the dataset takes, 0 to 1.
+        start: What starting the workers takes of it.
     """
 
     whole: float
@@ -76,16 +77,17 @@ class _Costs:
     handed: float
     work: float
     source: float
+    start: float
 
     @property
     def serial(self) -> float:
         """What only the training process does."""
         return self.own + self.pinned + self.handed
 
-    def gain(self, workers: float, work: float | None = None, saved: float = 0.0) -> float:
-        """How many times as fast with so many workers, so much work, and so much less in the training process."""
-        busy = (self.work if work is None else work) / max(workers, 1e-9)
-        return max(self.whole / max(self.serial - saved, busy, 1e-9), 1.0)
+    def gain(self, workers: int, work: float | None = None, times: float = 1.0) -> float:
+        """How many times as fast with so many workers and so much work, if that is so many times the workers of now."""
+        busy = (self.work if work is None else work) / max(workers, 1)
+        return max(self.whole / max(max(self.serial, busy) + times * self.start, 1e-9), 1.0)
 
 
 def judge(setup: Setup, run: Period) -> Verdict:
@@ -106,6 +108,7 @@ def judge(setup: Setup, run: Period) -> Verdict:
         handed_s / batches,
         run.workers.busy_s / batches,
         sum(stage.share for stage in run.stages if stage.kind == "source"),
+        started_s / batches,
     )
     lost_s = waiting.total_s + waiting.pinned_s
     lost = (
@@ -215,7 +218,7 @@ def _too_slow(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
             tuple(evidence),
             f"num_workers={wanted}.",
             {"num_workers": wanted},
-            costs.gain(wanted),
+            costs.gain(wanted, times=wanted / now),
         )
     if dearest is None:
         return Verdict("unknown", "", "The workers limit the run.", tuple(evidence))
