@@ -36,11 +36,19 @@ $(BUILT): $(INSTALLED) $(CORE)
 	$(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
+# A process that has imported large libraries forks slowly, and most tests fork.
+LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/test_latency.py tests/test_demo.py
+
+define run_tests
+	$(1) $(PY) -m pytest $(LARGE_IMPORTS:%=--ignore=%)
+	$(1) $(PY) -m pytest $(LARGE_IMPORTS)
+endef
+
 test: build  ## run the whole test-suite
-	$(PY) -m pytest
+	$(call run_tests)
 
 test-pure: install  ## the whole test-suite again, with the pure-Python core
-	MINATO_NO_EXTENSIONS=1 $(PY) -m pytest
+	$(call run_tests,MINATO_NO_EXTENSIONS=1)
 
 test-checked: install  ## tests of the core, compiled with bounds checks
 	MINATO_CHECKED=1 $(PY) setup.py --quiet build_ext --inplace --force \

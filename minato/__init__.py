@@ -14,6 +14,7 @@ from minato.errors import (
     SampleTimeoutError,
     WorkerDiedError,
 )
+from minato.fetching import Fetching
 from minato.loader import DataLoader
 from minato.patching import patch, unpatch
 from minato.scheduler.failures import SKIP, SampleFailure
@@ -23,6 +24,7 @@ __all__ = [
     "CoverageError",
     "DataLoader",
     "ErrorBudgetError",
+    "Fetching",
     "MinatoError",
     "NotPicklableError",
     "SampleFailure",

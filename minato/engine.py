@@ -35,6 +35,7 @@ from minato.scheduler.policy import TimeoutPolicy
 from minato.scheduler.replicas import Replicas
 from minato.scheduler.roster import Roster
 from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
+from minato.scheduler.traffic import Traffic
 from minato.scheduler.window import Window
 from minato.source.prediction import CostByIndex
 from minato.stats.journal import Journal, Standing
@@ -89,7 +90,8 @@ class Engine:
         in_processes = plan.num_workers > 0 and plan.worker_method == "process"
         meters_nbytes = sizes[0] * Meters.nbytes(len(plan.chain))
         roster_offset = ledger_nbytes + meters_nbytes
-        segment = Segment(roster_offset + Roster.NBYTES, shared=in_processes)
+        traffic_offset = roster_offset + Roster.NBYTES
+        segment = Segment(traffic_offset + Traffic.nbytes(sizes[0]), shared=in_processes)
         self.ledger = Ledger(segment.array, sizes, segment.descriptor)
         ready = Gate(segment.array, self.ledger.ready_gate_offset)
         store = SharedStore(self.arena.segment) if in_processes else LocalStore()
@@ -98,6 +100,7 @@ class Engine:
             segment,
             ledger_nbytes,
             roster_offset,
+            traffic_offset,
             self.arena.segment,
             store,
             policy=plan.policy,
@@ -127,7 +130,8 @@ class Engine:
             # delivered by then: else nothing would keep it from being in time.
             None if plan.order.bound else plan.order.max_lag,
             # Batches that hold as many samples as all workers read at once.
-            -(-plan.num_workers * plan.fetch_concurrency // plan.largest_batch),
+            -(-plan.num_workers * plan.fetching.concurrency // plan.largest_batch),
+            plan.fetching.slow_start,
         )
         self._scaler: Scaler | None = None
         flow = Flow()

@@ -11,6 +11,7 @@ import torch
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.engine import Experience
+from minato.fetching import Fetching
 from minato.options import Options
 from minato.plan import Unbound
 from minato.report.build import report_of, setup_of
@@ -50,9 +51,12 @@ class Insight:
         may_fetch_more = not (
             is_stream(self) or options.schedule == "round_robin" or options.rng == "worker"
         )
+        concurrency = Fetching.of(options.fetch_concurrency).concurrency
         bounded = self.num_workers > 0 and not isinstance(self.prefetch_factor, Unbound)
         return report_of(
-            setup_of(self, may_fetch_more, bounded), self._chain.names, self._experience.journal
+            setup_of(self, concurrency, may_fetch_more, bounded),
+            self._chain.names,
+            self._experience.journal,
         )
 
     def headroom(self, steps: int = 50) -> HeadRoom:

@@ -16,10 +16,13 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minato._standin import StandIn, TorchDataLoader
 from minato._stateful import is_stateful
-from minato.assembler.arena import Arena
+from minato.assembler.arena import SpareArenas
+from minato.cached import check_cache
+from minato.caching.base import Cache
 from minato.chain.chain import Chain
 from minato.delivery.iterator import BatchIterator
 from minato.engine import Engine, Experience
+from minato.fetching import Fetching
 from minato.insight import Insight
 from minato.integrations.lightning import counts_batches
 from minato.options import Options
@@ -35,7 +38,7 @@ from minato.stats.journal import Journal
 
 __all__ = ["DataLoader"]
 
-_OWN = ("transforms", *(field.name for field in fields(Options)))
+_OWN = ("transforms", "cache", *(field.name for field in fields(Options)))
 """Attributes that hold minato's own arguments; code that makes one loader from another's attributes finds them."""
 
 T_co = TypeVar("T_co", covariant=True)
@@ -70,7 +73,10 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
             with iterable and stateful datasets and ``round_robin``, whose workers hold state that would be lost.
         fetch_concurrency: How many samples each worker reads at once, for datasets that wait for a disk, a database or
             a network: ``dataset[i]`` in so many threads or, if the dataset has ``async def __aget__(self, i)``, as
-            coroutines of one thread. The transforms run one after the other in the worker's main thread.
+            coroutines of one thread. The transforms run one after the other in the worker's main thread. A
+            :class:`minato.Fetching` says more: limits for all workers, a slow start, second requests.
+        cache: A ``minato.caching.DiskCache`` or ``MemoryCache``, which keeps samples after the first of the transforms;
+            later epochs take them from there, without reading or transforming them again.
         on_error: What becomes of a sample that raises. ``"raise"``: its batch does, as with torch. ``"skip"``: it is
             left out. ``"retry"``: it is tried again, and raises if that does not help. A function, called in the
             worker with a :class:`minato.SampleFailure`: what it returns takes the place of the sample, ``minato.SKIP``
@@ -133,7 +139,8 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         rng: str | None = None,
         schedule: str = "dynamic",
         on_worker_death: str = "restart",
-        fetch_concurrency: int = 1,
+        fetch_concurrency: int | Fetching = 1,
+        cache: Cache | None = None,
         on_error: str | Callable[[SampleFailure], Any] = "raise",
         retries: int | None = None,
         error_budget: float | None = None,
@@ -187,11 +194,12 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         )
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
-        vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag)
+        check_cache(cache, self._options, self._chain, dataset, num_workers, persistent_workers)
+        vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag, cache=cache)
         self._course = Course()
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._foretells = True
-        self._spare_arenas: list[Arena] = []
+        self._spare_arenas = SpareArenas()
         self._experience = self._no_experience(num_workers)
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
@@ -281,7 +289,7 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
     def __getstate__(self) -> dict[str, Any]:
         # A copy must not write to the same arenas; what was measured is not worth sending.
         fresh = self._no_experience(self.num_workers)
-        return {**self.__dict__, "_spare_arenas": [], "_experience": fresh}
+        return {**self.__dict__, "_spare_arenas": SpareArenas(), "_experience": fresh}
 
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
         """A loader with torch's arguments as given, and all others as this one's.
@@ -330,17 +338,8 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
     def _in_threads(self) -> bool:
         return self.num_workers > 0 and self._options.worker_method == "thread"
 
-    def _spare_arena(self) -> Arena:
-        """The arena of an iterator that is gone, if it is of the right kind and this process's own."""
-        shared = self.num_workers > 0 and not self._in_threads
-        while self._spare_arenas:
-            arena = self._spare_arenas.pop()
-            if (arena.shared, arena.owner) == (shared, os.getpid()):
-                return arena
-        return Arena(shared=shared)
-
     def _make_engine(self, base_seed: int) -> Engine:
-        arena = self._spare_arena()
+        arena = self._spare_arenas.take(shared=self.num_workers > 0 and not self._in_threads)
         num_workers = most_workers = self.num_workers
         if self._experience.staffing is not None:
             num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)

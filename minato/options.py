@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from minato._machine import available_cores
+from minato.fetching import Fetching
 
 __all__ = ["Options"]
 
@@ -38,7 +39,7 @@ class Options:
         on_worker_death: ``restart`` or ``raise``.
         record_order: Path of the file to which the order is appended, or None.
         replay_order: Path of the file whose order is repeated, or None.
-        fetch_concurrency: Samples that a worker reads at once.
+        fetch_concurrency: Samples that a worker reads at once, or how it does.
         on_error: ``raise``, ``skip``, ``retry`` or a function.
         retries: How often a sample that raised is tried again first.
         error_budget: Samples of an epoch that may fail: a number, a share below 1, or None.
@@ -62,7 +63,7 @@ class Options:
     on_worker_death: str
     record_order: str | None
     replay_order: str | None
-    fetch_concurrency: int
+    fetch_concurrency: int | Fetching
     on_error: Any
     retries: int
     error_budget: float | None
@@ -99,7 +100,7 @@ class Options:
         on_worker_death: str,
         record_order: str | os.PathLike[str] | None,
         replay_order: str | os.PathLike[str] | None,
-        fetch_concurrency: int,
+        fetch_concurrency: int | Fetching,
         on_error: Any,
         retries: int | None,
         error_budget: float | None,
@@ -137,7 +138,8 @@ class Options:
         _whole("min_workers", min_workers, 1)
         _whole("max_workers", max_workers, 1)
         _whole("max_lag", max_lag, 0)
-        _whole("fetch_concurrency", fetch_concurrency, 1)
+        if not isinstance(fetch_concurrency, Fetching):
+            _whole("fetch_concurrency", fetch_concurrency, 1)
         _whole("memory_budget_bytes", memory_budget_bytes, 1)
         _whole("seed", seed, None)
         record_order, replay_order = _path(record_order), _path(replay_order)
@@ -190,8 +192,6 @@ class Options:
                 f"max_lag={max_lag} has no meaning with order={order!r}: samples are late only with "
                 "order='arrival' or 'fast_first'"
             )
-        if fetch_concurrency > 1:
-            _check_concurrency(fetch_concurrency, is_stream, schedule, rng)
         if is_stream and (on_error != "raise" or retries or quarantine is not None):
             raise ValueError(
                 f"on_error={on_error!r}, retries={retries} and quarantine={quarantine!r} are for samples that have an "
@@ -219,6 +219,9 @@ class Options:
                 f"controller={controller!r} has no meaning while the number of workers is fixed: give max_workers, or "
                 "num_workers='auto'"
             )
+        most_workers = max_workers if isinstance(num_workers, str) else max_workers or num_workers
+        fetching = Fetching.of(fetch_concurrency)
+        _check_fetching(fetching, is_stream, schedule, rng, most_workers)
         return cls(
             order=order,
             max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
@@ -335,10 +338,21 @@ def _whole(name: str, value: object, least: int | None) -> None:
         raise ValueError(f"{name}={value} is too small: give at least {least}")
 
 
-def _check_concurrency(
-    fetch_concurrency: int, is_stream: bool, schedule: str, rng: str | None
+def _check_fetching(
+    fetching: Fetching,
+    is_stream: bool,
+    schedule: str,
+    rng: str | None,
+    most_workers: int | None,
 ) -> None:
-    given = f"fetch_concurrency={fetch_concurrency}"
+    if fetching.most is not None and most_workers is not None and fetching.most < most_workers:
+        raise ValueError(
+            f"most={fetching.most} reads are fewer than {most_workers} workers, of which each may have one under way: "
+            "use fewer workers"
+        )
+    if not fetching.at_once and fetching.slow_start is None:
+        return
+    given = f"fetch_concurrency={fetching}"
     if is_stream:
         raise ValueError(
             f"{given} reads several samples by their keys, and an iterable dataset has none: leave it out, or use a "

@@ -10,7 +10,9 @@ import torch
 
 from minato._core.seeding import mix
 from minato._machine import available_memory_bytes
+from minato.cached import behind
 from minato.chain.chain import Chain
+from minato.fetching import Fetching
 from minato.options import Options
 from minato.scheduler.failures import ErrorPolicy, FailureLog
 from minato.scheduler.in_flight import Order
@@ -54,7 +56,7 @@ class Plan:
         replicas: The states of the workers' copies of the dataset, if it is iterable or has a state.
         slow: From which cost on a sample is slow.
         profile: Folder that keeps what samples cost, None for none.
-        fetch_concurrency: Samples that a worker reads at once.
+        fetching: How samples are read at once.
         measure: Keep what a report needs.
     """
 
@@ -86,7 +88,7 @@ class Plan:
     replicas: Replicas | None
     slow: TimeoutSettings
     profile: str | None
-    fetch_concurrency: int
+    fetching: Fetching
     measure: bool
 
     @classmethod
@@ -112,11 +114,12 @@ class Plan:
         if options.settles_failures:
             # A log of failures for each iterator.
             policy = ErrorPolicy(options.on_error, options.retries, FailureLog(options.quarantine))
+        dataset, chain = behind(loader.cache, loader.dataset, loader._chain)
         if options.seed is not None:
             base_seed = mix(options.seed, run.epoch, 0) >> 2
         return cls(
-            dataset=loader.dataset,
-            chain=loader._chain,
+            dataset=dataset,
+            chain=chain,
             collate_fn=loader.collate_fn,
             batched=loader._auto_collation,
             num_workers=num_workers,
@@ -147,7 +150,7 @@ class Plan:
             replicas=run.replicas,
             slow=TimeoutSettings(options.slow_percentile / 100, options.slow_after_s),
             profile=options.profile,
-            fetch_concurrency=options.fetch_concurrency,
+            fetching=Fetching.of(options.fetch_concurrency),
             measure=options.measure,
         )
 
@@ -166,7 +169,7 @@ class Plan:
         """
         return (
             self.num_workers > 0
-            and self.fetch_concurrency == 1
+            and not self.fetching.at_once
             and len(self.chain) > 0
             and not (self.round_robin or self.replicas is not None)
             and (self.order.name == "batch" or not self.order.bound)

@@ -30,6 +30,7 @@ from minato.scheduler.reads import reads_of
 from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Runner
 from minato.scheduler.stepper import Stepper
+from minato.scheduler.traffic import Traffic
 from minato.scheduler.worker import Worker
 from minato.stats.profile import Meters
 
@@ -46,6 +47,7 @@ class Workplace:
     Attributes:
         meters_offset: Where in ``segment`` the measurements lie, behind the ledger.
         roster_offset: Where it says which workers work.
+        traffic_offset: Where it says how many reads are under way.
         arena: Memory of the batches.
         written_plan: Where in the arena the pickled plan lies, if it was written there.
         stacks: Where stuck workers write their stacks.
@@ -56,6 +58,7 @@ class Workplace:
     segment: Segment
     meters_offset: int
     roster_offset: int
+    traffic_offset: int
     arena: Segment
     store: Store
     written_plan: tuple[int, int] | None = None
@@ -190,9 +193,14 @@ class Workplace:
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):
             leniency = Leniency(number, self.policy, runner, fetcher, plan.chain, lease)
         make: Callable[..., Worker] = Worker
-        if plan.fetch_concurrency > 1 and failure is None:
-            reads = reads_of(plan.dataset, plan.fetch_concurrency)
-            make = functools.partial(ConcurrentWorker, reads, plan.chain, plan.seeds_samples)
+        fetching = plan.fetching
+        if fetching.at_once and failure is None:
+            workers = max(plan.most_workers, 1)
+            traffic = Traffic(self.segment.array, self.traffic_offset, workers, fetching.most)
+            reads = reads_of(plan.dataset, fetching.concurrency)
+            make = functools.partial(
+                ConcurrentWorker, reads, plan.chain, plan.seeds_samples, traffic, fetching
+            )
         return make(
             number,
             ledger,

@@ -2,9 +2,9 @@
 
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
-``report`` knows ``stats``; ``integrations`` and ``sources`` know no stage; only ``command.py``, ``engine.py``,
-``gauges.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``, ``plan.py``, ``pools.py``,
-``workplace.py`` and the package itself know all.
+``report`` knows ``stats``; ``caching``, ``integrations`` and ``sources`` know no stage; only ``cached.py``,
+``command.py``, ``engine.py``, ``gauges.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``,
+``plan.py``, ``pools.py``, ``workplace.py`` and the package itself know all.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "minato"
 STAGES = ["source", "chain", "scheduler", "assembler", "delivery"]
-COMMON = {"errors", *(path.stem for path in PACKAGE.glob("_*.py") if path.stem != "__init__")}
+COMMON = {
+    "errors",
+    "fetching",
+    *(path.stem for path in PACKAGE.glob("_*.py") if path.stem != "__init__"),
+}
 """Top-level modules below everything; they import only each other."""
 
 WIRING = {
     "__init__",
     "__main__",
+    "cached",
     "command",
     "engine",
     "gauges",
@@ -35,7 +40,7 @@ WIRING = {
     "pools",
     "workplace",
 }
-OPTIONAL = {"matplotlib", "nilearn", "rich"}
+OPTIONAL = {"diskcache", "matplotlib", "nilearn", "rich"}
 """Packages of extras: the only ones that may be imported inside a function."""
 
 
@@ -86,7 +91,7 @@ def allowed(part: str) -> set[str] | None:
     if part in STAGES:
         left = STAGES[: STAGES.index(part)][-1:]
         return {part, *left, "stats", "_core", *COMMON}
-    if part in ("integrations", "sources"):
+    if part in ("caching", "integrations", "sources"):
         return {part, *COMMON}
     return {"options", *COMMON}
 
@@ -131,7 +136,7 @@ def test_cython_imports_only_the_core(path: Path) -> None:
 
 def test_every_folder_is_a_known_part() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
-    assert folders <= {*STAGES, "stats", "report", "_core", "integrations", "sources"}
+    assert folders <= {*STAGES, "stats", "report", "_core", "caching", "integrations", "sources"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 
 from minato._core.segment import Segment
 
-__all__ = ["Arena", "Slot"]
+__all__ = ["Arena", "Slot", "SpareArenas"]
 
 _RESERVE_BYTES = 1 << 40
 """Address space of an arena: 1 TiB leaves room for a hundred loaders in 47 bits. It takes no memory."""
@@ -121,3 +121,19 @@ class Arena:
             slot = self._warm.popleft()
             self.segment.discard(slot.start, min(slot.end, slot.start + written))
             self._cold.append(slot)
+
+
+class SpareArenas(list[Arena]):
+    """Arenas of iterators that are gone, whose pages are warm."""
+
+    def take(self, shared: bool) -> Arena:
+        """One of this process's own, or a new one.
+
+        Args:
+            shared: Whether worker processes write to it.
+        """
+        while self:
+            arena = self.pop()
+            if (arena.shared, arena.owner) == (shared, os.getpid()):
+                return arena
+        return Arena(shared=shared)

@@ -32,6 +32,7 @@ __all__ = [
     "Binding",
     "SampleRandomness",
     "current",
+    "generators_asked",
     "key_word",
     "numpy_rng",
     "python_rng",
@@ -205,6 +206,11 @@ def _pickled(key: object) -> bytes:
     except Exception:  # whatever a key's own reduction raises
         return repr(key).encode("utf-8", "surrogatepass")
     return to.getvalue()
+
+
+def generators_asked() -> int:
+    """Return how many generators the sample being run in this thread has asked for so far."""
+    return _this_thread.generators_made
 
 
 def current() -> Binding | None:

@@ -65,10 +65,11 @@ def report_of(setup: Setup, steps: Sequence[str], journal: Journal) -> Report:
     return Report(setup, judge(setup, run), run, epochs, slowest, costs)
 
 
-def setup_of(loader: Any, may_fetch_more: bool, bounded: bool) -> Setup:
+def setup_of(loader: Any, fetch_concurrency: int, may_fetch_more: bool, bounded: bool) -> Setup:
     """What a report says about a loader's arguments.
 
     Args:
+        fetch_concurrency: Samples that each worker reads at once.
         may_fetch_more: Whether ``fetch_concurrency`` is possible.
         bounded: Whether ``prefetch_factor`` was given.
     """
@@ -77,7 +78,7 @@ def setup_of(loader: Any, may_fetch_more: bool, bounded: bool) -> Setup:
         loader.worker_method,
         loader.order,
         loader.batch_size,
-        loader.fetch_concurrency,
+        fetch_concurrency,
         may_fetch_more,
         int(loader.prefetch_factor) if bounded and loader.prefetch_factor else None,
         loader.persistent_workers,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 from minato._core.clock import now_ns
 from minato.chain.chain import Chain
+from minato.fetching import Fetching
 from minato.scheduler.fetch import Fetcher
+from minato.scheduler.hedging import Hedging
 from minato.scheduler.reads import Read, Reads
+from minato.scheduler.traffic import Traffic
 from minato.scheduler.worker import Worker
 
 __all__ = ["ConcurrentWorker"]
@@ -57,11 +61,28 @@ class ConcurrentWorker(Worker):
         reads: What it reads with.
         chain: Applied to what a read gives.
         seeds: Whether randomness is bound to the samples.
+        traffic: What all workers have under way.
+        fetching: Whether stragglers are asked for again, and who is told what the reads came to.
         args, kwargs: Those of :class:`Worker`.
     """
 
-    def __init__(self, reads: Reads, chain: Chain, seeds: bool, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        reads: Reads,
+        chain: Chain,
+        seeds: bool,
+        traffic: Traffic,
+        fetching: Fetching,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._traffic = traffic
+        traffic.begin(self._number)
+        self._counters = fetching.counters
+        percentile = fetching.hedge_percentile
+        self._hedging = None if percentile is None else Hedging(percentile)
+        self._claimed: deque[Read] = deque()  # and not begun
         self._reads = reads
         reads.on_finished = self._wake
         self._chain = chain
@@ -78,6 +99,7 @@ class ConcurrentWorker(Worker):
 
     def step(self) -> bool:
         """Claim what can be read now, and deliver one sample; False if none has been read."""
+        self._hedge()
         claimed = self._claim()
         read = self._reads.finished()
         if read is None:
@@ -89,6 +111,9 @@ class ConcurrentWorker(Worker):
         """Sleep until a read has finished or, if there is room for more of them, something can be claimed."""
         if not self._has_room:
             return self._reads.wait(timeout_s)
+        straggling_s = self._hedge()
+        if straggling_s is not None:
+            timeout_s = min(timeout_s, straggling_s)
         self._resting = True
         try:
             return self._reads.wait(0) or super().rest(seen, timeout_s)
@@ -103,6 +128,7 @@ class ConcurrentWorker(Worker):
     def forget(self) -> None:
         """Give up what is under way: others will do it."""
         self._underway.clear()
+        self._claimed.clear()
 
     def close(self) -> None:
         """End the reads."""
@@ -111,6 +137,7 @@ class ConcurrentWorker(Worker):
     def _resume_all(self) -> None:
         # The worker is going to rest, and what it has claimed must not wait until it is wanted again.
         while self._underway:
+            self._begin_claimed()
             read = self._reads.finished()
             if read is not None:
                 self._take(read)
@@ -124,38 +151,71 @@ class ConcurrentWorker(Worker):
     def _claim(self) -> bool:
         """Claim samples and ask for them until enough are under way."""
         claimed = False
-        while self._has_room:
-            whole = self._sink.collates or self._sink.holds
-            most = _WHOLE_BATCH if whole else self._reads.limit - self._reads.outstanding
-            lease = self._ledger.claim(self._number, most)
+        whole = self._sink.collates or self._sink.holds
+        while True:
+            self._begin_claimed()
+            if self._claimed or not self._has_room:
+                return claimed
+            # What other workers leave to this one is known before it claims, so that it keeps nothing from them.
+            room = self._traffic.take(self._number, self._reads.limit - self._reads.outstanding)
+            self._traffic.give_back(self._number, room)
+            lease = (
+                self._ledger.claim(self._number, _WHOLE_BATCH if whole else room) if room else None
+            )
             if lease is None:
-                break
+                return claimed
             claimed = True
-            batch, k, count = lease
-            if count == 0:
-                self._sink.collate(batch)
-                continue
-            _, first, size, bound, epoch, seed, *_ = self._ledger.describe(batch)
-            keys = list(self._read_keys(batch, k, count))
-            if not keys:  # a batch of nothing has a place all the same
-                assert isinstance(self._fetcher, Fetcher)
-                self._runner.enter(seed)
-                self._run_list(self._fetcher, list, batch, first, count, epoch, keys)
-                continue
-            if not self._underway:
-                self._end(0, now_ns())
-            held = [None] * count if whole and bound and count == size else None
-            self._begin(_Lease(batch, first, k, bound, epoch, seed, keys, held, count))
-        return claimed
+            self._enter(lease, whole)
 
-    def _begin(self, lease: _Lease) -> None:
-        seed = lease.seed if self._seeds else None
-        reads = [Read(key, lease.epoch, seed, (lease, i)) for i, key in enumerate(lease.keys)]
-        start = lease.first + lease.k
-        self._underway.update((read, start + i) for i, read in enumerate(reads))
+    def _enter(self, claimed: tuple[int, int, int], whole: bool) -> None:
+        """Have what was claimed read next."""
+        batch, k, count = claimed
+        if count == 0:
+            self._sink.collate(batch)
+            return
+        _, first, size, bound, epoch, seed, *_ = self._ledger.describe(batch)
+        keys = list(self._read_keys(batch, k, count))
+        if not keys:  # a batch of nothing has a place all the same
+            assert isinstance(self._fetcher, Fetcher)
+            self._runner.enter(seed)
+            self._run_list(self._fetcher, list, batch, first, count, epoch, keys)
+            return
+        if not self._underway:
+            self._end(0, now_ns())
+        held = [None] * count if whole and bound and count == size else None
+        lease = _Lease(batch, first, k, bound, epoch, seed, keys, held, count)
+        bound_to = seed if self._seeds else None
+        for i, key in enumerate(keys):
+            read = Read(key, epoch, bound_to, (lease, i))
+            self._underway[read] = first + k + i
+            self._claimed.append(read)
         self._show_oldest()  # before the user's code runs, which may end the process
-        for read in reads:
-            self._reads.submit(read)
+
+    def _begin_claimed(self) -> None:
+        """Ask for what was claimed, as far as there may be more reads under way."""
+        if not self._claimed:
+            return
+        wanted = len(self._claimed)
+        if not self._traffic.unlimited:  # otherwise they queue up for the threads
+            wanted = min(wanted, self._reads.limit - self._reads.outstanding)
+        granted = self._traffic.take(self._number, wanted) if wanted > 0 else 0
+        for _ in range(granted):
+            self._reads.submit(self._claimed.popleft())
+
+    def _hedge(self) -> float | None:
+        """Ask for a straggler again if there is one; otherwise in how many seconds there may be one."""
+        if self._hedging is None or not self._has_room:
+            return None
+        straggler, later_s = self._hedging.straggler(self._underway, now_ns())
+        if straggler is not None and self._traffic.take(self._number, 1):
+            self._hedging.spent()
+            self._count(hedged=1)
+            self._reads.submit(straggler.again())
+        return later_s
+
+    def _count(self, **by: int) -> None:
+        if self._counters is not None:
+            self._counters.add(**by)
 
     def _show_oldest(self) -> None:
         """Say which sample the worker is on, for whoever finds it dead or stuck: the one that was claimed first."""
@@ -167,9 +227,19 @@ class ConcurrentWorker(Worker):
 
     def _take(self, read: Read) -> None:
         """Run the transforms of a sample that was read, and deliver it."""
-        position = self._underway.pop(read, None)
+        self._traffic.give_back(self._number)
+        first = read.again_for or read
+        first.attempts -= 1
+        if self._hedging is not None and read is not first:
+            self._hedging.ended()
+        if read.error is not None and first.attempts and first in self._underway:
+            return  # the other request may succeed
+        position = self._underway.pop(first, None)
         if position is None:
-            return  # others do it
+            return  # the other request has, or others do it
+        if self._hedging is not None:
+            self._hedging.note(read.duration_ns)
+        self._count(reads=1, hedges_won=int(read is not first))
         self._finish(read, position)
         # Nobody could give the worker other work while its reads were under way.
         self._end(1, self._idle_since)

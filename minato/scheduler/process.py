@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 from collections.abc import Callable
-from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -78,11 +78,16 @@ class ProcessPool:
 
     def grow(self, count: int) -> None:
         """Start those of the first ``count`` processes that have not been started."""
-        new = [number for number in range(count) if self.processes[number].pid is None]
-        for number in new:
-            self.processes[number].start()
-            self._watch.add(number, self.processes[number])
+        for number in range(count):
+            if self.processes[number].pid is None:
+                self._start(number)
         self._watch.run()  # afterwards, for it is a thread
+
+    def _start(self, number: int) -> None:
+        process = self.processes[number]
+        if process.pid is None:
+            process.start()
+        self._watch.add(number, process)
 
     def usage(self) -> Usage:
         """Processor time of all workers."""
@@ -96,42 +101,39 @@ class ProcessPool:
 
     def check(self) -> None:
         """Replace dead workers, or raise torch's RuntimeError."""
-        for number in self._watch.gone():
-            process = self.processes[number]
-            process.join()
-            if not (self._may_leave(number) and process.exitcode == 0):
-                try:
-                    self._buried(number, process.pid, process.exitcode)
-                except BaseException:
-                    self._watch.put_back(number)  # whoever asks again is told again
-                    raise
-                process = self.processes[number] = self._make(number)
-                process.start()
-                self._watch.add(number, process)
-                self._watch.run()
+        while (gone := self._watch.first_gone()) is not None:
+            self._replace(*gone)
+            self._watch.forget()  # only now: whoever is interrupted, or raises, and asks again is told again
         if self._overdue is not None:
             self._overdue.end(self.processes)
 
+    def _replace(self, number: int, dead: BaseProcess) -> None:
+        if self.processes[number] is dead:
+            dead.join()
+            if self._may_leave(number) and dead.exitcode == 0:
+                return
+            self._buried(number, dead.pid, dead.exitcode)
+            self.processes[number] = self._make(number)
+        self._start(number)
+        self._watch.run()
+
     def shut_down(self) -> None:
-        """End all workers: by request, and by signals if they do not follow it."""
+        """End all workers: by request, and by signals if they do not follow it, or if this is interrupted."""
         if os.getpid() != self._owner:
             return  # a forked child of the user's holds a copy of this pool
-        self._watch.close()
-        self._stop()
-        started = [process for process in self.processes if process.pid is not None]
-        waiting: dict[Any, BaseProcess] = {process.sentinel: process for process in started}
-        for end in (_GRACE_S, _GRACE_S):
-            while waiting:
-                gone = connection.wait(list(waiting), timeout=end)
-                if not gone:
-                    break
-                for sentinel in gone:
-                    waiting.pop(sentinel).join()
-            for process in waiting.values():
+        left = [process for process in self.processes if process.pid is not None]
+        try:
+            self._stop()
+            left = self._watch.outlast(left, _GRACE_S)
+            for process in left:
                 process.terminate()
-        for process in waiting.values():
-            process.kill()
-            process.join()
+            left = self._watch.outlast(left, _GRACE_S)
+        finally:
+            for process in left:
+                process.kill()
+            for process in left:
+                process.join()
+            self._watch.close()
 
 
 def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:
@@ -153,9 +155,14 @@ def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset:
 
 
 def parent_watch() -> Callable[[], bool]:
-    """A function that tells whether the process that is now the parent still lives."""
-    parent = os.getppid()
-    return lambda: os.getppid() == parent
+    """A function that tells whether the process that had this one started still lives; it may be dead already."""
+    creator = multiprocessing.parent_process()
+    assert creator is not None
+    if os.getppid() == creator.pid:
+        return lambda: os.getppid() == creator.pid
+    # It is dead, or a fork server stands between the two. Then a pipe tells; where siblings are forked they inherit the
+    # pipe's other end, but only those that come later.
+    return creator.is_alive
 
 
 def wrapped_in_process(number: int) -> Callable[[BaseException], ExceptionWrapper]:

@@ -26,10 +26,13 @@ class Read:
     Args:
         seed: What the sample's randomness starts from, or None if it is not bound to the sample.
         tag: What the caller wants to find again.
+        again_for: The read that this is a second request for.
     """
 
     __slots__ = (
+        "again_for",
         "asked",
+        "attempts",
         "duration_ns",
         "epoch",
         "error",
@@ -40,11 +43,21 @@ class Read:
         "value",
     )
 
-    def __init__(self, key: Any, epoch: int, seed: int | None, tag: Any) -> None:
+    def __init__(
+        self,
+        key: Any,
+        epoch: int,
+        seed: int | None,
+        tag: Any,
+        again_for: Read | None = None,
+    ) -> None:
         self.key = key
         self.epoch = epoch
         self.seed = seed
         self.tag = tag
+        self.again_for = again_for
+        self.attempts = 1
+        """Reads of this sample under way; with a second request two."""
         self.value: Any = None
         self.error: BaseException | None = None
         self.started_ns = 0
@@ -52,6 +65,11 @@ class Read:
         self.duration_ns = 0
         self.asked = 0
         """How many generators the read asked minato for."""
+
+    def again(self) -> Read:
+        """A second request for the sample."""
+        self.attempts += 1
+        return Read(self.key, self.epoch, self.seed, self.tag, self)
 
     def bound(self) -> SampleRandomness | None:
         """Bind what ``minato.numpy_rng`` and its siblings give in this thread to the sample."""

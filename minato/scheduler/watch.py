@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
@@ -26,84 +27,140 @@ class ExitWatch:
         # child of this process, which nobody else reaps.
         self._uses_pidfd = hasattr(os, "pidfd_open") and context.get_start_method() != "forkserver"
         self._notify = notify
-        self._watched: dict[int, int] = {}
-        self._added: deque[tuple[int, int]] = deque()
-        self._gone: deque[int] = deque()
+        self._latest: dict[int, BaseProcess] = {}
+        self._added: deque[tuple[int, int, BaseProcess]] = deque()
+        self._gone: deque[tuple[int, BaseProcess]] = deque()
         self._thread: threading.Thread | None = None
-        self._woken, self._wake = -1, -1
+        self._woken: connection.Connection[bytes, bytes]
+        self._wake: connection.Connection[bytes, bytes]
 
     def add(self, number: int, process: BaseProcess) -> None:
         """Take a process that was just started, under a number of the caller's, to watch it from ``run`` on.
 
-        At once: the start of another process reaps those that have ended, and then nothing is left to watch.
+        At once: the start of another process reaps those that have ended, and then nothing is left to watch. To add the
+        same process again is harmless.
         """
-        descriptor = process.sentinel
-        if self._uses_pidfd:
-            assert process.pid is not None
-            try:
-                descriptor = os.pidfd_open(process.pid)
-            except ProcessLookupError:  # it has ended, and somebody has asked for its exit code
-                self._gone.append(number)
-                self._notify()
-                return
-        self._added.append((number, descriptor))
+        if self._latest.get(number) is process:
+            return
+        descriptor = self._descriptor(process)
+        if descriptor is None:
+            self._gone.append((number, process))
+            self._notify()
+        else:
+            self._added.append((descriptor, number, process))
+        self._latest[number] = process
 
     def run(self) -> None:
         """Watch what was added; the first time this starts a thread."""
-        if self._thread is None:
-            self._woken, self._wake = os.pipe()
-            self._thread = threading.Thread(target=self._run, name="minato-exits", daemon=True)
+        if self._thread is not None:
+            with suppress(BrokenPipeError):  # the thread has failed, and said so
+                self._wake.send_bytes(b"look")
+            return
+        self._woken, self._wake = connection.Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._run, name="minato-exits", daemon=True)
+        try:
             self._thread.start()
-        else:
-            os.write(self._wake, b"+")
+        except RuntimeError:  # there may be no more threads
+            self._thread = None
+            raise
 
-    def gone(self) -> list[int]:
-        """Numbers of the processes that have ended since the last call."""
-        return [self._gone.popleft() for _ in range(len(self._gone))]
+    def first_gone(self) -> tuple[int, BaseProcess] | None:
+        """Number and process of one that has ended; the same until ``forget`` is called."""
+        return self._gone[0] if self._gone else None
 
-    def put_back(self, number: int) -> None:
-        """Name this one again at the next call of ``gone``."""
-        self._gone.appendleft(number)
+    def forget(self) -> None:
+        """Be done with the one that ``first_gone`` names."""
+        self._gone.popleft()
+
+    def outlast(self, processes: Iterable[BaseProcess], timeout_s: float) -> list[BaseProcess]:
+        """Wait until processes have ended.
+
+        Args:
+            processes: They have been started.
+            timeout_s: How long to wait for the next one to end.
+
+        Returns:
+            Those that have not.
+        """
+        waiting: dict[int, BaseProcess] = {}
+        try:
+            for process in processes:
+                descriptor = self._descriptor(process)
+                if descriptor is None:
+                    process.join()
+                else:
+                    waiting[descriptor] = process
+            while waiting and (ended := connection.wait(list(waiting), timeout_s)):
+                for descriptor in cast(list[int], ended):
+                    process = waiting.pop(descriptor)
+                    _let_go(descriptor, process)
+                    process.join()
+            return list(waiting.values())
+        finally:
+            for descriptor, process in waiting.items():
+                _let_go(descriptor, process)
 
     def close(self) -> None:
         """End the thread."""
         if self._thread is None:
-            self._let_go()
+            self._let_go_of_added()
             return
-        os.write(self._wake, b"x")
+        with suppress(BrokenPipeError):
+            self._wake.send_bytes(b"end")
         # A loader that is part of a reference cycle may be collected in this very thread, which cannot wait for itself.
         if self._thread is not threading.current_thread():
             self._thread.join()
+        self._wake.close()
         self._thread = None
 
-    def _let_go(self) -> None:
+    def _descriptor(self, process: BaseProcess) -> int | None:
+        """What becomes readable when a process ends; None if that is known already."""
+        if process.exitcode is not None:
+            return None
         if self._uses_pidfd:
-            for descriptor in (*self._watched, *(added[1] for added in self._added)):
-                os.close(descriptor)
-        self._watched.clear()
-        self._added.clear()
+            assert process.pid is not None
+            try:
+                return os.pidfd_open(process.pid)
+            except ProcessLookupError:
+                return None
+            except OSError:  # no more descriptors can be had
+                pass
+        return process.sentinel
+
+    def _let_go_of_added(self) -> None:
+        while self._added:
+            descriptor, _, process = self._added.popleft()
+            _let_go(descriptor, process)
 
     def _run(self) -> None:
-        try:
-            self._watch()
-        finally:
-            self._let_go()
-            os.close(self._wake)
-            os.close(self._woken)
+        watched: dict[int, tuple[int, BaseProcess]] = {}
+        with self._woken:
+            try:
+                self._watch(watched)
+            finally:
+                for descriptor, (_, process) in watched.items():
+                    _let_go(descriptor, process)
+                self._let_go_of_added()
 
-    def _watch(self) -> None:
+    def _watch(self, watched: dict[int, tuple[int, BaseProcess]]) -> None:
+        woken = self._woken
         while True:
             while self._added:
-                number, descriptor = self._added.popleft()
-                self._watched[descriptor] = number
-            ended = cast(list[int], connection.wait([self._woken, *self._watched]))
-            for descriptor in ended:
-                if descriptor == self._woken:
-                    if os.read(self._woken, 1) == b"x":
+                descriptor, number, process = self._added.popleft()
+                watched[descriptor] = number, process
+            for one in connection.wait([woken, *watched]):
+                if one is woken:
+                    if woken.recv_bytes() == b"end":
                         return
                     continue
-                self._gone.append(self._watched.pop(descriptor))
-                if self._uses_pidfd:
-                    os.close(descriptor)
+                descriptor = cast(int, one)
+                number, process = watched.pop(descriptor)
+                _let_go(descriptor, process)
+                self._gone.append((number, process))
             if self._gone:
                 self._notify()
+
+
+def _let_go(descriptor: int, process: BaseProcess) -> None:
+    if descriptor != process.sentinel:
+        os.close(descriptor)

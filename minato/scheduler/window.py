@@ -23,6 +23,7 @@ class Window:
         most: Number of batches that even a growing or a fixed window never exceeds, or None.
         at_once: Number of batches whose samples the workers run at once; a window that is not fixed starts with so many
             besides one per worker, at least.
+        slow_start: Deliveries for each batch that the window grows by, from one on; None: it begins as it is.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Window:
         budget_bytes: int,
         most: int | None = None,
         at_once: int = 0,
+        slow_start: int | None = None,
     ) -> None:
         limit = max(_DEPTH * max(num_workers, 1), num_workers + at_once) if fixed is None else fixed
         self.limit = limit if most is None else min(limit, most)
@@ -41,6 +43,8 @@ class Window:
         self._fixed = fixed is not None
         self._batch_bytes = 0.0
         self._warned = False
+        self._slow_start = slow_start
+        self._delivered = 0
 
     @property
     def batch_bytes(self) -> float:
@@ -54,13 +58,15 @@ class Window:
 
     def has_room(self, in_flight: int) -> bool:
         """Whether another batch may be opened; the first always may."""
-        if in_flight >= self.limit:
+        if in_flight >= self.limit or not self._has_started(in_flight):
             return False
         return not in_flight or self._fits(in_flight + 1)
 
     def grow(self) -> bool:
         """Allow more batches, because workers have nothing to do while the consumer waits."""
         if self._fixed or self.limit == self._most or not self._fits(self.limit + 1):
+            return False
+        if not self._has_started(self.limit):
             return False
         self.limit += self._step
         if self._most is not None:
@@ -77,6 +83,7 @@ class Window:
 
     def observe(self, batch_bytes: int) -> None:
         """Learn the size of a delivered batch."""
+        self._delivered += 1
         if batch_bytes > self.budget_bytes and not self._warned and not self._fixed:
             self._warned = True
             warnings.warn(
@@ -87,6 +94,10 @@ class Window:
                 stacklevel=2,
             )
         self._batch_bytes = max(float(batch_bytes), 0.9 * self._batch_bytes)
+
+    def _has_started(self, in_flight: int) -> bool:
+        """Whether the slow start allows more than so many."""
+        return self._slow_start is None or in_flight <= self._delivered // self._slow_start
 
     def _fits(self, batches: int) -> bool:
         return self._fixed or batches * self._batch_bytes <= self.budget_bytes

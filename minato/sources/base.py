@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any, ClassVar
 
 from torch.utils.data import Dataset
 
+from minato._counters import Counters
 from minato.errors import MinatoError
 from minato.sources.retry import Retry
 
@@ -42,9 +42,6 @@ class KeyedSource(Dataset[Any]):
         keys: Which samples, in this order; None for all there are, which are listed when they are first needed.
         decode: Makes the sample of what the store holds; what that is, each source says.
         retry: What to do when a read fails that may succeed a moment later.
-
-    Attributes:
-        retries: How often reads of this process were tried again.
     """
 
     transient: ClassVar[tuple[type[BaseException], ...]] = (ConnectionError, TimeoutError)
@@ -59,7 +56,7 @@ class KeyedSource(Dataset[Any]):
         self._keys = keys
         self._decode = decode
         self.retry = retry or Retry()
-        self.retries = 0
+        self._counters = Counters("retries")
 
     # ---- what a source must give ------------------------------------------------------------
 
@@ -82,6 +79,11 @@ class KeyedSource(Dataset[Any]):
         if self._keys is None:
             self._keys = self._trying("the list of keys", self._list)
         return self._keys
+
+    @property
+    def retries(self) -> int:
+        """How often reads were tried again, in all processes."""
+        return self._counters.totals()[0]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -115,7 +117,7 @@ class KeyedSource(Dataset[Any]):
                     pause_s = next(pauses, None)
                     if pause_s is None:
                         raise
-                self._count_retry()
+                self._counters.add(retries=1)
                 time.sleep(pause_s)
 
     async def _trying_later(self, what: str, read: Callable[[], Awaitable[Any]]) -> Any:
@@ -129,7 +131,7 @@ class KeyedSource(Dataset[Any]):
                     pause_s = next(pauses, None)
                     if pause_s is None:
                         raise
-                self._count_retry()
+                self._counters.add(retries=1)
                 await asyncio.sleep(pause_s)
 
     @contextmanager
@@ -151,10 +153,6 @@ class KeyedSource(Dataset[Any]):
                 f"{self!r} cannot read {what}{given_up}: {type(error).__name__}: {error}"
             ) from error
 
-    def _count_retry(self) -> None:
-        with _counting:
-            self.retries += 1
-
     def _decoded(self, key: Any, value: Any) -> Any:
         if self._decode is None:
             return value
@@ -164,6 +162,3 @@ class KeyedSource(Dataset[Any]):
             raise SourceError(
                 f"{self!r} cannot decode key {key!r}: {type(error).__name__}: {error}"
             ) from error
-
-
-_counting = threading.Lock()

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 import minato
 from minato._standin import TorchDataLoader
+from minato.caching import MemoryCache
 from tests.datasets import Numbers
 
 OWN = {
@@ -30,7 +31,7 @@ GIVEN: dict[str, Any] = {
     "rng": "worker",
     "on_worker_death": "raise",
 }
-READS = {"fetch_concurrency": 3}
+READS = {"fetch_concurrency": 3, "cache": MemoryCache(1000), "worker_method": "thread"}
 
 
 def of(loader: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -133,6 +134,84 @@ def test_processes_that_do_not_listen_are_killed(monkeypatch: pytest.MonkeyPatch
     assert [worker.exitcode for worker in pool.processes] == [-signal.SIGKILL] * 2
 
 
+def test_two_deaths_are_buried_though_the_first_burial_is_interrupted() -> None:
+    stage = Stage()
+    pool = stage.processes(obedient)
+    pool.start()
+    ends = [(number, worker.pid) for number, worker in enumerate(pool.processes)]
+    for _, pid in ends:
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while len(pool._watch._gone) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    bury, pool._buried = pool._buried, interrupted
+    with pytest.raises(KeyboardInterrupt):
+        pool.check()
+    pool._buried = bury
+    pool.check()
+    assert sorted(death[:2] for death in stage.deaths) == ends
+    assert all(worker.is_alive() for worker in pool.processes)
+    pool.shut_down()
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_end_is_a_sudden_one() -> None:
+    stage = Stage()
+    pool = stage.processes(deaf)
+    pool.start()
+    pool._stop = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        pool.shut_down()
+    assert [worker.exitcode for worker in pool.processes] == [-signal.SIGKILL] * 2
+
+
+def test_workers_end_where_no_more_threads_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage()
+    pool = stage.processes(obedient)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            pool.start()
+    pool.shut_down()
+    assert [worker.exitcode for worker in pool.processes] == [0, 0]
+
+
+def parental(number: int, stage: Stage) -> None:
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    stage.segment.array[208 + 8 * number : 216 + 8 * number].view(np.int64)[0] = child
+    obedient(number, stage)
+
+
+def test_the_end_does_not_wait_for_children_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_GRACE_S", 3600.0)
+    stage = Stage()
+    pool = stage.processes(parental)
+    pool.start()
+    children = stage.segment.array[208:224].view(np.int64)
+    try:
+        deadline = time.monotonic() + 5
+        while not children.all():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        pool.shut_down()
+        assert [worker.exitcode for worker in pool.processes] == [0, 0]
+    finally:
+        for child in children.tolist():
+            os.kill(child, signal.SIGKILL)
+
+
 def test_a_forked_copy_of_a_pool_ends_nobody() -> None:
     stage = Stage()
     pool = stage.processes(obedient)
@@ -161,31 +240,37 @@ def test_waiting_ends_with_an_event() -> None:
     assert time.monotonic() - start < 5
 
 
-def test_parent_watch() -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["alive-at-first", "dead-already"])
+def test_parent_watch(late: bool) -> None:
     reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        # The grandchild watches the child, which ends.
-        watch_in_grandchild(writer)
-    os.waitpid(child, 0)
+    child = FORK.Process(target=has_child, args=(writer, late))
+    child.start()
+    child.join()
     os.close(writer)
     with os.fdopen(reader) as answers:
-        assert answers.read() == "True False"
+        assert answers.read() == ("False" if late else "True False")
 
 
-def watch_in_grandchild(writer: int) -> None:
+def has_child(writer: int, late: bool) -> None:
     ready, steady = os.pipe()
-    grandchild = os.fork()
-    if grandchild == 0:
-        lives = parent_watch()
-        answer = f"{lives()} "
-        os.write(steady, b"x")
-        while lives():
-            time.sleep(0.002)
-        os.write(writer, (answer + str(lives())).encode())
-        os._exit(0)
+    FORK.Process(target=watches_parent, args=(writer, steady, late)).start()
     os.read(ready, 1)
     os._exit(0)
+
+
+def watches_parent(writer: int, steady: int, late: bool) -> None:
+    parent = os.getppid()
+    lives = parent_watch()
+    if not late:
+        os.write(writer, f"{lives()} ".encode())
+    os.write(steady, b"x")
+    while os.getppid() == parent:
+        time.sleep(0.002)
+    if late:
+        lives = parent_watch()
+    while not late and lives():
+        time.sleep(0.002)
+    os.write(writer, str(lives()).encode())
 
 
 # ---- threads --------------------------------------------------------------------------------

@@ -1,0 +1,103 @@
+"""A dataset with the first transforms of a loader, and a cache behind them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from minato.caching.base import Cache
+from minato.caching.fingerprint import fingerprint
+
+__all__ = ["CachedDataset"]
+
+_Step = Callable[[Any], Any]
+
+
+class CachedDataset(Dataset[Any]):
+    """``dataset[key]`` after some transforms, from the cache if it is there.
+
+    Args:
+        steps: The transforms before the cache.
+        asked: Counts the generators that were asked of minato for the sample in hand.
+
+    Raises:
+        TypeError: The dataset or a transform has no fingerprint, and the cache no ``version``.
+    """
+
+    def __init__(
+        self, dataset: Any, steps: Sequence[_Step], cache: Cache, asked: Callable[[], int]
+    ) -> None:
+        self._dataset = dataset
+        self._steps = tuple(steps)
+        self._cache = cache
+        self._asked = asked
+        # Made once, before the workers are: what they do to the dataset must not change it.
+        self._prefix = (
+            fingerprint(dataset, self._steps)
+            if cache.version is None
+            else hashlib.blake2b(cache.version.encode(), digest_size=16).digest()
+        )
+        if hasattr(dataset, "__aget__"):
+            self.__aget__ = self._aget
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, key: Any) -> Any:
+        place = self._place(key)
+        found, sample = self._cache.get(place)
+        if not found:
+            before = self._drawn()
+            sample = self._run(self._dataset[key])
+            self._check(before)
+            self._cache.put(place, sample)
+        return sample
+
+    async def _aget(self, key: Any) -> Any:
+        place = self._place(key)
+        found, sample = self._cache.get(place)
+        if not found:
+            sample = await self._dataset.__aget__(key)
+            before = self._drawn()
+            sample = self._run(sample)
+            self._check(before)
+            self._cache.put(place, sample)
+        return sample
+
+    def _run(self, sample: Any) -> Any:
+        for step in self._steps:
+            sample = step(sample)
+        return sample
+
+    def _place(self, key: Any) -> bytes:
+        return fingerprint(self._prefix, key)
+
+    def _drawn(self) -> Any:
+        """What changes when random numbers are drawn; in a thread, others may draw from the global generators."""
+        if threading.current_thread() is not threading.main_thread():
+            return self._asked()
+        return (
+            self._asked(),
+            random.getstate(),
+            [part.tobytes() if hasattr(part, "tobytes") else part for part in _numpy_state()],
+            torch.random.get_rng_state().numpy().tobytes(),
+        )
+
+    def _check(self, before: Any) -> None:
+        if before != self._drawn():
+            raise ValueError(
+                "the dataset, or one of the transforms before the cache, draws random numbers, so that every epoch "
+                f"would get the same ones: of {len(self._steps)} transforms, give the cache's after= as the number "
+                "of those before the first random one"
+            )
+
+
+def _numpy_state() -> Any:
+    return np.random.get_state(legacy=True)

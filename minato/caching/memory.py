@@ -1,0 +1,49 @@
+"""A cache in the memory of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minato.caching.base import Cache
+
+__all__ = ["MemoryCache"]
+
+
+class MemoryCache(Cache):
+    """Keeps samples in memory, in each process its own: for worker threads, or without workers.
+
+    Args:
+        quota_bytes: What the kept samples may take together.
+        after: How many of the loader's transforms run before a sample is kept; None: all of them.
+        version: Stands for the dataset and these transforms; None: a fingerprint of them.
+    """
+
+    def __init__(
+        self, quota_bytes: int, after: int | None = None, *, version: str | None = None
+    ) -> None:
+        super().__init__(quota_bytes, after, version)
+        self._entries: dict[bytes, bytes] = {}
+        self._nbytes = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_entries": {}, "_nbytes": 0}
+
+    def __repr__(self) -> str:
+        return f"MemoryCache(quota_bytes={self.quota_bytes})"
+
+    def _load(self, key: bytes) -> bytes | None:
+        return self._entries.get(key)
+
+    def _store(self, key: bytes, entry: bytes) -> int:
+        with self._lock:
+            if key in self._entries:
+                return 0
+            if self._nbytes + len(entry) > self.quota_bytes:
+                return -1
+            self._entries[key] = entry
+            self._nbytes += len(entry)
+        return len(entry)
+
+    def _drop(self, key: bytes) -> None:
+        with self._lock:
+            self._nbytes -= len(self._entries.pop(key, b""))

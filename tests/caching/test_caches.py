@@ -1,0 +1,311 @@
+"""Samples that are kept: what is read again, what is not, and how much is kept."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import minato
+from minato.caching import DiskCache, MemoryCache
+from minato.caching.fingerprint import fingerprint
+from minato.sources.sqlite import SQLite
+from tests.datasets import Filled, Journal, Numbers, double, plus_one
+
+pytest.importorskip("diskcache", reason="diskcache is not installed: install the extra 'test'")
+
+QUOTA = 1 << 20
+
+
+def loaded(dataset: Any, cache: Any, *transforms: Any, **arguments: Any) -> list[Any]:
+    loader = minato.DataLoader(
+        dataset, batch_size=4, transforms=list(transforms), cache=cache, **arguments
+    )
+    return [value for batch in loader for value in batch.tolist()]
+
+
+class Source(Journal):
+    """A dataset whose counter of reads is no part of what it is."""
+
+    def __getstate__(self) -> Any:
+        raise AssertionError("the journal is for forked processes")
+
+
+def kinds(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "disk": DiskCache(tmp_path, QUOTA, version="1"),
+        "memory": MemoryCache(QUOTA, version="1"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"fetch_concurrency": 4},
+        {"num_workers": 2, "worker_method": "thread"},
+        {"num_workers": 2, "worker_method": "thread", "fetch_concurrency": 3},
+    ],
+)
+def test_the_second_epoch_reads_nothing(
+    kind: str, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    cache = kinds(tmp_path)[kind]
+    dataset = Source(22)
+    expected = [2 * i for i in range(22)]
+    for _ in range(3):
+        assert loaded(dataset, cache, double, **arguments) == expected
+    assert dataset.begun() == list(range(22))
+    report = cache.report()
+    assert (report.hits, report.misses, report.damaged, report.full) == (44, 22, 0, 0)
+    assert report.hit_rate == pytest.approx(2 / 3)
+
+
+def test_processes_and_runs_share_a_folder(tmp_path: Path) -> None:
+    dataset = Source(24)
+    for run in range(2):
+        cache = DiskCache(tmp_path, QUOTA, version="1")
+        for _ in range(2):
+            got = loaded(dataset, cache, num_workers=3, order="strict")
+            assert got == list(range(24))
+        report = cache.report()
+        assert report.hits + report.misses == 48
+        assert report.misses == (0 if run else 24)
+        assert report.stored_bytes == (0 if run else cache.stored_bytes)
+        cache.close()
+    assert dataset.begun() == list(range(24))
+
+
+def test_only_the_first_transforms_are_kept(tmp_path: Path) -> None:
+    def noisy(sample: int) -> float:
+        return sample + random.random()
+
+    def content(cache: Any) -> list[list[float]]:
+        loader = minato.DataLoader(
+            Numbers(12), batch_size=4, transforms=[double, noisy], seed=5, cache=cache
+        )
+        return [[value for batch in loader for value in batch.tolist()] for _ in range(2)]
+
+    plain = content(None)
+    assert plain[0] != plain[1]
+    for _ in range(2):
+        assert content(DiskCache(tmp_path, QUOTA, after=1)) == plain
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda sample: sample + random.random(),
+        lambda sample: sample + np.random.rand(),
+        lambda sample: sample + float(torch.rand(())),
+        lambda sample: sample + minato.numpy_rng().random(),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_random_transforms_before_the_cache_are_refused(
+    draw: Any, num_workers: int, tmp_path: Path
+) -> None:
+    cache = DiskCache(tmp_path, QUOTA, version="1")
+    with pytest.raises(ValueError, match="before the cache, draws random numbers"):
+        loaded(Numbers(4), cache, draw, num_workers=num_workers)
+    assert cache.stored_bytes == 0
+    cache.close()
+
+
+def test_a_full_cache_lets_the_rest_pass(tmp_path: Path) -> None:
+    dataset = Filled(20, 100)  # 400 bytes each, and a little for the pickle
+    cache = DiskCache(tmp_path, 5 * 700)
+    for _ in range(2):
+        assert [row[0] for row in loaded(dataset, cache)] == list(range(20))
+    report = cache.report()
+    kept = report.hits
+    assert 4 <= kept <= 8
+    assert report.full == 2 * (20 - kept)
+    assert cache.stored_bytes == report.stored_bytes <= cache.quota_bytes
+    cache.close()
+
+
+def fill(cache: DiskCache, start: int) -> None:
+    for i in range(start, start + 60):
+        cache.put(i.to_bytes(16, "little"), bytes(100))
+    cache.close()
+
+
+def test_the_quota_is_exact_though_several_write_the_same(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, 8000, version="1")
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=fill, args=(cache, 10 * i)) for i in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    samples, _ = cache._stores()
+    there = [len(samples[key]) for key in samples]
+    assert cache.stored_bytes == sum(there) <= 8000
+    assert 8000 - sum(there) < 3 * max(
+        there
+    )  # what others hold for a moment may turn a last one away
+    cache.close()
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", b"x" * 200, None, 7])
+def test_damaged_and_foreign_entries_are_made_anew(damage: Any, tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, QUOTA, version="1")
+    dataset = Source(4)
+    assert loaded(dataset, cache) == [0, 1, 2, 3]
+    samples, _ = cache._stores()
+    first, second = list(samples)[:2]
+    samples[first] = damage
+    samples[second] = samples[list(samples)[2]]  # whole, but another sample's
+    before = cache.report()
+    for _ in range(2):
+        assert loaded(dataset, cache) == [0, 1, 2, 3]
+    report = cache.report()
+    assert report.damaged - before.damaged == (1 if damage is None else 2)
+    assert report.misses - before.misses == 2
+    assert len(dataset.begun()) == 6
+    cache.close()
+
+
+def test_a_lost_file_is_made_anew(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, QUOTA)
+    dataset = Filled(3, 20_000)  # so large that diskcache gives each sample a file
+    assert [row[0] for row in loaded(dataset, cache)] == [0, 1, 2]
+    next(tmp_path.glob("samples/**/*.val")).unlink()
+    for hits in (2, 5):
+        assert [row[0] for row in loaded(dataset, cache)] == [0, 1, 2]
+        assert cache.report().hits == hits
+    cache.close()
+
+
+def test_changed_code_or_parameters_are_another_key(tmp_path: Path) -> None:
+    dataset = Numbers(3)
+    assert loaded(dataset, DiskCache(tmp_path, QUOTA), double) == [0, 2, 4]
+    assert loaded(dataset, DiskCache(tmp_path, QUOTA), plus_one) == [1, 2, 3]
+    for number in (3, 4):
+        add = functools.partial(int.__add__, number)
+        assert loaded(dataset, DiskCache(tmp_path, QUOTA), add) == [number + i for i in range(3)]
+
+
+class Scale:
+    def __init__(self, by: Any) -> None:
+        self.by = by
+
+    def __call__(self, sample: Any) -> Any:
+        return sample * self.by
+
+
+class ScaleAndShift(Scale):
+    def __call__(self, sample: Any) -> Any:
+        return sample * self.by + 1
+
+
+def closing_over(number: int) -> Any:
+    return lambda sample: sample + number
+
+
+def test_fingerprints_tell_apart_and_are_the_same_again() -> None:
+    def make() -> list[Any]:
+        return [
+            double,
+            plus_one,
+            Scale(2),
+            Scale(3),
+            Scale(2.0),
+            Scale(np.arange(3)),
+            Scale(np.arange(3) + 1),
+            Scale(torch.arange(3)),
+            ScaleAndShift(2),
+            closing_over(1),
+            closing_over(2),
+            functools.partial(double, 1),
+            {"a": [1, (2, None)]},
+            {"a": [1, (2, b"")]},
+            {1, 2},
+            frozenset({1, 2}),
+            5,
+        ]
+
+    prints = [fingerprint(value) for value in make()]
+    assert len(set(prints)) == len(prints)
+    assert [fingerprint(value) for value in make()] == prints
+    one, two = [[1]], [[2]]
+    assert fingerprint([one, two, one]) != fingerprint([one, two, two])
+    source = SQLite("samples.db", "samples", keys=[1, 2])
+    before = fingerprint(source)
+    source._counters.add(retries=1)
+    assert fingerprint(source) == before != fingerprint(source.subset([1, 3]))
+    itself: list[Any] = []
+    itself.append(itself)
+    assert fingerprint(itself) == fingerprint(itself)
+    with pytest.raises(TypeError, match="has no fingerprint: give the cache a version="):
+        fingerprint(iter(lambda: 1, 0).__class__, (i for i in range(3)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"cache": 5}, TypeError, "cache=5 is a int"),
+        ({"cache": MemoryCache(1), "num_workers": 1}, ValueError, "belongs to one process"),
+        ({"cache": MemoryCache(1, after=1)}, ValueError, "after=1 of the cache is more than the 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    arguments: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        minato.DataLoader(Numbers(3), **arguments)
+
+
+class Stateful(Numbers):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize("dataset", [Stateful(3), Stream()])
+def test_samples_that_do_not_follow_from_an_index_are_refused(dataset: Any) -> None:
+    with pytest.raises(ValueError, match="leave it out"):
+        minato.DataLoader(dataset, cache=MemoryCache(1))
+
+
+def test_limits_are_checked() -> None:
+    with pytest.raises(ValueError, match="quota_bytes=0 is too small"):
+        MemoryCache(0)
+    with pytest.raises(ValueError, match="after=-1 is too small"):
+        MemoryCache(1, after=-1)
+
+
+def test_a_cache_travels_without_its_files(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, QUOTA, version="1")
+    cache.put(b"k" * 16, [1, "two"])
+    again = pickle.loads(pickle.dumps(DiskCache(tmp_path, QUOTA, version="1")))
+    assert again.get(b"k" * 16) == (True, [1, "two"])
+    assert again.get(b"l" * 16) == (False, None)
+    cache.close()
+    again.close()
+
+
+def test_spawned_workers_count_too(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, QUOTA, version="1")
+    for _ in range(2):
+        got = loaded(Numbers(8), cache, num_workers=1, multiprocessing_context="spawn")
+        assert got == list(range(8))
+    assert (cache.report().hits, cache.report().misses) == (8, 8)
+    cache.close()

@@ -1,0 +1,244 @@
+"""``Fetching``: limits for all workers, a slow start, second requests for stragglers."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import minato
+from minato import Fetching
+from minato.scheduler.hedging import Hedging
+from minato.scheduler.reads import Read
+from minato.scheduler.traffic import Traffic
+from minato.scheduler.window import Window
+from tests.datasets import Journal, Numbers
+
+FORK = multiprocessing.get_context("fork")
+
+
+class Counted(Numbers):
+    """Counts the reads under way in all forked processes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.pause = threading.Event()  # never set
+        self.running = FORK.Value("q", 0)
+        self.most = FORK.Value("q", 0)
+
+    def __getitem__(self, index: int) -> int:
+        with self.running.get_lock():
+            self.running.value += 1
+            self.most.value = max(self.most.value, self.running.value)
+        self.pause.wait(0.002 + 0.004 * (index % 3))
+        with self.running.get_lock():
+            self.running.value -= 1
+        return index
+
+
+@pytest.mark.parametrize("collate", [None, list])
+@pytest.mark.parametrize(("num_workers", "method"), [(0, "process"), (3, "process"), (2, "thread")])
+def test_all_workers_share_one_limit(num_workers: int, method: str, collate: Any) -> None:
+    dataset = Counted(120)
+    loader = minato.DataLoader(
+        dataset,
+        batch_size=4,
+        num_workers=num_workers,
+        worker_method=method,
+        collate_fn=collate,
+        fetch_concurrency=Fetching(8, most=5),
+    )
+    assert [int(i) for batch in loader for i in batch] == list(range(120))
+    assert (4 if num_workers == 0 else num_workers) <= dataset.most.value <= 5
+
+
+def test_a_limit_is_kept_by_all_that_take_at_once() -> None:
+    workers, most = 4, 9
+    memory = np.zeros(Traffic.nbytes(workers), np.uint8)
+    peaks: list[int] = []
+
+    def hammer(number: int) -> None:
+        traffic, random = Traffic(memory, 0, workers, most), np.random.default_rng(number)
+        held = 0
+        for _ in range(1500):
+            held += traffic.take(number, int(random.integers(1, 5)))
+            assert held >= 1  # one is always its own
+            peaks.append(held)
+            back = int(random.integers(0, held + 1))
+            traffic.give_back(number, back)
+            held -= back
+        traffic.give_back(number, held)
+
+    threads = [threading.Thread(target=hammer, args=(number,)) for number in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(peaks) <= most - workers + 1
+    alone = Traffic(memory, 0, workers, most)
+    assert alone.take(0, 100) == most - workers + 1
+    assert [alone.take(number, 3) for number in (0, 1, 2, 3)] == [0, 1, 1, 1]
+    alone.begin(0)  # the worker has died, and another takes its number
+    assert alone.take(2, 100) == most - workers
+
+
+@pytest.mark.parametrize("slow_start", [1, 4])
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_a_slow_start_asks_for_little_more_than_was_delivered(slow_start: int, order: str) -> None:
+    size, batch_size = 400, 5
+    dataset = Journal(size)
+    loader = minato.DataLoader(
+        dataset,
+        batch_size,
+        num_workers=2,
+        order=order,
+        prefetch_factor=8,
+        fetch_concurrency=Fetching(6, slow_start=slow_start),
+    )
+    seen = []
+    ahead = 0
+    for k, batch in enumerate(loader):
+        seen += batch.tolist()
+        # next() asks for one more before it returns the batch, and what it returns counts as delivered.
+        batches = 1 + (k + 1) + (k + 1) // slow_start
+        begun = len(dataset.begun())
+        assert begun <= batches * batch_size
+        ahead = max(ahead, begun - len(seen))
+    assert sorted(seen) == list(range(size))
+    assert ahead > 2 * batch_size  # it does get going
+
+
+def test_a_slow_start_neither_grows_nor_opens_before_its_time() -> None:
+    window = Window(num_workers=2, fixed=None, budget_bytes=1 << 30, slow_start=2)
+    assert window.has_room(0)
+    assert not window.has_room(1)
+    assert not window.grow()  # it would only be asked again and again
+    for _ in range(2):
+        window.observe(100)
+    assert window.has_room(1)
+    assert not window.has_room(2)
+
+
+class Stuck(Numbers):
+    """The first read of some samples waits for the second one, and may then raise."""
+
+    def __init__(self, size: int, stuck: tuple[int, ...], error: bool = False) -> None:
+        super().__init__(size)
+        self.stuck = stuck
+        self.error = error
+        self.second = {index: threading.Event() for index in stuck}
+        self.reads = dict.fromkeys(range(size), 0)
+        self.lock = threading.Lock()
+
+    def __getitem__(self, index: int) -> int:
+        with self.lock:
+            self.reads[index] += 1
+            count = self.reads[index]
+        if index in self.stuck and count == 1:
+            assert self.second[index].wait(30)
+            if self.error:
+                raise OSError("late and broken")
+        elif index in self.stuck:
+            self.second[index].set()
+        return index
+
+
+class StuckLater(Stuck):
+    async def __aget__(self, index: int) -> int:
+        self.reads[index] += 1
+        if index in self.stuck and self.reads[index] == 1:
+            while not self.second[index].is_set():
+                await asyncio.sleep(0.001)
+            if self.error:
+                raise OSError("late and broken")
+        elif index in self.stuck:
+            self.second[index].set()
+        return index
+
+
+@pytest.mark.parametrize("kind", [Stuck, StuckLater])
+@pytest.mark.parametrize("error", [False, True])
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "worker_method": "thread"}])
+def test_a_straggler_is_asked_for_again(kind: Any, error: bool, workers: dict[str, Any]) -> None:
+    dataset = kind(200, (150, 190), error)
+    fetching = Fetching(4, hedge_percentile=95)
+    loader = minato.DataLoader(dataset, batch_size=10, fetch_concurrency=fetching, **workers)
+    assert torch.cat(list(loader)).tolist() == list(range(200))
+    report = fetching.report()
+    assert report.reads == 200
+    assert 2 <= report.hedged < 200
+    assert report.hedges_won <= report.hedged
+    if error:
+        assert report.hedges_won >= 2
+    assert [dataset.reads[index] for index in (150, 190)] == [2, 2]
+    assert 202 <= sum(dataset.reads.values()) <= 200 + report.hedged
+
+
+def test_worker_processes_report_too() -> None:
+    fetching = Fetching(3, most=4, slow_start=2, hedge_percentile=90)
+    for context in ("fork", "spawn"):
+        before = fetching.report().reads
+        loader = minato.DataLoader(
+            Numbers(30),
+            batch_size=4,
+            num_workers=2,
+            multiprocessing_context=context,
+            fetch_concurrency=fetching,
+        )
+        assert torch.cat(list(loader)).tolist() == list(range(30))
+        assert fetching.report().reads == before + 30
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Fetching(0), "concurrency=0 is too small"),
+        (lambda: Fetching(2, most=0), "most=0 is too small"),
+        (lambda: Fetching(2, slow_start=0), "slow_start=0 is too small"),
+        (lambda: Fetching(2, hedge_percentile=100), "hedge_percentile=100 is not possible"),
+        (
+            lambda: minato.DataLoader(
+                Numbers(4), num_workers=3, fetch_concurrency=Fetching(2, most=2)
+            ),
+            "fewer than 3 workers",
+        ),
+        (
+            lambda: minato.DataLoader(
+                Numbers(4), schedule="round_robin", fetch_concurrency=Fetching(1, slow_start=2)
+            ),
+            r"fetch_concurrency=Fetching\(1, .*contradicts",
+        ),
+    ],
+)
+def test_what_is_not_possible_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_in_a_jam_second_requests_are_few() -> None:
+    hedging = Hedging(90)
+    reads = [Read(key, 0, None, None) for key in range(100)]
+    for read in reads:
+        read.started_ns = 1
+    assert hedging.straggler(reads, 10**12) == (None, None)  # nothing is known yet
+    for _ in range(100):
+        hedging.note(1000)
+    late_ns = 10**9
+    again = 0
+    while (straggler := hedging.straggler(reads, late_ns)[0]) is not None:
+        straggler.again()
+        hedging.spent()
+        again += 1
+    assert again == 2
+    hedging.ended()
+    assert hedging.straggler(reads, late_ns) == (None, None)
+    hedging.ended()
+    assert hedging.straggler(reads, late_ns)[0] is reads[2]
+    young = Read(0, 0, None, None)
+    young.started_ns = late_ns
+    assert hedging.straggler([young], late_ns) == (None, pytest.approx(1e-3, rel=0.1))

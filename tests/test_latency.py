@@ -1,0 +1,182 @@
+"""The same seed gives the same batches, however long each read takes and however often it fails first."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import minato
+from minato.caching import DiskCache, MemoryCache
+from minato.sources.retry import Retry
+from minato.sources.sqlite import SQLite
+
+pytest.importorskip("diskcache", reason="diskcache is not installed: install the extra 'test'")
+
+COUNT, BATCH, EPOCHS, SEED = 42, 5, 2, 11
+LONGEST_S = 0.008
+FAILS = 0.1
+CHANCE = random.SystemRandom()
+"""Different in every run and every process, so nothing can be the same by chance."""
+
+
+def delay_s() -> float:
+    return LONGEST_S * CHANCE.random() ** 3
+
+
+def fail_now_and_then() -> None:
+    if CHANCE.random() < FAILS:
+        raise ConnectionError("lost")
+
+
+class Unsteady(SQLite):
+    """Rows that take a random while, after tries that fail at random."""
+
+    transient = (*SQLite.transient, ConnectionError)
+
+    def _fetch(self, key: Any) -> Any:
+        time.sleep(delay_s())
+        fail_now_and_then()
+        return super()._fetch(key)
+
+
+class UnsteadyLater(Unsteady):
+    """The same, awaited."""
+
+    async def __aget__(self, index: int) -> Any:
+        key = self.keys[index]
+        row = await self._trying_later(f"key {key!r}", lambda: self._fetch_later(key))
+        return self._decoded(key, row)
+
+    async def _fetch_later(self, key: Any) -> Any:
+        await asyncio.sleep(delay_s())
+        fail_now_and_then()
+        return SQLite._fetch(self, key)
+
+
+def of_row(row: dict[str, Any]) -> Any:
+    return np.frombuffer(row["x"], np.float32)
+
+
+def halved(sample: Any) -> Any:
+    return sample / 2
+
+
+def augmented(sample: Any) -> Any:
+    time.sleep(delay_s() / 4)
+    noise = np.random.rand(len(sample)) + random.random() + float(torch.rand(()))
+    return sample + noise + minato.numpy_rng().random()
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    path = tmp_path / "samples.db"
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute("CREATE TABLE samples (id INTEGER PRIMARY KEY, x BLOB)")
+        rows = [(i, np.full(6, i, np.float32).tobytes()) for i in range(COUNT)]
+        connection.executemany("INSERT INTO samples VALUES (?, ?)", rows)
+    connection.close()
+    return path
+
+
+def source(kind: type[SQLite], database: Path) -> SQLite:
+    retry = Retry(attempts=50, first_s=0.001, longest_s=0.002)
+    return kind(database, "samples", key="id", decode=of_row, retry=retry)
+
+
+def hashes(dataset: SQLite, **arguments: Any) -> list[list[str]]:
+    """What each batch of each epoch holds, in the order of their delivery."""
+    loader = minato.DataLoader(
+        dataset, BATCH, shuffle=True, seed=SEED, transforms=[halved, augmented], **arguments
+    )
+    found = [
+        [hashlib.blake2b(batch.numpy().tobytes()).hexdigest() for batch in loader]
+        for _ in range(EPOCHS)
+    ]
+    dataset.close()
+    return found
+
+
+WORKERS: list[dict[str, Any]] = [
+    {"num_workers": 0},
+    {"num_workers": 2},
+    {"num_workers": 3, "persistent_workers": True},
+]
+
+
+@pytest.mark.parametrize("kind", [Unsteady, UnsteadyLater])
+@pytest.mark.parametrize("workers", WORKERS, ids=["in-line", "processes", "persistent"])
+@pytest.mark.parametrize(
+    "fetch_concurrency",
+    [1, 7, minato.Fetching(4, most=6, slow_start=2, hedge_percentile=70)],
+    ids=["1", "7", "all"],
+)
+def test_batches_do_not_depend_on_latency(
+    kind: type[SQLite],
+    workers: dict[str, Any],
+    fetch_concurrency: Any,
+    database: Path,
+    tmp_path: Path,
+) -> None:
+    expected = hashes(source(SQLite, database))
+    assert len({batch for epoch in expected for batch in epoch}) == EPOCHS * -(-COUNT // BATCH)
+    how = {"order": "strict", "fetch_concurrency": fetch_concurrency, **workers}
+    assert hashes(source(kind, database), **how) == expected
+    # Half of the first epoch fits; the second run finds it there.
+    for _ in range(2):
+        cache = DiskCache(tmp_path / "cache", quota_bytes=20 * COUNT * 8, after=1)
+        assert hashes(source(kind, database), cache=cache, **how) == expected
+        report = cache.report()
+        assert report.hits
+        assert report.full
+        cache.close()
+
+
+@pytest.mark.parametrize("kind", [Unsteady, UnsteadyLater])
+def test_nor_do_they_in_worker_threads(kind: type[SQLite], database: Path) -> None:
+    def drawn(sample: Any) -> Any:
+        return sample + minato.numpy_rng().random(len(sample))
+
+    def batches(dataset: SQLite, **arguments: Any) -> list[bytes]:
+        loader = minato.DataLoader(
+            dataset, BATCH, seed=SEED, shuffle=True, transforms=[halved, drawn], **arguments
+        )
+        found = [batch.numpy().tobytes() for _ in range(EPOCHS) for batch in loader]
+        dataset.close()
+        return found
+
+    expected = batches(source(SQLite, database))
+    for cache in (None, MemoryCache(1 << 20, after=1)):
+        got = batches(
+            source(kind, database),
+            num_workers=3,
+            worker_method="thread",
+            fetch_concurrency=4,
+            order="strict",
+            cache=cache,
+        )
+        assert got == expected
+
+
+@pytest.mark.parametrize("order", ["batch", "arrival", "fast_first"])
+def test_in_other_orders_the_samples_are_the_same(order: str, database: Path) -> None:
+    def samples(dataset: SQLite, **arguments: Any) -> list[bytes]:
+        loader = minato.DataLoader(
+            dataset, BATCH, shuffle=True, seed=SEED, transforms=[augmented], **arguments
+        )
+        found = [row.numpy().tobytes() for batch in loader for row in batch]
+        dataset.close()
+        return sorted(found)
+
+    expected = samples(source(SQLite, database))
+    got = samples(source(Unsteady, database), num_workers=2, fetch_concurrency=5, order=order)
+    assert got == expected
