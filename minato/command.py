@@ -120,8 +120,8 @@ def _profile(options: argparse.Namespace) -> None:
     if options.html is not None:
         _check_writable(options.html)
     step_s = options.step_ms / 1e3
-    given = _made(options.factory)
     warnings.filterwarnings("ignore", "This DataLoader will create")
+    given = _made(options.factory)
     mine = given if isinstance(given, DataLoader) else _as_minato(given)
     theirs = _as_torch(mine) if mine is given else given
     seconds = {"minato": _timed(mine, options.batches, step_s)}
