@@ -67,12 +67,8 @@ def cost(num_workers: int, batches: int, repeats: int) -> str:
         for _ in loader:
             pass
         times[measure].append((time.perf_counter() - begun_s) / batches)
-    ratios = [one / other - 1 for one, other in zip(times[True], times[False], strict=True)]
-    return (
-        f"| {num_workers} | {1e6 * statistics.median(times[False]):.1f} | "
-        f"{1e6 * statistics.median(times[True]):.1f} | {100 * statistics.median(ratios):+.1f} % "
-        f"({100 * min(ratios):+.1f} … {100 * max(ratios):+.1f}) |"
-    )
+    without, measured = (1e6 * min(times[measure]) for measure in (False, True))
+    return f"| {num_workers} | {without:.1f} | {measured:.1f} | {measured - without:+.1f} |"
 
 
 class _Cheap(Costly):
@@ -83,20 +79,9 @@ class _Cheap(Costly):
 _VECTOR = np.zeros(16, np.float32)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.report",
-        description="Measure what the report costs, and whether following its advice helps.",
-    )
-    parser.add_argument("--short", action="store_true", help="a smoke run: too short to judge by")
-    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N")
-    parser.add_argument("--only", metavar="NAME", help="one workload")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write report.md there")
-    options = parser.parse_args(arguments)
-    warnings.filterwarnings("ignore", "This DataLoader will create")
-    conditions = record.environment()
-    repeats, batches = (1, 50) if options.short else (options.repeats, _COST_BATCHES)
-    chosen = [work for work in works(int(available_cores())) if options.only in (None, work.name)]
+def advices(options: argparse.Namespace) -> tuple[list[str], bool]:
+    """The page about the advice, and whether all of it was good."""
+    repeats = 1 if options.short else options.repeats
     lines = [
         "# The report",
         "",
@@ -107,30 +92,58 @@ def main(arguments: list[str] | None = None) -> int:
         "| bottleneck | verdict | advice | predicted | measured | good |",
         "|---|---|---|---|---|---|",
     ]
-    print("\n".join(lines[-2:]))
     good = True
-    for work in chosen:
-        row, right = advise(work, repeats)
-        good = good and right
-        lines.append(row)
-        print(row, flush=True)
-    lines += [
+    for work in works(int(available_cores())):
+        if options.only in (None, work.name):
+            row, right = advise(work, repeats)
+            good = good and right
+            lines.append(row)
+            print(row, flush=True)
+    return lines, good
+
+
+def costs(options: argparse.Namespace) -> tuple[list[str], bool]:
+    """The page about what measuring costs."""
+    repeats, batches = (1, 50) if options.short else (4 * options.repeats, _COST_BATCHES)
+    lines = [
+        "# What the report costs",
         "",
-        "What measuring costs, with batches of 32 vectors of 16 numbers that are all there already, in µs per batch:",
+        "Written by `python -m bench.report --only cost --out docs/benchmarks`. Batches of 32 vectors of 16 numbers",
+        f"that are all there already, in µs per batch: the best of {repeats} runs with `measure=True` and of as many",
+        "without, in turn.",
         "",
         "| workers | without | with | more |",
         "|---|---|---|---|",
     ]
-    for num_workers in () if options.only else (0, 2):
+    for num_workers in (0, 2):
         lines.append(cost(num_workers, batches, repeats))
         print(lines[-1], flush=True)
+    return lines, True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report",
+        description="Measure what the report costs, and whether following its advice helps.",
+    )
+    parser.add_argument("--short", action="store_true", help="a smoke run: too short to judge by")
+    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N")
+    parser.add_argument("--only", metavar="NAME", help="one workload, or: cost")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="write report.md or report-cost.md there"
+    )
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    conditions = record.environment()
+    lines, good = (costs if options.only == "cost" else advices)(options)
     conditions["load average after"] = record.load_average()
     lines += ["", "|  |  |", "| --- | --- |"]
     lines += [f"| {name} | {value} |" for name, value in conditions.items()]
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "report.md").write_text("\n".join(lines) + "\n")
-        print(f"written: {options.out}/report.md")
+        page = options.out / ("report-cost.md" if options.only == "cost" else "report.md")
+        page.write_text("\n".join(lines) + "\n")
+        print(f"written: {page}")
     return 0 if good or options.short else 1
 
 
