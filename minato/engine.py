@@ -21,11 +21,13 @@ from minato.assembler.transport import LocalStore, SharedStore
 from minato.chain.chain import Chain
 from minato.chain.plans import planner
 from minato.errors import ErrorBudgetError
+from minato.gauges import EngineGauges
 from minato.memory import Memory
 from minato.options import Options
 from minato.plan import Plan
 from minato.pools import make_pool
 from minato.scheduler.assignment import AnyWorker, RoundRobin
+from minato.scheduler.deaths import Deaths
 from minato.scheduler.dispatcher import Dispatcher
 from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
@@ -39,6 +41,7 @@ from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
 from minato.scheduler.traffic import Traffic
 from minato.scheduler.window import Window
 from minato.source.prediction import CostByIndex, Predictor
+from minato.stats.journal import Journal, Standing
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
 from minato.workplace import Workplace
@@ -62,6 +65,7 @@ class Experience:
         costs: Service times in ns of late.
         decision: Which samples are slow, as of the last look.
         staffing: How many workers help; None: all of them work.
+        journal: What reports are made from; None: nothing is noted.
     """
 
     known: CostModel = field(default_factory=CostByIndex)
@@ -69,13 +73,15 @@ class Experience:
     costs: Histogram | None = None
     decision: Decision = TimeoutPolicy().decision
     staffing: Staffing | None = None
+    journal: Journal | None = None
 
     @classmethod
     def of(cls, options: Options, chain: Chain, num_workers: int) -> Experience:
         """What a new loader knows."""
         limits = options.min_workers, options.max_workers
         known = Predictor() if chain.plans else CostByIndex()
-        return cls(known, staffing=Staffing.of(options.controller, num_workers, *limits))
+        staffing = Staffing.of(options.controller, num_workers, *limits)
+        return cls(known, staffing=staffing, journal=Journal() if options.measure else None)
 
 
 class Engine:
@@ -117,7 +123,9 @@ class Engine:
         self.meters = [workplace.meters(number) for number in range(sizes[0])]
         """What each worker has measured."""
         self._profile = Profile(plan.chain.names)
-        self._pool = make_pool(plan, workplace, self.ledger, ready, roster)
+        settles = plan.policy is not None and plan.policy.on_error != "raise"
+        deaths = Deaths(plan.restarts, settles)
+        self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths)
         self._reader = BatchReader(self.ledger, self.arena, store)
         self._experience = experience
         self._foresight: Foresight | None = None
@@ -143,9 +151,9 @@ class Engine:
             plan.fetching.slow_start,
         )
         self._scaler: Scaler | None = None
-        flow: Flow | None = None
+        flow = Flow()
         if experience.staffing is not None and not isinstance(self._pool, InlinePool):
-            flow, times = Flow(), [meters.total for meters in self.meters]
+            flow.watched, times = True, [meters.total for meters in self.meters]
             self._scaler = Scaler(
                 experience.staffing,
                 sizes[0],
@@ -194,12 +202,27 @@ class Engine:
         experience.decision = self.timeouts.decision
         self.ledger.slow_ns = experience.decision.threshold_ns
         self._looked_ns = self._started_ns
+        self._streams = plan.streams
+        self._journal = experience.journal
+        self._gauges = EngineGauges(
+            self.ledger,
+            self.meters,
+            self._profile,
+            window,
+            flow,
+            roster,
+            self.timeouts,
+            deaths,
+            self._failures,
+        )
         self._parts_slow = self._foresight is not None or plan.order.name == "fast_first"
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
             workplace.write_plan(self.arena)
         self.shut_down = weakref.finalize(self, self._pool.shut_down)
         """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
+        if self._journal is not None:
+            weakref.finalize(self, self._journal.settle, self._gauges).atexit = False
 
     def begin(
         self,
@@ -215,6 +238,8 @@ class Engine:
         Args:
             size: Tells how many samples it has, or None if nobody knows.
         """
+        if self._journal is not None:
+            self._journal.begin(epoch, progress, self._gauges)
         if self._failures is not None:
             self._failures.begin(size())
         foretold = self._dispatcher.begin(batches, epoch, seed, expected, progress)
@@ -224,6 +249,8 @@ class Engine:
             self._dispatcher.refill()
         if not self._started:
             self._start()
+        if self._journal is not None:
+            self._journal.begun()
         return foretold
 
     @property
@@ -233,6 +260,9 @@ class Engine:
 
     def next(self) -> Any:
         """The next batch. Raises StopIteration at the end of the pass, and what the batch's samples raised."""
+        journal = self._journal
+        if journal is not None:
+            journal.enter()
         try:
             if self._failures is not None:
                 self._failures.check()
@@ -245,6 +275,8 @@ class Engine:
                 self._failures.end()
             if self._memory is not None:
                 self._memory.keep(self.profile(), self.timeouts.recent)
+            if journal is not None:
+                journal.finish()
             raise
         if self._failures is not None:
             self._failures.finished += len(item.keys)
@@ -264,6 +296,19 @@ class Engine:
             if self._works_ahead:
                 self._dispatcher.refill()
             self.arena.trim(self._dispatcher.num_open)
+            if journal is not None:
+                samples = item.keys[0] if self._streams else len(item.keys)
+                journal.leave(samples, used_bytes, self._standing)
+
+    def _standing(self) -> Standing:
+        if not isinstance(self._pool, InlinePool):
+            self._gauges.look(self._pool.usage)
+        return self._gauges.standing(self._dispatcher.num_open, self._dispatcher.num_ready)
+
+    def pinned(self, duration_ns: int) -> None:
+        """Learn how long it took to pin the batch that ``next`` returned."""
+        if self._journal is not None:
+            self._journal.pinned(duration_ns)
 
     def _note_state(self, replicas: Replicas, record: int) -> None:
         state = self._reader.state(record)

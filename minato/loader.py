@@ -20,20 +20,17 @@ from minato.assembler.arena import SpareArenas
 from minato.cached import check_cache
 from minato.caching.base import Cache
 from minato.chain.chain import Chain
-from minato.chain.rng import SampleRandomness
 from minato.delivery.iterator import BatchIterator
 from minato.engine import Engine, Experience
 from minato.fetching import Fetching
+from minato.insight import Insight
 from minato.integrations.lightning import counts_batches
 from minato.options import Options, PaperController
 from minato.plan import Plan, Unbound
 from minato.scheduler.failures import SampleFailure
-from minato.scheduler.fetch import Fetcher
 from minato.scheduler.replicas import Replicas
-from minato.slow_samples import SlowSamples
 from minato.source.epochs import tell_epoch
 from minato.source.passes import SeededSampler
-from minato.source.progress import Coverage
 from minato.source.replay import RecordedOrder
 from minato.source.run import Course, Run, is_stream
 
@@ -45,7 +42,7 @@ _OWN = ("transforms", "cache", *(field.name for field in fields(Options)))
 T_co = TypeVar("T_co", covariant=True)
 
 
-class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
+class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
     """A drop-in replacement of ``torch.utils.data.DataLoader`` that schedules samples instead of batches.
 
     All arguments of torch's class have torch's meaning and defaults
@@ -103,6 +100,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         slow_after_s: Or those that take longer than so many seconds.
         profile: Folder in which each epoch leaves what samples cost, so that the next run of the program knows from the
             start which are slow.
+        measure: Take the times that ``report()`` is made of, which costs a few microseconds for each batch.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -155,6 +153,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         slow_percentile: float | None = None,
         slow_after_s: float | None = None,
         profile: str | os.PathLike[str] | None = None,
+        measure: bool = True,
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -190,6 +189,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             slow_percentile=slow_percentile,
             slow_after_s=slow_after_s,
             profile=profile,
+            measure=measure,
         )
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
@@ -272,45 +272,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             self._course = self._course.twin()
         else:
             self._course.load(self, state_dict, self._most_replicas)
-
-    def coverage(self) -> Coverage:
-        """What has become of the samples of the newest iterator's epoch so far.
-
-        At the end of an epoch minato compares this by itself and raises ``CoverageError`` if a sample was lost or
-        repeated.
-        """
-        return self._course.coverage()
-
-    def slow_samples(self) -> SlowSamples:
-        """Which samples are slow, where they lay in the newest iterator's batches, and how well they were foretold."""
-        return SlowSamples.of(self._experience, self._course.lateness())
-
-    def reproduce(self, index: Any, epoch: int | None = None, seed: int | None = None) -> Any:
-        """Load one sample in this process as a worker did, random numbers included.
-
-        Args:
-            index: What the dataset is asked for.
-            epoch: By default the one that is running, or ran last.
-            seed: As a quarantine file tells it; by default that of the loader, or of the pass that is running.
-
-        Returns:
-            ``dataset[index]`` after all transforms, not collated. What it raises is not caught.
-
-        Raises:
-            ValueError: No pass has begun and ``seed`` is not given.
-        """
-        if seed is None:
-            seed = self._options.seed if self._options.seed is not None else self._course.seed
-        if seed is None:
-            raise ValueError(
-                "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "
-                "not: give seed=, as the quarantine file tells it"
-            )
-        randomness = SampleRandomness(seed)
-        with randomness.saved():
-            if self._options.rng == "sample":
-                randomness.bind(max(self._course.epoch, 0) if epoch is None else epoch, index)
-            return Fetcher(self.dataset, self._chain, self._auto_collation).single(index)
 
     def __setattr__(self, attr: str, val: Any) -> None:
         if self.__initialized and attr in _OWN:

@@ -84,6 +84,7 @@ class Options:
         slow_percentile: Of the costs of samples, from which on they are slow.
         slow_after_s: The same in seconds, or None.
         profile: Folder that keeps what samples cost, or None.
+        measure: Whether times are taken for ``report()``.
     """
 
     order: str
@@ -108,6 +109,7 @@ class Options:
     slow_percentile: float
     slow_after_s: float | None
     profile: str | None
+    measure: bool
 
     @property
     def settles_failures(self) -> bool:
@@ -145,6 +147,7 @@ class Options:
         slow_percentile: float | None,
         slow_after_s: float | None,
         profile: Any,
+        measure: bool,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -161,10 +164,10 @@ class Options:
             _choice("on_error", on_error, ("raise", "skip", "retry"))
         _whole("retries", retries, 0)
         _check_budget(error_budget)
-        if quarantine is not None:
-            quarantine = os.fspath(quarantine)
+        quarantine = _path(quarantine)
         if not isinstance(controller, PaperController):
             _choice("controller", controller, ("corrected", "paper"))
+        _choice("measure", measure, (True, False))
         _check_slow(slow_percentile, slow_after_s)
         _whole("min_workers", min_workers, 1)
         _whole("max_workers", max_workers, 1)
@@ -276,6 +279,7 @@ class Options:
             slow_percentile=_SLOW_PERCENTILE if slow_percentile is None else slow_percentile,
             slow_after_s=slow_after_s,
             profile=None if profile is None else os.fspath(profile),
+            measure=measure,
         )
 
     def first_workers(self, num_workers: int | str) -> int:

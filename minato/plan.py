@@ -58,6 +58,7 @@ class Plan:
         slow: From which cost on a sample is slow.
         profile: Folder that keeps what samples cost, None for none.
         fetching: How samples are read at once.
+        measure: Keep what a report needs.
     """
 
     dataset: Any
@@ -89,6 +90,7 @@ class Plan:
     slow: TimeoutSettings
     profile: str | None
     fetching: Fetching
+    measure: bool
 
     @classmethod
     def of(cls, loader: Any, base_seed: int, num_workers: int, most_workers: int) -> Plan:
@@ -150,6 +152,7 @@ class Plan:
             slow=TimeoutSettings(options.slow_percentile / 100, options.slow_after_s),
             profile=options.profile,
             fetching=Fetching.of(options.fetch_concurrency),
+            measure=options.measure,
         )
 
     @property

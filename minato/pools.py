@@ -28,7 +28,7 @@ __all__ = ["make_pool"]
 
 
 def make_pool(
-    plan: Plan, workplace: Workplace, ledger: Ledger, ready: Gate, roster: Roster
+    plan: Plan, workplace: Workplace, ledger: Ledger, ready: Gate, roster: Roster, deaths: Deaths
 ) -> ProcessPool | ThreadPool | InlinePool:
     """The workers that a plan asks for, not yet started."""
     if plan.num_workers == 0:
@@ -64,7 +64,6 @@ def make_pool(
     if plan.sample_timeout_s is not None:
         workplace.stacks = StackFile()
         overdue = Overdue(ledger, plan.sample_timeout_s, workplace.stacks)
-    settles = plan.policy is not None and plan.policy.on_error != "raise"
 
     def sink(number: int) -> BatchWriter:
         return workplace.writer(number, ledger, lambda error: error)
@@ -75,7 +74,7 @@ def make_pool(
         plan.chain.names,
         sink,
         plan.most_workers,
-        Deaths(plan.restarts, settles),
+        deaths,
         overdue,
         plan.policy,
     )

@@ -187,6 +187,7 @@ class Workplace:
             failure,
             in_line,
             catches,
+            plan.measure,
         )
         leniency: Leniency | None = None
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):

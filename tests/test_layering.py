@@ -2,9 +2,9 @@
 
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
-``caching``, ``integrations`` and ``sources`` know no stage; only ``cached.py``, ``engine.py``, ``loader.py``,
-``memory.py``, ``patching.py``, ``plan.py``, ``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package
-itself know all.
+``report`` knows ``stats``; ``caching``, ``integrations`` and ``sources`` know no stage; only ``cached.py``,
+``command.py``, ``engine.py``, ``gauges.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``,
+``plan.py``, ``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package itself know all.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ COMMON = {
 
 WIRING = {
     "__init__",
+    "__main__",
     "cached",
+    "command",
     "engine",
+    "gauges",
+    "insight",
     "loader",
     "memory",
     "patching",
@@ -81,6 +85,8 @@ def allowed(part: str) -> set[str] | None:
         return None
     if part == "_core":
         return {"_core"}
+    if part == "report":
+        return {"report", "stats", "_core", *COMMON}
     if part == "stats":
         return {"stats", "_core", *COMMON}
     if part in STAGES:
@@ -131,7 +137,7 @@ def test_cython_imports_only_the_core(path: Path) -> None:
 
 def test_every_folder_is_a_known_part() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
-    assert folders <= {*STAGES, "stats", "_core", "caching", "integrations", "sources"}
+    assert folders <= {*STAGES, "stats", "report", "_core", "caching", "integrations", "sources"}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +146,8 @@ def test_every_folder_is_a_known_part() -> None:
         ("minato._core.wait", "from minato import errors"),
         ("minato._core.wait", "from minato.stats import clock"),
         ("minato.stats.report", "from minato.chain import chain"),
+        ("minato.stats.journal", "from minato.report import figures"),
+        ("minato.report.build", "from minato.scheduler import policy"),
         ("minato.source.keys", "import minato.chain"),
         ("minato.scheduler.worker", "from minato.source.sampler import Sampler"),
         ("minato.scheduler.worker", "from ..assembler import slot"),
@@ -162,7 +170,8 @@ def test_the_checker_sees_what_is_forbidden(module: str, line: str) -> None:
         ("minato.scheduler.worker", "from minato.chain.chain import Chain\nimport torch"),
         ("minato.scheduler.worker", "from . import pool\nfrom .._core import ledger"),
         ("minato.delivery.lease", "from minato import errors\nfrom minato.stats import clock"),
-        ("minato.stats.report", "def show():\n    import rich.table"),
+        ("minato.report.text", "def show():\n    import rich.table"),
+        ("minato.report.build", "from minato.stats import journal"),
         ("minato.loader", "from minato.delivery import lease\nfrom minato.source import keys"),
     ],
 )

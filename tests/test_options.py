@@ -37,6 +37,7 @@ def options(**given: Any) -> Options:
         "slow_percentile": None,
         "slow_after_s": None,
         "profile": None,
+        "measure": True,
     }
     return Options.of(**{**defaults, **given})
 

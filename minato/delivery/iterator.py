@@ -9,6 +9,8 @@ from torch.autograd import profiler
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from minato._core.clock import now_ns
+
 __all__ = ["BatchIterator", "BatchSource", "Pass"]
 
 
@@ -32,6 +34,9 @@ class BatchSource(Protocol):
 
     def next(self) -> Any:
         """The next batch."""
+
+    def pinned(self, duration_ns: int) -> None:
+        """Learn how long it took to pin it."""
 
     def shut_down(self) -> Any:
         """End the workers."""
@@ -138,7 +143,9 @@ class BatchIterator(_BaseDataLoaderIter):
                 self._shutdown_workers()
             raise
         if self._pin_memory:
+            begun_ns = now_ns()
             batch = _utils.pin_memory.pin_memory(batch, self._pin_memory_device)
+            self._source.pinned(now_ns() - begun_ns)
         return batch
 
     def _shutdown_workers(self) -> None:

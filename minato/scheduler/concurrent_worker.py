@@ -85,7 +85,7 @@ class ConcurrentWorker(Worker):
         self._claimed: deque[Read] = deque()  # and not begun
         self._reads = reads
         reads.on_finished = self._wake
-        self._run_chain = chain.run if chain.steps else None
+        self._chain = chain
         self._seeds = seeds
         self._resting = False
         self._underway: dict[Read, int] = {}  # with each one's position; the oldest first
@@ -281,4 +281,4 @@ class ConcurrentWorker(Worker):
         if read.error is not None:
             raise read.error
         self._runner.go_on_asking(read.asked)
-        return read.value if self._run_chain is None else self._run_chain(read.value)
+        return self._runner.transformed(read.key, read.value, read.duration_ns, self._chain)

@@ -41,7 +41,7 @@ class Dispatcher:
         skips: Whether samples may be left out.
         drop_short: Whether a batch is dropped where too few samples are left to fill it.
         foresight: Lets long samples begin early.
-        flow: Is told of the consumer's waiting, for whoever decides how many workers there are.
+        flow: Is told of the consumer's waiting; by default nobody wants to know.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Dispatcher:
         self._fills_up = skips and not order.bound
         self._filled_up = False
         self._drops_short = drop_short and not order.bound
-        self._flow = flow
+        self._flow = flow or Flow()
         self._open: deque[InFlight] = deque()
         self._ahead: deque[InFlight] = deque()  # of the pass that is expected next
         self._recent: deque[InFlight] = deque()  # the last max_lag + 1 opened of this pass
@@ -97,6 +97,11 @@ class Dispatcher:
     def num_open(self) -> int:
         """Batches in flight of the present pass and the next."""
         return len(self._open) + len(self._ahead)
+
+    @property
+    def num_ready(self) -> int:
+        """Batches of the present pass that are complete."""
+        return sum(self._ledger.state(item.record) == READY for item in self._open)
 
     @property
     def over(self) -> bool:
@@ -204,8 +209,8 @@ class Dispatcher:
             self.refill()
             seen = self._gate.events
             found = self._ready()
-            if self._flow is not None:
-                self._tell(self._flow)
+            if self._flow.watched:
+                self._flow.ending, self._flow.ready = self._dry, self.num_ready
             if found is not None:
                 self._open.remove(found)
                 flags, _, result, *_ = self._ledger.contents(found.record)
@@ -227,13 +232,11 @@ class Dispatcher:
             self._ledger.waiting = True
             try:
                 if self._dry or self._ledger.unclaimed() or not self._window.grow():
-                    if self._flow is not None:
-                        self._flow.begin_wait()
+                    self._flow.begin_wait()
                     self._sleep(deadline, seen)
             finally:
                 self._ledger.waiting = False
-                if self._flow is not None:
-                    self._flow.end_wait()
+                self._flow.end_wait()
             if deadline is not None and time.monotonic() > deadline and self._ready() is None:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
 
@@ -274,10 +277,6 @@ class Dispatcher:
         self._pool.wait(self._gate.events if seen is None else seen, limit)
         self._pool.check()
         self._leavings.sweep()
-
-    def _tell(self, flow: Flow) -> None:
-        flow.ending = self._dry
-        flow.ready = sum(self._ledger.state(item.record) == READY for item in self._open)
 
     def _ready(self) -> InFlight | None:
         # Where membership is free, the oldest batch is waited for: overtaking it would break max_lag.

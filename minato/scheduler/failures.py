@@ -181,7 +181,10 @@ class FailureCount:
         self._place = place
         self.totals: Counter[str] = Counter()
         """Failures by what became of them: ``skipped``, ``substituted``, ``recovered``, ``raised``."""
+        self.retries = 0
+        """How often samples were tried again."""
         self._begin_of_epoch: Counter[str] = Counter()
+        self._last: dict[str, Any] | None = None  # failure of this epoch
         self._size: int | None = None
         self._exceeded = False
         self.finished = 0
@@ -189,7 +192,8 @@ class FailureCount:
 
     def begin(self, size: int | None) -> None:
         """Start an epoch of so many samples, None if nobody knows."""
-        self._look()
+        self.look()
+        self._last = None
         self._begin_of_epoch = self.totals.copy()
         self._size = size
         self._exceeded = False
@@ -201,7 +205,8 @@ class FailureCount:
         Raises:
             ErrorBudgetError: More of this epoch's samples failed than ``error_budget`` allows.
         """
-        last = self._look()
+        self.look()
+        last = self._last
         if self._budget is None or last is None or self._exceeded:
             return
         failed = self._of_epoch("skipped") + self._of_epoch("substituted")
@@ -231,10 +236,12 @@ class FailureCount:
                 stacklevel=2,
             )
 
-    def _look(self) -> dict[str, Any] | None:
+    def look(self) -> None:
+        """Bring the account up to date."""
         new = self._log.read_new()
         self.totals.update(record["outcome"] for record in new)
-        return new[-1] if new else None
+        self.retries += sum(max(record["attempts"] - 1, 0) for record in new)
+        self._last = new[-1] if new else self._last
 
     def _of_epoch(self, outcome: str) -> int:
         return self.totals[outcome] - self._begin_of_epoch[outcome]

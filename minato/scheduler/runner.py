@@ -5,12 +5,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from time import thread_time_ns
 from typing import Any
 
+import numpy as np
+
 from minato._core.run import run_samples
+from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.scheduler.stepper import Partial, Stepper
 from minato.stats.profile import Meters
+from minato.stats.slowest import UNKNOWN
 
 __all__ = ["Runner"]
 
@@ -22,6 +27,8 @@ _WORTH_MEASURING_NS = 1_000_000
 """The stages of dearer samples are always timed, which takes about three microseconds."""
 _MEASURE_EVERY = 32
 """Of cheaper samples, so many leases have one whose stages are."""
+_MANY = 16
+"""Of so many samples the largest cost is found faster by NumPy."""
 _FIRST_GUESS_NS = 4e6
 _RISE, _FALL = 0.2, 0.7
 """The mean cost per sample to start with, and its smoothing."""
@@ -41,6 +48,7 @@ class Runner:
         failure: What ``worker_init_fn`` raised; then every sample raises it.
         in_line: Samples run in the consumer's thread, which must find its generators as it left them.
         catches: What a sample may raise without ending the worker.
+        watches_slowest: Keep the samples that take longest.
     """
 
     def __init__(
@@ -52,11 +60,14 @@ class Runner:
         failure: BaseException | None,
         in_line: bool,
         catches: type[BaseException],
+        watches_slowest: bool = True,
     ) -> None:
+        self._watches_slowest = watches_slowest
         self._lease = lease
         self._make_randomness = make_randomness
         self._randomness: SampleRandomness | None = None
-        self._meters = meters
+        self.meters = meters
+        """What it measures."""
         self._stepper = stepper
         self._failure = failure
         self.in_line = in_line
@@ -91,6 +102,12 @@ class Runner:
             self._randomness is None or self._randomness.base_seed != seed
         ):
             self._randomness = self._make_randomness(seed)
+
+    def transformed(self, key: Any, value: Any, read_ns: int, chain: Chain) -> Any:
+        """The sample of a key whose value was read in another thread, in so many ns."""
+        if self._stepper is None:
+            return chain.run(value)
+        return self._stepper.transformed(key, value, read_ns, thread_time_ns())
 
     def go_on_asking(self, asked: int) -> None:
         """Say how many generators the sample in hand has asked minato for in another thread."""
@@ -129,7 +146,7 @@ class Runner:
             fetch: Gets a sample.
             probes: Measure the stages of the last one.
         """
-        self.left.clear()
+        self._forget()
         if len(keys) > len(self.durations):
             self.durations = array("q", bytes(8 * len(keys)))
         if self._failure is not None:
@@ -149,7 +166,7 @@ class Runner:
             if randomness.drawn():
                 self.draws = True
                 randomness.rewind()
-                self.left.clear()
+                self._forget()
                 with self._guard(randomness):
                     samples, error = run(randomness.bind)
         elif self.draws is None and len(keys) == 1:
@@ -165,7 +182,7 @@ class Runner:
         else:
             with self._guard(randomness):
                 samples, error = run(randomness.bind)
-        self._record(samples)
+        self._record(samples, keys, epoch)
         return samples, error
 
     def resume(self, partial: Partial, epoch: int) -> tuple[list[Any], BaseException | None]:
@@ -180,7 +197,7 @@ class Runner:
             else:
                 randomness.restore(partial.randomness)
 
-        self.left.clear()
+        self._forget()
         stepper.capture = None if randomness is None else randomness.capture
         samples, error = run_samples(
             stepper.resume,
@@ -193,7 +210,7 @@ class Runner:
             self._catches,
         )
         self.durations[0] += partial.active_ns
-        self._record(samples)
+        self._record(samples, [partial.key], epoch)
         return samples, error
 
     def _run(
@@ -236,16 +253,44 @@ class Runner:
         """Whether one of the first ``count`` samples that ran last took longer than that; 0: none does."""
         return slow_ns > 0 and max(self.durations[:count], default=0) > slow_ns
 
-    def _record(self, samples: list[Any]) -> None:
+    def _record(self, samples: list[Any], keys: list[Any], epoch: int) -> None:
         """Record what complete samples have cost."""
-        self.durations[0] += self.ahead_ns
+        durations, total = self.durations, self.meters.total
+        durations[0] += self.ahead_ns
         self.ahead_ns = 0
+        before_ns = total.total
         if not self.left:
-            self._meters.total.record_all(self.durations, len(samples))
+            total.record_all(durations, len(samples))
+        else:
+            for i, sample in enumerate(samples):
+                if type(sample) is not Partial:
+                    total.record(durations[i])
+        if self._watches_slowest:
+            # What they took more than as many do usually, one of them may have taken alone.
+            usually_ns = (len(samples) - 1) * self.usual_ns
+            if total.total - before_ns - usually_ns > self.meters.slowest.floor_ns:
+                self._note_slowest(samples, keys, epoch)
+
+    def _note_slowest(self, samples: list[Any], keys: list[Any], epoch: int) -> None:
+        """Keep those that took longer than what is kept; together they did."""
+        durations, slowest = self.durations, self.meters.slowest
+        count = len(samples)
+        if count >= _MANY and np.frombuffer(durations, np.int64, count).max() <= slowest.floor_ns:
             return
-        for i, sample in enumerate(samples):
-            if type(sample) is not Partial:
-                self._meters.total.record(self.durations[i])
+        # If some were measured, they are the last ones.
+        stages = [] if self._stepper is None else self._stepper.dearest
+        for i in reversed(range(count)):
+            if type(samples[i]) is Partial:
+                continue
+            stage, stage_ns = stages.pop() if stages else (UNKNOWN, 0)
+            if durations[i] > slowest.floor_ns:
+                slowest.offer(keys[i], epoch, durations[i], stage, stage_ns)
+
+    def _forget(self) -> None:
+        """Begin anew with what the stepper tells of the samples."""
+        self.left.clear()
+        if self._stepper is not None:
+            self._stepper.dearest.clear()
 
     def _guard(self, randomness: SampleRandomness) -> AbstractContextManager[None]:
         return randomness.saved() if self.in_line else nullcontext()

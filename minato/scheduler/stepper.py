@@ -30,6 +30,8 @@ class Partial:
         randomness: State of its generators (``SampleRandomness.capture``); None: nothing has been drawn yet.
         active_ns: Time spent on it so far.
         cpu_ns: Processor time spent on it so far; None: not measured.
+        dearest: Of the stages so far the one that took longest, and its time; unused if not measured.
+        left_ns: When it was left.
     """
 
     position: int
@@ -40,6 +42,8 @@ class Partial:
     randomness: object
     active_ns: int
     cpu_ns: int | None
+    dearest: tuple[int, int] = (-1, 0)
+    left_ns: int = 0
 
 
 class Stepper:
@@ -58,6 +62,9 @@ class Stepper:
         self._cursor = lease[2:3]
         self._meters = meters
         self._laps = array("q", bytes(8 * len(chain.steps)))
+        self._dearest = -1, 0
+        self.dearest: list[tuple[int, int]] = []
+        """The longest stage (-1: the dataset) and its time, of each measured sample since somebody last looked."""
         self.slow_ns = 0
         """A sample that has taken longer may be left; 0: none is."""
         self.may_leave: Callable[[int, int], bool] | None = None
@@ -76,8 +83,17 @@ class Stepper:
         """The sample of a key, measured; a Partial if it was left."""
         cpu_ns, begun_ns = thread_time_ns(), now_ns()
         value = self._dataset[key]
-        self._meters.dataset.record(now_ns() - begun_ns)
+        return self.transformed(key, value, now_ns() - begun_ns, cpu_ns)
+
+    def transformed(self, key: Any, value: Any, dataset_ns: int, cpu_ns: int) -> Any:
+        """The sample of a key whose ``dataset[key]`` took so long, measured; a Partial if it was left.
+
+        Args:
+            cpu_ns: Thread time at which its work in this thread began.
+        """
+        self._meters.dataset.record(dataset_ns)
         self._meters.size.record(nbytes_of(value))
+        self._dearest = -1, dataset_ns
         return self._go_on(key, value, 0, 0, cpu_ns, self._is_late())
 
     def resume(self, partial: Partial) -> Any:
@@ -87,6 +103,7 @@ class Stepper:
         """
         cpu_ns = None if partial.cpu_ns is None else thread_time_ns() - partial.cpu_ns
         value, partial.value = partial.value, None
+        self._dearest = partial.dearest
         return self._go_on(partial.key, value, partial.step, partial.active_ns, cpu_ns, False)
 
     def _is_late(self) -> bool:
@@ -119,14 +136,18 @@ class Stepper:
             value, step = run_steps(steps, value, step, deadline_ns, laps, self._cursor)
             for i in range(first, step):
                 self._meters.steps[i].record(laps[i])
+                if laps[i] > self._dearest[1]:
+                    self._dearest = i, laps[i]
         if cpu_ns is not None:
             self._meters.cpu.record(max(thread_time_ns() - cpu_ns, 0))
             self._meters.transforms.record(length)
+            self.dearest.append(self._dearest)
         return value
 
     def _leave(
         self, key: Any, value: Any, nbytes: int, step: int, active_ns: int, cpu_ns: int | None
     ) -> Partial:
+        now = now_ns()
         partial = Partial(
             self._lease[0] - 1,
             key,
@@ -134,8 +155,10 @@ class Stepper:
             nbytes,
             step,
             None if self.capture is None else self.capture(),
-            active_ns + now_ns() - self._lease[1],
+            active_ns + now - self._lease[1],
             None if cpu_ns is None else thread_time_ns() - cpu_ns,
+            self._dearest,
+            now,
         )
         self.left.append(partial)
         return partial

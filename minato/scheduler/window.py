@@ -46,6 +46,16 @@ class Window:
         self._slow_start = slow_start
         self._delivered = 0
 
+    @property
+    def batch_bytes(self) -> float:
+        """What a batch takes, as far as is known: never less than those of late."""
+        return self._batch_bytes
+
+    @property
+    def held_by_budget(self) -> bool:
+        """Whether the budget in bytes keeps the window from growing."""
+        return not self._fixed and not self._fits(self.limit + 1)
+
     def has_room(self, in_flight: int) -> bool:
         """Whether another batch may be opened; the first always may."""
         if in_flight >= self.limit or not self._has_started(in_flight):

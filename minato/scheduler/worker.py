@@ -76,6 +76,7 @@ class Worker:
         self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_line else _RUN_NS
         self._roster = roster
         self._idle_since = now_ns()
+        self._lacks_room = False
         self._pass_index = -1
 
     def loop(self, parent_lives: Callable[[], bool]) -> None:
@@ -100,6 +101,7 @@ class Worker:
             if draining and self.idle:
                 return
             ledger.hungry()
+            self._lacks_room = not ledger.waiting
             if not self.rest(seen, _PATIENCE_S) and not parent_lives():
                 return
 
@@ -169,6 +171,9 @@ class Worker:
         now = now_ns()
         busy_ns, idle_ns = now - started_ns, started_ns - self._idle_since
         self._ledger.end(self._number, samples, busy_ns, idle_ns)
+        if self._lacks_room:
+            self._lacks_room = False
+            self._runner.meters.room.record(max(idle_ns, 0))
         self._idle_since = now
         return busy_ns
 
@@ -182,6 +187,7 @@ class Worker:
     def _resume(self, partial: Partial) -> None:
         """Go on with a sample that was set aside, until it is complete or set aside again."""
         started = now_ns()
+        self._runner.meters.aside.record(max(started - partial.left_ns, 0))
         batch, k = self._ledger.locate(partial.position)
         _, _, _, bound, epoch, seed, *_ = self._ledger.describe(batch)
         self._runner.enter(seed)
@@ -267,6 +273,7 @@ class Worker:
         """Set aside what was left."""
         if self._parking is not None:
             for partial in self._runner.left:
+                self._runner.meters.deferred.record(partial.active_ns)
                 self._parking.put(partial)
             self._runner.left.clear()
 

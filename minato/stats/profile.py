@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from minato._core.histogram import NBYTES, Histogram
+from minato.stats.slowest import NBYTES as SLOWEST_NBYTES
+from minato.stats.slowest import Slowest
 from minato.stats.summary import Summary, from_words, merged, to_words
 
 __all__ = ["Meters", "Profile", "fingerprint"]
 
-_FIXED = ("total", "cpu", "bytes", "transforms", "dataset")
+_FIXED = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "aside", "room")
 _FORMAT = 1
 _PLAIN = (str, int, float, bool, type(None))
 _LONGEST_TEXT = 1000
@@ -33,7 +35,11 @@ class Meters:
         size: Bytes of the sample before the transforms.
         transforms: How many transforms were applied.
         dataset: Time of ``dataset[i]`` in ns.
+        deferred: How long samples had run in ns when they were set aside.
+        aside: How long they then lay there in ns.
+        room: Pauses in ns during which the consumer had enough, so that nothing was left to begin.
         steps: Time of each transform in ns.
+        slowest: The samples that took longest.
 
     Args:
         buffer: Writable memory of ``Meters.nbytes(num_steps)`` bytes, aligned to 8; zeros are empty meters.
@@ -42,15 +48,18 @@ class Meters:
 
     def __init__(self, num_steps: int, buffer: Any = None) -> None:
         count = len(_FIXED) + num_steps
-        memory = memoryview(bytearray(count * NBYTES) if buffer is None else buffer).cast("B")
+        nbytes = self.nbytes(num_steps)
+        memory = memoryview(bytearray(nbytes) if buffer is None else buffer).cast("B")
         self.all = [Histogram(memory[i * NBYTES : (i + 1) * NBYTES]) for i in range(count)]
-        """In this order: total, cpu, size, transforms, dataset, then the steps."""
-        self.total, self.cpu, self.size, self.transforms, self.dataset, *self.steps = self.all
+        """In this order: total, cpu, size, transforms, dataset, deferred, aside, room, then the steps."""
+        self.total, self.cpu, self.size, self.transforms, self.dataset, *rest = self.all
+        self.deferred, self.aside, self.room, *self.steps = rest
+        self.slowest = Slowest(memory[count * NBYTES :])
 
     @staticmethod
     def nbytes(num_steps: int) -> int:
-        """Bytes of one worker's meters: about 6 KiB for each transform and 29 KiB for the rest."""
-        return (len(_FIXED) + num_steps) * NBYTES
+        """Bytes of one worker's meters: about 6 KiB for each transform and 48 KiB for the rest."""
+        return (len(_FIXED) + num_steps) * NBYTES + SLOWEST_NBYTES
 
 
 class Profile:
@@ -63,7 +72,7 @@ class Profile:
     def __init__(self, step_names: Sequence[str] = ()) -> None:
         steps = (f"{number} {name}" for number, name in enumerate(step_names))
         self.names = (*_FIXED, *steps)
-        """Of all histograms: ``total``, ``cpu``, ``bytes``, ``transforms``, ``dataset``, ``0 First``, ``1 Second`` …"""
+        """Of all histograms: those that every worker has, then ``0 First``, ``1 Second`` …"""
         self.run = {name: Histogram() for name in self.names}
         """Since the start."""
         self.window = {name: Histogram() for name in self.names}

@@ -1,0 +1,1 @@
+"""What the report costs, and whether its advice is worth following."""

@@ -1,0 +1,151 @@
+"""Command line of the measurements; see ``python -m bench.report --help``."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import record
+from bench.report.works import Costly, Work, works
+from minato import DataLoader
+from minato._machine import available_cores
+from minato.report.verdict import Verdict
+
+REPEATS = 5
+_COST_BATCHES = 4000
+_LEAST_PART = 0.5
+"""Of the predicted gain, following the advice must bring so much."""
+
+
+def run(work: Work, **changes: Any) -> tuple[float, Verdict]:
+    """Seconds that a workload takes, and the verdict."""
+    loader = DataLoader(**(work.arguments | changes))
+    begun_s = time.perf_counter()
+    for _ in range(work.epochs):
+        for _ in loader:
+            time.sleep(work.step_s)
+    return time.perf_counter() - begun_s, loader.report().verdict
+
+
+def advise(work: Work, repeats: int) -> tuple[str, bool]:
+    """The row of a workload, and whether its verdict was right and its advice good."""
+    before_s, after_s, gains, limits = [], [], [], []
+    for _ in range(repeats):
+        taken_s, verdict = run(work)
+        before_s.append(taken_s)
+        gains.append(verdict.gain)
+        limits.append(verdict.limit)
+        if verdict.limit == "step":
+            after_s.append(taken_s / verdict.gain)
+            continue
+        after_s.append(run(work, **(work.mended or verdict.change or {}))[0])
+    got = statistics.median(one / other for one, other in zip(before_s, after_s, strict=True))
+    predicted = statistics.median(gains)
+    good = all(limit == work.name for limit in limits) and got - 1 >= _LEAST_PART * (predicted - 1)
+    row = (
+        f"| {work.name} | {', '.join(sorted(set(limits)))} | {verdict.advice} | {predicted:.2f} | "
+        f"{'–' if verdict.limit == 'step' else f'{got:.2f}'} | {'yes' if good else '**no**'} |"
+    )
+    return row, good
+
+
+def cost(num_workers: int, batches: int, repeats: int) -> str:
+    """The row of what measuring costs, by loaders that do nothing else, in turn."""
+    times: dict[bool, list[float]] = {True: [], False: []}
+    data = _Cheap(32 * batches)
+    for _, measure in itertools.product(range(repeats), (True, False)):
+        loader = DataLoader(data, 32, num_workers=num_workers, measure=measure)
+        begun_s = time.perf_counter()
+        for _ in loader:
+            pass
+        times[measure].append((time.perf_counter() - begun_s) / batches)
+    without, measured = (1e6 * min(times[measure]) for measure in (False, True))
+    return f"| {num_workers} | {without:.1f} | {measured:.1f} | {measured - without:+.1f} |"
+
+
+class _Cheap(Costly):
+    def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
+        return _VECTOR
+
+
+_VECTOR = np.zeros(16, np.float32)
+
+
+def advices(options: argparse.Namespace) -> tuple[list[str], bool]:
+    """The page about the advice, and whether all of it was good."""
+    repeats = 1 if options.short else options.repeats
+    lines = [
+        "# The report",
+        "",
+        "Written by `python -m bench.report --out docs/benchmarks`. Each workload is built to have one bottleneck. The",
+        "gain is how many times as fast it runs when the advice is followed, predicted and measured: medians of",
+        f"{repeats} runs. An advice is good if it brings half of what it promises.",
+        "",
+        "| bottleneck | verdict | advice | predicted | measured | good |",
+        "|---|---|---|---|---|---|",
+    ]
+    good = True
+    for work in works(int(available_cores())):
+        if options.only in (None, work.name):
+            row, right = advise(work, repeats)
+            good = good and right
+            lines.append(row)
+            print(row, flush=True)
+    return lines, good
+
+
+def costs(options: argparse.Namespace) -> tuple[list[str], bool]:
+    """The page about what measuring costs."""
+    repeats, batches = (1, 50) if options.short else (4 * options.repeats, _COST_BATCHES)
+    lines = [
+        "# What the report costs",
+        "",
+        "Written by `python -m bench.report --only cost --out docs/benchmarks`. Batches of 32 vectors of 16 numbers",
+        f"that are all there already, in µs per batch: the best of {repeats} runs with `measure=True` and of as many",
+        "without, in turn.",
+        "",
+        "| workers | without | with | more |",
+        "|---|---|---|---|",
+    ]
+    for num_workers in (0, 2):
+        lines.append(cost(num_workers, batches, repeats))
+        print(lines[-1], flush=True)
+    return lines, True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report",
+        description="Measure what the report costs, and whether following its advice helps.",
+    )
+    parser.add_argument("--short", action="store_true", help="a smoke run: too short to judge by")
+    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N")
+    parser.add_argument("--only", metavar="NAME", help="one workload, or: cost")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="write report.md or report-cost.md there"
+    )
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    conditions = record.environment()
+    lines, good = (costs if options.only == "cost" else advices)(options)
+    conditions["load average after"] = record.load_average()
+    lines += ["", "|  |  |", "| --- | --- |"]
+    lines += [f"| {name} | {value} |" for name, value in conditions.items()]
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        page = options.out / ("report-cost.md" if options.only == "cost" else "report.md")
+        page.write_text("\n".join(lines) + "\n")
+        print(f"written: {page}")
+    return 0 if good or options.short else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""``python -m minato``, the same as the command ``minato``."""
+
+import sys
+
+from minato.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""The counters of an engine in one place, for reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from minato._core.clock import now_ns
+from minato._core.ledger import Ledger
+from minato.scheduler.deaths import Deaths
+from minato.scheduler.failures import FailureCount
+from minato.scheduler.flow import Flow
+from minato.scheduler.policy import Decision, TimeoutPolicy
+from minato.scheduler.roster import Roster
+from minato.scheduler.usage import Usage, machine_usage
+from minato.scheduler.window import Window
+from minato.stats.journal import Standing
+from minato.stats.profile import Meters, Profile
+from minato.stats.readings import Readings
+from minato.stats.slowest import SlowSample
+
+__all__ = ["EngineGauges"]
+
+
+_LOOK_NS = 100_000_000
+"""What workers get of the cores is looked at no more often than this."""
+
+
+@dataclass
+class EngineGauges:
+    """What an engine's parts have counted.
+
+    It must hold nothing that leads to the engine or its loader: it waits for their end.
+    """
+
+    ledger: Ledger
+    meters: Sequence[Meters]
+    profile: Profile
+    window: Window
+    flow: Flow
+    roster: Roster
+    timeouts: TimeoutPolicy
+    deaths: Deaths
+    failures: FailureCount | None
+    usage: Usage = field(default_factory=lambda: Usage(0, 0))
+    """Processor time of the workers when it was last looked at: they may be gone by now."""
+    _looked_ns: int = 0
+
+    def look(self, usage: Callable[[], Usage]) -> None:
+        """Ask for the workers' processor time, if that was not done of late."""
+        now = now_ns()
+        if now - self._looked_ns >= _LOOK_NS:
+            self._looked_ns, self.usage = now, usage()
+
+    def readings(self) -> Readings:
+        """All counters and histograms now."""
+        self.profile.update(self.meters)
+        used_s, there_s = machine_usage()
+        readings = Readings(histograms=dict(self.profile.run))
+        counts = readings.counts
+        counts.update(
+            slept_ns=self.flow.waited_ns,
+            deaths=self.deaths.total,
+            ran_ns=self.usage.ran_ns,
+            queued_ns=self.usage.queued_ns,
+            cores_used_ns=round(1e9 * used_s),
+            cores_there_ns=round(1e9 * there_s),
+        )
+        for worker in range(len(self.meters)):
+            _, busy_ns, idle_ns = self.ledger.activity(worker)
+            counts.update(busy_ns=busy_ns, idle_ns=idle_ns)
+        if self.failures is not None:
+            self.failures.look()
+            counts.update(self.failures.totals)
+            counts["retries"] = self.failures.retries
+        return readings
+
+    def standing(self, in_flight: int, ready: int) -> Standing:
+        """How things stand now, with so many batches open or ready, and so many ready."""
+        window = self.window
+        return Standing(
+            self.roster.wanted,
+            in_flight,
+            ready,
+            window.limit,
+            round(in_flight * window.batch_bytes),
+            window.budget_bytes,
+        )
+
+    def slowest(self) -> list[SlowSample]:
+        """The slowest samples of each worker."""
+        return [sample for meters in self.meters for sample in meters.slowest.read()]
+
+    def decision(self) -> Decision:
+        """What counts as slow now."""
+        return self.timeouts.decision
+
+    @property
+    def held_by_budget(self) -> bool:
+        """Whether the memory budget keeps more batches from being opened."""
+        return self.window.held_by_budget

@@ -1,0 +1,1 @@
+"""What a loader has measured, in figures, words and pictures."""

@@ -1,0 +1,230 @@
+"""What the training process notes of a loader's epochs: how long it waits, what it gets, how things stand."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from minato._core.clock import now_ns
+from minato._core.histogram import Histogram
+from minato.stats.readings import Readings
+from minato.stats.slowest import SlowSample, slowest_of
+
+__all__ = ["EpochNotes", "Gauges", "Journal", "Standing", "TimeLine"]
+
+_KEPT_EPOCHS = 64
+"""So many finished epochs are kept one by one; the run is the sum of all."""
+_FIRST_INTERVAL_NS = 20_000_000
+_MOST_POINTS = 256
+"""When a time line holds so many points, every second one is dropped, and it looks half as often from then on."""
+
+
+class Standing(NamedTuple):
+    """How a loader stands at one moment.
+
+    Attributes:
+        workers: Workers that work.
+        in_flight: Batches that are open or ready.
+        ready: Those that are ready.
+        limit: How many may be in flight.
+        memory_bytes: What those in flight take, roughly.
+        budget_bytes: What they may take.
+    """
+
+    workers: int
+    in_flight: int
+    ready: int
+    limit: int
+    memory_bytes: int
+    budget_bytes: int
+
+
+class Gauges(Protocol):
+    """The counters of an engine, which must be readable after it has ended."""
+
+    def readings(self) -> Readings:
+        """What they say now."""
+
+    def slowest(self) -> list[SlowSample]:
+        """The slowest samples of each worker."""
+
+    def decision(self) -> Any:
+        """What counts as slow now."""
+
+    @property
+    def held_by_budget(self) -> bool:
+        """Whether the memory budget keeps more batches from being opened."""
+
+
+class TimeLine:
+    """How a loader stood over time, in a bounded number of points.
+
+    Attributes:
+        points: ``(ns since the epoch's begin, batches and ns waited so far, Standing)``, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, int, int, Standing]] = []
+        self._interval_ns = _FIRST_INTERVAL_NS
+        self.due_ns = 0
+        """When the next point is due, in ns since the epoch's begin."""
+
+    def add(self, at_ns: int, batches: int, waited_ns: int, standing: Standing) -> None:
+        """Note how things stand."""
+        self.points.append((at_ns, batches, waited_ns, standing))
+        if len(self.points) >= _MOST_POINTS:
+            del self.points[::2]
+            self._interval_ns *= 2
+        self.due_ns = at_ns + self._interval_ns
+
+
+@dataclass
+class EpochNotes:
+    """One epoch as the training process sees it.
+
+    Attributes:
+        epoch: Its number.
+        wall_ns: From its begin to the last time that ``next()`` was left.
+        start_ns: How long ``iter()`` took to start it.
+        first_ns: How long ``next()`` took for the first batch.
+        waits: Time inside each ``next()``, in ns.
+        steps: Time between two of them, in ns.
+        readings: Counters of the workers, and of all of the above.
+        line: How it stood over time.
+        decision: What counted as slow in the end (a ``scheduler.policy.Decision``).
+        held_by_budget: Whether the memory budget kept more batches from being opened.
+        finished: Whether it came to its end.
+    """
+
+    epoch: int
+    wall_ns: int = 0
+    start_ns: int = 0
+    first_ns: int = 0
+    waits: Histogram = field(default_factory=Histogram)
+    steps: Histogram = field(default_factory=Histogram)
+    readings: Readings = field(default_factory=Readings)
+    line: TimeLine = field(default_factory=TimeLine)
+    decision: Any = None
+    held_by_budget: bool = False
+    finished: bool = False
+
+
+class Journal:
+    """Follows a loader through its epochs; one per loader, whatever iterators come and go."""
+
+    def __init__(self) -> None:
+        self.past: deque[EpochNotes] = deque(maxlen=_KEPT_EPOCHS)
+        """Epochs that are over or were abandoned, the latest last."""
+        self.forgotten = Readings()
+        """Counters of epochs that are no longer kept."""
+        self.slow: list[SlowSample] = []
+        self._now: EpochNotes | None = None
+        self._progress: Any = None
+        self._gauges: Gauges | None = None
+        self._before = Readings()
+        self._began_ns = self._entered_ns = self._left_ns = 0
+        self._samples = self._bytes = self._pinned_ns = 0
+
+    def begin(self, epoch: int, progress: Any, gauges: Gauges) -> None:
+        """An epoch begins; one that was not finished is abandoned.
+
+        Args:
+            progress: Knows what becomes of its samples (``coverage()``).
+        """
+        self.settle()
+        self._gauges, self._progress = gauges, progress
+        self._before = gauges.readings()
+        self._now = EpochNotes(epoch)
+        self._samples = self._bytes = self._pinned_ns = 0
+        self._began_ns = self._left_ns = now_ns()
+
+    def begun(self) -> None:
+        """Its workers have been started."""
+        if self._now is not None:
+            self._left_ns = now_ns()
+            self._now.wall_ns = self._now.start_ns = self._left_ns - self._began_ns
+
+    def enter(self) -> None:
+        """``next()`` is called."""
+        self._entered_ns = now = now_ns()
+        notes = self._now
+        if notes is not None and notes.waits.count:
+            notes.steps.record(now - self._left_ns)
+
+    def leave(self, samples: int, nbytes: int, standing: Callable[[], Standing]) -> None:
+        """``next()`` returns a batch of so many samples and bytes.
+
+        Args:
+            standing: Tells how things stand now.
+        """
+        self._left_ns = now = now_ns()
+        notes = self._now
+        if notes is None:
+            return
+        notes.waits.record(now - self._entered_ns)
+        notes.wall_ns = now - self._began_ns
+        self._samples += samples
+        self._bytes += nbytes
+        if notes.wall_ns >= notes.line.due_ns:
+            if not notes.line.points:
+                notes.first_ns = now - self._entered_ns
+            waits = notes.waits
+            notes.line.add(notes.wall_ns, waits.count, waits.total, standing())
+
+    def pinned(self, duration_ns: int) -> None:
+        """A batch was copied to page-locked memory, after ``next()`` of the engine."""
+        self._pinned_ns += duration_ns
+
+    def finish(self) -> None:
+        """The epoch has come to its end, in a call of ``next()``."""
+        if self._now is not None:
+            self._now.wall_ns = now_ns() - self._began_ns
+            self._now.finished = True
+            self.settle()
+
+    def settle(self, gauges: Gauges | None = None) -> None:
+        """Take the last reading of the present epoch: it is over, or its engine is about to go.
+
+        Args:
+            gauges: Only if they are these; None: whichever they are.
+        """
+        if self._now is None or (gauges is not None and gauges is not self._gauges):
+            return
+        notes, self._now = self._read(), None
+        if len(self.past) == self.past.maxlen:
+            self.forgotten += self.past[0].readings
+        self.past.append(notes)
+        self._gauges = self._progress = None
+
+    def notes(self) -> list[EpochNotes]:
+        """All epochs that are kept, the present one last."""
+        return [*self.past, *([] if self._now is None else [self._read()])]
+
+    def _read(self) -> EpochNotes:
+        notes, gauges = self._now, self._gauges
+        assert notes is not None
+        assert gauges is not None
+        notes.readings = gauges.readings().since(self._before)
+        notes.decision, notes.held_by_budget = gauges.decision(), gauges.held_by_budget
+        coverage = self._progress.coverage()
+        notes.readings.counts.update(
+            asked=coverage.asked.samples,
+            delivered=coverage.delivered.samples,
+            outstanding=coverage.outstanding.samples,
+            epochs=1,
+            batches=notes.waits.count,
+            samples=self._samples,
+            bytes=self._bytes,
+            wall_ns=notes.wall_ns,
+            start_ns=notes.start_ns,
+            first_ns=notes.first_ns,
+            pinned_ns=self._pinned_ns,
+        )
+        lags = self._progress.lags
+        if lags is not None:
+            notes.readings.histograms["lag"] = lags.snapshot()
+        notes.readings.histograms.update(wait=notes.waits.snapshot(), step=notes.steps.snapshot())
+        self.slow = slowest_of([*self.slow, *gauges.slowest()])
+        return notes

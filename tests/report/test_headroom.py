@@ -1,0 +1,64 @@
+"""How fast training could be if data were free."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from minato import DataLoader
+from tests.datasets import Numbers, Sleepy, flat
+
+
+def test_steps_with_the_loader_and_without() -> None:
+    room = DataLoader(Sleepy(80, 0.004), 2).headroom(steps=10)
+    assert "Nothing was timed" in str(room)
+    seen = []
+    for batch in room:
+        seen.append(batch.tolist())
+        time.sleep(0.001)
+    loaded = [[2 * i, 2 * i + 1] for i in range(12)]
+    assert seen == loaded + loaded[:4] * 3
+    assert room.loaded_s >= 0.009
+    assert 0.001 <= room.free_s < room.loaded_s
+    assert room.gain == room.loaded_s / room.free_s
+    assert set(room.to_dict()) == {"loaded_s", "free_s", "gain"}
+    assert "times as fast" in str(room)
+
+
+def test_few_batches_are_enough() -> None:
+    room = DataLoader(Numbers(3)).headroom()
+    assert len(list(room)) == 6
+    assert room.free_s > 0
+    nothing = DataLoader(Numbers(0)).headroom()
+    assert list(nothing) == []
+    assert nothing.gain == 1
+
+
+def test_steps_are_counted_from_one() -> None:
+    with pytest.raises(ValueError, match="steps=0"):
+        DataLoader(Numbers(3)).headroom(steps=0)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_loader_goes_on_as_if_nothing_had_been(seed: int | None, persistent: bool) -> None:
+    def epochs(looks: bool) -> list[list[int]]:
+        torch.manual_seed(3)
+        loader = DataLoader(
+            Numbers(40), 4, True, num_workers=2, seed=seed, persistent_workers=persistent
+        )
+        found = []
+        for _ in range(3):
+            iterator = iter(loader)
+            epoch = next(iterator).tolist()
+            if looks:
+                assert len(list(loader.headroom(steps=3))) == 10
+            epoch += flat(batch.tolist() for batch in iterator)
+            found.append(epoch)
+        assert loader.coverage().complete
+        assert [each.batches.batches for each in loader.report().epochs] == [10, 10, 10]
+        return found
+
+    assert epochs(True) == epochs(False)
