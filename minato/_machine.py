@@ -8,25 +8,49 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["available_cores", "available_memory_bytes"]
+__all__ = ["available_cores", "available_memory_bytes", "memory_kills", "memory_limit_bytes"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
+_MEMORY = (
+    ("", "memory.max", "memory.current", "memory.events"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"),
+)
+"""Files of both versions of control groups: limit, use, and what was ended for it."""
 
 
 def available_memory_bytes() -> int:
-    """Memory that can still be taken, within the limit of the control group if there is one."""
-    available = int(psutil.virtual_memory().available)
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            left = int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text())
-        except (OSError, ValueError):  # no such version of control groups, or "max"
-            continue
-        available = min(available, max(left, 0))
-    return available
+    """Memory that can still be taken, within the limits of the control groups if there are any."""
+    left = [limit - used for limit, used in _memory_of_groups()]
+    return max(min([int(psutil.virtual_memory().available), *left]), 0)
+
+
+def memory_limit_bytes() -> int:
+    """Memory that this process and those around it may take together."""
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _memory_of_groups())])
+
+
+def memory_kills() -> int:
+    """How many processes of this control group were ended so far because memory ran out; 0 if nobody counts."""
+    kills = 0
+    for folder, _, _, events in _MEMORY:
+        for group in set(_groups(folder)):
+            try:
+                lines = (_CGROUP / folder / group / events).read_text().splitlines()
+            except OSError:
+                continue
+            kills += sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return kills
+
+
+def _memory_of_groups() -> Iterator[tuple[int, int]]:
+    """Limit and use in bytes of each control group of this process that has a limit."""
+    for folder, limit, used, _ in _MEMORY:
+        for at in _around(folder):
+            try:
+                yield int((at / limit).read_text()), int((at / used).read_text())
+            except (OSError, ValueError):
+                continue  # no such group or version, or "max"
 
 
 def available_cores() -> float:
@@ -51,20 +75,26 @@ def _quotas() -> Iterator[float]:
         ("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
         ("cpu,cpuacct", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
     ):
-        top = _CGROUP / folder
-        for group in _groups(folder):
-            for at in (top / group, *(top / group).parents):
-                if not at.is_relative_to(top):
-                    break
-                try:
-                    words = (at / quota).read_text().split()
-                    if period is not None:
-                        words += (at / period).read_text().split()
-                    allowed = int(words[0]) / int(words[1])
-                except (OSError, ValueError, IndexError, ZeroDivisionError):
-                    continue  # no such group or version, or "max"
-                if allowed > 0:  # -1: no quota
-                    yield allowed
+        for at in _around(folder):
+            try:
+                words = (at / quota).read_text().split()
+                if period is not None:
+                    words += (at / period).read_text().split()
+                allowed = int(words[0]) / int(words[1])
+            except (OSError, ValueError, IndexError, ZeroDivisionError):
+                continue  # no such group or version, or "max"
+            if allowed > 0:  # -1: no quota
+                yield allowed
+
+
+def _around(controllers: str) -> Iterator[Path]:
+    """Folders of this process's groups in a hierarchy, and of those that these lie in."""
+    top = _CGROUP / controllers
+    for group in _groups(controllers):
+        for at in (top / group, *(top / group).parents):
+            if not at.is_relative_to(top):
+                break
+            yield at
 
 
 def _groups(controllers: str) -> Iterator[str]:

@@ -38,6 +38,7 @@ from minato.scheduler.policy import Decision, TimeoutPolicy
 from minato.scheduler.replicas import Replicas
 from minato.scheduler.roster import Roster
 from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
+from minato.scheduler.shortage import Shortage
 from minato.scheduler.traffic import Traffic
 from minato.scheduler.window import Window
 from minato.source.prediction import CostByIndex, Predictor
@@ -123,8 +124,19 @@ class Engine:
         self.meters = [workplace.meters(number) for number in range(sizes[0])]
         """What each worker has measured."""
         self._profile = Profile(plan.chain.names)
+        window = Window(
+            plan.num_workers,
+            plan.window_batches,
+            plan.budget_bytes,
+            # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
+            # delivered by then: else nothing would keep it from being in time.
+            None if plan.order.bound else plan.order.max_lag,
+            # Batches that hold as many samples as all workers read at once.
+            -(-plan.num_workers * plan.fetching.concurrency // plan.largest_batch),
+            plan.fetching.slow_start,
+        )
         settles = plan.policy is not None and plan.policy.on_error != "raise"
-        deaths = Deaths(plan.restarts, settles)
+        deaths = Deaths(plan.restarts, settles, Shortage(window))
         self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths)
         self._reader = BatchReader(self.ledger, self.arena, store)
         self._experience = experience
@@ -139,17 +151,6 @@ class Engine:
             )
             if experience.costs is not None:
                 self._foresight.mean_ns = experience.costs.mean
-        window = Window(
-            plan.num_workers,
-            plan.window_batches,
-            plan.budget_bytes,
-            # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
-            # delivered by then: else nothing would keep it from being in time.
-            None if plan.order.bound else plan.order.max_lag,
-            # Batches that hold as many samples as all workers read at once.
-            -(-plan.num_workers * plan.fetching.concurrency // plan.largest_batch),
-            plan.fetching.slow_start,
-        )
         self._scaler: Scaler | None = None
         flow = Flow()
         if experience.staffing is not None and not isinstance(self._pool, InlinePool):

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from minato import DataLoader
-from minato.scheduler import dispatcher
+from minato.scheduler import dispatcher, shortage
 from minato.scheduler.deaths import Deaths
+from minato.scheduler.window import Window
 
 
 class Drawing:
@@ -190,3 +191,30 @@ def test_deaths_between_samples_do_not_add_up_while_work_goes_on() -> None:
         with pytest.warns(RuntimeWarning, match="Segmentation fault"):
             deaths.report(7, -signal.SIGSEGV, (), progress)
     assert deaths.total == 10
+
+
+def test_less_is_loaded_ahead_after_memory_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = 3
+    monkeypatch.setattr(shortage, "memory_kills", lambda: kills)
+    monkeypatch.setattr(shortage, "memory_limit_bytes", lambda: 123456)
+    window = Window(2, None, 999)
+    deaths = Deaths(restarts=True, shortage=shortage.Shortage(window))
+
+    def die(sample: int) -> str:
+        with pytest.warns(RuntimeWarning) as caught:
+            assert deaths.report(7, -signal.SIGKILL, (0, sample), 0) is None
+        return str(caught[0].message)
+
+    assert "Memory ran out" not in die(1)  # somebody killed it
+    kills = 4
+    told = die(2)
+    assert "Memory ran out" in told
+    assert "123456 bytes" in told
+    assert "memory_budget_bytes=999" in told
+    assert "at most 2." in told
+    assert window.limit == 2
+    kills = 5
+    assert "at most 1." in die(3)
+    kills = 6
+    assert "Use fewer workers" in die(4)
+    assert "Memory ran out" not in die(5)

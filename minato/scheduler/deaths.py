@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from minato.errors import WorkerDiedError
+from minato.scheduler.shortage import Shortage
 
 __all__ = ["Deaths"]
 
@@ -28,10 +29,14 @@ class Deaths:
     Args:
         restarts: Whether workers are replaced at all; if not, every death raises torch's error.
         settles: Whether a sample on which workers die is given up, and the run goes on.
+        shortage: Relieves a shortage of memory.
     """
 
-    def __init__(self, restarts: bool, settles: bool = False) -> None:
+    def __init__(
+        self, restarts: bool, settles: bool = False, shortage: Shortage | None = None
+    ) -> None:
         self._restarts = restarts
+        self._shortage = shortage
         self._settles = settles
         self._by_sample: Counter[Any] = Counter()
         self.total = 0
@@ -62,6 +67,8 @@ class Deaths:
         if sample:
             on = f"while it ran the sample with index {sample[1]!r}"
         what = f"DataLoader worker (pid {pid}) {_in_words(exit_code)} {on}."
+        if self._shortage is not None:
+            what += self._shortage.relieve()
         if self._restarts and not unable and times < _FATAL:
             warnings.warn(
                 f"{what} Another worker takes its place, and nothing is lost.",

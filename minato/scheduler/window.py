@@ -81,6 +81,13 @@ class Window:
             if self._most is not None:
                 self.limit = min(self.limit, self._most)
 
+    def shrink(self) -> bool:
+        """Allow half as many batches, and never more again, because memory ran out; False if it cannot be less."""
+        if self._fixed or self.limit <= 1:
+            return False
+        self.limit = self._most = self.limit // 2
+        return True
+
     def observe(self, batch_bytes: int) -> None:
         """Learn the size of a delivered batch."""
         self._delivered += 1

@@ -80,3 +80,23 @@ def test_the_window_holds_what_workers_run_at_once() -> None:
     assert Window(2, None, 10**9, at_once=1).limit == 4
     assert Window(2, 5, 10**9, at_once=16).limit == 5
     assert Window(2, None, 10**9, most=8, at_once=16).limit == 8
+
+
+def test_a_shrunk_window_stays_so() -> None:
+    window = Window(4, None, 10**9)
+    assert window.shrink()
+    assert window.limit == 4
+    assert not window.grow()
+    window.resize(8)
+    assert window.limit == 4
+    assert window.shrink()
+    assert window.shrink()
+    assert window.limit == 1
+    assert not window.shrink()
+    assert window.has_room(0)
+
+
+def test_a_window_that_was_asked_for_is_not_shrunk() -> None:
+    window = Window(4, 6, 10**9)
+    assert not window.shrink()
+    assert window.limit == 6
