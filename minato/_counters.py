@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
 
-__all__ = ["Counters"]
+__all__ = ["Counters", "shared_integers"]
 
 _MOST_WORKERS = 256
+
+
+def shared_integers(*shape: int) -> torch.Tensor:
+    """An int64 tensor of zeros in shared memory, which multiprocessing knows how to hand on.
+
+    As torch's ``share_memory_()``, but the memory never has a name that a killed process could leave in ``/dev/shm``.
+    """
+    if not hasattr(os, "memfd_create"):
+        return torch.zeros(shape, dtype=torch.int64, device="cpu").share_memory_()
+    nbytes = 8 * math.prod(shape)
+    descriptor = os.memfd_create("minato", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        storage = torch.UntypedStorage._new_shared_fd_cpu(
+            descriptor, nbytes
+        )  # a copy of the descriptor
+    finally:
+        os.close(descriptor)
+    return torch.empty(0, dtype=torch.int64, device="cpu").set_(storage, 0, shape)
 
 
 class Counters:
@@ -21,8 +42,7 @@ class Counters:
 
     def __init__(self, *names: str) -> None:
         self._names = names
-        size = _MOST_WORKERS + 1, len(names)
-        self._counts = torch.zeros(size, dtype=torch.int64, device="cpu").share_memory_()
+        self._counts = shared_integers(_MOST_WORKERS + 1, len(names))
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -77,8 +77,9 @@ class Fetching:
         """What a loader's ``fetch_concurrency`` says."""
         if isinstance(given, Fetching):
             return given
-        fetching = cls(given)
-        fetching.counters = None
+        fetching = cls.__new__(cls)  # without counters, which take shared memory
+        fetching.concurrency = given
+        fetching.most = fetching.slow_start = fetching.hedge_percentile = fetching.counters = None
         return fetching
 
     @property

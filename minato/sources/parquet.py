@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
-import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from minato._counters import shared_integers
 from minato.sources.base import SourceError
 from minato.sources.columns import rows_of
 
@@ -191,7 +191,7 @@ class ParquetStream(IterableDataset[Any]):
         self._shard = shard
         self._decode = decode
         # In shared memory, so that workers which stay for several epochs hear of it.
-        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()
+        self._epoch = shared_integers(1)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next ``iter()`` is."""
