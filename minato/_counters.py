@@ -21,7 +21,9 @@ def shared_integers(*shape: int) -> torch.Tensor:
     As torch's ``share_memory_()``, but the memory never has a name that a killed process could leave in ``/dev/shm``.
     """
     if not hasattr(os, "memfd_create"):
-        return torch.zeros(shape, dtype=torch.int64, device="cpu").share_memory_()
+        ordinary = torch.zeros(shape, dtype=torch.int64, device="cpu")
+        ordinary.share_memory_()
+        return ordinary
     nbytes = 8 * math.prod(shape)
     descriptor = os.memfd_create("minato", os.MFD_CLOEXEC)
     try:
@@ -31,7 +33,7 @@ def shared_integers(*shape: int) -> torch.Tensor:
         )  # a copy of the descriptor
     finally:
         os.close(descriptor)
-    return torch.empty(0, dtype=torch.int64, device="cpu").set_(storage, 0, shape)
+    return torch.empty(0, dtype=torch.int64, device="cpu").set_(storage).view(shape)
 
 
 class Counters:
