@@ -26,14 +26,14 @@ def shared_integers(*shape: int) -> torch.Tensor:
         return ordinary
     nbytes = 8 * math.prod(shape)
     descriptor = os.memfd_create("minato", os.MFD_CLOEXEC)
+    storages: Any = torch.UntypedStorage
     try:
         os.ftruncate(descriptor, nbytes)
-        storage = torch.UntypedStorage._new_shared_fd_cpu(
-            descriptor, nbytes
-        )  # a copy of the descriptor
+        storage = storages._new_shared_fd_cpu(descriptor, nbytes)  # with a descriptor of its own
     finally:
         os.close(descriptor)
-    return torch.empty(0, dtype=torch.int64, device="cpu").set_(storage).view(shape)
+    flat: torch.Tensor = torch.empty(0, dtype=torch.int64, device="cpu").set_(storage)
+    return flat.view(shape)
 
 
 class Counters:

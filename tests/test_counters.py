@@ -1,0 +1,52 @@
+"""Counts that several processes add to."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+
+import pytest
+
+from minato._counters import Counters, shared_integers
+
+
+def count(counters: Counters) -> None:
+    counters.add(red=2, blue=1)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_other_processes_count_too(method: str) -> None:
+    counters = Counters("red", "blue")
+    counters.add(red=1)
+    processes = [
+        multiprocessing.get_context(method).Process(target=count, args=(counters,))
+        for _ in range(2)
+    ]
+    for process in processes:
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+    assert counters.totals() == [5, 2]
+
+
+def test_a_pickle_holds_what_was_counted() -> None:
+    counters = Counters("red")
+    counters.add(red=3)
+    copied = pickle.loads(pickle.dumps(counters))
+    counters.add(red=1)
+    assert (copied.totals(), counters.totals()) == ([3], [4])
+    copied.add(red=1)
+    assert copied.totals() == [4]
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory has a name here")
+def test_the_memory_never_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.listdir("/proc/self/fd")
+    monkeypatch.setattr("torch.UntypedStorage._share_fd_cpu_", None)
+    integers = shared_integers(4, 8)
+    assert integers.is_shared()
+    assert integers.shape == (4, 8)
+    assert not integers.any()
+    del integers
+    assert os.listdir("/proc/self/fd") == opened
