@@ -7,6 +7,16 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from minato._machine import available_cores
+from minato.checks import (
+    as_path,
+    check_choice,
+    check_error_budget,
+    check_fetching,
+    check_sample_timeout,
+    check_slow,
+    check_whole,
+    worker_range,
+)
 from minato.fetching import Fetching
 
 __all__ = ["Options", "PaperController"]
@@ -19,8 +29,6 @@ _SLOW_PERCENTILE = 75.0
 """Of the costs, as in the MinatoLoader paper."""
 _MOST_AT_FIRST = 12
 """Workers with which ``num_workers="auto"`` begins at most, as in the MinatoLoader paper."""
-_WAITING_PER_CORE, _MOST_WAITING = 8, 32
-"""The default of ``max_workers`` where there are few cores: for workers that wait for a disk or a network."""
 _INT64 = 1 << 63
 
 
@@ -155,28 +163,28 @@ class Options:
             ValueError: A value is not possible; the message names the argument, the value and the remedy.
             TypeError: A number is no integer.
         """
-        _choice("order", order, (None, *ORDERS))
-        _choice("worker_method", worker_method, ("process", "thread"))
-        _choice("rng", rng, (None, "sample", "worker"))
-        _choice("on_worker_death", on_worker_death, ("restart", "raise"))
-        _choice("schedule", schedule, ("dynamic", "round_robin"))
+        check_choice("order", order, (None, *ORDERS))
+        check_choice("worker_method", worker_method, ("process", "thread"))
+        check_choice("rng", rng, (None, "sample", "worker"))
+        check_choice("on_worker_death", on_worker_death, ("restart", "raise"))
+        check_choice("schedule", schedule, ("dynamic", "round_robin"))
         if not callable(on_error):
-            _choice("on_error", on_error, ("raise", "skip", "retry"))
-        _whole("retries", retries, 0)
-        _check_budget(error_budget)
-        quarantine = _path(quarantine)
+            check_choice("on_error", on_error, ("raise", "skip", "retry"))
+        check_whole("retries", retries, 0)
+        check_error_budget(error_budget)
+        quarantine = as_path(quarantine)
         if not isinstance(controller, PaperController):
-            _choice("controller", controller, ("corrected", "paper"))
-        _choice("measure", measure, (True, False))
-        _check_slow(slow_percentile, slow_after_s)
-        _whole("min_workers", min_workers, 1)
-        _whole("max_workers", max_workers, 1)
-        _whole("max_lag", max_lag, 0)
+            check_choice("controller", controller, ("corrected", "paper"))
+        check_choice("measure", measure, (True, False))
+        check_slow(slow_percentile, slow_after_s)
+        check_whole("min_workers", min_workers, 1)
+        check_whole("max_workers", max_workers, 1)
+        check_whole("max_lag", max_lag, 0)
         if not isinstance(fetch_concurrency, Fetching):
-            _whole("fetch_concurrency", fetch_concurrency, 1)
-        _whole("memory_budget_bytes", memory_budget_bytes, 1)
-        _whole("seed", seed, None)
-        record_order, replay_order = _path(record_order), _path(replay_order)
+            check_whole("fetch_concurrency", fetch_concurrency, 1)
+        check_whole("memory_budget_bytes", memory_budget_bytes, 1)
+        check_whole("seed", seed, None)
+        record_order, replay_order = as_path(record_order), as_path(replay_order)
         if is_stream and (record_order or replay_order):
             raise ValueError(
                 "record_order and replay_order write down the keys of each batch, and an iterable dataset has none: "
@@ -237,7 +245,7 @@ class Options:
                 "use on_error='skip' or a function"
             )
         if sample_timeout_s is not None:
-            _check_sample_timeout(sample_timeout_s, num_workers, worker_method, is_stream, schedule)
+            check_sample_timeout(sample_timeout_s, num_workers, worker_method, is_stream, schedule)
         if retries is None:
             retries = DEFAULT_RETRIES if on_error == "retry" else 0
         if num_workers == "auto" or min_workers is not None or max_workers is not None:
@@ -247,7 +255,7 @@ class Options:
                     f"the number of workers cannot change with {cause}, whose content depends on it: give "
                     "num_workers as a number, without min_workers and max_workers"
                 )
-            min_workers, max_workers = _range(num_workers, min_workers, max_workers)
+            min_workers, max_workers = worker_range(num_workers, min_workers, max_workers)
         elif controller != "corrected":
             raise ValueError(
                 f"controller={controller!r} has no meaning while the number of workers is fixed: give max_workers, or "
@@ -255,7 +263,7 @@ class Options:
             )
         most_workers = max_workers if isinstance(num_workers, str) else max_workers or num_workers
         fetching = Fetching.of(fetch_concurrency)
-        _check_fetching(fetching, is_stream, schedule, rng, most_workers)
+        check_fetching(fetching, is_stream, schedule, rng, most_workers)
         return cls(
             order=order,
             max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
@@ -288,113 +296,3 @@ class Options:
             return cast(int, num_workers)
         least, most = cast(int, self.min_workers), cast(int, self.max_workers)
         return max(least, min(int(available_cores()), _MOST_AT_FIRST, most))
-
-
-def _check_slow(percentile: object, after_s: object) -> None:
-    for name, value in (("slow_percentile", percentile), ("slow_after_s", after_s)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a number")
-    if isinstance(percentile, (int, float)) and not 0 < percentile < 100:
-        raise ValueError(f"slow_percentile={percentile} is not between 0 and 100")
-    if isinstance(after_s, (int, float)) and not after_s > 0:
-        raise ValueError(f"slow_after_s={after_s} is too small: give more than 0 seconds")
-    if percentile is not None and after_s is not None:
-        raise ValueError(
-            f"slow_percentile={percentile} and slow_after_s={after_s} both say from when on a sample is slow: give one"
-        )
-
-
-def _check_budget(budget: object) -> None:
-    if budget is None:
-        return
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise TypeError(
-            f"error_budget={budget!r} is a {type(budget).__name__}: give a number of samples, or a share below 1"
-        )
-    if budget < 0 or (isinstance(budget, float) and budget >= 1):
-        raise ValueError(
-            f"error_budget={budget} is not possible: give a number of samples (an integer), or a share below 1"
-        )
-
-
-def _check_sample_timeout(
-    limit_s: object, num_workers: int | str, worker_method: str, is_stream: bool, schedule: str
-) -> None:
-    if isinstance(limit_s, bool) or not isinstance(limit_s, (int, float)):
-        raise TypeError(f"sample_timeout_s={limit_s!r} is a {type(limit_s).__name__}: give seconds")
-    if limit_s <= 0:
-        raise ValueError(f"sample_timeout_s={limit_s} is too small: give more than 0 seconds")
-    if num_workers == 0 or worker_method == "thread":
-        raise ValueError(
-            f"sample_timeout_s={limit_s} needs worker processes, because nothing else can be ended: use num_workers=1 "
-            "or more and worker_method='process'"
-        )
-    if is_stream or schedule == "round_robin":
-        raise ValueError(
-            f"sample_timeout_s={limit_s} ends and replaces workers, but those of an iterable dataset or of "
-            "schedule='round_robin' hold state that would be lost: use torch's timeout="
-        )
-
-
-def _range(
-    num_workers: int | str, min_workers: int | None, max_workers: int | None
-) -> tuple[int, int]:
-    """Least and most workers."""
-    cores = int(available_cores())
-    least = 1 if min_workers is None else min_workers
-    first = max(least, 1) if num_workers == "auto" else cast(int, num_workers)
-    # Workers that wait for a disk or a network do not need a core each.
-    most = max(cores, min(_WAITING_PER_CORE * cores, _MOST_WAITING), first)
-    most = most if max_workers is None else max_workers
-    if not least <= first <= most:
-        raise ValueError(
-            f"num_workers={num_workers!r} is not between min_workers={least} and max_workers={most}"
-        )
-    return least, most
-
-
-def _choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        allowed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name}={value!r} is not possible: choose one of {allowed}")
-
-
-def _path(path: str | os.PathLike[str] | None) -> str | None:
-    return None if path is None else os.fspath(path)
-
-
-def _whole(name: str, value: object, least: int | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give an integer")
-    if least is not None and value < least:
-        raise ValueError(f"{name}={value} is too small: give at least {least}")
-
-
-def _check_fetching(
-    fetching: Fetching,
-    is_stream: bool,
-    schedule: str,
-    rng: str | None,
-    most_workers: int | None,
-) -> None:
-    if fetching.most is not None and most_workers is not None and fetching.most < most_workers:
-        raise ValueError(
-            f"most={fetching.most} reads are fewer than {most_workers} workers, of which each may have one under way: "
-            "use fewer workers"
-        )
-    if not fetching.at_once and fetching.slow_start is None:
-        return
-    given = f"fetch_concurrency={fetching}"
-    if is_stream:
-        raise ValueError(
-            f"{given} reads several samples by their keys, and an iterable dataset has none: leave it out, or use a "
-            "map-style dataset"
-        )
-    if schedule == "round_robin" or rng == "worker":
-        other = "rng='worker'" if rng == "worker" else f"schedule={schedule!r}"
-        raise ValueError(
-            f"{given} contradicts {other}: samples that are read at once draw from the worker's stream in any order; "
-            "leave one of the two out"
-        )

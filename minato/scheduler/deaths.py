@@ -90,7 +90,9 @@ class Deaths:
 
 
 def _in_words(exit_code: int | None) -> str:
-    if exit_code is None or exit_code >= 0:
+    if exit_code is None:
+        return "ended (other code in this process has taken its exit code)"
+    if exit_code >= 0:
         return f"exited with code {exit_code}"
     number = signal.Signals(-exit_code)
     likely = f" ({_LIKELY[number]})" if number in _LIKELY else ""

@@ -20,7 +20,7 @@ from torch.utils.data._utils import worker as torch_worker
 from minato._core.wait import Gate
 from minato.scheduler.overdue import Overdue
 from minato.scheduler.usage import Usage, process_usage
-from minato.scheduler.watch import ExitWatch
+from minato.scheduler.watch import UNREADABLE, ExitWatch, exit_code
 
 __all__ = ["ProcessPool", "enter_worker_process", "parent_watch", "wrapped_in_process"]
 
@@ -112,10 +112,10 @@ class ProcessPool:
 
     def _replace(self, number: int, dead: BaseProcess) -> None:
         if self.processes[number] is dead:
-            dead.join()
-            if self._may_leave(number) and dead.exitcode == 0:
+            code = exit_code(dead)
+            if self._may_leave(number) and code in (0, None, UNREADABLE):
                 return
-            self._buried(number, dead.pid, dead.exitcode)
+            self._buried(number, dead.pid, code)
             self.processes[number] = self._make(number)
         self._start(number)
         self._watch.run()

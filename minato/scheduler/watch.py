@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -11,7 +12,12 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
-__all__ = ["ExitWatch"]
+__all__ = ["UNREADABLE", "ExitWatch", "exit_code"]
+
+_RECORDING_S = 1.0
+"""How long another thread may take to write down the exit code that it has read."""
+UNREADABLE = 255
+"""What multiprocessing takes for the exit code where it comes through a fork server, and another thread has read it."""
 
 
 class ExitWatch:
@@ -87,14 +93,14 @@ class ExitWatch:
             for process in processes:
                 descriptor = self._descriptor(process)
                 if descriptor is None:
-                    process.join()
+                    exit_code(process)
                 else:
                     waiting[descriptor] = process
             while waiting and (ended := connection.wait(list(waiting), timeout_s)):
                 for descriptor in cast(list[int], ended):
                     process = waiting.pop(descriptor)
                     _let_go(descriptor, process)
-                    process.join()
+                    exit_code(process)
             return list(waiting.values())
         finally:
             for descriptor, process in waiting.items():
@@ -164,3 +170,16 @@ class ExitWatch:
 def _let_go(descriptor: int, process: BaseProcess) -> None:
     if descriptor != process.sentinel:
         os.close(descriptor)
+
+
+def exit_code(process: BaseProcess) -> int | None:
+    """The exit code of a process that has ended; None if nobody can tell it any more.
+
+    Whenever any thread starts a process, ``multiprocessing`` reaps all that have ended. Until that thread has written
+    down the exit code it has got, ``join`` returns in other threads although the code is still unknown.
+    """
+    process.join()
+    until = time.monotonic() + _RECORDING_S
+    while process.exitcode is None and time.monotonic() < until:
+        time.sleep(0.001)
+    return process.exitcode

@@ -15,7 +15,7 @@ import torch
 
 from minato._core.segment import Segment
 from minato._core.wait import Gate
-from minato.scheduler import process
+from minato.scheduler import process, watch
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
 from minato.scheduler.process import ProcessPool, parent_watch, wrapped_in_process
 
@@ -116,6 +116,36 @@ def test_processes_may_leave_when_there_is_nothing_left_to_do() -> None:
         time.sleep(0.002)
     pool.check()
     assert stage.deaths == []
+    pool.shut_down()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "never told"])
+def test_an_exit_code_that_another_thread_has_taken(
+    monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """The start of a process in any thread reaps our workers, and says only a moment later how they ended."""
+    monkeypatch.setattr(watch, "_RECORDING_S", 30.0 if told else 0.01)
+    stage = Stage()
+    pool = stage.processes(mortal)
+    pool.start()
+    dead = pool.processes[1]
+    assert dead.pid is not None
+    while pool._watch.first_gone() is None:
+        time.sleep(0.002)
+    _, status = os.waitpid(dead.pid, 0)
+
+    def write_down() -> None:
+        time.sleep(0.05)
+        dead._popen.returncode = os.waitstatus_to_exitcode(status)  # type: ignore[attr-defined]
+
+    other = threading.Thread(target=write_down)
+    if told:
+        other.start()
+    pool.check()
+    assert stage.deaths == [(1, dead.pid, 7 if told else None)]
+    if told:
+        other.join()
+    dead._popen.returncode = 7  # type: ignore[attr-defined]  # multiprocessing waits for it at the end
     pool.shut_down()
 
 

@@ -1,0 +1,140 @@
+"""Checks of single arguments of a loader: each names the argument, the value and the remedy."""
+
+from __future__ import annotations
+
+import os
+from typing import cast
+
+from minato._machine import available_cores
+from minato.fetching import Fetching
+
+__all__ = [
+    "as_path",
+    "check_choice",
+    "check_error_budget",
+    "check_fetching",
+    "check_sample_timeout",
+    "check_slow",
+    "check_whole",
+    "worker_range",
+]
+
+_WAITING_PER_CORE, _MOST_WAITING = 8, 32
+"""The default of ``max_workers`` where there are few cores: for workers that wait for a disk or a network."""
+
+
+def check_slow(percentile: object, after_s: object) -> None:
+    """From when on a sample is slow: a percentile or seconds, not both."""
+    for name, value in (("slow_percentile", percentile), ("slow_after_s", after_s)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a number")
+    if isinstance(percentile, (int, float)) and not 0 < percentile < 100:
+        raise ValueError(f"slow_percentile={percentile} is not between 0 and 100")
+    if isinstance(after_s, (int, float)) and not after_s > 0:
+        raise ValueError(f"slow_after_s={after_s} is too small: give more than 0 seconds")
+    if percentile is not None and after_s is not None:
+        raise ValueError(
+            f"slow_percentile={percentile} and slow_after_s={after_s} both say from when on a sample is slow: give one"
+        )
+
+
+def check_error_budget(budget: object) -> None:
+    """How many samples may fail, or which share."""
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(
+            f"error_budget={budget!r} is a {type(budget).__name__}: give a number of samples, or a share below 1"
+        )
+    if budget < 0 or (isinstance(budget, float) and budget >= 1):
+        raise ValueError(
+            f"error_budget={budget} is not possible: give a number of samples (an integer), or a share below 1"
+        )
+
+
+def check_sample_timeout(
+    limit_s: object, num_workers: int | str, worker_method: str, is_stream: bool, schedule: str
+) -> None:
+    """Seconds that a sample may take, where workers can be ended and replaced."""
+    if isinstance(limit_s, bool) or not isinstance(limit_s, (int, float)):
+        raise TypeError(f"sample_timeout_s={limit_s!r} is a {type(limit_s).__name__}: give seconds")
+    if limit_s <= 0:
+        raise ValueError(f"sample_timeout_s={limit_s} is too small: give more than 0 seconds")
+    if num_workers == 0 or worker_method == "thread":
+        raise ValueError(
+            f"sample_timeout_s={limit_s} needs worker processes, because nothing else can be ended: use num_workers=1 "
+            "or more and worker_method='process'"
+        )
+    if is_stream or schedule == "round_robin":
+        raise ValueError(
+            f"sample_timeout_s={limit_s} ends and replaces workers, but those of an iterable dataset or of "
+            "schedule='round_robin' hold state that would be lost: use torch's timeout="
+        )
+
+
+def worker_range(
+    num_workers: int | str, min_workers: int | None, max_workers: int | None
+) -> tuple[int, int]:
+    """Least and most workers."""
+    cores = int(available_cores())
+    least = 1 if min_workers is None else min_workers
+    first = max(least, 1) if num_workers == "auto" else cast(int, num_workers)
+    # Workers that wait for a disk or a network do not need a core each.
+    most = max(cores, min(_WAITING_PER_CORE * cores, _MOST_WAITING), first)
+    most = most if max_workers is None else max_workers
+    if not least <= first <= most:
+        raise ValueError(
+            f"num_workers={num_workers!r} is not between min_workers={least} and max_workers={most}"
+        )
+    return least, most
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """A value is one of some."""
+    if value not in choices:
+        allowed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name}={value!r} is not possible: choose one of {allowed}")
+
+
+def as_path(path: str | os.PathLike[str] | None) -> str | None:
+    """A path as a string."""
+    return None if path is None else os.fspath(path)
+
+
+def check_whole(name: str, value: object, least: int | None) -> None:
+    """An integer of at least ``least``, or None."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give an integer")
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value} is too small: give at least {least}")
+
+
+def check_fetching(
+    fetching: Fetching,
+    is_stream: bool,
+    schedule: str,
+    rng: str | None,
+    most_workers: int | None,
+) -> None:
+    """Reads at once, where samples are read by their keys and have randomness of their own."""
+    if fetching.most is not None and most_workers is not None and fetching.most < most_workers:
+        raise ValueError(
+            f"most={fetching.most} reads are fewer than {most_workers} workers, of which each may have one under way: "
+            "use fewer workers"
+        )
+    if not fetching.at_once and fetching.slow_start is None:
+        return
+    given = f"fetch_concurrency={fetching}"
+    if is_stream:
+        raise ValueError(
+            f"{given} reads several samples by their keys, and an iterable dataset has none: leave it out, or use a "
+            "map-style dataset"
+        )
+    if schedule == "round_robin" or rng == "worker":
+        other = "rng='worker'" if rng == "worker" else f"schedule={schedule!r}"
+        raise ValueError(
+            f"{given} contradicts {other}: samples that are read at once draw from the worker's stream in any order; "
+            "leave one of the two out"
+        )
