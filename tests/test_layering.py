@@ -19,6 +19,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "minato"
 STAGES = ["source", "chain", "scheduler", "assembler", "delivery"]
 COMMON = {
+    "checks",
     "errors",
     "fetching",
     *(path.stem for path in PACKAGE.glob("_*.py") if path.stem != "__init__"),
