@@ -42,7 +42,8 @@ from minato.scheduler.shortage import Shortage
 from minato.scheduler.traffic import Traffic
 from minato.scheduler.window import Window
 from minato.source.prediction import CostByIndex, Predictor
-from minato.stats.journal import Journal, Standing
+from minato.stats.glance import Standing
+from minato.stats.journal import Journal
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
 from minato.workplace import Workplace

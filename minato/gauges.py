@@ -14,7 +14,7 @@ from minato.scheduler.policy import Decision, TimeoutPolicy
 from minato.scheduler.roster import Roster
 from minato.scheduler.usage import Usage, machine_usage
 from minato.scheduler.window import Window
-from minato.stats.journal import Standing
+from minato.stats.glance import Labour, Standing
 from minato.stats.profile import Meters, Profile
 from minato.stats.readings import Readings
 from minato.stats.slowest import SlowSample
@@ -85,6 +85,19 @@ class EngineGauges:
             window.limit,
             round(in_flight * window.batch_bytes),
             window.budget_bytes,
+        )
+
+    def labour(self) -> Labour:
+        """What the workers have done; reads shared memory only, so that any thread may ask."""
+        worked = [self.ledger.activity(worker)[1:] for worker in range(len(self.meters))]
+        stages = zip(*([each.dataset, *each.steps] for each in self.meters), strict=True)
+        return Labour(
+            sum(busy_ns for busy_ns, _ in worked),
+            sum(idle_ns for _, idle_ns in worked),
+            tuple(
+                (sum(each.count for each in stage), sum(each.total for each in stage))
+                for stage in stages
+            ),
         )
 
     def slowest(self) -> list[SlowSample]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+from torch.utils.data import get_worker_info
 
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
@@ -17,10 +19,12 @@ from minato.plan import Unbound
 from minato.report.build import report_of, setup_of
 from minato.report.figures import Report
 from minato.report.headroom import HeadRoom
+from minato.report.live import Live
 from minato.scheduler.fetch import Fetcher
 from minato.slow_samples import SlowSamples
 from minato.source.progress import Coverage
 from minato.source.run import Course, is_stream
+from minato.stats.journal import Journal
 
 __all__ = ["Insight"]
 
@@ -46,8 +50,7 @@ class Insight:
         Raises:
             ValueError: The loader was made with ``measure=False``.
         """
-        if self._experience.journal is None:
-            raise ValueError("measure=False: nothing was measured; leave it out to have a report")
+        journal = self._measured()
         options = self._options
         may_fetch_more = not (
             is_stream(self) or options.schedule == "round_robin" or options.rng == "worker"
@@ -57,8 +60,37 @@ class Insight:
         return report_of(
             setup_of(self, concurrency, may_fetch_more, bounded),
             self._chain.names,
-            self._experience.journal,
+            journal,
         )
+
+    def live(self) -> Live:
+        """Show how each epoch goes, from now on: a panel below what the program prints, four times a second.
+
+        Where standard error is no terminal, or a dumb one, it is a line every five seconds; in a notebook, an output of
+        the cell. Each epoch leaves a line behind. The environment variable ``MINATO_LIVE=1`` does the same for all
+        loaders of a program.
+
+        Returns:
+            Ends the view by ``close()``, or at the end of a ``with`` block.
+
+        Raises:
+            ValueError: The loader was made with ``measure=False``.
+        """
+        return Live(self._measured(), type(self.dataset).__name__, ["dataset", *self._chain.names])
+
+    def _measured(self) -> Journal:
+        if self._experience.journal is None:
+            raise ValueError("measure=False: nothing was measured; leave it out to have a report")
+        return self._experience.journal
+
+    def _show_if_wished(self) -> None:
+        """Be live if the environment says so, in the training process and the first of several on a machine."""
+        journal = self._experience.journal
+        wished = os.environ.get("MINATO_LIVE", "") not in ("", "0")
+        if not wished or journal is None or journal.watchers:
+            return
+        if get_worker_info() is None and os.environ.get("LOCAL_RANK", "0") == "0":
+            self.live()
 
     def slow_samples(self) -> SlowSamples:
         """Which samples are slow, where they lay in the newest iterator's batches, and how well they were foretold."""

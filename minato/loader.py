@@ -315,6 +315,7 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
             )
         if self.num_workers > 0:
             self.check_worker_number_rationality()
+        self._show_if_wished()
         return BatchIterator(self, self._make_engine, type(self)._new_pass)
 
     def _refuse_data_pipes(self, what: str) -> None:

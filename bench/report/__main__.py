@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import itertools
+import os
 import statistics
+import struct
+import subprocess
 import sys
+import termios
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +27,7 @@ from minato._machine import available_cores
 from minato.report.verdict import Verdict
 
 REPEATS = 5
-_COST_BATCHES = 4000
+_COST_BATCHES = 20_000
 _LEAST_PART = 0.5
 """Of the predicted gain, following the advice must bring so much."""
 
@@ -58,17 +65,39 @@ def advise(work: Work, repeats: int) -> tuple[str, bool]:
 
 
 def cost(num_workers: int, batches: int, repeats: int) -> str:
-    """The row of what measuring costs, by loaders that do nothing else, in turn."""
-    times: dict[bool, list[float]] = {True: [], False: []}
+    """The row of what measuring and showing cost, by loaders that do nothing else, in turn."""
+    times: dict[str, list[float]] = {"without": [], "with": [], "live": []}
     data = _Cheap(32 * batches)
-    for _, measure in itertools.product(range(repeats), (True, False)):
-        loader = DataLoader(data, 32, num_workers=num_workers, measure=measure)
-        begun_s = time.perf_counter()
-        for _ in loader:
-            pass
-        times[measure].append((time.perf_counter() - begun_s) / batches)
-    without, measured = (1e6 * min(times[measure]) for measure in (False, True))
-    return f"| {num_workers} | {without:.1f} | {measured:.1f} | {measured - without:+.1f} |"
+    with _terminal():
+        for _, kind in itertools.product(range(repeats), times):
+            loader = DataLoader(data, 32, num_workers=num_workers, measure=kind != "without")
+            with loader.live() if kind == "live" else contextlib.nullcontext():
+                begun_s = time.perf_counter()
+                for _ in loader:
+                    pass
+                times[kind].append((time.perf_counter() - begun_s) / batches)
+    without, measured, live = (1e6 * min(taken) for taken in times.values())
+    return (
+        f"| {num_workers} | {without:.1f} | {measured:.1f} | {measured - without:+.1f} "
+        f"| {live:.1f} | {live - measured:+.1f} |"
+    )
+
+
+@contextlib.contextmanager
+def _terminal() -> Iterator[None]:
+    """Let standard error be a terminal that somebody reads."""
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    os.environ["TERM"] = "xterm"
+    away = subprocess.DEVNULL
+    with (
+        os.fdopen(slave, "w", buffering=1) as stream,
+        subprocess.Popen(["cat"], stdin=master, stdout=away, stderr=away) as reader,
+        contextlib.redirect_stderr(stream),
+    ):
+        yield
+        reader.terminate()
+    os.close(master)
 
 
 class _Cheap(Costly):
@@ -109,11 +138,11 @@ def costs(options: argparse.Namespace) -> tuple[list[str], bool]:
         "# What the report costs",
         "",
         "Written by `python -m bench.report --only cost --out docs/benchmarks`. Batches of 32 vectors of 16 numbers",
-        f"that are all there already, in µs per batch: the best of {repeats} runs with `measure=True` and of as many",
-        "without, in turn.",
+        f"that are all there already, in µs per batch: the best of {repeats} runs of {batches} batches with",
+        "`measure=False`, of as many with `measure=True`, and of as many with a live view on a terminal, in turn.",
         "",
-        "| workers | without | with | more |",
-        "|---|---|---|---|",
+        "| workers | without | with | more | live | more |",
+        "|---|---|---|---|---|---|",
     ]
     for num_workers in (0, 2):
         lines.append(cost(num_workers, batches, repeats))

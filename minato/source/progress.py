@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import pickle
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import index as as_integer
 from typing import Any, NamedTuple
@@ -132,6 +132,8 @@ class Progress:
         """Where the order of the batches is written down."""
         self.lags: Histogram | None = None
         """By how many batches the latest sample of each batch was late, where samples can be."""
+        self.length: Callable[[], int | None] = lambda: None
+        """Tells how many batches are left of the pass when it begins; None if nobody knows."""
         self._before = done or Done()
         self._arrivals = Arrivals(
             number_of, self._before.expected, self._before.delivered, self._before.skipped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -299,7 +300,21 @@ def _standing(loader: Any, epoch: int, done: Done | None = None) -> Standing:
     progress = Progress(epoch, done)
     if loader.order in _MIXING and loader.measure:
         progress.lags = Histogram()
+    counted = loader.dataset if is_stream(loader) else loader._index_sampler
+    parts = loader.batch_size or 1 if is_stream(loader) else 1
+    progress.length = functools.partial(
+        _length, counted, parts, loader.drop_last, progress.done().batches
+    )
     return Standing(epoch, progress, Draw(loader.generator, loader._index_sampler))
+
+
+def _length(counted: Any, size: int, drop_last: bool, done: int) -> int | None:
+    """How many batches of so many are left of a pass of which ``done`` are done; None if nobody says."""
+    try:
+        count = len(counted)
+    except TypeError:
+        return None
+    return max((count if drop_last else count + size - 1) // size - done, 0)
 
 
 def _with_own(loader: Any, replicas: dict[str, Any] | None) -> dict[str, Any] | None:

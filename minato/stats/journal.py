@@ -5,40 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from minato._core.clock import now_ns
 from minato._core.histogram import Histogram
+from minato.stats.glance import Glance, Labour, Standing, Watcher
 from minato.stats.readings import Readings
 from minato.stats.slowest import SlowSample, slowest_of
 
-__all__ = ["EpochNotes", "Gauges", "Journal", "Standing", "TimeLine"]
+__all__ = ["EpochNotes", "Gauges", "Journal", "TimeLine"]
 
 _KEPT_EPOCHS = 64
 """So many finished epochs are kept one by one; the run is the sum of all."""
 _FIRST_INTERVAL_NS = 20_000_000
 _MOST_POINTS = 256
 """When a time line holds so many points, every second one is dropped, and it looks half as often from then on."""
-
-
-class Standing(NamedTuple):
-    """How a loader stands at one moment.
-
-    Attributes:
-        workers: Workers that work.
-        in_flight: Batches that are open or ready.
-        ready: Those that are ready.
-        limit: How many may be in flight.
-        memory_bytes: What those in flight take, roughly.
-        budget_bytes: What they may take.
-    """
-
-    workers: int
-    in_flight: int
-    ready: int
-    limit: int
-    memory_bytes: int
-    budget_bytes: int
 
 
 class Gauges(Protocol):
@@ -52,6 +33,9 @@ class Gauges(Protocol):
 
     def decision(self) -> Any:
         """What counts as slow now."""
+
+    def labour(self) -> Labour:
+        """What the workers have done; may be asked in any thread."""
 
     @property
     def held_by_budget(self) -> bool:
@@ -120,6 +104,11 @@ class Journal:
         self.forgotten = Readings()
         """Counters of epochs that are no longer kept."""
         self.slow: list[SlowSample] = []
+        self.watchers: list[Watcher] = []
+        """Are told when epochs begin and end."""
+        self._length: int | None = None
+        self._standing: Standing | None = None
+        self._look = False  # somebody wants to know how things stand
         self._now: EpochNotes | None = None
         self._progress: Any = None
         self._gauges: Gauges | None = None
@@ -131,20 +120,25 @@ class Journal:
         """An epoch begins; one that was not finished is abandoned.
 
         Args:
-            progress: Knows what becomes of its samples (``coverage()``).
+            progress: Knows what becomes of its samples (``coverage()``), and how many batches there are (``length()``).
         """
         self.settle()
         self._gauges, self._progress = gauges, progress
         self._before = gauges.readings()
         self._now = EpochNotes(epoch)
         self._samples = self._bytes = self._pinned_ns = 0
-        self._began_ns = self._left_ns = now_ns()
+        self._look = bool(self.watchers)
+        self._length = progress.length() if self._look else None
+        self._standing = None
+        self._began_ns = self._entered_ns = self._left_ns = now_ns()
 
     def begun(self) -> None:
         """Its workers have been started."""
         if self._now is not None:
             self._left_ns = now_ns()
             self._now.wall_ns = self._now.start_ns = self._left_ns - self._began_ns
+            for watcher in self.watchers:
+                watcher.begun()
 
     def enter(self) -> None:
         """``next()`` is called."""
@@ -172,6 +166,8 @@ class Journal:
                 notes.first_ns = now - self._entered_ns
             waits = notes.waits
             notes.line.add(notes.wall_ns, waits.count, waits.total, standing())
+        if self._look:
+            self._look, self._standing = False, standing()
 
     def pinned(self, duration_ns: int) -> None:
         """A batch was copied to page-locked memory, after ``next()`` of the engine."""
@@ -197,6 +193,28 @@ class Journal:
             self.forgotten += self.past[0].readings
         self.past.append(notes)
         self._gauges = self._progress = None
+        for watcher in self.watchers:
+            watcher.settled()
+
+    def glance(self) -> Glance | None:
+        """How the present epoch stands, None between two; in any thread, as it changes nothing."""
+        notes, gauges, entered_ns, now = self._now, self._gauges, self._entered_ns, now_ns()
+        if notes is None or gauges is None:
+            return None
+        waits = notes.waits
+        inside_ns = now - entered_ns if entered_ns > self._left_ns else 0
+        self._look = True
+        return Glance(
+            notes.epoch,
+            now - self._began_ns,
+            waits.count,
+            self._length,
+            self._samples,
+            self._bytes,
+            notes.start_ns + waits.total + max(inside_ns, 0),
+            self._standing,
+            gauges.labour(),
+        )
 
     def notes(self) -> list[EpochNotes]:
         """All epochs that are kept, the present one last."""

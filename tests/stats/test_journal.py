@@ -8,7 +8,8 @@ from typing import Any
 
 from minato._core.histogram import Histogram
 from minato.source.progress import Progress
-from minato.stats.journal import Journal, Standing, TimeLine
+from minato.stats.glance import Labour, Standing
+from minato.stats.journal import Journal, TimeLine
 from minato.stats.readings import Readings
 from minato.stats.slowest import SlowSample
 
@@ -32,6 +33,9 @@ class Gauges:
 
     def slowest(self) -> list[SlowSample]:
         return [SlowSample(3, self.times.max, 0, -1, 0)]
+
+    def labour(self) -> Labour:
+        return Labour(self.busy_ns)
 
     def decision(self) -> Any:
         return SimpleNamespace(phase="uniform")
@@ -109,3 +113,64 @@ def test_a_time_line_is_bounded_and_spans_all_of_the_time() -> None:
     assert times == sorted(times)
     assert times[0] < 200_000_000
     assert times[-1] > 9_800_000_000
+
+
+class Watched:
+    """Notes what it is told, and how things stood then."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.told: list[tuple[str, int]] = []
+        journal.watchers.append(self)
+
+    def begun(self) -> None:
+        glance = self.journal.glance()
+        assert glance is not None
+        self.told.append(("begun", glance.batches))
+
+    def settled(self) -> None:
+        assert self.journal.glance() is None
+        self.told.append(("settled", self.journal.past[-1].epoch))
+
+
+def test_an_epoch_can_be_looked_at_while_it_runs() -> None:
+    journal, gauges = Journal(), Gauges()
+    watched = Watched(journal)
+    assert journal.glance() is None
+    epoch(journal, gauges, 5, 3)
+    first = journal.glance()
+    assert first is not None
+    assert (first.epoch, first.batches, first.samples, first.nbytes) == (5, 3, 12, 150)
+    assert (first.standing, first.labour) == (STANDING, Labour(300))
+    assert first.waited_ns <= first.at_ns
+    journal.enter()
+    inside = journal.glance()
+    assert inside is not None
+    later = journal.glance()
+    assert later is not None
+    assert (
+        later.waited_ns > inside.waited_ns > first.waited_ns
+    )  # the call that has not returned counts
+    journal.finish()
+    assert watched.told == [("begun", 0), ("settled", 5)]
+
+
+def test_how_things_stand_is_looked_up_only_for_those_who_look() -> None:
+    journal, gauges = Journal(), Gauges()
+    looks: list[int] = []
+
+    def standing() -> Standing:
+        looks.append(1)
+        return STANDING
+
+    journal.begin(0, Progress(0), gauges)
+    journal.begun()
+    for _ in range(100):
+        journal.enter()
+        journal.leave(1, 1, standing)
+    assert len(looks) < 100  # for the time line
+    journal.glance()
+    before = len(looks)
+    journal.enter()
+    journal.leave(1, 1, standing)
+    assert len(looks) > before

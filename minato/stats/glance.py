@@ -1,0 +1,77 @@
+"""How an epoch stands, read at a glance from outside of the training loop."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+__all__ = ["Glance", "Labour", "Standing", "Watcher"]
+
+
+class Standing(NamedTuple):
+    """How a loader stands at one moment.
+
+    Attributes:
+        workers: Workers that work.
+        in_flight: Batches that are open or ready.
+        ready: Those that are ready.
+        limit: How many may be in flight.
+        memory_bytes: What those in flight take, roughly.
+        budget_bytes: What they may take.
+    """
+
+    workers: int
+    in_flight: int
+    ready: int
+    limit: int
+    memory_bytes: int
+    budget_bytes: int
+
+
+class Labour(NamedTuple):
+    """What all workers together have done since they were started.
+
+    Attributes:
+        busy_ns: Time with a sample in hand.
+        idle_ns: Time without.
+        stages: Samples that were timed in each stage, and their time in ns: the dataset, then the transforms.
+    """
+
+    busy_ns: int = 0
+    idle_ns: int = 0
+    stages: tuple[tuple[int, int], ...] = ()
+
+
+class Glance(NamedTuple):
+    """One look at an epoch.
+
+    Attributes:
+        epoch: Its number.
+        at_ns: Time since its begin.
+        batches: Delivered so far.
+        length: How many it will have; None if nobody knows.
+        samples: In them.
+        nbytes: In them.
+        waited_ns: Time in ``next()`` and ``iter()`` so far, the present call included.
+        standing: Of late; None before the first batch.
+        labour: Of the workers.
+    """
+
+    epoch: int
+    at_ns: int
+    batches: int
+    length: int | None
+    samples: int
+    nbytes: int
+    waited_ns: int
+    standing: Standing | None
+    labour: Labour
+
+
+class Watcher(Protocol):
+    """Who wants to know when epochs begin and end."""
+
+    def begun(self) -> None:
+        """One has, and its workers are there."""
+
+    def settled(self) -> None:
+        """It is over, or was abandoned; called in whichever thread found out."""

@@ -1,0 +1,59 @@
+"""No fork happens while a thread of ours is at work."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from minato import _forkguard
+from minato._forkguard import at_work, forget_in_children
+
+
+def test_a_fork_waits_for_a_thread_that_is_at_work() -> None:
+    held, goes_on, events = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        with at_work() as undisturbed:
+            assert undisturbed
+            held.set()
+            goes_on.wait(10)
+            events.append("worked")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    held.wait(10)
+    threading.Timer(0.05, goes_on.set).start()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(events != ["worked"])
+    assert os.waitpid(pid, 0)[1] == 0
+    thread.join()
+
+
+def test_nobody_waits_for_a_fork_that_is_under_way() -> None:
+    seen = []
+
+    def work() -> None:
+        with at_work() as undisturbed:
+            seen.append(undisturbed)
+
+    with at_work():  # as a fork does
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    work()
+    assert seen == [False, True]
+
+
+def test_children_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_forkguard, "_forgotten", [])
+    told: list[int] = []
+    forget_in_children(lambda: told.append(1))
+    pid = os.fork()
+    if pid == 0:
+        with at_work() as undisturbed:
+            os._exit(not (undisturbed and told == [1]))
+    assert os.waitpid(pid, 0)[1] == 0
+    assert told == []
