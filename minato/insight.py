@@ -16,6 +16,7 @@ from minato.engine import Experience
 from minato.fetching import Fetching
 from minato.options import Options
 from minato.plan import Unbound
+from minato.report.bias import Labels
 from minato.report.build import report_of, setup_of
 from minato.report.figures import Report
 from minato.report.headroom import HeadRoom
@@ -42,13 +43,17 @@ class Insight:
     _chain: Chain
     _experience: Experience
 
-    def report(self) -> Report:
+    def report(self, labels: Labels | None = None) -> Report:
         """What limits the training, and all figures of the run and of each epoch so far.
 
         It can be asked for at any time; ``print`` shows it as text, ``rich.print`` in colour and Jupyter as a table.
 
+        Args:
+            labels: Where samples can be late, tells whether late ones have other labels: a sequence or mapping from
+                the dataset's indices to labels, or a function. Labels of type float are numbers, others are classes.
+
         Raises:
-            ValueError: The loader was made with ``measure=False``.
+            ValueError: The loader was made with ``measure=False``, or a sample has no label.
         """
         journal = self._measured()
         options = self._options
@@ -61,6 +66,7 @@ class Insight:
             setup_of(self, concurrency, may_fetch_more, bounded),
             self._chain.names,
             journal,
+            labels,
         )
 
     def live(self) -> Live:

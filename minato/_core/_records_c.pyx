@@ -14,6 +14,7 @@ from minato._core.hints cimport add_hint
 from minato._core.layout cimport (
     MN_DRAINING,
     MN_KIND_MASK,
+    MN_RAGGED,
     MN_LAYOUT_VERSION,
     MN_MAGIC,
     MN_MAX_WORKERS,
@@ -224,20 +225,25 @@ cdef class Records:
         """Whether it is settled in which batch this sample will lie."""
         return mn_load_acquire_u64(&self.positions[position & self.mask].ticket) & MN_NUMBER != 0
 
-    def costs(self, uint32_t batch):
-        """``(key, cost in ns)`` of the samples at the places of a full batch, where keys are integers.
+    def samples(self, uint32_t batch):
+        """``(position, key, cost in ns, bytes)`` of the samples at the places of a full batch, where keys are integers.
 
-        Samples whose cost is not known are left out, and those whose own batch is long gone.
+        Samples whose cost is not known are left out, and those whose own batch is long gone; bytes are 0 for one that
+        fits the layout.
         """
         cdef mn_batch *record = &self.batches[batch]
         cdef mn_position *sample
+        cdef mn_position *there
         cdef uint64_t place, seq
+        cdef bint ragged
         found = []
         for place in range(record.first, record.first + record.count):
-            seq = (self.positions[place & self.mask].place & MN_NUMBER) - 1
+            there = &self.positions[place & self.mask]
+            seq = (there.place & MN_NUMBER) - 1
             sample = &self.positions[seq & self.mask]
             if sample.position == seq and sample.cost_ns and not self.batches[sample.batch].keys:
-                found.append((sample.key, sample.cost_ns))
+                ragged = 1 << (there.blob & MN_KIND_MASK) == MN_RAGGED
+                found.append((seq, sample.key, sample.cost_ns, there.blob_nbytes if ragged else 0))
         return found
 
     def num_slow(self, uint32_t batch):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from minato._core._wait_py import Gate
-from minato._core.codes import KIND_MASK, NUM_PASSES
+from minato._core.codes import KIND_MASK, NUM_PASSES, RAGGED
 
 try:
     import fcntl
@@ -294,10 +294,11 @@ class Records:
         with self._locked():
             return self._ticket(position) & NUMBER != 0
 
-    def costs(self, batch: int) -> list[tuple[int, int]]:
-        """``(key, cost in ns)`` of the samples at the places of a full batch, where keys are integers.
+    def samples(self, batch: int) -> list[tuple[int, int, int, int]]:
+        """``(position, key, cost in ns, bytes)`` of the samples at the places of a full batch, where keys are integers.
 
-        Samples whose cost is not known are left out, and those whose own batch is long gone.
+        Samples whose cost is not known are left out, and those whose own batch is long gone; bytes are 0 for one that
+        fits the layout.
         """
         with self._locked():
             found = []
@@ -306,7 +307,10 @@ class Records:
                 sample = self._positions[seq & self._mask]
                 known = sample["position"] == seq and sample["cost_ns"]
                 if known and not self._batches[sample["batch"]]["keys"]:
-                    found.append((int(sample["key"]), int(sample["cost_ns"])))
+                    there = self._positions[place & self._mask]
+                    ragged = 1 << (int(there["blob"]) & KIND_MASK) == RAGGED
+                    nbytes = int(there["blob_nbytes"]) if ragged else 0
+                    found.append((seq, int(sample["key"]), int(sample["cost_ns"]), nbytes))
             return found
 
     def num_slow(self, batch: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from minato._core.histogram import Histogram
 from minato._machine import available_cores
+from minato.report.bias import Labels, bias_of
 from minato.report.figures import (
     Batches,
     Period,
@@ -32,11 +33,14 @@ _FIRST_BUCKET = 8
 _COST_CLASSES = 48
 
 
-def report_of(setup: Setup, steps: Sequence[str], journal: Journal) -> Report:
+def report_of(
+    setup: Setup, steps: Sequence[str], journal: Journal, labels: Labels | None = None
+) -> Report:
     """The report of what a loader did so far.
 
     Args:
         steps: Names of the transforms.
+        labels: Tells the label of a key.
     """
     notes = journal.notes()
     epochs = tuple(_period(each, f"epoch {each.epoch}", steps) for each in notes)
@@ -62,7 +66,8 @@ def report_of(setup: Setup, steps: Sequence[str], journal: Journal) -> Report:
         for each in journal.slow
     )
     costs = _classes(whole.readings.histograms.get("total", Histogram()))
-    return Report(setup, judge(setup, run), run, epochs, slowest, costs)
+    bias, warnings = bias_of(journal.reservoir.rows, _histogram(whole.readings, "late"), labels)
+    return Report(setup, judge(setup, run), run, epochs, slowest, costs, bias, warnings)
 
 
 def setup_of(loader: Any, fetch_concurrency: int, may_fetch_more: bool, bounded: bool) -> Setup:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batches",
+    "Bias",
     "Period",
     "Point",
     "Report",
@@ -156,6 +157,27 @@ class Slowness:
 
 
 @dataclass(frozen=True)
+class Bias:
+    """Whether what comes late differs from what comes in time; of samples of all epochs, drawn at random."""
+
+    samples: int = figure("samples", "that were looked at; 0: none can be late in this order")
+    late_share: float = figure("share", "of them that came in a later batch than their own")
+    batch_p50: float = figure("share", "of late samples in a batch; half of the batches have less")
+    batch_p99: float = figure("share", "far above P50: late samples come in bunches")
+    cost: float = figure(
+        "correlation",
+        "of lag and cost, by ranks; near 1: dear samples come late, as orders want it",
+    )
+    size: float | None = figure(
+        "correlation", "of lag and bytes; none: all have the same layout, or a worker collated them"
+    )
+    label: float | None = figure(
+        "correlation",
+        "of lag and label, with report(labels=...); above 0.2: what comes early is not a fair part",
+    )
+
+
+@dataclass(frozen=True)
 class Trouble:
     """Samples that failed; counted where on_error, retries or quarantine is in use."""
 
@@ -263,6 +285,8 @@ class Report:
         epochs: The latest 64, one by one.
         slowest: The slowest twenty samples of the run.
         costs: ``(from, to, samples)``: how many samples took between so many seconds.
+        bias: Whether what comes late differs from the rest.
+        warnings: What else you should know, in a sentence each.
     """
 
     setup: Setup
@@ -271,6 +295,8 @@ class Report:
     epochs: tuple[Period, ...]
     slowest: tuple[SlowSample, ...]
     costs: tuple[tuple[float, float, int], ...]
+    bias: Bias
+    warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain data, with ``legend``: unit and reading of each."""
@@ -296,7 +322,7 @@ class Report:
         return html.fragment(self)
 
 
-PARTS = (Waiting, Batches, Workers, Room, Slowness, Trouble, Stage, SlowSample, Point, Setup)
+PARTS = (Waiting, Batches, Workers, Room, Slowness, Bias, Trouble, Stage, SlowSample, Point, Setup)
 
 
 def legend() -> dict[str, dict[str, dict[str, str]]]:

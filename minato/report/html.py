@@ -21,6 +21,7 @@ _STYLE = """
 .minato td,.minato th{padding:.15rem .6rem .15rem 0;text-align:left;vertical-align:top}
 .minato th{font-weight:600;border-bottom:1px solid #8884}
 .minato .verdict{border-left:4px solid #2a7;padding:.4rem .8rem;margin:.6rem 0}
+.minato .note{border-left:4px solid #d9822b;padding:.4rem .8rem;margin:.6rem 0}
 .minato summary{font-weight:600;cursor:pointer;margin-top:.5rem}
 .minato figure{margin:1rem 0}.minato svg{width:100%;height:auto}
 .minato figcaption{font-weight:600}
@@ -36,7 +37,8 @@ def fragment(report: Report, *, charted: bool = False) -> str:
     """
     pictures = "".join(charts.all_of(report)) if charted else ""
     tables = "".join(map(_table, filter(lambda section: section.rows, sections(report))))
-    return f"<style>{_STYLE}</style><div class='minato'>{_verdict(report)}{pictures}{tables}</div>"
+    notes = "".join(f"<div class='note'>{escape(words)}</div>" for words in report.warnings)
+    return f"<style>{_STYLE}</style><div class='minato'>{_verdict(report)}{notes}{pictures}{tables}</div>"
 
 
 def page(report: Report, before: str = "") -> str:

@@ -25,7 +25,7 @@ class Section(NamedTuple):
 
 def sections(report: Report) -> list[Section]:
     """The tables of a report."""
-    run = report.run
+    run, bias = report.run, report.bias
     figures = [
         Section(title, ("figure", "value", "how to read it"), _figures(part))
         for title, part in (
@@ -34,6 +34,7 @@ def sections(report: Report) -> list[Section]:
             ("Workers", run.workers),
             ("Room", run.room),
             ("Slow samples", run.slowness),
+            *([("Bias", bias)] if bias.samples else []),
             ("Trouble", run.trouble),
         )
     ]
@@ -100,6 +101,8 @@ def in_words(value: Any, unit: str) -> str:
         return f"{100 * value:.3g} %" if value < 0.9995 or value > 1.0005 else "100 %"
     if unit == "s":
         return _seconds(value)
+    if unit == "correlation":
+        return f"{value:+.2f}"
     if unit == "per s":
         return f"{_scaled(value)}/s"
     if unit.startswith("bytes"):

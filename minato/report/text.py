@@ -17,7 +17,7 @@ __all__ = ["plain", "rich_of"]
 
 def plain(report: Report) -> str:
     """The report as text without colour."""
-    parts = [_verdict(report.verdict)]
+    parts = [_verdict(report.verdict), *(f"Note: {words}" for words in report.warnings)]
     parts += [_table(section) for section in sections(report) if section.rows]
     return "\n\n".join(parts)
 
@@ -35,6 +35,7 @@ def rich_of(report: Report) -> RenderableType:
     parts: list[RenderableType] = [
         rich.panel.Panel("\n".join(map(escape, rest)), title=f"[bold]{escape(head)}[/]")
     ]
+    parts += (f"[yellow]Note:[/] {escape(words)}" for words in report.warnings)
     for section in sections(report):
         if not section.rows:
             continue

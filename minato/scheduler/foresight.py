@@ -126,7 +126,7 @@ class Foresight:
             return
         model, plans_of = self._model, self._plans_of
         _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
-        for key, cost_ns in self._ledger.costs(batch):
+        for _, key, cost_ns, _ in self._ledger.samples(batch):
             plans = plans_of(seed, epoch, key)
             expected_ns = model.predict(key, None, plans)
             if expected_ns is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,8 @@ class Leavings:
             self._ledger.occupants(item.record),
             self._ledger.num_slow(item.record),
         )
-        self._progress_of(item).delivered(occupants, item.pass_start, num_slow)
+        samples = None if self._bound else functools.partial(self._ledger.samples, item.record)
+        self._progress_of(item).delivered(occupants, item.pass_start, num_slow, samples)
         self._take(item)
 
     def drop(self, item: InFlight) -> None:

@@ -41,10 +41,16 @@ class KeyStore(Protocol):
 class Progress(Protocol):
     """Who is told what becomes of a pass (the source's account of it)."""
 
-    def delivered(self, positions: list[int], start: int, num_slow: int = 0) -> None:
+    def delivered(
+        self,
+        positions: list[int],
+        start: int,
+        num_slow: int = 0,
+        samples: Callable[[], list[tuple[int, int, int, int]]] | None = None,
+    ) -> None:
         """The consumer got a batch in which these samples lay, so many of them slow.
 
-        ``start`` is the pass's first position.
+        ``start`` is the pass's first position; ``samples`` gives position, key, cost in ns and bytes of each.
         """
 
     def skipped(self, positions: list[int], start: int) -> None:

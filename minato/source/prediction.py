@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from minato.stats.ranks import rank_correlation
+
 __all__ = [
     "CostByIndex",
     "CostByPlan",
@@ -19,7 +21,6 @@ __all__ = [
     "Predictor",
     "Quality",
     "quality_of",
-    "rank_correlation",
 ]
 
 _NEWEST = 0.5
@@ -286,22 +287,3 @@ class Predictor:
                 correlation = rank_correlation(foretold, came)
                 if correlation > best:
                     best, self.model = correlation, name
-
-
-def rank_correlation(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
-    """Spearman's rank correlation of two equally long sequences; equal values share their mean rank.
-
-    Returns:
-        From -1 to 1; 0 where one of them is constant or has fewer than two values.
-    """
-    ranks = [_ranks(np.asarray(values, np.float64)) for values in (first, second)]
-    if len(ranks[0]) < 2 or any(np.ptp(rank) == 0 for rank in ranks):
-        return 0.0
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
-
-
-def _ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    middle: npt.NDArray[np.float64] = last - (counts - 1) / 2.0
-    return middle[place]

@@ -147,7 +147,13 @@ class Progress:
         self.lateness.asked(len(keys) or 1)
         return keys
 
-    def delivered(self, positions: list[int], start: int, num_slow: int = 0) -> None:
+    def delivered(
+        self,
+        positions: list[int],
+        start: int,
+        num_slow: int = 0,
+        samples: Callable[[], Sequence[tuple[int, int, int, int]]] | None = None,
+    ) -> None:
         """Note a batch that the consumer got.
 
         Args:
@@ -155,9 +161,10 @@ class Progress:
                 drawn.
             start: Position of the first sample of the pass.
             num_slow: How many of them were slow.
+            samples: Gives ``(position, key, cost in ns, bytes)`` of them; None: nobody may ask.
         """
         self._arrivals.deliver(positions, start)
-        self.lateness.delivered(positions, start, num_slow)
+        self.lateness.delivered(positions, start, num_slow, samples)
         if self.lags is not None and (held := [each for each in positions if each >= 0]):
             self.lags.record(max(self.batches - (min(held) - start) // len(positions), 0))
         self.batches += 1

@@ -11,6 +11,7 @@ from minato._core.clock import now_ns
 from minato._core.histogram import Histogram
 from minato.stats.glance import Glance, Labour, Standing, Watcher
 from minato.stats.readings import Readings
+from minato.stats.reservoir import Reservoir
 from minato.stats.slowest import SlowSample, slowest_of
 
 __all__ = ["EpochNotes", "Gauges", "Journal", "TimeLine"]
@@ -104,6 +105,8 @@ class Journal:
         self.forgotten = Readings()
         """Counters of epochs that are no longer kept."""
         self.slow: list[SlowSample] = []
+        self.reservoir = Reservoir()
+        """Some of the samples of all epochs in which they could be late."""
         self.watchers: list[Watcher] = []
         """Are told when epochs begin and end."""
         self._length: int | None = None
@@ -124,6 +127,8 @@ class Journal:
         """
         self.settle()
         self._gauges, self._progress = gauges, progress
+        if progress.lags is not None:
+            progress.lateness.reservoir = self.reservoir
         self._before = gauges.readings()
         self._now = EpochNotes(epoch)
         self._samples = self._bytes = self._pinned_ns = 0
@@ -243,6 +248,7 @@ class Journal:
         lags = self._progress.lags
         if lags is not None:
             notes.readings.histograms["lag"] = lags.snapshot()
+            notes.readings.histograms["late"] = self._progress.lateness.late.snapshot()
         notes.readings.histograms.update(wait=notes.waits.snapshot(), step=notes.steps.snapshot())
         self.slow = slowest_of([*self.slow, *gauges.slowest()])
         return notes

@@ -223,7 +223,7 @@ def test_costs_of_a_full_batch_by_key(desk: Desk) -> None:
     for position in (1, 0, 2, 3):
         desk.fill(0, position)
     # In the order of the places that they took; of two nothing is known.
-    assert desk.ledger.costs(batch) == [(71, 600), (70, 500)]
+    assert desk.ledger.samples(batch) == [(1, 71, 600, 0), (0, 70, 500, 0)]
     assert desk.ledger.num_slow(batch) == 0  # nothing is slow yet
     desk.ledger.slow_ns = 500
     assert desk.ledger.num_slow(batch) == 1
@@ -231,12 +231,23 @@ def test_costs_of_a_full_batch_by_key(desk: Desk) -> None:
         desk.ledger.note_costs(0, array.array("q", [1]), 2)
 
 
+def test_bytes_of_samples_that_do_not_fit_the_layout(desk: Desk) -> None:
+    batch = desk.ledger.publish([70, 71, 72], 3, SLOT, 0, 0, 0, True)
+    desk.claim(0, 3)
+    desk.ledger.note_costs(0, array.array("q", [5, 6, 7]), 3)
+    desk.ledger.attach(0, 8192 | codes.SAMPLE_BLOB, 10)
+    desk.ledger.attach(1, 8192 + 64 | codes.ERROR_BLOB, 11)
+    for position in range(3):
+        desk.fill(0, position)
+    assert desk.ledger.samples(batch) == [(0, 70, 5, 10), (1, 71, 6, 0), (2, 72, 7, 0)]
+
+
 def test_costs_without_integer_keys_are_not_told(desk: Desk) -> None:
     batch = desk.ledger.publish(None, 1, SLOT, 0, 0, 0, True, 128, 10)
     desk.claim(0)
     desk.ledger.note_costs(0, array.array("q", [500]), 1)
     desk.fill(0, 0)
-    assert desk.ledger.costs(batch) == []
+    assert desk.ledger.samples(batch) == []
 
 
 def test_whether_a_sample_has_its_place(desk: Desk) -> None:

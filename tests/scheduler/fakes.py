@@ -82,7 +82,9 @@ class Account:
         self.skipped_numbers: list[int] = []
         self.finished: list[bool] = []
 
-    def delivered(self, positions: list[int], start: int, num_slow: int = 0) -> None:
+    def delivered(
+        self, positions: list[int], start: int, num_slow: int = 0, samples: Any = None
+    ) -> None:
         self.delivered_numbers.append([position - start for position in positions])
 
     def skipped(self, positions: list[int], start: int) -> None:

@@ -13,8 +13,8 @@ from minato.source.prediction import (
     CostBySize,
     Predictor,
     Quality,
-    rank_correlation,
 )
+from minato.stats.ranks import rank_correlation
 
 
 def test_a_cost_is_remembered_by_index_and_the_latest_counts_half():

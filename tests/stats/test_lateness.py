@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minato.stats.lateness import Lateness
+from minato.stats.reservoir import Reservoir
 
 
 def record(asked: list[int], delivered: list[list[int]], start: int = 100) -> Lateness:
@@ -51,3 +52,20 @@ def test_the_lags_are_those_of_a_plain_count(sizes: list[int], draw) -> None:
         turns += [turn - home[number] for number in delivered[-1]]
     lags = record(sizes, delivered).lags
     assert {lag: turns.count(lag) for lag in turns} == lags
+
+
+def test_the_share_of_late_samples_and_some_of_them_are_kept():
+    lateness = Lateness()
+    lateness.reservoir = Reservoir()
+    for _ in range(3):
+        lateness.asked(4)
+    for numbers in ([0, 1, 2, 4], [3, 5, 6, 8], [7, 9, 10, 11]):
+        samples = [(100 + number, number, 50 + number, 0) for number in numbers]
+        lateness.delivered(
+            [100 + number for number in numbers], 100, 0, lambda samples=samples: samples
+        )
+    assert (lateness.late.count, lateness.late.max, lateness.late.total) == (3, 250, 500)
+    lags = {3: 1, 4: -1, 7: 1, 8: -1}
+    rows = lateness.reservoir.rows
+    assert len(rows) == 24
+    assert all(row == (row.key, lags.get(row.key, 0), 50 + row.key, 0) for row in rows)

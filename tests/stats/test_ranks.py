@@ -1,0 +1,45 @@
+"""Whether values depend on groups, by their ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minato.stats.ranks import rank_correlation, rank_spread
+
+
+def test_two_groups_have_spearmans_correlation() -> None:
+    draw = np.random.default_rng(3)
+    groups = draw.integers(0, 2, 3000)
+    values = draw.normal(size=3000) + groups
+    spread, deviations = rank_spread(values, groups.tolist())
+    assert spread == pytest.approx(rank_correlation(values, groups), abs=0.01)
+    assert deviations > 50
+
+
+def test_the_order_of_groups_does_not_matter() -> None:
+    values = np.arange(60)
+    middle = [10 if 20 <= value < 40 else value % 2 for value in values]  # neither first nor last
+    assert abs(rank_correlation(values, middle)) < 0.2
+    same = rank_spread((values - 30) ** 2, middle)
+    assert same == rank_spread(
+        (values - 30) ** 2, [{10: "b", 0: "a", 1: "c"}[each] for each in middle]
+    )
+    assert same[0] > 0.7
+
+
+@pytest.mark.parametrize("num_groups", [2, 40, 900])
+def test_chance_alone_gives_next_to_nothing(num_groups: int) -> None:
+    draw = np.random.default_rng(5)
+    for _ in range(20):
+        groups = draw.integers(0, num_groups, 2000).tolist()
+        spread, deviations = rank_spread(draw.normal(size=2000), groups)
+        assert spread < 0.2
+        assert abs(deviations) < 6
+
+
+@pytest.mark.parametrize(
+    ("values", "groups"), [([], []), ([1, 2, 3], "aaa"), ([1, 1, 1], "aba"), ([1, 2, 3], "abc")]
+)
+def test_where_nothing_can_be_said(values: list[int], groups: str) -> None:
+    assert rank_spread(values, list(groups)) == (0.0, 0.0)
