@@ -23,6 +23,7 @@ from minato.chain.plans import planner
 from minato.errors import ErrorBudgetError
 from minato.gauges import EngineGauges
 from minato.memory import Memory
+from minato.monitor.gpus import GpuWatch, gpu_watch
 from minato.options import Options
 from minato.plan import Plan
 from minato.pools import make_pool
@@ -68,6 +69,7 @@ class Experience:
         decision: Which samples are slow, as of the last look.
         staffing: How many workers help; None: all of them work.
         journal: What reports are made from; None: nothing is noted.
+        gpus: Watches them, from the first iterator on; None where there are none.
     """
 
     known: CostModel = field(default_factory=CostByIndex)
@@ -76,6 +78,7 @@ class Experience:
     decision: Decision = TimeoutPolicy().decision
     staffing: Staffing | None = None
     journal: Journal | None = None
+    gpus: GpuWatch | None = None
 
     @classmethod
     def of(cls, options: Options, chain: Chain, num_workers: int) -> Experience:
@@ -206,6 +209,8 @@ class Engine:
         self._looked_ns = self._started_ns
         self._streams = plan.streams
         self._journal = experience.journal
+        if self._journal is not None and experience.gpus is None:
+            experience.gpus = gpu_watch()
         self._gauges = EngineGauges(
             self.ledger,
             self.meters,
@@ -216,6 +221,7 @@ class Engine:
             self.timeouts,
             deaths,
             self._failures,
+            experience.gpus,
         )
         self._parts_slow = self._foresight is not None or plan.order.name == "fast_first"
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
@@ -304,7 +310,7 @@ class Engine:
 
     def _standing(self) -> Standing:
         if not isinstance(self._pool, InlinePool):
-            self._gauges.look(self._pool.usage)
+            self._gauges.look_at_workers(self._pool.usage)
         return self._gauges.standing(self._dispatcher.num_open, self._dispatcher.num_ready)
 
     def pinned(self, duration_ns: int) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
+from minato.monitor.gpus import GpuWatch
+from minato.monitor.machine import look
 from minato.scheduler.deaths import Deaths
 from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
@@ -14,7 +16,7 @@ from minato.scheduler.policy import Decision, TimeoutPolicy
 from minato.scheduler.roster import Roster
 from minato.scheduler.usage import Usage, machine_usage
 from minato.scheduler.window import Window
-from minato.stats.glance import Labour, Standing
+from minato.stats.glance import Labour, Machine, Standing
 from minato.stats.profile import Meters, Profile
 from minato.stats.readings import Readings
 from minato.stats.slowest import SlowSample
@@ -42,11 +44,12 @@ class EngineGauges:
     timeouts: TimeoutPolicy
     deaths: Deaths
     failures: FailureCount | None
+    gpus: GpuWatch | None = None
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
     """Processor time of the workers when it was last looked at: they may be gone by now."""
     _looked_ns: int = 0
 
-    def look(self, usage: Callable[[], Usage]) -> None:
+    def look_at_workers(self, usage: Callable[[], Usage]) -> None:
         """Ask for the workers' processor time, if that was not done of late."""
         now = now_ns()
         if now - self._looked_ns >= _LOOK_NS:
@@ -55,7 +58,6 @@ class EngineGauges:
     def readings(self) -> Readings:
         """All counters and histograms now."""
         self.profile.update(self.meters)
-        used_s, there_s = machine_usage()
         readings = Readings(histograms=dict(self.profile.run))
         counts = readings.counts
         counts.update(
@@ -63,8 +65,6 @@ class EngineGauges:
             deaths=self.deaths.total,
             ran_ns=self.usage.ran_ns,
             queued_ns=self.usage.queued_ns,
-            cores_used_ns=round(1e9 * used_s),
-            cores_there_ns=round(1e9 * there_s),
         )
         for worker in range(len(self.meters)):
             _, busy_ns, idle_ns = self.ledger.activity(worker)
@@ -99,6 +99,13 @@ class EngineGauges:
                 for stage in stages
             ),
         )
+
+    def machine(self) -> Machine:
+        """What the machine does; changes nothing, so that any thread may ask."""
+        used_s, there_s = machine_usage()
+        machine = look(self.gpus)
+        cores = {"cores_used_ns": round(1e9 * used_s), "cores_there_ns": round(1e9 * there_s)}
+        return machine._replace(counts={**machine.counts, **cores})
 
     def slowest(self) -> list[SlowSample]:
         """The slowest samples of each worker."""

@@ -2,7 +2,8 @@
 
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
-``report`` knows ``stats``; ``caching``, ``integrations`` and ``sources`` know no stage; only ``cached.py``,
+``monitor`` and ``report`` know ``stats``; ``caching``, ``integrations`` and ``sources`` know no stage; only
+``cached.py``,
 ``command.py``, ``engine.py``, ``gauges.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``,
 ``plan.py``, ``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package itself know all.
 """
@@ -42,8 +43,8 @@ WIRING = {
     "slow_samples",
     "workplace",
 }
-OPTIONAL = {"diskcache", "matplotlib", "nilearn", "rich"}
-"""Packages of extras: the only ones that may be imported inside a function."""
+OPTIONAL = {"diskcache", "matplotlib", "nilearn", "pynvml", "rich"}
+"""Packages of extras, and one that only a side process needs: no others may be imported inside a function."""
 
 
 class Import(NamedTuple):
@@ -88,8 +89,8 @@ def allowed(part: str) -> set[str] | None:
         return {"_core"}
     if part == "report":
         return {"report", "stats", "_core", *COMMON}
-    if part == "stats":
-        return {"stats", "_core", *COMMON}
+    if part in ("monitor", "stats"):
+        return {part, "stats", "_core", *COMMON}
     if part in STAGES:
         left = STAGES[: STAGES.index(part)][-1:]
         return {part, *left, "stats", "_core", *COMMON}
@@ -138,7 +139,16 @@ def test_cython_imports_only_the_core(path: Path) -> None:
 
 def test_every_folder_is_a_known_part() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
-    assert folders <= {*STAGES, "stats", "report", "_core", "caching", "integrations", "sources"}
+    assert folders <= {
+        *STAGES,
+        "stats",
+        "report",
+        "monitor",
+        "_core",
+        "caching",
+        "integrations",
+        "sources",
+    }
 
 
 @pytest.mark.parametrize(

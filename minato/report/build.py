@@ -10,6 +10,8 @@ from minato._machine import available_cores
 from minato.report.bias import Labels, bias_of
 from minato.report.figures import (
     Batches,
+    Gpu,
+    Host,
     Period,
     Point,
     Report,
@@ -52,7 +54,7 @@ def report_of(
             last.decision,
             last.held_by_budget,
         )
-        whole.finished = last.finished
+        whole.finished, whole.machine = last.finished, last.machine
     whole.readings = sum((each.readings for each in notes), journal.forgotten)
     run = _period(whole, "run", steps)
     slowest = tuple(
@@ -144,6 +146,13 @@ def _period(notes: EpochNotes, name: str, steps: Sequence[str]) -> Period:
         Trouble(
             *(counts[name] for name in ("retries", "recovered", "skipped", "substituted", "raised"))
         ),
+        Host(
+            len(notes.machine.gpus),
+            _ratio(counts["disk_read_bytes"], wall_s),
+            notes.machine.available_bytes,
+            notes.machine.limit_bytes,
+        ),
+        _gpus(notes),
         _stages(readings, steps),
         tuple(
             Point(at_ns / 1e9, number, waited_ns / 1e9, *standing[:-1])
@@ -189,6 +198,26 @@ def _slowness(notes: EpochNotes) -> Slowness:
         lag.percentile(0.5),
         lag.max,
     )
+
+
+def _gpus(notes: EpochNotes) -> tuple[Gpu, ...]:
+    counts, found = notes.readings.counts, []
+    for number, (name, total_bytes) in enumerate(notes.machine.gpus):
+        samples, idle, busy_percent, used_mib = (
+            counts[f"gpu{number}_{what}"]
+            for what in ("samples", "idle", "busy_percent", "used_mib")
+        )
+        found.append(
+            Gpu(
+                f"{number} {name}",
+                samples,
+                _ratio(idle, samples),
+                _ratio(busy_percent / 100, samples - idle),
+                round(_ratio(used_mib, samples) * 2**20),
+                total_bytes,
+            )
+        )
+    return tuple(found)
 
 
 def _stages(readings: Readings, steps: Sequence[str]) -> tuple[Stage, ...]:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Batches",
     "Bias",
+    "Gpu",
+    "Host",
     "Period",
     "Point",
     "Report",
@@ -129,6 +131,34 @@ class Room:
     held_by_budget: bool = figure(
         "yes or no", "yes: the budget keeps further batches from being loaded ahead"
     )
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the machine did; use of its cores stands among the workers' figures."""
+
+    gpus: int = figure("GPUs", "that are watched; 0: none was found, or its driver does not tell")
+    disk_bytes_per_s: float = figure(
+        "bytes per s", "read from local disks; near what they can do: the disk is the limit"
+    )
+    available_bytes: int = figure(
+        "bytes", "of memory, at the end; near 0: fewer workers, or a smaller memory_budget_bytes"
+    )
+    limit_bytes: int = figure("bytes", "of memory that there are, for this container")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What one GPU did, looked at ten times a second."""
+
+    name: str = figure("name", "and its number")
+    samples: int = figure("times", "it was looked at; few: the figures say little")
+    idle_share: float = figure("share", "of the time without any work; high: it waits")
+    busy_share: float = figure(
+        "share", "of the time in which it computes, when it is not idle; low: its work is small"
+    )
+    memory_bytes: int = figure("bytes", "in use, by all programs, on average")
+    total_bytes: int = figure("bytes", "that it has; much is left: a larger batch may fit")
 
 
 @dataclass(frozen=True)
@@ -257,6 +287,8 @@ class Period:
         name: ``run``, or the epoch.
         epochs: How many are in it.
         finished: Whether it came to its end.
+        host: The machine meanwhile.
+        gpus: Those that this process may use.
         stages: The dataset, each transform, and collate and copy.
         line: How it stood over time.
     """
@@ -270,6 +302,8 @@ class Period:
     room: Room
     slowness: Slowness
     trouble: Trouble
+    host: Host
+    gpus: tuple[Gpu, ...]
     stages: tuple[Stage, ...]
     line: tuple[Point, ...]
 
@@ -322,7 +356,21 @@ class Report:
         return html.fragment(self)
 
 
-PARTS = (Waiting, Batches, Workers, Room, Slowness, Bias, Trouble, Stage, SlowSample, Point, Setup)
+PARTS = (
+    Waiting,
+    Batches,
+    Workers,
+    Room,
+    Host,
+    Gpu,
+    Slowness,
+    Bias,
+    Trouble,
+    Stage,
+    SlowSample,
+    Point,
+    Setup,
+)
 
 
 def legend() -> dict[str, dict[str, dict[str, str]]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minato.report.rows import in_words
-from minato.stats.glance import Glance, Labour
+from minato.stats.glance import Glance, Labour, Machine
 
 __all__ = ["Pace", "Paced"]
 
@@ -34,6 +34,8 @@ class Pace:
         slowest: The dataset or transform that took most of the workers' time; empty if nothing was timed.
         slowest_share: Its share of the time of all of these.
         slowest_s: Its mean time for a sample.
+        machine: What it does, in words.
+        gpus: What they do, in words; empty if there are none.
     """
 
     title: str
@@ -52,6 +54,8 @@ class Pace:
     slowest: str
     slowest_share: float
     slowest_s: float
+    machine: str
+    gpus: str
 
     @property
     def done(self) -> float | None:
@@ -75,6 +79,8 @@ class Pace:
             ("workers", f"{self.workers}, busy {in_words(self.busy, 'share')} of their time"),
             ("window", f"{self.ready} of at most {self.limit} batches ready"),
             ("slowest", slowest),
+            ("machine", self.machine),
+            *([("GPUs", self.gpus)] if self.gpus else []),
         ]
 
     @property
@@ -119,7 +125,7 @@ class Paced:
             seen.popleft()
         first = seen[0]
         if len(seen) == 1:  # nothing to compare with but the epoch's begin
-            first = Glance(glance.epoch, 0, 0, None, 0, 0, 0, None, Labour())
+            first = Glance(glance.epoch, 0, 0, None, 0, 0, 0, None, Labour(), glance.machine)
         recent_s = max(glance.at_ns - first.at_ns, 1) / 1e9
         rate = (glance.batches - first.batches) / recent_s
         left = None if glance.length is None or not rate else glance.length - glance.batches
@@ -141,6 +147,8 @@ class Paced:
             0 if standing is None else standing.ready,
             0 if standing is None else standing.limit,
             *self._slowest(first, glance),
+            _of_machine(first.machine, glance.machine, recent_s),
+            _of_gpus(first.machine, glance.machine),
         )
 
     def _slowest(self, first: Glance, glance: Glance) -> tuple[str, float, float]:
@@ -159,6 +167,38 @@ class Paced:
         number = max(range(len(times)), key=lambda i: times[i][1])
         count, total = times[number]
         return self._stages[number], total / whole_ns, total / max(count, 1) / 1e9
+
+
+def _of_machine(before: Machine, now: Machine, seconds: float) -> str:
+    """What cores, disks and memory do."""
+    used, there, read = (
+        now.counts.get(name, 0) - before.counts.get(name, 0)
+        for name in ("cores_used_ns", "cores_there_ns", "disk_read_bytes")
+    )
+    cores = f"cores {in_words(min(used / there, 1.0), 'share')}, " if there > 0 else ""
+    return (
+        f"{cores}disks {in_words(read / seconds, 'bytes per s')}, "
+        f"{in_words(now.available_bytes, 'bytes')} of {in_words(now.limit_bytes, 'bytes')} free"
+        + ("" if now.gpus else ", no GPU")
+    )
+
+
+def _of_gpus(before: Machine, now: Machine) -> str:
+    """How the GPUs are used."""
+    found = []
+    for number, (_, total_bytes) in enumerate(now.gpus):
+        samples, idle, busy_percent, used_mib = (
+            now.counts.get(f"gpu{number}_{what}", 0) - before.counts.get(f"gpu{number}_{what}", 0)
+            for what in ("samples", "idle", "busy_percent", "used_mib")
+        )
+        if samples > 0:
+            busy = busy_percent / 100 / max(samples - idle, 1)
+            memory = in_words(used_mib / samples * 2**20, "bytes")
+            found.append(
+                f"{number}: idle {in_words(idle / samples, 'share')}, busy {in_words(busy, 'share')} otherwise, "
+                f"{memory} of {in_words(total_bytes, 'bytes')}"
+            )
+    return "; ".join(found)
 
 
 def clock(seconds: float) -> str:

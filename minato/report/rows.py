@@ -33,6 +33,7 @@ def sections(report: Report) -> list[Section]:
             ("Batches", run.batches),
             ("Workers", run.workers),
             ("Room", run.room),
+            ("Machine", run.host),
             ("Slow samples", run.slowness),
             *([("Bias", bias)] if bias.samples else []),
             ("Trouble", run.trouble),
@@ -40,6 +41,21 @@ def sections(report: Report) -> list[Section]:
     ]
     return [
         *figures,
+        Section(
+            "GPUs",
+            ("GPU", "idle", "busy otherwise", "memory", "of", "looks"),
+            [
+                (
+                    each.name,
+                    in_words(each.idle_share, "share"),
+                    in_words(each.busy_share, "share"),
+                    in_words(each.memory_bytes, "bytes"),
+                    in_words(each.total_bytes, "bytes"),
+                    str(each.samples),
+                )
+                for each in run.gpus
+            ],
+        ),
         Section(
             "Stages",
             ("stage", "share", "mean", "P50", "P90", "P99", "timed"),

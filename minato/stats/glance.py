@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-__all__ = ["Glance", "Labour", "Standing", "Watcher"]
+__all__ = ["Glance", "Labour", "Machine", "Standing", "Watcher"]
 
 
 class Standing(NamedTuple):
@@ -41,6 +42,24 @@ class Labour(NamedTuple):
     stages: tuple[tuple[int, int], ...] = ()
 
 
+class Machine(NamedTuple):
+    """What the whole machine does.
+
+    Attributes:
+        counts: Counters since some moment: ``cores_used_ns``, ``cores_there_ns``, ``disk_read_bytes``, and of each GPU
+            ``gpu0_samples`` (looks), ``gpu0_idle`` (those at which it was idle), ``gpu0_busy_percent`` (sum of its
+            use), ``gpu0_used_mib`` (sum of the memory in use).
+        available_bytes: Memory that can still be taken.
+        limit_bytes: Memory that there is, within the limits of the control groups.
+        gpus: Name and bytes of each.
+    """
+
+    counts: Mapping[str, int] = {}
+    available_bytes: int = 0
+    limit_bytes: int = 0
+    gpus: tuple[tuple[str, int], ...] = ()
+
+
 class Glance(NamedTuple):
     """One look at an epoch.
 
@@ -54,6 +73,7 @@ class Glance(NamedTuple):
         waited_ns: Time in ``next()`` and ``iter()`` so far, the present call included.
         standing: Of late; None before the first batch.
         labour: Of the workers.
+        machine: What it does.
     """
 
     epoch: int
@@ -65,6 +85,7 @@ class Glance(NamedTuple):
     waited_ns: int
     standing: Standing | None
     labour: Labour
+    machine: Machine
 
 
 class Watcher(Protocol):

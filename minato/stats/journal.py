@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from minato._core.clock import now_ns
 from minato._core.histogram import Histogram
-from minato.stats.glance import Glance, Labour, Standing, Watcher
+from minato.stats.glance import Glance, Labour, Machine, Standing, Watcher
 from minato.stats.readings import Readings
 from minato.stats.reservoir import Reservoir
 from minato.stats.slowest import SlowSample, slowest_of
@@ -37,6 +37,9 @@ class Gauges(Protocol):
 
     def labour(self) -> Labour:
         """What the workers have done; may be asked in any thread."""
+
+    def machine(self) -> Machine:
+        """What the machine does; may be asked in any thread."""
 
     @property
     def held_by_budget(self) -> bool:
@@ -78,6 +81,7 @@ class EpochNotes:
         steps: Time between two of them, in ns.
         readings: Counters of the workers, and of all of the above.
         line: How it stood over time.
+        machine: What it did, as of the last reading.
         decision: What counted as slow in the end (a ``scheduler.policy.Decision``).
         held_by_budget: Whether the memory budget kept more batches from being opened.
         finished: Whether it came to its end.
@@ -91,6 +95,7 @@ class EpochNotes:
     steps: Histogram = field(default_factory=Histogram)
     readings: Readings = field(default_factory=Readings)
     line: TimeLine = field(default_factory=TimeLine)
+    machine: Machine = field(default_factory=Machine)
     decision: Any = None
     held_by_budget: bool = False
     finished: bool = False
@@ -129,7 +134,7 @@ class Journal:
         self._gauges, self._progress = gauges, progress
         if progress.lags is not None:
             progress.lateness.reservoir = self.reservoir
-        self._before = gauges.readings()
+        self._before, _ = _readings(gauges)
         self._now = EpochNotes(epoch)
         self._samples = self._bytes = self._pinned_ns = 0
         self._look = bool(self.watchers)
@@ -219,6 +224,7 @@ class Journal:
             notes.start_ns + waits.total + max(inside_ns, 0),
             self._standing,
             gauges.labour(),
+            gauges.machine(),
         )
 
     def notes(self) -> list[EpochNotes]:
@@ -229,7 +235,8 @@ class Journal:
         notes, gauges = self._now, self._gauges
         assert notes is not None
         assert gauges is not None
-        notes.readings = gauges.readings().since(self._before)
+        readings, notes.machine = _readings(gauges)
+        notes.readings = readings.since(self._before)
         notes.decision, notes.held_by_budget = gauges.decision(), gauges.held_by_budget
         coverage = self._progress.coverage()
         notes.readings.counts.update(
@@ -252,3 +259,10 @@ class Journal:
         notes.readings.histograms.update(wait=notes.waits.snapshot(), step=notes.steps.snapshot())
         self.slow = slowest_of([*self.slow, *gauges.slowest()])
         return notes
+
+
+def _readings(gauges: Gauges) -> tuple[Readings, Machine]:
+    """All counters, those of the machine too."""
+    readings, machine = gauges.readings(), gauges.machine()
+    readings.counts.update(machine.counts)
+    return readings, machine

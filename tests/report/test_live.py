@@ -24,7 +24,7 @@ from tests.datasets import Numbers
 from tests.report.terminals import Terminal, terminal
 from tests.subprocesses import environment
 
-LONGEST_S = 20.0
+LONGEST_S = 30.0
 ENDED = r"Numbers, epoch 0: 40 batches, 80 samples in \S+ m?s, \S+ samples/s, waiting \S+ %"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minato.report.pace import Paced, clock
-from minato.stats.glance import Glance, Labour, Standing
+from minato.stats.glance import Glance, Labour, Machine, Standing
 
 S = 1_000_000_000
 
@@ -22,6 +22,20 @@ def glance(at_s: float, batches: int, waited_s: float = 0.0, epoch: int = 0) -> 
         round(waited_s * S),
         Standing(2, 6, 3, 8, 0, 0),
         Labour(round(at_s * S), round(at_s * S / 3), stages),
+        Machine(
+            {
+                "cores_used_ns": 7 + round(at_s * S),
+                "cores_there_ns": 9 + round(2 * at_s * S),
+                "disk_read_bytes": 5 + round(3e6 * at_s),
+                "gpu0_samples": 10 * round(at_s),
+                "gpu0_idle": 6 * round(at_s),
+                "gpu0_busy_percent": 100 * round(at_s),
+                "gpu0_used_mib": 20480 * round(at_s),
+            },
+            12 * 10**9,
+            24 * 10**9,
+            (("A", 80 * 10**9),),
+        ),
     )
 
 
@@ -45,6 +59,8 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     assert pace.batches_per_s == pytest.approx(1)
     assert pace.waiting == 0
     assert pace.left_s == pytest.approx(50)
+    assert pace.machine == "cores 50 %, disks 3 MB/s, 12 GB of 24 GB free"
+    assert pace.gpus == "0: idle 60 %, busy 25 % otherwise, 2.15 GB of 80 GB"
 
 
 def test_another_epoch_begins_anew() -> None:
@@ -55,12 +71,14 @@ def test_another_epoch_begins_anew() -> None:
 
 
 def test_what_nobody_knows_is_left_out() -> None:
-    nothing = glance(1, 0)._replace(length=None, standing=None, labour=Labour())
+    nothing = glance(1, 0)._replace(length=None, standing=None, labour=Labour(), machine=Machine())
     pace = Paced("Stream", ["dataset"]).add(nothing)
     assert (pace.left_s, pace.done, pace.slowest, pace.workers, pace.busy) == (None, None, "", 0, 0)
     assert pace.progress == "0 batches in 0:01"
     assert "left" not in pace.line
     assert dict(pace.rows())["slowest"] == "–"
+    assert "no GPU" in dict(pace.rows())["machine"]
+    assert "GPUs" not in dict(pace.rows())
 
 
 @pytest.mark.parametrize(

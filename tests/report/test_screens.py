@@ -33,6 +33,8 @@ PACE = Pace(
     "Blur",
     0.7,
     0.031,
+    "cores 80 %",
+    "0: idle 60 %",
 )
 
 
@@ -48,9 +50,9 @@ def test_the_panel_says_all_and_what_is_printed_scrolls_above_it() -> None:
         panel.show([PACE])
         rows = term.look()
         assert rows[0] == "before"
-        assert term.region == (0, 15)
-        words = " ".join(rows[16:])
-        assert "Photos <b>, epoch 3" in rows[16]
+        assert term.region == (0, 13)
+        words = " ".join(rows[14:])
+        assert "Photos <b>, epoch 3" in rows[14]
         for what in (
             "64 samples/s",
             "3 MB/s",
@@ -65,8 +67,8 @@ def test_the_panel_says_all_and_what_is_printed_scrolls_above_it() -> None:
             term.stream.write(f"line {number}\n")
         panel.show([PACE])
         after = term.look()
-        assert after[16:] == rows[16:]
-        assert after[14] == "line 29"
+        assert after[14:] == rows[14:]
+        assert after[12] == "line 29"
         panel.hide()
         term.look()
         assert term.region in (None, (0, 23))
@@ -109,7 +111,7 @@ def test_the_panel_follows_the_terminals_size() -> None:
         assert "text" in rows
         assert [row[:3] for row in rows].count("╭─ ") == 2
         assert len(rows[29]) == 100
-        assert term.region == (0, 13)
+        assert term.region == (0, 9)
         term.resize(9, 60)  # too small for a panel
         panel.show([PACE])
         assert not any("╭─" in row for row in term.look())

@@ -11,6 +11,7 @@ import pytest
 from minato import DataLoader
 from minato.report.figures import (
     Batches,
+    Host,
     Period,
     Room,
     Setup,
@@ -64,6 +65,8 @@ def run(
         Room(0.1, 2.0, 4, 1000, 4000, held),
         Slowness("uniform", 0, 0.75, 0, 0, 0, 0, 0, 0),
         Trouble(0, 0, 0, 0, 0),
+        Host(0, 0, 0, 0),
+        (),
         parts,
         (),
     )

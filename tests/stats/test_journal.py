@@ -8,11 +8,12 @@ from typing import Any
 
 from minato._core.histogram import Histogram
 from minato.source.progress import Progress
-from minato.stats.glance import Labour, Standing
+from minato.stats.glance import Labour, Machine, Standing
 from minato.stats.journal import Journal, TimeLine
 from minato.stats.readings import Readings
 from minato.stats.slowest import SlowSample
 
+MACHINE = Machine({"disk_read_bytes": 9}, 5, 10, (("A", 7),))
 STANDING = Standing(2, 4, 1, 6, 1000, 10_000)
 
 
@@ -36,6 +37,9 @@ class Gauges:
 
     def labour(self) -> Labour:
         return Labour(self.busy_ns)
+
+    def machine(self) -> Machine:
+        return MACHINE
 
     def decision(self) -> Any:
         return SimpleNamespace(phase="uniform")
@@ -67,6 +71,7 @@ def test_an_epoch_holds_what_was_added_during_it() -> None:
         assert counts["wall_ns"] >= counts["start_ns"] + notes.waits.total + notes.steps.total
         assert notes.finished
         assert notes.line.points[0][-1] == STANDING
+        assert notes.machine == MACHINE
     assert journal.slow == [SlowSample(3, 100, 0, -1, 0)]
     whole = sum((notes.readings for notes in journal.notes()), journal.forgotten)
     assert whole.counts["epochs"] == 2
@@ -141,7 +146,7 @@ def test_an_epoch_can_be_looked_at_while_it_runs() -> None:
     first = journal.glance()
     assert first is not None
     assert (first.epoch, first.batches, first.samples, first.nbytes) == (5, 3, 12, 150)
-    assert (first.standing, first.labour) == (STANDING, Labour(300))
+    assert (first.standing, first.labour, first.machine) == (STANDING, Labour(300), MACHINE)
     assert first.waited_ns <= first.at_ns
     journal.enter()
     inside = journal.glance()

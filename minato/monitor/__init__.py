@@ -1,0 +1,1 @@
+"""What the machine does meanwhile, and an endpoint for those who collect figures."""

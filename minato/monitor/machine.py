@@ -1,0 +1,36 @@
+"""What the machine does while a loader runs."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import psutil
+
+from minato._machine import available_memory_bytes, memory_limit_bytes
+from minato.monitor.gpus import GpuWatch
+from minato.stats.glance import Machine
+
+__all__ = ["look"]
+
+
+def look(gpus: GpuWatch | None) -> Machine:
+    """Counters and memory now, without what the cores do."""
+    counts = Counter(disk_read_bytes=_disk_read_bytes())
+    if gpus is not None:
+        counts.update(gpus.counts())
+    names = () if gpus is None else gpus.gpus()
+    return Machine(counts, available_memory_bytes(), _limit_bytes(), names)
+
+
+@functools.cache
+def _limit_bytes() -> int:
+    return memory_limit_bytes()
+
+
+def _disk_read_bytes() -> int:
+    try:
+        disks = psutil.disk_io_counters(nowrap=False)
+    except (OSError, RuntimeError, NotImplementedError):  # a container may hide them
+        return 0
+    return 0 if disks is None else int(disks.read_bytes)
