@@ -16,6 +16,7 @@ __all__ = [
     "check_sample_timeout",
     "check_slow",
     "check_whole",
+    "metrics_address",
     "worker_range",
 ]
 
@@ -94,6 +95,16 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         allowed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name}={value!r} is not possible: choose one of {allowed}")
+
+
+def metrics_address(value: int | str) -> tuple[str, int]:
+    """Host and port of ``metrics_port``; without a host, this machine alone can reach it."""
+    host, _, port = str(value).rpartition(":")
+    if isinstance(value, bool) or not port.isdigit() or int(port) > 65535:
+        raise ValueError(
+            f"metrics_port={value!r} is no port: give a number up to 65535, or a text such as '0.0.0.0:9100'"
+        )
+    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def as_path(path: str | os.PathLike[str] | None) -> str | None:

@@ -69,6 +69,7 @@ class Experience:
         decision: Which samples are slow, as of the last look.
         staffing: How many workers help; None: all of them work.
         journal: What reports are made from; None: nothing is noted.
+        metrics_url: Where figures are told; None: nowhere.
         gpus: Watches them, from the first iterator on; None where there are none.
     """
 
@@ -79,6 +80,7 @@ class Experience:
     staffing: Staffing | None = None
     journal: Journal | None = None
     gpus: GpuWatch | None = None
+    metrics_url: str | None = None
 
     @classmethod
     def of(cls, options: Options, chain: Chain, num_workers: int) -> Experience:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -12,8 +13,11 @@ from torch.utils.data import get_worker_info
 
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
+from minato.checks import metrics_address
 from minato.engine import Experience
 from minato.fetching import Fetching
+from minato.monitor.endpoint import serve
+from minato.monitor.metrics import Exported
 from minato.options import Options
 from minato.plan import Unbound
 from minato.report.bias import Labels
@@ -89,14 +93,41 @@ class Insight:
             raise ValueError("measure=False: nothing was measured; leave it out to have a report")
         return self._experience.journal
 
-    def _show_if_wished(self) -> None:
-        """Be live if the environment says so, in the training process and the first of several on a machine."""
-        journal = self._experience.journal
-        wished = os.environ.get("MINATO_LIVE", "") not in ("", "0")
-        if not wished or journal is None or journal.watchers:
+    @property
+    def metrics_url(self) -> str | None:
+        """Where the loader's figures are told; None without ``metrics_port``, and before the first iteration."""
+        return self._experience.metrics_url
+
+    def _open_views(self) -> None:
+        """Be live, and tell figures, if that is wished, in the training process."""
+        if self._experience.journal is None or get_worker_info() is not None:
             return
-        if get_worker_info() is None and os.environ.get("LOCAL_RANK", "0") == "0":
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        watchers = self._experience.journal.watchers
+        if _wished("MINATO_LIVE") and rank == 0 and not any(isinstance(w, Live) for w in watchers):
             self.live()
+        place = self._options.metrics_port
+        if place is None:
+            place = _wished("MINATO_METRICS_PORT")
+        if place is not None and self.metrics_url is None:
+            self._tell_figures(place, rank)
+
+    def _tell_figures(self, place: int | str, rank: int) -> None:
+        host, port = metrics_address(place)
+        port += rank if port else 0
+        stages = ["dataset", *self._chain.names]
+        exported = Exported(self._measured(), type(self.dataset).__name__, stages)
+        try:
+            self._experience.metrics_url = serve(exported, host, port)
+        except OSError as error:
+            self._measured().watchers.remove(exported)
+            words = (
+                f"the metrics of a loader cannot be told at {host}:{port}: {error.strerror}; use another port, or 0 "
+                "for any that is free"
+            )
+            if self._options.metrics_port is not None:
+                raise OSError(error.errno, words) from None
+            warnings.warn(words, stacklevel=4)
 
     def slow_samples(self) -> SlowSamples:
         """Which samples are slow, where they lay in the newest iterator's batches, and how well they were foretold."""
@@ -166,3 +197,9 @@ class Insight:
             if self._options.rng == "sample":
                 randomness.bind(max(self._course.epoch, 0) if epoch is None else epoch, index)
             return Fetcher(self.dataset, self._chain, self._auto_collation).single(index)
+
+
+def _wished(variable: str) -> str | None:
+    """The value of an environment variable that is set."""
+    value = os.environ.get(variable, "")
+    return None if value in ("", "0") else value

@@ -101,6 +101,8 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         profile: Folder in which each epoch leaves what samples cost, so that the next run of the program knows from the
             start which are slow.
         measure: Take the times that ``report()`` is made of, which costs a few microseconds for each batch.
+        metrics_port: Tell figures in Prometheus's format at this port of 127.0.0.1, or at a text of host and port, from
+            the first iteration on; 0: any port, as ``metrics_url`` tells.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -154,6 +156,7 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         slow_after_s: float | None = None,
         profile: str | os.PathLike[str] | None = None,
         measure: bool = True,
+        metrics_port: int | str | None = None,
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -190,6 +193,7 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
             slow_after_s=slow_after_s,
             profile=profile,
             measure=measure,
+            metrics_port=metrics_port,
         )
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
@@ -315,7 +319,7 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
             )
         if self.num_workers > 0:
             self.check_worker_number_rationality()
-        self._show_if_wished()
+        self._open_views()
         return BatchIterator(self, self._make_engine, type(self)._new_pass)
 
     def _refuse_data_pipes(self, what: str) -> None:

@@ -15,6 +15,7 @@ from minato.checks import (
     check_sample_timeout,
     check_slow,
     check_whole,
+    metrics_address,
     worker_range,
 )
 from minato.fetching import Fetching
@@ -93,6 +94,7 @@ class Options:
         slow_after_s: The same in seconds, or None.
         profile: Folder that keeps what samples cost, or None.
         measure: Whether times are taken for ``report()``.
+        metrics_port: Where an endpoint tells figures: a port, or host and port; None: nowhere.
     """
 
     order: str
@@ -118,6 +120,7 @@ class Options:
     slow_after_s: float | None
     profile: str | None
     measure: bool
+    metrics_port: int | str | None
 
     @property
     def settles_failures(self) -> bool:
@@ -156,6 +159,7 @@ class Options:
         slow_after_s: float | None,
         profile: Any,
         measure: bool,
+        metrics_port: int | str | None,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -176,6 +180,12 @@ class Options:
         if not isinstance(controller, PaperController):
             check_choice("controller", controller, ("corrected", "paper"))
         check_choice("measure", measure, (True, False))
+        if metrics_port is not None:
+            metrics_address(metrics_port)
+            if not measure:
+                raise ValueError(
+                    f"metrics_port={metrics_port!r} contradicts measure=False, which takes no figures: leave one out"
+                )
         check_slow(slow_percentile, slow_after_s)
         check_whole("min_workers", min_workers, 1)
         check_whole("max_workers", max_workers, 1)
@@ -288,6 +298,7 @@ class Options:
             slow_after_s=slow_after_s,
             profile=None if profile is None else os.fspath(profile),
             measure=measure,
+            metrics_port=metrics_port,
         )
 
     def first_workers(self, num_workers: int | str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minato.report.rows import in_words
-from minato.stats.glance import Glance, Labour, Machine
+from minato.stats.glance import Glance, Machine
 
 __all__ = ["Pace", "Paced"]
 
@@ -125,7 +125,7 @@ class Paced:
             seen.popleft()
         first = seen[0]
         if len(seen) == 1:  # nothing to compare with but the epoch's begin
-            first = Glance(glance.epoch, 0, 0, None, 0, 0, 0, None, Labour(), glance.machine)
+            first = Glance(glance.epoch, machine=glance.machine)
         recent_s = max(glance.at_ns - first.at_ns, 1) / 1e9
         rate = (glance.batches - first.batches) / recent_s
         left = None if glance.length is None or not rate else glance.length - glance.batches

@@ -76,16 +76,16 @@ class Glance(NamedTuple):
         machine: What it does.
     """
 
-    epoch: int
-    at_ns: int
-    batches: int
-    length: int | None
-    samples: int
-    nbytes: int
-    waited_ns: int
-    standing: Standing | None
-    labour: Labour
-    machine: Machine
+    epoch: int = 0
+    at_ns: int = 0
+    batches: int = 0
+    length: int | None = None
+    samples: int = 0
+    nbytes: int = 0
+    waited_ns: int = 0
+    standing: Standing | None = None
+    labour: Labour = Labour()
+    machine: Machine = Machine()
 
 
 class Watcher(Protocol):
