@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["all_of"]
 
-_WIDTH, _HEIGHT, _LEFT, _BELOW, _ABOVE = 640, 200, 70, 30, 12
+_WIDTH, _HEIGHT, _LEFT, _BELOW, _ABOVE = 400, 170, 52, 26, 12
+"""Narrow enough for a phone, where a unit is nearly a pixel, so that text of 12 can be read."""
 _ROW = 22
+_LABEL, _BAR = 150, 175
 _COLOURS = ("#2563a8", "#d9822b", "#3a9d5d")
 
 
@@ -46,9 +48,9 @@ def all_of(report: Report) -> Iterator[str]:
         yield _bars("Slowest samples", slowest, "s")
 
 
-def _figure(title: str, height: int, content: str) -> str:
+def _figure(title: str, height: int, content: str, legend: str = "") -> str:
     return (
-        f"<figure><figcaption>{escape(title)}</figcaption><svg viewBox='0 0 {_WIDTH} {height}' "
+        f"<figure><figcaption>{escape(title)}</figcaption>{legend}<svg viewBox='0 0 {_WIDTH} {height}' "
         f"role='img' aria-label='{escape(title, quote=True)}' font-size='12' font-family='sans-serif' "
         f"fill='currentColor'>{content}</svg></figure>"
     )
@@ -62,8 +64,8 @@ def _axes(low: str, high: str, top: str) -> str:
     base = _HEIGHT - _BELOW
     return (
         f"<path d='M{_LEFT} {_ABOVE}V{base}H{_WIDTH - 8}' fill='none' stroke='#8888'/>"
-        + _text(_LEFT, _HEIGHT - 10, low)
-        + _text(_WIDTH - 8, _HEIGHT - 10, high, "end")
+        + _text(_LEFT, _HEIGHT - 8, low)
+        + _text(_WIDTH - 8, _HEIGHT - 8, high, "end")
         + _text(_LEFT - 6, _ABOVE + 8, top, "end")
         + _text(_LEFT - 6, base, "0", "end")
     )
@@ -75,8 +77,12 @@ def _lines(
     top = max(max((max(values) for values in series.values()), default=0.0), 1e-9)
     first, last = times[0], max(times[-1], times[0] + 1e-9)
     width, height = _WIDTH - 8 - _LEFT, _HEIGHT - _BELOW - _ABOVE
+    legend = "".join(
+        f"<span style='color:{colour};margin-right:1em'>{escape(name)}</span>"
+        for colour, name in zip(_COLOURS, series, strict=False)
+    )
     parts = [_axes(in_words(first, "s"), in_words(last, "s"), in_words(float(top), unit))]
-    for number, (name, values) in enumerate(series.items()):
+    for number, values in enumerate(series.values()):
         colour = _COLOURS[number]
         points = " ".join(
             f"{_LEFT + width * (at - first) / (last - first):.1f},{_ABOVE + height * (1 - value / top):.1f}"
@@ -85,10 +91,7 @@ def _lines(
         parts.append(
             f"<polyline points='{points}' fill='none' stroke='{colour}' stroke-width='1.5'/>"
         )
-        parts.append(
-            f"<g fill='{colour}'>" + _text(_LEFT + 90 + 160 * number, _HEIGHT - 10, name) + "</g>"
-        )
-    return _figure(title, _HEIGHT, "".join(parts))
+    return _figure(title, _HEIGHT, "".join(parts), legend)
 
 
 def _histogram(report: Report) -> str:
@@ -117,10 +120,10 @@ def _bars(title: str, rows: Sequence[tuple[str, float]], unit: str) -> str:
     parts = []
     for number, (name, value) in enumerate(rows):
         y = _ABOVE + number * _ROW
-        wide = 300 * value / top
-        parts.append(_text(0, y + 12, name if len(name) <= 30 else f"{name[:29]}…"))
+        wide = _BAR * value / top
+        parts.append(_text(0, y + 12, name if len(name) <= 22 else f"{name[:21]}…"))
         parts.append(
-            f"<rect x='220' y='{y}' width='{wide:.1f}' height='{_ROW - 6}' fill='{_COLOURS[0]}'/>"
+            f"<rect x='{_LABEL}' y='{y}' width='{wide:.1f}' height='{_ROW - 6}' fill='{_COLOURS[0]}'/>"
         )
-        parts.append(_text(226 + wide, y + 12, in_words(value, unit)))
+        parts.append(_text(_LABEL + 6 + wide, y + 12, in_words(value, unit)))
     return _figure(title, _ABOVE + len(rows) * _ROW + 4, "".join(parts))

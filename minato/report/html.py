@@ -23,6 +23,8 @@ _STYLE = """
 .minato .verdict{border-left:4px solid #2a7;padding:.4rem .8rem;margin:.6rem 0}
 .minato .note{border-left:4px solid #d9822b;padding:.4rem .8rem;margin:.6rem 0}
 .minato summary{font-weight:600;cursor:pointer;margin-top:.5rem}
+.minato td:not(:last-child){white-space:nowrap}
+.minato .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(22rem,100%),1fr));gap:0 2rem}
 .minato figure{margin:1rem 0}.minato svg{width:100%;height:auto}
 .minato figcaption{font-weight:600}
 """
@@ -38,7 +40,10 @@ def fragment(report: Report, *, charted: bool = False) -> str:
     pictures = "".join(charts.all_of(report)) if charted else ""
     tables = "".join(map(_table, filter(lambda section: section.rows, sections(report))))
     notes = "".join(f"<div class='note'>{escape(words)}</div>" for words in report.warnings)
-    return f"<style>{_STYLE}</style><div class='minato'>{_verdict(report)}{notes}{pictures}{tables}</div>"
+    return (
+        f"<style>{_STYLE}</style><div class='minato'>{_verdict(report)}{notes}"
+        f"<div class='charts'>{pictures}</div>{tables}</div>"
+    )
 
 
 def page(report: Report, before: str = "") -> str:
