@@ -93,6 +93,7 @@ class Options:
         slow_after_s: The same in seconds, or None.
         profile: Folder that keeps what samples cost, or None.
         measure: Whether times are taken for ``report()``.
+        trace: Path of the file that keeps what the run did, or None.
     """
 
     order: str
@@ -118,6 +119,7 @@ class Options:
     slow_after_s: float | None
     profile: str | None
     measure: bool
+    trace: str | None
 
     @property
     def settles_failures(self) -> bool:
@@ -156,6 +158,7 @@ class Options:
         slow_after_s: float | None,
         profile: Any,
         measure: bool,
+        trace: str | os.PathLike[str] | None,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -288,6 +291,7 @@ class Options:
             slow_after_s=slow_after_s,
             profile=None if profile is None else os.fspath(profile),
             measure=measure,
+            trace=as_path(trace),
         )
 
     def first_workers(self, num_workers: int | str) -> int:

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -58,17 +59,26 @@ def advise(work: Work, repeats: int) -> tuple[str, bool]:
 
 
 def cost(num_workers: int, batches: int, repeats: int) -> str:
-    """The row of what measuring costs, by loaders that do nothing else, in turn."""
-    times: dict[bool, list[float]] = {True: [], False: []}
+    """The row of what measuring and tracing cost, by loaders that do nothing else, in turn."""
     data = _Cheap(32 * batches)
-    for _, measure in itertools.product(range(repeats), (True, False)):
-        loader = DataLoader(data, 32, num_workers=num_workers, measure=measure)
-        begun_s = time.perf_counter()
-        for _ in loader:
-            pass
-        times[measure].append((time.perf_counter() - begun_s) / batches)
-    without, measured = (1e6 * min(times[measure]) for measure in (False, True))
-    return f"| {num_workers} | {without:.1f} | {measured:.1f} | {measured - without:+.1f} |"
+    with tempfile.TemporaryDirectory() as folder:
+        kinds: tuple[dict[str, Any], ...] = (
+            {"measure": False},
+            {},
+            {"trace": f"{folder}/run.json"},
+        )
+        times: list[list[float]] = [[] for _ in kinds]
+        for _, (kind, given) in itertools.product(range(repeats), enumerate(kinds)):
+            loader = DataLoader(data, 32, num_workers=num_workers, **given)
+            begun_s = time.perf_counter()
+            for _ in loader:
+                pass
+            times[kind].append((time.perf_counter() - begun_s) / batches)
+    without, measured, traced = (1e6 * min(each) for each in times)
+    return (
+        f"| {num_workers} | {without:.1f} | {measured:.1f} | {measured - without:+.1f} | "
+        f"{traced:.1f} | {traced - measured:+.1f} |"
+    )
 
 
 class _Cheap(Costly):
@@ -109,11 +119,12 @@ def costs(options: argparse.Namespace) -> tuple[list[str], bool]:
         "# What the report costs",
         "",
         "Written by `python -m bench.report --only cost --out docs/benchmarks`. Batches of 32 vectors of 16 numbers",
-        f"that are all there already, in µs per batch: the best of {repeats} runs with `measure=True` and of as many",
-        "without, in turn.",
+        "that are all there already, in µs per batch: the best of "
+        f"{repeats} runs with `measure=False`, of as many",
+        "without it, and of as many with `trace=`, in turn. A traced batch is 32 traced samples, without transforms.",
         "",
-        "| workers | without | with | more |",
-        "|---|---|---|---|",
+        "| workers | without | with | more | with `trace=` | more |",
+        "|---|---|---|---|---|---|",
     ]
     for num_workers in (0, 2):
         lines.append(cost(num_workers, batches, repeats))
