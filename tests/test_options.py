@@ -38,6 +38,7 @@ def options(**given: Any) -> Options:
         "slow_after_s": None,
         "profile": None,
         "measure": True,
+        "trace": None,
     }
     return Options.of(**{**defaults, **given})
 

@@ -119,9 +119,9 @@ def costs(options: argparse.Namespace) -> tuple[list[str], bool]:
         "# What the report costs",
         "",
         "Written by `python -m bench.report --only cost --out docs/benchmarks`. Batches of 32 vectors of 16 numbers",
-        "that are all there already, in µs per batch: the best of "
-        f"{repeats} runs with `measure=False`, of as many",
-        "without it, and of as many with `trace=`, in turn. A traced batch is 32 traced samples, without transforms.",
+        f"that are all there already, in µs per batch: the best of {repeats} runs with `measure=False`, of as many",
+        "with the default `measure=True`, and of as many with `trace=` too, in turn. The trace of a batch is that of",
+        "32 samples without transforms.",
         "",
         "| workers | without | with | more | with `trace=` | more |",
         "|---|---|---|---|---|---|",
