@@ -23,7 +23,7 @@ and the greatest in brackets.
 
 The samples of the first rows sleep, as if they waited for a network. That releases the interpreter's lock, so threads
 are as good as processes there, and start at once; on work that holds the lock they would wait for each other. In
-`image`, `patch` and `vector` there is next to no work, and what is seen is the loader itself: threads need not move
+`image` and `vector` there is next to no work, and what is seen is the loader itself: threads need not move
 anything from one process to another.
 
 WebDataset and LitData read formats of their own through the worker processes of torch's `DataLoader` and schedule as
