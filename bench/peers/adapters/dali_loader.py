@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,47 +17,54 @@ IMPORTS = ("nvidia.dali",)
 
 
 class _Samples:
-    """What DALI calls in its workers, with the number of a sample in its epoch."""
+    """What DALI calls in its workers, with the numbers of an epoch and of a sample in it."""
 
-    def __init__(self, work: Any, order: list[int]) -> None:
+    def __init__(self, work: Any, shuffle: bool, seed: int, count: int) -> None:
         self.work = work
-        self.order = order
+        self.shuffle = shuffle
+        self.seed = seed
+        self.count = count
+        self.epoch = -1
+        self.order: list[int] = []
 
     def __call__(self, info: Any) -> tuple[np.ndarray, np.ndarray]:
-        if info.idx_in_epoch >= len(self.order):
+        if info.idx_in_epoch >= self.count:
             raise StopIteration
-        payload, label = self.work[self.order[info.idx_in_epoch]]
+        if info.epoch_idx != self.epoch:
+            self.epoch = info.epoch_idx
+            self.order = order_of(self.work, self.shuffle, self.seed, self.epoch)
+        payload, label = self.work[self.order[info.idx_in_epoch % len(self.order)]]
         return np.asarray(payload), np.asarray(label)
 
 
 def _build(work: Any, arguments: dict[str, Any], seed: int) -> Any:
     from nvidia.dali import fn, pipeline_def
 
-    batch_size = arguments["batch_size"]
+    batch_size, workers = arguments["batch_size"], arguments["num_workers"]
+    # It takes whole batches only: the last one goes on from the beginning, and what is too much is cut off.
+    samples = _Samples(work, arguments["shuffle"], seed, -(-len(work) // batch_size) * batch_size)
+
+    @pipeline_def(  # type: ignore[untyped-decorator]
+        batch_size=batch_size,
+        num_threads=workers,
+        device_id=None,
+        py_num_workers=workers,
+        py_start_method="fork",
+        prefetch_queue_depth=2,
+    )
+    def pipeline() -> Any:
+        return tuple(fn.external_source(samples, num_outputs=2, batch=False, parallel=True))
+
+    running = pipeline()
+    running.build()
 
     def begin(epoch: int) -> Iterator[Any]:
-        order = order_of(work, arguments["shuffle"], seed, epoch)
-        # It takes whole batches only: the last one begins anew, and what is too much is cut off below.
-        missing = -len(order) % batch_size
-        samples = _Samples(work, order + order[:missing])
-
-        @pipeline_def(  # type: ignore[untyped-decorator]
-            batch_size=batch_size,
-            num_threads=arguments["num_workers"],
-            device_id=None,
-            py_num_workers=arguments["num_workers"],
-            py_start_method="fork",
-            prefetch_queue_depth=2,
-        )
-        def pipeline() -> Any:
-            return tuple(fn.external_source(samples, num_outputs=2, batch=False, parallel=True))
-
-        running = pipeline()
-        running.build()
-        for first in range(0, len(order), batch_size):
-            kept = min(batch_size, len(order) - first)
+        for first in range(0, len(work), batch_size):
+            kept = min(batch_size, len(work) - first)
             yield [torch.from_numpy(np.array(part.as_array()[:kept])) for part in running.run()]
-        del running
+        with suppress(StopIteration):
+            running.run()  # which is how it learns that the epoch is over
+        running.reset()
 
     return Epochs(begin)
 
