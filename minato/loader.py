@@ -99,6 +99,7 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         slow_percentile: Samples that cost more than this percentile of all are slow (75); nothing is where costs differ
             little.
         slow_after_s: Or those that take longer than so many seconds.
+        standby_workers: So many more workers sleep until a slow sample holds another one up, and do its work meanwhile.
         profile: Folder in which each epoch leaves what samples cost, so that the next run of the program knows from the
             start which are slow.
         measure: Take the times that ``report()`` is made of, which costs a few microseconds for each batch.
@@ -155,6 +156,7 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         controller: str | PaperController = "corrected",
         slow_percentile: float | None = None,
         slow_after_s: float | None = None,
+        standby_workers: int = 0,
         profile: str | os.PathLike[str] | None = None,
         measure: bool = True,
         trace: str | os.PathLike[str] | None = None,
@@ -192,6 +194,7 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
             controller=controller,
             slow_percentile=slow_percentile,
             slow_after_s=slow_after_s,
+            standby_workers=standby_workers,
             profile=profile,
             measure=measure,
             trace=trace,
@@ -338,7 +341,8 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
     @property
     def _most_replicas(self) -> int:
         """How many copies of the dataset there can be."""
-        return max(self._options.max_workers or 0, self.num_workers, 1)
+        most = max(self._options.max_workers or 0, self.num_workers, 1)
+        return most + self._options.standby_workers
 
     @property
     def _in_threads(self) -> bool:

@@ -28,6 +28,7 @@ from minato.scheduler.overdue import StackFile
 from minato.scheduler.parking import Parking
 from minato.scheduler.reads import reads_of
 from minato.scheduler.roster import Roster
+from minato.scheduler.standby import Standby
 from minato.scheduler.stepper import Stepper
 from minato.scheduler.traced import PLAIN, traced_parts
 from minato.scheduler.traffic import Traffic
@@ -112,10 +113,14 @@ class Workplace:
         start = self.meters_offset + number * nbytes
         return Meters(num_steps, self.segment.array[start : start + nbytes])
 
-    def roster(self, ledger: Ledger) -> Roster:
-        """Which workers work."""
+    def roster(self, ledger: Ledger, number: int = 0) -> Roster:
+        """Which workers work, as worker ``number`` sees it."""
         work = Gate(self.segment.array, ledger.work_gate_offset)
-        return Roster(self.segment.array, self.roster_offset, work)
+        memory = self.segment.array, self.roster_offset, work
+        first = max(self.plan.most_workers, 1)
+        if number < first:
+            return Roster(*memory)
+        return Standby(*memory, ledger, first, self.meters(number).late)
 
     def writer(
         self,
@@ -182,7 +187,7 @@ class Workplace:
         if not plan.streams and not fetcher.takes_lists:
             stepper = parts.stepper(plan.dataset, plan.chain, lease, meters)
         if stepper is not None and plan.leaves_samples:
-            most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.most_workers)
+            most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.all_workers)
             always = plan.order.name == "fast_first"
             parking = Parking(ledger, stepper.left, always, plan.order.bound, most_bytes=most_bytes)
             stepper.may_leave = parking.may_leave
@@ -220,5 +225,5 @@ class Workplace:
             plan.order.name == "fast_first",
             plan.round_robin,
             leniency,
-            self.roster(ledger),
+            self.roster(ledger, number),
         )
