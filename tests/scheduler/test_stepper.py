@@ -61,7 +61,7 @@ def test_the_lease_names_the_stage_that_runs() -> None:
 def test_without_a_chain_the_dataset_is_all_there_is() -> None:
     stepper, meters, _ = stepper_of()
     assert stepper.measured(3) == 3
-    assert counts(meters) == [0, 1, 1, 1, 1, 0, 0, 0]
+    assert counts(meters) == [0, 1, 1, 1, 1, 0, 0, 0, 0]
     stepper.slow_ns, stepper.may_leave = 1, lambda position, nbytes: True
     assert stepper.measured(3) == 3  # nothing is left of it that could wait
 
