@@ -2,9 +2,10 @@
 
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
-``report`` knows ``stats``; ``caching``, ``integrations`` and ``sources`` know no stage; only ``cached.py``,
-``command.py``, ``engine.py``, ``gauges.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``,
-``plan.py``, ``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package itself know all.
+``report`` knows ``stats``; ``caching``, ``integrations`` and ``sources`` know no stage; ``ingest`` uses the
+loader and ``sources``; only ``cached.py``, ``command.py``, ``engine.py``, ``factories.py``, ``gauges.py``,
+``ingesting.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``, ``plan.py``, ``pools.py``,
+``slow_samples.py``, ``workplace.py`` and the package itself know all.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ WIRING = {
     "cached",
     "command",
     "engine",
+    "factories",
     "gauges",
+    "ingesting",
     "insight",
     "loader",
     "memory",
@@ -93,6 +96,8 @@ def allowed(part: str) -> set[str] | None:
     if part in STAGES:
         left = STAGES[: STAGES.index(part)][-1:]
         return {part, *left, "stats", "_core", *COMMON}
+    if part == "ingest":
+        return {"ingest", "sources", "loader", *COMMON}
     if part in ("caching", "integrations", "sources"):
         return {part, *COMMON}
     return {"options", *COMMON}
@@ -138,7 +143,16 @@ def test_cython_imports_only_the_core(path: Path) -> None:
 
 def test_every_folder_is_a_known_part() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
-    assert folders <= {*STAGES, "stats", "report", "_core", "caching", "integrations", "sources"}
+    assert folders <= {
+        *STAGES,
+        "stats",
+        "report",
+        "_core",
+        "caching",
+        "ingest",
+        "integrations",
+        "sources",
+    }
 
 
 @pytest.mark.parametrize(
