@@ -34,6 +34,8 @@ quarter of the batches out, except *first batch*.
 * *Deferral* sets a slow sample aside between two transforms. In `strict` order the sample in hand is older than all
   that could go before it, so there it does not exist. In the speech workloads the last transform is the slow one, and
   there is nothing to set aside after it: deferral changes nothing.
+* *On standby*: workers besides the others that work while a sample of another one is past the threshold. That may be
+  more than 1 of the bound, which counts the others only.
 * *Algorithm 1* is the MinatoLoader paper's, as printed and with the one change that avoids repeated work; a quarter of
   its workers do nothing but go on with slow samples.
 """

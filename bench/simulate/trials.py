@@ -35,10 +35,12 @@ def _printed(slow_workers: float, repeats: bool) -> Make:
     return make
 
 
-def _minato(name: str, defers: bool) -> Make:
+def _minato(name: str, defers: bool, standbys: int = 0) -> Make:
     def make(clock: Clock, costs: Costs, batch_size: int, workers: int, batches: int) -> Loader:
         order = Order(name, DEFAULT_MAX_LAG)
-        return SampleLoader(clock, costs, batch_size, workers, batches, order, defers)
+        return SampleLoader(
+            clock, costs, batch_size, workers, batches, order, defers, standbys=standbys
+        )
 
     return make
 
@@ -49,10 +51,12 @@ CONTENDERS: dict[str, Make] = {
     "Algorithm 1 as printed": _printed(0.25, repeats=True),
     "Algorithm 1, next index": _printed(0.25, repeats=False),
     "minato strict": _minato("strict", defers=False),
+    "minato strict, 2 on standby": _minato("strict", defers=False, standbys=2),
     "minato batch": _minato("batch", defers=False),
     "minato batch, deferral": _minato("batch", defers=True),
     "minato arrival": _minato("arrival", defers=False),
     "minato arrival, deferral": _minato("arrival", defers=True),
+    "minato arrival, deferral, 2 on standby": _minato("arrival", defers=True, standbys=2),
     "minato fast_first": _minato("fast_first", defers=False),
     "minato fast_first, deferral": _minato("fast_first", defers=True),
 }
