@@ -30,6 +30,7 @@ class SampleLoader(Shop):
         cores: How many there are. A sample that begins when more are needed takes so much longer.
         on_core: Part of a sample's time that needs a core.
         standbys: Workers that stand in for those whose sample takes longer than the threshold.
+        moves: An idle worker goes on, at no cost, with what another one has set aside; the engine does not do that.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class SampleLoader(Shop):
         cores: float = 1.0,
         on_core: float = 0.0,
         standbys: int = 0,
+        moves: bool = False,
     ) -> None:
         super().__init__(clock)
         self.cores = cores
@@ -65,6 +67,7 @@ class SampleLoader(Shop):
         self._standbys = self._known_workers = standbys
         self._asleep = set(range(standbys))
         self._overdue: set[int] = set()
+        self._moves = moves
         self._parked: list[deque[tuple[int, int]]] = [deque() for _ in range(standbys)]
         self._head = self._tail = 0  # samples claimed, samples published
         self._opened = self._handed_out = 0
@@ -180,6 +183,8 @@ class SampleLoader(Shop):
         elif self._head < self._tail:
             self._head += 1
             self._run(worker, self._head - 1, -1)
+        elif self._moves and (longest := max(self._parked, key=len)):
+            self._run(worker, *longest.popleft())
         else:
             self._idle.append(worker)
             self._grow()
@@ -201,7 +206,7 @@ class SampleLoader(Shop):
         return parked.popleft()
 
     def _others_have_work(self, held: int) -> bool:
-        return self._tail - self._head > held * self.workers
+        return self._tail - self._head > (0 if self._moves else held * self.workers)
 
     def _held_up(self, worker: int) -> None:
         """The sample of a worker passes the threshold while it runs."""

@@ -16,6 +16,9 @@ from bench.simulate.workloads import Workload
 from minato.options import DEFAULT_MAX_LAG
 from minato.scheduler.in_flight import Order
 
+_EPOCHS = 8
+"""Over which ``cost_of_staying`` takes the mean."""
+
 Make = Callable[[Clock, Costs, int, int, int], Loader]
 """``(clock, costs, batch size, workers, batches)`` to a loader."""
 
@@ -120,3 +123,26 @@ def run_trial(
         samples=ranks * batches * size,
         duration_s=record.delivered_s[-1],
     )
+
+
+def cost_of_staying(
+    workload: Workload, order: str, step_s: float, workers: int, batches: int
+) -> float:
+    """Share by which an epoch lasts longer because idle workers do not take over what others have set aside."""
+    seconds = {True: 0.0, False: 0.0}
+    for moves in seconds:
+        for seed in range(_EPOCHS):
+            clock = Clock()
+            loader = SampleLoader(
+                clock,
+                Costs.of(workload, 2000, seed),
+                workload.batch_size,
+                workers,
+                batches,
+                Order(order, DEFAULT_MAX_LAG),
+                defers=True,
+                moves=moves,
+            )
+            Training(clock, [loader], step_s, batches).run()
+            seconds[moves] += loader.record.delivered_s[-1]
+    return seconds[False] / seconds[True] - 1
