@@ -41,12 +41,14 @@ from minato.scheduler.replicas import Replicas
 from minato.scheduler.roster import Roster
 from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
 from minato.scheduler.shortage import Shortage
+from minato.scheduler.traced import TracedDispatcher
 from minato.scheduler.traffic import Traffic
 from minato.scheduler.window import Window
 from minato.source.prediction import CostByIndex, Predictor
 from minato.stats.journal import Journal, Standing
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
+from minato.trace.loop import TracedJournal
 from minato.workplace import Workplace
 
 __all__ = ["Engine", "Experience"]
@@ -175,7 +177,14 @@ class Engine:
                 times,
                 None if self._foresight is None else self._foresight.resize,
             )
-        self._dispatcher = Dispatcher(
+        make: Callable[..., Dispatcher] = Dispatcher
+        self._journal: Journal | TracedJournal | None = experience.journal
+        if plan.lanes is not None:
+            lane = plan.lanes.loop()
+            self._journal = TracedJournal(experience.journal, lane)
+            doing = "load" if plan.num_workers == 0 else "wait"
+            make = functools.partial(TracedDispatcher, lane, doing)
+        self._dispatcher = make(
             self.ledger,
             ready,
             self._pool if self._scaler is None else WatchedPool(self._pool, self._scaler),
@@ -220,7 +229,6 @@ class Engine:
         self.ledger.slow_ns = experience.decision.threshold_ns
         self._looked_ns = self._started_ns
         self._streams = plan.streams
-        self._journal = experience.journal
         self._gauges = EngineGauges(
             self.ledger,
             self.meters,
@@ -240,8 +248,8 @@ class Engine:
             workplace.write_plan(self.arena)
         self.shut_down = weakref.finalize(self, self._pool.shut_down)
         """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
-        if self._journal is not None:
-            weakref.finalize(self, self._journal.settle, self._gauges).atexit = False
+        if experience.journal is not None:
+            weakref.finalize(self, experience.journal.settle, self._gauges).atexit = False
 
     def begin(
         self,

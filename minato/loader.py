@@ -33,6 +33,7 @@ from minato.source.epochs import tell_epoch
 from minato.source.passes import SeededSampler
 from minato.source.replay import RecordedOrder
 from minato.source.run import Course, Run, is_stream
+from minato.trace.lanes import Trace
 
 __all__ = ["DataLoader"]
 
@@ -102,6 +103,8 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         profile: Folder in which each epoch leaves what samples cost, so that the next run of the program knows from the
             start which are slow.
         measure: Take the times that ``report()`` is made of, which costs a few microseconds for each batch.
+        trace: File, made anew, to which the run tells what it does moment by moment, for https://ui.perfetto.dev:
+            each sample and transform, copies, waiting, steps, and how things stand. It ends at 256 MiB.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -156,6 +159,7 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         standby_workers: int = 0,
         profile: str | os.PathLike[str] | None = None,
         measure: bool = True,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -193,6 +197,7 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
             standby_workers=standby_workers,
             profile=profile,
             measure=measure,
+            trace=trace,
         )
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
@@ -201,6 +206,7 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         self._course = Course()
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._spare_arenas = SpareArenas()
+        self._trace = None if trace is None else Trace(os.fspath(trace))
         self._experience = Experience.of(self._options, dataset, self._chain, num_workers)
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
@@ -299,7 +305,7 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         and yet mix batches if this loader did.
         """
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("_options", "_chain", "_replay", *_OWN)
+        kept = ("_options", "_chain", "_replay", "_trace", *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
         loader._experience = Experience.of(self._options, dataset, self._chain, loader.num_workers)
         loader._course = self._course.twin()
@@ -310,6 +316,8 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
             # torch shards and seeds data pipes by its own protocol.
             if self._chain.steps:
                 raise ValueError("transforms= is not for data pipes: use their .map(...)")
+            if self._trace is not None:
+                self._refuse_data_pipes("trace=")
             return super()._get_iterator()
         if is_stream(self) and self._in_threads:
             raise ValueError(
@@ -349,6 +357,8 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         engine = Engine(plan, arena, self._experience)
         # The next iterator writes to this one's warm pages.
         weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
+        if self._trace is not None and plan.lanes is not None:
+            weakref.finalize(engine, self._trace.give_back, plan.lanes).atexit = False
         return engine
 
     def _new_pass(self) -> Run:

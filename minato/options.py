@@ -95,6 +95,7 @@ class Options:
         standby_workers: Workers that stand in for those which a slow sample holds up.
         profile: Folder that keeps what samples cost, or None.
         measure: Whether times are taken for ``report()``.
+        trace: Path of the file that keeps what the run did, or None.
     """
 
     order: str
@@ -121,6 +122,7 @@ class Options:
     standby_workers: int
     profile: str | None
     measure: bool
+    trace: str | None
 
     @property
     def settles_failures(self) -> bool:
@@ -160,6 +162,7 @@ class Options:
         standby_workers: int,
         profile: Any,
         measure: bool,
+        trace: str | os.PathLike[str] | None,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -294,6 +297,7 @@ class Options:
             standby_workers=standby_workers,
             profile=None if profile is None else os.fspath(profile),
             measure=measure,
+            trace=as_path(trace),
         )
 
     def first_workers(self, num_workers: int | str) -> int:

@@ -20,6 +20,7 @@ from minato.scheduler.policy import TimeoutSettings
 from minato.scheduler.replicas import Replicas
 from minato.source.passes import largest_batch
 from minato.source.run import Standing, is_stream
+from minato.trace.lanes import Lanes
 
 __all__ = ["Plan", "Unbound"]
 
@@ -60,6 +61,7 @@ class Plan:
         profile: Folder that keeps what samples cost, None for none.
         fetching: How samples are read at once.
         measure: Keep what a report needs.
+        lanes: Where the run tells what it does, None for nowhere.
     """
 
     dataset: Any
@@ -93,6 +95,7 @@ class Plan:
     profile: str | None
     fetching: Fetching
     measure: bool
+    lanes: Lanes | None
 
     @classmethod
     def of(cls, loader: Any, base_seed: int, num_workers: int, most_workers: int) -> Plan:
@@ -156,6 +159,7 @@ class Plan:
             profile=options.profile,
             fetching=Fetching.of(options.fetch_concurrency),
             measure=options.measure,
+            lanes=None if loader._trace is None else loader._trace.take(),
         )
 
     @property

@@ -21,6 +21,7 @@ from minato.scheduler.process import (
     wrapped_in_process,
 )
 from minato.scheduler.roster import Roster
+from minato.scheduler.traced import telling_deaths
 from minato.scheduler.worker import Worker
 from minato.workplace import Workplace
 
@@ -68,7 +69,7 @@ def make_pool(
     def sink(number: int) -> BatchWriter:
         return workplace.writer(number, ledger, lambda error: error)
 
-    buried = Burial(
+    buried: Callable[[int, int | None, int | None], None] = Burial(
         ledger,
         functools.partial(workplace.read_keys, ledger),
         plan.chain.names,
@@ -78,6 +79,8 @@ def make_pool(
         overdue,
         plan.policy,
     )
+    if plan.lanes is not None:
+        buried = telling_deaths(plan.lanes.worker, buried)
     return ProcessPool(
         plan.context,
         plan.all_workers,

@@ -39,6 +39,7 @@ def options(**given: Any) -> Options:
         "standby_workers": 0,
         "profile": None,
         "measure": True,
+        "trace": None,
     }
     return Options.of(**{**defaults, **given})
 

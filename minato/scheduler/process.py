@@ -18,6 +18,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
 from minato._core.wait import Gate
+from minato._ranges import in_profile
 from minato.scheduler.overdue import Overdue
 from minato.scheduler.usage import Usage, process_usage
 from minato.scheduler.watch import UNREADABLE, ExitWatch, exit_code
@@ -107,7 +108,8 @@ class ProcessPool:
         """Sleep until the ready gate has had an event since ``seen``."""
         if self._overdue is not None:
             timeout_s = min(timeout_s, self._overdue.interval_s)
-        self._ready.wait(seen, timeout_s)
+        with in_profile("minato: wait for workers"):
+            self._ready.wait(seen, timeout_s)
 
     def check(self) -> None:
         """Replace dead workers, or raise torch's RuntimeError."""
