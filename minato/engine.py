@@ -87,10 +87,10 @@ class Experience:
     engine: Callable[[], Engine | None] = _nobody
 
     @classmethod
-    def of(cls, options: Options, chain: Chain, num_workers: int) -> Experience:
+    def of(cls, options: Options, dataset: Any, chain: Chain, num_workers: int) -> Experience:
         """What a new loader knows."""
         limits = options.min_workers, options.max_workers
-        known = Predictor() if chain.plans else CostByIndex()
+        known = Predictor() if chain.plans or hasattr(dataset, "size_of") else CostByIndex()
         staffing = Staffing.of(options.controller, num_workers, *limits)
         return cls(known, staffing=staffing, journal=Journal() if options.measure else None)
 
@@ -158,6 +158,7 @@ class Engine:
                 experience.foresight,
                 plan.num_workers,
                 planner(plan.chain.steps) if plan.seeds_samples else None,
+                getattr(plan.dataset, "size_of", None),
             )
             if experience.costs is not None:
                 self._foresight.mean_ns = experience.costs.mean

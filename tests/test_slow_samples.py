@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from minato import DataLoader
+from minato.report.figures import Prediction
 from minato.source.prediction import Quality
 from tests.datasets import Numbers, Sleepy, flat, indices
 
@@ -90,3 +91,35 @@ def test_plans_foretell_what_no_history_can() -> None:
     assert quality.rank_correlation > 0.3
     assert quality.hit_rate > 0.5
     assert quality.precision > 0.5
+
+
+class Weighed(Sleepy):
+    """A sample takes so many milliseconds as it is large."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, 0.002, dict.fromkeys(range(4, size, 5), 0.06))
+
+    def size_of(self, index: int) -> int:
+        return round(1000 * self.slower.get(index, self.seconds))
+
+
+def test_sizes_foretell_costs_in_a_first_epoch() -> None:
+    loader = DataLoader(Weighed(200), 4, num_workers=2, slow_after_s=0.03)
+    assert loader.report().prediction == Prediction("none", 0, 0.0, 0.0, 0.0)
+    list(loader)
+    prediction = loader.report().prediction
+    assert prediction.model == "size"
+    assert prediction.samples > 50
+    assert prediction.hit_rate > 0.5
+    assert prediction.precision > 0.5
+    assert "foretells them best" in str(loader.report())
+
+
+def test_a_dataset_whose_sizes_cannot_be_told_says_so() -> None:
+    class Unweighed(Weighed):
+        def size_of(self, index: int) -> int:
+            raise KeyError(f"no size of {index}")
+
+    loader = DataLoader(Unweighed(400), 4, num_workers=2, slow_after_s=0.008)
+    with pytest.raises(KeyError, match="no size of"):
+        list(loader)
