@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from minato.scheduler.dispatcher import Dispatcher
 from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import CostModel, Foresight, Record
+from minato.scheduler.in_hand import InHand, sample_in_hand
 from minato.scheduler.local import InlinePool
 from minato.scheduler.parties import Progress
 from minato.scheduler.policy import Decision, TimeoutPolicy
@@ -40,6 +42,7 @@ from minato.scheduler.replicas import Replicas
 from minato.scheduler.roster import Roster
 from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
 from minato.scheduler.shortage import Shortage
+from minato.scheduler.traced import TracedDispatcher
 from minato.scheduler.traffic import Traffic
 from minato.scheduler.window import Window
 from minato.source.prediction import CostByIndex, Predictor
@@ -47,6 +50,7 @@ from minato.stats.glance import Standing
 from minato.stats.journal import Journal
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
+from minato.trace.loop import TracedJournal
 from minato.workplace import Workplace
 
 __all__ = ["Engine", "Experience"]
@@ -56,6 +60,10 @@ _LOOK_EVERY_NS = 10_000_000
 _BATCH_RECORDS = 2048
 _POSITIONS = 1 << 16
 """Batches and samples that can be in flight: 4 MiB of ledger that is only touched as far as it is used."""
+
+
+def _nobody() -> None:
+    """In place of a reference to an engine that is gone."""
 
 
 @dataclass
@@ -71,6 +79,7 @@ class Experience:
         journal: What reports are made from; None: nothing is noted.
         metrics_url: Where figures are told; None: nowhere.
         gpus: Watches them, from the first iterator on; None where there are none.
+        engine: The newest one, while it is in use.
     """
 
     known: CostModel = field(default_factory=CostByIndex)
@@ -81,12 +90,13 @@ class Experience:
     journal: Journal | None = None
     gpus: GpuWatch | None = None
     metrics_url: str | None = None
+    engine: Callable[[], Engine | None] = _nobody
 
     @classmethod
-    def of(cls, options: Options, chain: Chain, num_workers: int) -> Experience:
+    def of(cls, options: Options, dataset: Any, chain: Chain, num_workers: int) -> Experience:
         """What a new loader knows."""
         limits = options.min_workers, options.max_workers
-        known = Predictor() if chain.plans else CostByIndex()
+        known = Predictor() if chain.plans or hasattr(dataset, "size_of") else CostByIndex()
         staffing = Staffing.of(options.controller, num_workers, *limits)
         return cls(known, staffing=staffing, journal=Journal() if options.measure else None)
 
@@ -105,7 +115,7 @@ class Engine:
         if self._memory is not None and experience.costs is None:
             experience.costs = self._memory.costs()
         positions = max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
-        sizes = (max(plan.most_workers, 1), _BATCH_RECORDS, positions)
+        sizes = (max(plan.all_workers, 1), _BATCH_RECORDS, positions)
         ledger_nbytes = -(-Ledger.nbytes(*sizes) // 64) * 64
         in_processes = plan.num_workers > 0 and plan.worker_method == "process"
         meters_nbytes = sizes[0] * Meters.nbytes(len(plan.chain))
@@ -126,7 +136,7 @@ class Engine:
             policy=plan.policy,
         )
         roster = workplace.roster(self.ledger)
-        roster.want(sizes[0])
+        roster.want(max(plan.most_workers, 1))
         self.meters = [workplace.meters(number) for number in range(sizes[0])]
         """What each worker has measured."""
         self._profile = Profile(plan.chain.names)
@@ -154,6 +164,7 @@ class Engine:
                 experience.foresight,
                 plan.num_workers,
                 planner(plan.chain.steps) if plan.seeds_samples else None,
+                getattr(plan.dataset, "size_of", None),
             )
             if experience.costs is not None:
                 self._foresight.mean_ns = experience.costs.mean
@@ -163,7 +174,7 @@ class Engine:
             flow.watched, times = True, [meters.total for meters in self.meters]
             self._scaler = Scaler(
                 experience.staffing,
-                sizes[0],
+                plan.most_workers,
                 self._pool,
                 roster,
                 window,
@@ -172,7 +183,14 @@ class Engine:
                 times,
                 None if self._foresight is None else self._foresight.resize,
             )
-        self._dispatcher = Dispatcher(
+        make: Callable[..., Dispatcher] = Dispatcher
+        self._journal: Journal | TracedJournal | None = experience.journal
+        if plan.lanes is not None:
+            lane = plan.lanes.loop()
+            self._journal = TracedJournal(experience.journal, lane)
+            doing = "load" if plan.num_workers == 0 else "wait"
+            make = functools.partial(TracedDispatcher, lane, doing)
+        self._dispatcher = make(
             self.ledger,
             ready,
             self._pool if self._scaler is None else WatchedPool(self._pool, self._scaler),
@@ -197,6 +215,13 @@ class Engine:
             flow,
         )
         self._replicas = plan.replicas
+        self._in_hand = functools.partial(
+            sample_in_hand,
+            self.ledger,
+            functools.partial(workplace.read_keys, self.ledger),
+            plan.chain.names,
+        )
+        experience.engine = weakref.ref(self)
         self._by_reference = not in_processes
         self._failures = None
         if plan.policy is not None:
@@ -210,7 +235,6 @@ class Engine:
         self.ledger.slow_ns = experience.decision.threshold_ns
         self._looked_ns = self._started_ns
         self._streams = plan.streams
-        self._journal = experience.journal
         if self._journal is not None and experience.gpus is None:
             experience.gpus = gpu_watch()
         self._gauges = EngineGauges(
@@ -225,14 +249,16 @@ class Engine:
             self._failures,
             experience.gpus,
         )
-        self._parts_slow = self._foresight is not None or plan.order.name == "fast_first"
+        self._parts_slow = bool(
+            self._foresight is not None or plan.order.name == "fast_first" or plan.standby_workers
+        )
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
             workplace.write_plan(self.arena)
         self.shut_down = weakref.finalize(self, self._pool.shut_down)
         """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
-        if self._journal is not None:
-            weakref.finalize(self, self._journal.settle, self._gauges).atexit = False
+        if experience.journal is not None:
+            weakref.finalize(self, experience.journal.settle, self._gauges).atexit = False
 
     def begin(
         self,
@@ -330,6 +356,15 @@ class Engine:
         self._profile.update(self.meters)
         return self._profile
 
+    def running(self, least_ns: int) -> list[tuple[int, InHand, int]]:
+        """Number, sample and its time in ns so far of each worker that has been on a sample for so long."""
+        if self._streams:
+            return []
+        workers, now = range(len(self.meters)), now_ns()
+        held = ((worker, sample) for worker in workers if (sample := self._in_hand(worker)))
+        times = ((worker, sample, now - sample.started_ns) for worker, sample in held)
+        return [each for each in times if each[2] >= least_ns]
+
     def _mark_slow(self) -> None:
         """Tell the workers from which cost on a sample is slow, when enough have run since the last time."""
         now = now_ns()
@@ -338,7 +373,9 @@ class Engine:
         self._looked_ns, elapsed_s = now, (now - self._started_ns) / 1e9
         if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
-            self._experience.decision = self.timeouts.observe(times, elapsed_s)
+            self._experience.decision = self.timeouts.observe(
+                times, elapsed_s, [now - begun_ns for begun_ns in self.ledger.begun()]
+            )
             self.ledger.slow_ns = self._experience.decision.threshold_ns
             self._experience.costs = self.timeouts.recent
             if self._foresight is not None:

@@ -22,11 +22,12 @@ from minato.options import Options
 from minato.plan import Unbound
 from minato.report.bias import Labels
 from minato.report.build import report_of, setup_of
-from minato.report.figures import Report
+from minato.report.figures import Prediction, Report
 from minato.report.headroom import HeadRoom
 from minato.report.live import Live
 from minato.scheduler.fetch import Fetcher
 from minato.slow_samples import SlowSamples
+from minato.source.prediction import quality_of
 from minato.source.progress import Coverage
 from minato.source.run import Course, is_stream
 from minato.stats.journal import Journal
@@ -70,8 +71,15 @@ class Insight:
             setup_of(self, concurrency, may_fetch_more, bounded),
             self._chain.names,
             journal,
+            self._prediction(),
             labels,
         )
+
+    def _prediction(self) -> Prediction:
+        known = self._experience
+        threshold_ns = known.decision.threshold_ns
+        quality = quality_of(known.foresight.pairs, threshold_ns)
+        return Prediction(known.known.model or "none", *quality)
 
     def live(self) -> Live:
         """Show how each epoch goes, from now on: a panel below what the program prints, four times a second.
@@ -153,7 +161,7 @@ class Insight:
     def _fresh_batches(self) -> Iterator[Any]:
         """The batches of a copy of this loader."""
         twin: Any = copy.copy(self)
-        vars(twin).update(_iterator=None, _course=self._course.twin())
+        vars(twin).update(_iterator=None, _course=self._course.twin(), _trace=None)
         generators = [torch.default_generator]
         if self.generator is not None:
             generators.append(self.generator)

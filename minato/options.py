@@ -14,6 +14,7 @@ from minato.checks import (
     check_fetching,
     check_sample_timeout,
     check_slow,
+    check_standby,
     check_whole,
     metrics_address,
     worker_range,
@@ -92,9 +93,11 @@ class Options:
         controller: ``corrected``, ``paper``, or the latter with constants.
         slow_percentile: Of the costs of samples, from which on they are slow.
         slow_after_s: The same in seconds, or None.
+        standby_workers: Workers that stand in for those which a slow sample holds up.
         profile: Folder that keeps what samples cost, or None.
         measure: Whether times are taken for ``report()``.
         metrics_port: Where an endpoint tells figures: a port, or host and port; None: nowhere.
+        trace: Path of the file that keeps what the run did, or None.
     """
 
     order: str
@@ -118,9 +121,11 @@ class Options:
     controller: str | PaperController
     slow_percentile: float
     slow_after_s: float | None
+    standby_workers: int
     profile: str | None
     measure: bool
     metrics_port: int | str | None
+    trace: str | None
 
     @property
     def settles_failures(self) -> bool:
@@ -157,9 +162,11 @@ class Options:
         controller: str | PaperController,
         slow_percentile: float | None,
         slow_after_s: float | None,
+        standby_workers: int,
         profile: Any,
         measure: bool,
         metrics_port: int | str | None,
+        trace: str | os.PathLike[str] | None,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -274,6 +281,7 @@ class Options:
         most_workers = max_workers if isinstance(num_workers, str) else max_workers or num_workers
         fetching = Fetching.of(fetch_concurrency)
         check_fetching(fetching, is_stream, schedule, rng, most_workers)
+        check_standby(standby_workers, num_workers, fetching, is_stream, schedule)
         return cls(
             order=order,
             max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
@@ -296,9 +304,11 @@ class Options:
             controller=controller,
             slow_percentile=_SLOW_PERCENTILE if slow_percentile is None else slow_percentile,
             slow_after_s=slow_after_s,
+            standby_workers=standby_workers,
             profile=None if profile is None else os.fspath(profile),
             measure=measure,
             metrics_port=metrics_port,
+            trace=as_path(trace),
         )
 
     def first_workers(self, num_workers: int | str) -> int:

@@ -1,11 +1,11 @@
 """The import rules: data moves one way through the stages, and imports follow it.
 
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
-everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
-``monitor`` and ``report`` know ``stats``; ``caching``, ``integrations`` and ``sources`` know no stage; only
-``cached.py``,
-``command.py``, ``engine.py``, ``gauges.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``,
-``plan.py``, ``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package itself know all.
+everything; ``stats`` knows ``_core``; ``monitor``, ``report`` and ``trace`` know ``stats``; a stage knows its left
+neighbour, ``_core``, ``stats`` and ``trace``; ``caching``, ``integrations`` and ``sources`` know no stage;
+``ingest`` uses the loader and ``sources``; only ``cached.py``, ``command.py``, ``engine.py``, ``factories.py``,
+``gauges.py``, ``ingesting.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``, ``plan.py``,
+``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package itself know all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ WIRING = {
     "cached",
     "command",
     "engine",
+    "factories",
     "gauges",
+    "ingesting",
     "insight",
     "loader",
     "memory",
@@ -89,11 +91,15 @@ def allowed(part: str) -> set[str] | None:
         return {"_core"}
     if part == "report":
         return {"report", "stats", "_core", *COMMON}
-    if part in ("monitor", "stats"):
+    if part == "stats":
+        return {"stats", "_core", *COMMON}
+    if part in ("monitor", "trace"):
         return {part, "stats", "_core", *COMMON}
     if part in STAGES:
         left = STAGES[: STAGES.index(part)][-1:]
-        return {part, *left, "stats", "_core", *COMMON}
+        return {part, *left, "stats", "trace", "_core", *COMMON}
+    if part == "ingest":
+        return {"ingest", "sources", "loader", *COMMON}
     if part in ("caching", "integrations", "sources"):
         return {part, *COMMON}
     return {"options", *COMMON}
@@ -139,16 +145,9 @@ def test_cython_imports_only_the_core(path: Path) -> None:
 
 def test_every_folder_is_a_known_part() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
-    assert folders <= {
-        *STAGES,
-        "stats",
-        "report",
-        "monitor",
-        "_core",
-        "caching",
-        "integrations",
-        "sources",
-    }
+    others = {"stats", "monitor", "trace", "report", "_core"}
+    users = {"caching", "ingest", "integrations", "sources"}
+    assert folders <= {*STAGES, *others, *users}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +157,8 @@ def test_every_folder_is_a_known_part() -> None:
         ("minato._core.wait", "from minato.stats import clock"),
         ("minato.stats.report", "from minato.chain import chain"),
         ("minato.stats.journal", "from minato.report import figures"),
+        ("minato.stats.journal", "from minato.trace import lanes"),
+        ("minato.trace.lanes", "from minato.scheduler import worker"),
         ("minato.report.build", "from minato.scheduler import policy"),
         ("minato.source.keys", "import minato.chain"),
         ("minato.scheduler.worker", "from minato.source.sampler import Sampler"),
@@ -183,6 +184,7 @@ def test_the_checker_sees_what_is_forbidden(module: str, line: str) -> None:
         ("minato.delivery.lease", "from minato import errors\nfrom minato.stats import clock"),
         ("minato.report.text", "def show():\n    import rich.table"),
         ("minato.report.build", "from minato.stats import journal"),
+        ("minato.scheduler.traced", "from minato.trace import lanes"),
         ("minato.loader", "from minato.delivery import lease\nfrom minato.source import keys"),
     ],
 )

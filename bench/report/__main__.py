@@ -11,6 +11,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 import warnings
@@ -64,23 +65,35 @@ def advise(work: Work, repeats: int) -> tuple[str, bool]:
     return row, good
 
 
-def cost(num_workers: int, batches: int, repeats: int) -> str:
-    """The row of what measuring and showing cost, by loaders that do nothing else, in turn."""
-    times: dict[str, list[float]] = {"without": [], "with": [], "live": []}
+def cost(num_workers: int, num_transforms: int, batches: int, repeats: int) -> str:
+    """The row of what measuring, tracing and showing cost, by loaders that do nothing else, in turn."""
     data = _Cheap(32 * batches)
-    with _terminal():
-        for _, kind in itertools.product(range(repeats), times):
-            loader = DataLoader(data, 32, num_workers=num_workers, measure=kind != "without")
-            with loader.live() if kind == "live" else contextlib.nullcontext():
+    with tempfile.TemporaryDirectory() as folder, _terminal():
+        kinds: tuple[dict[str, Any], ...] = (
+            {"measure": False},
+            {},
+            {"trace": f"{folder}/run.json"},
+            {},
+        )
+        times: list[list[float]] = [[] for _ in kinds]
+        for _, (kind, given) in itertools.product(range(repeats), enumerate(kinds)):
+            loader = DataLoader(
+                data, 32, num_workers=num_workers, transforms=[_same] * num_transforms, **given
+            )
+            with loader.live() if kind == 3 else contextlib.nullcontext():
                 begun_s = time.perf_counter()
                 for _ in loader:
                     pass
                 times[kind].append((time.perf_counter() - begun_s) / batches)
-    without, measured, live = (1e6 * min(taken) for taken in times.values())
+    without, measured, traced, live = (1e6 * min(each) for each in times)
     return (
-        f"| {num_workers} | {without:.1f} | {measured:.1f} | {measured - without:+.1f} "
-        f"| {live:.1f} | {live - measured:+.1f} |"
+        f"| {num_workers} | {num_transforms} | {without:.1f} | {measured:.1f} | {measured - without:+.1f} | "
+        f"{traced:.1f} | {traced - measured:+.1f} | {live:.1f} | {live - measured:+.1f} |"
     )
+
+
+def _same(sample: Any) -> Any:
+    return sample
 
 
 @contextlib.contextmanager
@@ -139,13 +152,15 @@ def costs(options: argparse.Namespace) -> tuple[list[str], bool]:
         "",
         "Written by `python -m bench.report --only cost --out docs/benchmarks`. Batches of 32 vectors of 16 numbers",
         f"that are all there already, in µs per batch: the best of {repeats} runs of {batches} batches with",
-        "`measure=False`, of as many with `measure=True`, and of as many with a live view on a terminal, in turn.",
+        "`measure=False`, of as many with the default `measure=True`, of as many with `trace=` too, and of as many",
+        "with a live view on a terminal, in turn. The trace of a batch tells of 32 samples, each with its transforms,",
+        "which do nothing.",
         "",
-        "| workers | without | with | more | live | more |",
-        "|---|---|---|---|---|---|",
+        "| workers | transforms | without | with | more | with `trace=` | more | live | more |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for num_workers in (0, 2):
-        lines.append(cost(num_workers, batches, repeats))
+    for num_workers, num_transforms in ((0, 0), (0, 3), (2, 0)):
+        lines.append(cost(num_workers, num_transforms, batches, repeats))
         print(lines[-1], flush=True)
     return lines, True
 

@@ -14,6 +14,7 @@ from minato.report.figures import (
     Host,
     Period,
     Point,
+    Prediction,
     Report,
     Room,
     Setup,
@@ -36,7 +37,11 @@ _COST_CLASSES = 48
 
 
 def report_of(
-    setup: Setup, steps: Sequence[str], journal: Journal, labels: Labels | None = None
+    setup: Setup,
+    steps: Sequence[str],
+    journal: Journal,
+    prediction: Prediction,
+    labels: Labels | None = None,
 ) -> Report:
     """The report of what a loader did so far.
 
@@ -69,7 +74,7 @@ def report_of(
     )
     costs = _classes(whole.readings.histograms.get("total", Histogram()))
     bias, warnings = bias_of(journal.reservoir.rows, _histogram(whole.readings, "late"), labels)
-    return Report(setup, judge(setup, run), run, epochs, slowest, costs, bias, warnings)
+    return Report(setup, judge(setup, run), run, epochs, slowest, costs, prediction, bias, warnings)
 
 
 def setup_of(loader: Any, fetch_concurrency: int, may_fetch_more: bool, bounded: bool) -> Setup:
@@ -186,7 +191,7 @@ def _slowness(notes: EpochNotes) -> Slowness:
     if decision is not None:
         threshold_ns, percentile, share, phase = decision
     deferred, aside = _histogram(readings, "deferred"), _histogram(readings, "aside")
-    lag = _histogram(readings, "lag")
+    late, lag = _histogram(readings, "late"), _histogram(readings, "lag")
     return Slowness(
         phase,
         threshold_ns / 1e9,
@@ -195,6 +200,8 @@ def _slowness(notes: EpochNotes) -> Slowness:
         deferred.count,
         aside.count,
         aside.percentile(0.99) / 1e9,
+        late.count,
+        late.percentile(0.99) / 1e9,
         lag.percentile(0.5),
         lag.max,
     )

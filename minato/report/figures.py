@@ -180,6 +180,10 @@ class Slowness:
     aside_p99_s: float = figure(
         "s", "they lay aside; long: quick samples had the workers to themselves"
     )
+    stand_ins: int = figure(
+        "times", "a standby worker stepped in for one that a slow sample held up"
+    )
+    stand_in_p99_s: float = figure("s", "until it did, once it could; long: the cores are taken")
     lag_p50: float = figure(
         "batches", "by which the latest sample of a batch was late; 0 in strict order"
     )
@@ -205,6 +209,19 @@ class Bias:
         "correlation",
         "of lag and label, with report(labels=...); above 0.2: what comes early is not a fair part",
     )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """How well the latest samples' costs were foretold."""
+
+    model: str = figure(
+        "model", "what foretells them best: index (earlier epochs), plan, size; none: nothing does"
+    )
+    samples: int = figure("samples", "the latest that were foretold; 0 in a first epoch")
+    rank_correlation: float = figure("share", "-1 to 1; near 1: dearer samples were known as such")
+    hit_rate: float = figure("share", "of the slow samples that were expected to be slow")
+    precision: float = figure("share", "of those expected to be slow that were")
 
 
 @dataclass(frozen=True)
@@ -319,6 +336,7 @@ class Report:
         epochs: The latest 64, one by one.
         slowest: The slowest twenty samples of the run.
         costs: ``(from, to, samples)``: how many samples took between so many seconds.
+        prediction: How well that was foretold.
         bias: Whether what comes late differs from the rest.
         warnings: What else you should know, in a sentence each.
     """
@@ -329,6 +347,7 @@ class Report:
     epochs: tuple[Period, ...]
     slowest: tuple[SlowSample, ...]
     costs: tuple[tuple[float, float, int], ...]
+    prediction: Prediction
     bias: Bias
     warnings: tuple[str, ...]
 
@@ -370,6 +389,7 @@ PARTS = (
     SlowSample,
     Point,
     Setup,
+    Prediction,
 )
 
 

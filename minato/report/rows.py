@@ -36,6 +36,7 @@ def sections(report: Report) -> list[Section]:
             ("Machine", run.host),
             ("Slow samples", run.slowness),
             *([("Bias", bias)] if bias.samples else []),
+            ("Prediction", report.prediction),
             ("Trouble", run.trouble),
         )
     ]

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _DatasetKind
 
-from minato._core.histogram import Histogram
 from minato._stateful import is_stateful
 from minato.source.draws import Draw
 from minato.source.epochs import epoch_of, nested, tell_epoch
@@ -298,8 +297,6 @@ def _likeness(loader: Any) -> Any:
 
 def _standing(loader: Any, epoch: int, done: Done | None = None) -> Standing:
     progress = Progress(epoch, done)
-    if loader.order in _MIXING and loader.measure:
-        progress.lags = Histogram()
     counted = loader.dataset if is_stream(loader) else loader._index_sampler
     parts = loader.batch_size or 1 if is_stream(loader) else 1
     progress.length = functools.partial(

@@ -128,12 +128,12 @@ class Journal:
         """An epoch begins; one that was not finished is abandoned.
 
         Args:
-            progress: Knows what becomes of its samples (``coverage()``), and how many batches there are (``length()``).
+            progress: Knows what becomes of its samples (``coverage()``), how late they are (``lateness``), and how many
+                batches there are (``length()``).
         """
         self.settle()
         self._gauges, self._progress = gauges, progress
-        if progress.lags is not None:
-            progress.lateness.reservoir = self.reservoir
+        progress.lateness.reservoir = self.reservoir
         self._before, _ = _readings(gauges)
         self._now = EpochNotes(epoch)
         self._samples = self._bytes = self._pinned_ns = 0
@@ -252,11 +252,13 @@ class Journal:
             first_ns=notes.first_ns,
             pinned_ns=self._pinned_ns,
         )
-        lags = self._progress.lags
-        if lags is not None:
-            notes.readings.histograms["lag"] = lags.snapshot()
-            notes.readings.histograms["late"] = self._progress.lateness.late.snapshot()
-        notes.readings.histograms.update(wait=notes.waits.snapshot(), step=notes.steps.snapshot())
+        lateness = self._progress.lateness
+        notes.readings.histograms.update(
+            wait=notes.waits.snapshot(),
+            step=notes.steps.snapshot(),
+            lag=lateness.latest.snapshot(),
+            late=lateness.late.snapshot(),
+        )
         self.slow = slowest_of([*self.slow, *gauges.slowest()])
         return notes
 

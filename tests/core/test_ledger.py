@@ -196,6 +196,18 @@ def test_leases_and_activity(desk: Desk) -> None:
 # ----------------------------------------------------------------------------------- filling, places
 
 
+def test_when_the_samples_at_work_were_begun(desk: Desk) -> None:
+    desk.publish(4)
+    assert desk.ledger.begun() == []
+    for worker, started_ns in enumerate((300, 100, 200)):
+        words = desk.ledger.lease_words(worker)
+        words[1] = started_ns
+        words[0] = 1 + worker
+    assert desk.ledger.begun() == [100, 200, 300]
+    desk.ledger.end(1, 1, 0, 0)
+    assert desk.ledger.begun() == [200, 300]
+
+
 def test_a_bound_batch_is_published_when_its_last_place_is_filled(desk: Desk) -> None:
     batch = desk.publish(3)
     desk.claim(0, 3)
@@ -907,7 +919,9 @@ def test_each_use_of_a_record_has_its_own_generation(desk: Desk) -> None:
     assert generations == [(0, 1), (0, 2), (0, 3)]
 
 
-@pytest.mark.parametrize("keys", [[1, "x", 3], [1, 2], [1, 2**63, 3], [1, None, 3]])
+@pytest.mark.parametrize(
+    "keys", [[1, "x", 3], [1, 2], [1, 2, 3, 4], [], [1, 2**63, 3], [1, None, 3]]
+)
 def test_keys_that_are_none_publish_nothing(desk: Desk, keys: list[object]) -> None:
     with pytest.raises((TypeError, ValueError, IndexError, OverflowError)):
         desk.ledger.publish(keys, 3, SLOT, 0, 0, 0, False)
