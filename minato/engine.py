@@ -20,6 +20,8 @@ from minato.assembler.reader import BatchReader
 from minato.assembler.transport import LocalStore, SharedStore
 from minato.chain.chain import Chain
 from minato.chain.plans import planner
+from minato.delivery.accelerator import page_locker
+from minato.delivery.staging import StagedReader, onto_device
 from minato.errors import ErrorBudgetError
 from minato.gauges import EngineGauges
 from minato.memory import Memory
@@ -138,7 +140,14 @@ class Engine:
         settles = plan.policy is not None and plan.policy.on_error != "raise"
         deaths = Deaths(plan.restarts, settles, Shortage(window))
         self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths)
-        self._reader = BatchReader(self.ledger, self.arena, store)
+        self._reader: BatchReader | StagedReader = BatchReader(self.ledger, self.arena, store)
+        self._staging: StagedReader | None = None
+        if plan.device is not None:
+            self._staging = onto_device(plan.device, self._reader, self.ledger, self.arena)
+            self._reader = self._staging
+        elif plan.pins_memory and (locker := page_locker()) is not None:
+            self.arena.lock_pages(locker)
+        self._ahead = plan.prefetch_to_device
         self._experience = experience
         self._foresight: Foresight | None = None
         if plan.foresees:
@@ -296,6 +305,8 @@ class Engine:
                 self._scaler.look()
             if self._works_ahead:
                 self._dispatcher.refill()
+            if self._staging is not None:
+                self._staging.stage(self._dispatcher.upcoming(self._ahead))
             self.arena.trim(self._dispatcher.num_open)
             if journal is not None:
                 samples = item.keys[0] if self._streams else len(item.keys)

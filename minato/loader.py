@@ -101,6 +101,10 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         profile: Folder in which each epoch leaves what samples cost, so that the next run of the program knows from the
             start which are slow.
         measure: Take the times that ``report()`` is made of, which costs a few microseconds for each batch.
+        device: Where batches are handed out: their tensors, and objects with torch's ``to``, are copied there beside
+            the training, straight from the page-locked memory that the workers write to. None or ``"cpu"``: they stay
+            in main memory.
+        prefetch_to_device: How many batches are sent there before their turn (2), as far as they are complete.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -154,6 +158,8 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         slow_after_s: float | None = None,
         profile: str | os.PathLike[str] | None = None,
         measure: bool = True,
+        device: str | torch.device | None = None,
+        prefetch_to_device: int | None = None,
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -190,11 +196,14 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
             slow_after_s=slow_after_s,
             profile=profile,
             measure=measure,
+            device=device,
+            prefetch_to_device=prefetch_to_device,
         )
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
         check_cache(cache, self._options, self._chain, dataset, num_workers, persistent_workers)
-        vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag, cache=cache)
+        given = {"max_lag": max_lag, "prefetch_to_device": prefetch_to_device}
+        vars(self).update(vars(self._options), transforms=transforms, cache=cache, **given)
         self._course = Course()
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._spare_arenas = SpareArenas()
@@ -315,7 +324,9 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
             )
         if self.num_workers > 0:
             self.check_worker_number_rationality()
-        return BatchIterator(self, self._make_engine, type(self)._new_pass)
+        return BatchIterator(
+            self, self._make_engine, type(self)._new_pass, self._options.target is None
+        )
 
     def _refuse_data_pipes(self, what: str) -> None:
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):

@@ -59,6 +59,9 @@ class Plan:
         profile: Folder that keeps what samples cost, None for none.
         fetching: How samples are read at once.
         measure: Keep what a report needs.
+        device: Where batches go, None for main memory.
+        prefetch_to_device: How many go there before their turn.
+        pins_memory: The program copies them to a device by itself.
     """
 
     dataset: Any
@@ -91,6 +94,9 @@ class Plan:
     profile: str | None
     fetching: Fetching
     measure: bool
+    device: torch.device | None
+    prefetch_to_device: int
+    pins_memory: bool
 
     @classmethod
     def of(cls, loader: Any, base_seed: int, num_workers: int, most_workers: int) -> Plan:
@@ -153,6 +159,9 @@ class Plan:
             profile=options.profile,
             fetching=Fetching.of(options.fetch_concurrency),
             measure=options.measure,
+            device=options.target,
+            prefetch_to_device=options.prefetch_to_device,
+            pins_memory=bool(loader.pin_memory),
         )
 
     @property
