@@ -21,6 +21,7 @@ from minato.cached import check_cache
 from minato.caching.base import Cache
 from minato.chain.chain import Chain
 from minato.delivery.iterator import BatchIterator
+from minato.distribution import Distribution
 from minato.engine import Engine, Experience
 from minato.fetching import Fetching
 from minato.insight import Insight
@@ -42,7 +43,7 @@ _OWN = ("transforms", "cache", *(field.name for field in fields(Options)))
 T_co = TypeVar("T_co", covariant=True)
 
 
-class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
+class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn):
     """A drop-in replacement of ``torch.utils.data.DataLoader`` that schedules samples instead of batches.
 
     All arguments of torch's class have torch's meaning and defaults

@@ -3,8 +3,8 @@
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
 ``report`` knows ``stats``; ``caching``, ``integrations`` and ``sources`` know no stage; only ``cached.py``,
-``command.py``, ``engine.py``, ``gauges.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``,
-``plan.py``, ``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package itself know all.
+``command.py``, ``distribution.py``, ``engine.py``, ``gauges.py``, ``insight.py``, ``loader.py``, ``memory.py``,
+``patching.py``, ``plan.py``, ``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package itself know all.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ WIRING = {
     "__main__",
     "cached",
     "command",
+    "distribution",
     "engine",
     "gauges",
     "insight",
