@@ -12,7 +12,7 @@ COMPILED := $(basename $(notdir $(wildcard minato/_core/_*_c.pyx)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install build test test-pure test-checked stress lint format docs demo bench sdist wheel constraints clean
+.PHONY: help install build test test-pure test-checked stress lint format docs demo bench bench-peers sdist wheel constraints clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ demo: build  ## train a small model on real data, with torch's loader and with m
 bench: build  ## compare with torch's loader, and the compiled with the pure core (SHORT=1: smoke run)
 	$(PY) -m bench.macro $(if $(SHORT),--short)
 	$(PY) -m bench.micro $(if $(SHORT),--short)
+
+bench-peers: build  ## compare with other projects' loaders, installed in build/peers (half an hour, 8 GB)
+	$(PY) -m bench.peers $(if $(SHORT),--short)
 
 sdist: $(INSTALLED)  ## source distribution in dist/
 	$(PY) -m build --no-isolation --sdist

@@ -18,6 +18,7 @@ __all__ = [
     "check_fetching",
     "check_sample_timeout",
     "check_slow",
+    "check_standby",
     "check_whole",
     "worker_range",
 ]
@@ -167,4 +168,30 @@ def check_fetching(
         raise ValueError(
             f"{given} contradicts {other}: samples that are read at once draw from the worker's stream in any order; "
             "leave one of the two out"
+        )
+
+
+def check_standby(
+    count: object, num_workers: int | str, fetching: Fetching, is_stream: bool, schedule: str
+) -> None:
+    """Workers that stand in for others, where any worker may run any sample."""
+    check_whole("standby_workers", count, 0)
+    if count is None:
+        raise TypeError("standby_workers=None is a NoneType: give an integer, 0 for none")
+    if count == 0:
+        return
+    if num_workers == 0:
+        raise ValueError(
+            f"standby_workers={count} stand in for other workers, and num_workers=0 has none: use num_workers=1 or more"
+        )
+    if is_stream or schedule == "round_robin":
+        cause = "an iterable dataset" if is_stream else f"schedule={schedule!r}"
+        raise ValueError(
+            f"standby_workers={count} has no meaning with {cause}, where no worker can do what is another's: leave it "
+            "out"
+        )
+    if fetching.at_once:
+        raise ValueError(
+            f"standby_workers={count} has no meaning with fetch_concurrency={fetching}, where a slow read holds no "
+            "worker up: leave one of the two out"
         )

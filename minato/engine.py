@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from minato.scheduler.dispatcher import Dispatcher
 from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import CostModel, Foresight, Record
+from minato.scheduler.in_hand import InHand, sample_in_hand
 from minato.scheduler.local import InlinePool
 from minato.scheduler.parties import Progress
 from minato.scheduler.policy import Decision, TimeoutPolicy
@@ -41,12 +43,14 @@ from minato.scheduler.replicas import Replicas
 from minato.scheduler.roster import Roster
 from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
 from minato.scheduler.shortage import Shortage
+from minato.scheduler.traced import TracedDispatcher
 from minato.scheduler.traffic import Traffic
 from minato.scheduler.window import Window
 from minato.source.prediction import CostByIndex, Predictor
 from minato.stats.journal import Journal, Standing
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
+from minato.trace.loop import TracedJournal
 from minato.workplace import Workplace
 
 __all__ = ["Engine", "Experience"]
@@ -56,6 +60,10 @@ _LOOK_EVERY_NS = 10_000_000
 _BATCH_RECORDS = 2048
 _POSITIONS = 1 << 16
 """Batches and samples that can be in flight: 4 MiB of ledger that is only touched as far as it is used."""
+
+
+def _nobody() -> None:
+    """In place of a reference to an engine that is gone."""
 
 
 @dataclass
@@ -69,6 +77,7 @@ class Experience:
         decision: Which samples are slow, as of the last look.
         staffing: How many workers help; None: all of them work.
         journal: What reports are made from; None: nothing is noted.
+        engine: The newest one, while it is in use.
     """
 
     known: CostModel = field(default_factory=CostByIndex)
@@ -77,6 +86,7 @@ class Experience:
     decision: Decision = TimeoutPolicy().decision
     staffing: Staffing | None = None
     journal: Journal | None = None
+    engine: Callable[[], Engine | None] = _nobody
 
     @classmethod
     def of(cls, options: Options, chain: Chain, num_workers: int) -> Experience:
@@ -101,7 +111,7 @@ class Engine:
         if self._memory is not None and experience.costs is None:
             experience.costs = self._memory.costs()
         positions = max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
-        sizes = (max(plan.most_workers, 1), _BATCH_RECORDS, positions)
+        sizes = (max(plan.all_workers, 1), _BATCH_RECORDS, positions)
         ledger_nbytes = -(-Ledger.nbytes(*sizes) // 64) * 64
         in_processes = plan.num_workers > 0 and plan.worker_method == "process"
         meters_nbytes = sizes[0] * Meters.nbytes(len(plan.chain))
@@ -122,7 +132,7 @@ class Engine:
             policy=plan.policy,
         )
         roster = workplace.roster(self.ledger)
-        roster.want(sizes[0])
+        roster.want(max(plan.most_workers, 1))
         self.meters = [workplace.meters(number) for number in range(sizes[0])]
         """What each worker has measured."""
         self._profile = Profile(plan.chain.names)
@@ -166,7 +176,7 @@ class Engine:
             flow.watched, times = True, [meters.total for meters in self.meters]
             self._scaler = Scaler(
                 experience.staffing,
-                sizes[0],
+                plan.most_workers,
                 self._pool,
                 roster,
                 window,
@@ -175,7 +185,14 @@ class Engine:
                 times,
                 None if self._foresight is None else self._foresight.resize,
             )
-        self._dispatcher = Dispatcher(
+        make: Callable[..., Dispatcher] = Dispatcher
+        self._journal: Journal | TracedJournal | None = experience.journal
+        if plan.lanes is not None:
+            lane = plan.lanes.loop()
+            self._journal = TracedJournal(experience.journal, lane)
+            doing = "load" if plan.num_workers == 0 else "wait"
+            make = functools.partial(TracedDispatcher, lane, doing)
+        self._dispatcher = make(
             self.ledger,
             ready,
             self._pool if self._scaler is None else WatchedPool(self._pool, self._scaler),
@@ -200,6 +217,13 @@ class Engine:
             flow,
         )
         self._replicas = plan.replicas
+        self._in_hand = functools.partial(
+            sample_in_hand,
+            self.ledger,
+            functools.partial(workplace.read_keys, self.ledger),
+            plan.chain.names,
+        )
+        experience.engine = weakref.ref(self)
         self._by_reference = not in_processes
         self._failures = None
         if plan.policy is not None:
@@ -213,7 +237,6 @@ class Engine:
         self.ledger.slow_ns = experience.decision.threshold_ns
         self._looked_ns = self._started_ns
         self._streams = plan.streams
-        self._journal = experience.journal
         self._gauges = EngineGauges(
             self.ledger,
             self.meters,
@@ -225,14 +248,16 @@ class Engine:
             deaths,
             self._failures,
         )
-        self._parts_slow = self._foresight is not None or plan.order.name == "fast_first"
+        self._parts_slow = bool(
+            self._foresight is not None or plan.order.name == "fast_first" or plan.standby_workers
+        )
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
             workplace.write_plan(self.arena)
         self.shut_down = weakref.finalize(self, self._pool.shut_down)
         """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
-        if self._journal is not None:
-            weakref.finalize(self, self._journal.settle, self._gauges).atexit = False
+        if experience.journal is not None:
+            weakref.finalize(self, experience.journal.settle, self._gauges).atexit = False
 
     def begin(
         self,
@@ -332,6 +357,15 @@ class Engine:
         self._profile.update(self.meters)
         return self._profile
 
+    def running(self, least_ns: int) -> list[tuple[int, InHand, int]]:
+        """Number, sample and its time in ns so far of each worker that has been on a sample for so long."""
+        if self._streams:
+            return []
+        workers, now = range(len(self.meters)), now_ns()
+        held = ((worker, sample) for worker in workers if (sample := self._in_hand(worker)))
+        times = ((worker, sample, now - sample.started_ns) for worker, sample in held)
+        return [each for each in times if each[2] >= least_ns]
+
     def _mark_slow(self) -> None:
         """Tell the workers from which cost on a sample is slow, when enough have run since the last time."""
         now = now_ns()
@@ -340,7 +374,9 @@ class Engine:
         self._looked_ns, elapsed_s = now, (now - self._started_ns) / 1e9
         if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
-            self._experience.decision = self.timeouts.observe(times, elapsed_s)
+            self._experience.decision = self.timeouts.observe(
+                times, elapsed_s, [now - begun_ns for begun_ns in self.ledger.begun()]
+            )
             self.ledger.slow_ns = self._experience.decision.threshold_ns
             self._experience.costs = self.timeouts.recent
             if self._foresight is not None:

@@ -84,7 +84,7 @@ class Insight:
     def _fresh_batches(self) -> Iterator[Any]:
         """The batches of a copy of this loader."""
         twin: Any = copy.copy(self)
-        vars(twin).update(_iterator=None, _course=self._course.twin())
+        vars(twin).update(_iterator=None, _course=self._course.twin(), _trace=None)
         generators = [torch.default_generator]
         if self.generator is not None:
             generators.append(self.generator)

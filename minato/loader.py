@@ -34,6 +34,7 @@ from minato.source.epochs import tell_epoch
 from minato.source.passes import SeededSampler
 from minato.source.replay import RecordedOrder
 from minato.source.run import Course, Run, is_stream
+from minato.trace.lanes import Trace
 
 __all__ = ["DataLoader"]
 
@@ -99,9 +100,12 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         slow_percentile: Samples that cost more than this percentile of all are slow (75); nothing is where costs differ
             little.
         slow_after_s: Or those that take longer than so many seconds.
+        standby_workers: So many more workers sleep until a slow sample holds another one up, and do its work meanwhile.
         profile: Folder in which each epoch leaves what samples cost, so that the next run of the program knows from the
             start which are slow.
         measure: Take the times that ``report()`` is made of, which costs a few microseconds for each batch.
+        trace: File, made anew, to which the run tells what it does moment by moment, for https://ui.perfetto.dev:
+            each sample and transform, copies, waiting, steps, and how things stand. It ends at 256 MiB.
         device: Where batches are handed out: their tensors, and objects with torch's ``to``, are copied there beside
             the training, straight from the page-locked memory that the workers write to. None or ``"cpu"``: they stay
             in main memory.
@@ -157,8 +161,10 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         controller: str | PaperController = "corrected",
         slow_percentile: float | None = None,
         slow_after_s: float | None = None,
+        standby_workers: int = 0,
         profile: str | os.PathLike[str] | None = None,
         measure: bool = True,
+        trace: str | os.PathLike[str] | None = None,
         device: str | torch.device | None = None,
         prefetch_to_device: int | None = None,
     ) -> None:
@@ -195,8 +201,10 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             controller=controller,
             slow_percentile=slow_percentile,
             slow_after_s=slow_after_s,
+            standby_workers=standby_workers,
             profile=profile,
             measure=measure,
+            trace=trace,
             device=device,
             prefetch_to_device=prefetch_to_device,
         )
@@ -208,6 +216,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         self._course = Course()
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._spare_arenas = SpareArenas()
+        self._trace = None if trace is None else Trace(os.fspath(trace))
         self._experience = Experience.of(self._options, self._chain, num_workers)
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
@@ -306,7 +315,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         and yet mix batches if this loader did.
         """
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("_options", "_chain", "_replay", *_OWN)
+        kept = ("_options", "_chain", "_replay", "_trace", *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
         loader._experience = Experience.of(self._options, self._chain, loader.num_workers)
         loader._course = self._course.twin()
@@ -317,6 +326,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             # torch shards and seeds data pipes by its own protocol.
             if self._chain.steps:
                 raise ValueError("transforms= is not for data pipes: use their .map(...)")
+            if self._trace is not None:
+                self._refuse_data_pipes("trace=")
             return super()._get_iterator()
         if is_stream(self) and self._in_threads:
             raise ValueError(
@@ -342,7 +353,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
     @property
     def _most_replicas(self) -> int:
         """How many copies of the dataset there can be."""
-        return max(self._options.max_workers or 0, self.num_workers, 1)
+        most = max(self._options.max_workers or 0, self.num_workers, 1)
+        return most + self._options.standby_workers
 
     @property
     def _in_threads(self) -> bool:
@@ -357,6 +369,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         engine = Engine(plan, arena, self._experience)
         # The next iterator writes to this one's warm pages.
         weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
+        if self._trace is not None and plan.lanes is not None:
+            weakref.finalize(engine, self._trace.give_back, plan.lanes).atexit = False
         return engine
 
     def _new_pass(self) -> Run:

@@ -17,6 +17,7 @@ from minato.checks import (
     check_fetching,
     check_sample_timeout,
     check_slow,
+    check_standby,
     check_whole,
     worker_range,
 )
@@ -96,8 +97,10 @@ class Options:
         controller: ``corrected``, ``paper``, or the latter with constants.
         slow_percentile: Of the costs of samples, from which on they are slow.
         slow_after_s: The same in seconds, or None.
+        standby_workers: Workers that stand in for those which a slow sample holds up.
         profile: Folder that keeps what samples cost, or None.
         measure: Whether times are taken for ``report()``.
+        trace: Path of the file that keeps what the run did, or None.
         device: Where batches go, or None for main memory.
         prefetch_to_device: How many batches go there before their turn.
     """
@@ -123,8 +126,10 @@ class Options:
     controller: str | PaperController
     slow_percentile: float
     slow_after_s: float | None
+    standby_workers: int
     profile: str | None
     measure: bool
+    trace: str | None
     device: torch.device | None
     prefetch_to_device: int
 
@@ -168,8 +173,10 @@ class Options:
         controller: str | PaperController,
         slow_percentile: float | None,
         slow_after_s: float | None,
+        standby_workers: int,
         profile: Any,
         measure: bool,
+        trace: str | os.PathLike[str] | None,
         device: str | torch.device | None,
         prefetch_to_device: int | None,
     ) -> Options:
@@ -286,6 +293,7 @@ class Options:
         most_workers = max_workers if isinstance(num_workers, str) else max_workers or num_workers
         fetching = Fetching.of(fetch_concurrency)
         check_fetching(fetching, is_stream, schedule, rng, most_workers)
+        check_standby(standby_workers, num_workers, fetching, is_stream, schedule)
         return cls(
             order=order,
             max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
@@ -308,8 +316,10 @@ class Options:
             controller=controller,
             slow_percentile=_SLOW_PERCENTILE if slow_percentile is None else slow_percentile,
             slow_after_s=slow_after_s,
+            standby_workers=standby_workers,
             profile=None if profile is None else os.fspath(profile),
             measure=measure,
+            trace=as_path(trace),
             device=place,
             prefetch_to_device=_AHEAD if prefetch_to_device is None else prefetch_to_device,
         )

@@ -20,6 +20,7 @@ from minato.scheduler.policy import TimeoutSettings
 from minato.scheduler.replicas import Replicas
 from minato.source.passes import largest_batch
 from minato.source.run import Standing, is_stream
+from minato.trace.lanes import Lanes
 
 __all__ = ["Plan", "Unbound"]
 
@@ -41,7 +42,8 @@ class Plan:
     Attributes:
         batched: Keys come in lists (``batch_size`` or a ``batch_sampler``).
         num_workers: Workers that work at first.
-        most_workers: Workers that there can be.
+        most_workers: Workers that there can be, but for …
+        standby_workers: … those that stand in for others.
         seeds_samples: Randomness is bound to each sample rather than to the worker.
         window_batches: Batches in flight, None to let the budget decide.
         persistent: The workers stay for further passes.
@@ -59,6 +61,7 @@ class Plan:
         profile: Folder that keeps what samples cost, None for none.
         fetching: How samples are read at once.
         measure: Keep what a report needs.
+        lanes: Where the run tells what it does, None for nowhere.
         device: Where batches go, None for main memory.
         prefetch_to_device: How many go there before their turn.
         pins_memory: The program copies them to a device by itself.
@@ -70,6 +73,7 @@ class Plan:
     batched: bool
     num_workers: int
     most_workers: int
+    standby_workers: int
     worker_method: str
     context: Any
     worker_init_fn: Callable[[int], None] | None
@@ -94,6 +98,7 @@ class Plan:
     profile: str | None
     fetching: Fetching
     measure: bool
+    lanes: Lanes | None
     device: torch.device | None
     prefetch_to_device: int
     pins_memory: bool
@@ -131,6 +136,7 @@ class Plan:
             batched=loader._auto_collation,
             num_workers=num_workers,
             most_workers=most_workers,
+            standby_workers=options.standby_workers,
             worker_method=options.worker_method,
             context=loader.multiprocessing_context or torch.multiprocessing.get_context(),
             worker_init_fn=loader.worker_init_fn,
@@ -159,10 +165,16 @@ class Plan:
             profile=options.profile,
             fetching=Fetching.of(options.fetch_concurrency),
             measure=options.measure,
+            lanes=None if loader._trace is None else loader._trace.take(),
             device=options.target,
             prefetch_to_device=options.prefetch_to_device,
             pins_memory=bool(loader.pin_memory),
         )
+
+    @property
+    def all_workers(self) -> int:
+        """Numbers of workers: standby workers come last."""
+        return self.most_workers + self.standby_workers
 
     @property
     def foresees(self) -> bool:

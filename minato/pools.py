@@ -21,6 +21,7 @@ from minato.scheduler.process import (
     wrapped_in_process,
 )
 from minato.scheduler.roster import Roster
+from minato.scheduler.traced import telling_deaths
 from minato.scheduler.worker import Worker
 from minato.workplace import Workplace
 
@@ -48,7 +49,7 @@ def make_pool(
     if plan.worker_method == "thread":
 
         def in_thread(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
-            if not roster.stand_by(
+            if not workplace.roster(ledger, number).stand_by(
                 number, lambda: ledger.stopping or ledger.draining, consumer_lives
             ):
                 return None
@@ -57,7 +58,7 @@ def make_pool(
                 number, ledger, wrapped_in_thread(number), failure, BaseException
             )
 
-        return ThreadPool(plan.most_workers, in_thread, ready, stop, lambda: ledger.draining)
+        return ThreadPool(plan.all_workers, in_thread, ready, stop, lambda: ledger.draining)
     if plan.seeds_samples:
         generators.examine()
     overdue: Overdue | None = None
@@ -68,19 +69,21 @@ def make_pool(
     def sink(number: int) -> BatchWriter:
         return workplace.writer(number, ledger, lambda error: error)
 
-    buried = Burial(
+    buried: Callable[[int, int | None, int | None], None] = Burial(
         ledger,
         functools.partial(workplace.read_keys, ledger),
         plan.chain.names,
         sink,
-        plan.most_workers,
+        plan.all_workers,
         deaths,
         overdue,
         plan.policy,
     )
+    if plan.lanes is not None:
+        buried = telling_deaths(plan.lanes.worker, buried)
     return ProcessPool(
         plan.context,
-        plan.most_workers,
+        plan.all_workers,
         plan.num_workers,
         _run_worker_process,
         (workplace,),
@@ -89,6 +92,7 @@ def make_pool(
         lambda number: ledger.draining and ledger.lease(number)[0] is None,
         buried,
         overdue,
+        plan.standby_workers,
     )
 
 
@@ -96,11 +100,11 @@ def _run_worker_process(number: int, workplace: Workplace) -> None:
     parent_lives = parent_watch()
     plan = workplace.plan
     try:
-        enter_worker_process(number, plan.most_workers, plan.base_seed, plan.dataset)
+        enter_worker_process(number, plan.all_workers, plan.base_seed, plan.dataset)
         if workplace.stacks is not None:
             workplace.stacks.listen()
         ledger = Ledger(workplace.segment.array, None, workplace.segment.descriptor)
-        if not workplace.roster(ledger).stand_by(
+        if not workplace.roster(ledger, number).stand_by(
             number, lambda: ledger.stopping or ledger.draining, parent_lives
         ):
             return

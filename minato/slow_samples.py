@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from minato.engine import Experience
 from minato.source.prediction import Quality, quality_of
 from minato.stats.lateness import Lateness
 
-__all__ = ["SlowSamples"]
+__all__ = ["RunningSample", "SlowSamples"]
+
+
+@dataclass(frozen=True)
+class RunningSample:
+    """A slow sample that a worker is still on.
+
+    Attributes:
+        index: What the dataset is asked for.
+        worker: Number of the worker.
+        running_s: How long it has been on it, in seconds; without the time before it was set aside, if it was.
+        transform: Name of the transform that runs; None: the dataset itself.
+    """
+
+    index: Any
+    worker: int
+    running_s: float
+    transform: str | None
 
 
 @dataclass(frozen=True)
@@ -27,6 +45,7 @@ class SlowSamples:
         prediction: How good the latest expectations were. Rank correlation, from -1 to 1: whether dearer samples were
             expected to be dearer. Hit rate: the share of the slow samples that were expected to be slow. Precision: the
             share of those expected to be slow that were. All of it 0 in a first epoch, unless transforms plan.
+        running: Slow samples that are being worked on, the longest first; empty with iterable datasets.
     """
 
     threshold_s: float
@@ -35,11 +54,18 @@ class SlowSamples:
     lags: Mapping[int, int]
     shares: tuple[float, ...]
     prediction: Quality
+    running: tuple[RunningSample, ...]
 
     @classmethod
     def of(cls, experience: Experience, lateness: Lateness) -> SlowSamples:
         """From what a loader has learned, and the record of its newest epoch."""
-        decision = experience.decision
+        decision, engine = experience.decision, experience.engine()
+        running: list[RunningSample] = []
+        if decision.threshold_ns and engine is not None:
+            running = [
+                RunningSample(sample.key, worker, taken_ns / 1e9, sample.transform)
+                for worker, sample, taken_ns in engine.running(decision.threshold_ns)
+            ]
         return cls(
             decision.threshold_ns / 1e9,
             decision.phase,
@@ -47,6 +73,7 @@ class SlowSamples:
             dict(sorted(lateness.lags.items())),
             tuple(lateness.slow_shares),
             quality_of(experience.foresight.pairs, decision.threshold_ns),
+            tuple(sorted(running, key=lambda each: -each.running_s)),
         )
 
     @property

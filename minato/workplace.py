@@ -15,12 +15,12 @@ from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato.assembler.arena import Arena
+from minato.assembler.traced import TracedWriter
 from minato.assembler.transport import Store
 from minato.assembler.writer import BatchWriter
 from minato.chain.rng import SampleRandomness
 from minato.errors import NotPicklableError
 from minato.plan import Plan
-from minato.scheduler.concurrent_worker import ConcurrentWorker
 from minato.scheduler.failures import ErrorPolicy
 from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.leniency import Leniency
@@ -28,11 +28,13 @@ from minato.scheduler.overdue import StackFile
 from minato.scheduler.parking import Parking
 from minato.scheduler.reads import reads_of
 from minato.scheduler.roster import Roster
-from minato.scheduler.runner import Runner
+from minato.scheduler.standby import Standby
 from minato.scheduler.stepper import Stepper
+from minato.scheduler.traced import PLAIN, traced_parts
 from minato.scheduler.traffic import Traffic
 from minato.scheduler.worker import Worker
 from minato.stats.profile import Meters
+from minato.trace.lanes import Lane
 
 __all__ = ["Workplace"]
 
@@ -111,10 +113,14 @@ class Workplace:
         start = self.meters_offset + number * nbytes
         return Meters(num_steps, self.segment.array[start : start + nbytes])
 
-    def roster(self, ledger: Ledger) -> Roster:
-        """Which workers work."""
+    def roster(self, ledger: Ledger, number: int = 0) -> Roster:
+        """Which workers work, as worker ``number`` sees it."""
         work = Gate(self.segment.array, ledger.work_gate_offset)
-        return Roster(self.segment.array, self.roster_offset, work)
+        memory = self.segment.array, self.roster_offset, work
+        first = max(self.plan.most_workers, 1)
+        if number < first:
+            return Roster(*memory)
+        return Standby(*memory, ledger, first, self.meters(number).late)
 
     def writer(
         self,
@@ -122,10 +128,12 @@ class Workplace:
         ledger: Ledger,
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
         catches: type[BaseException] = Exception,
+        lane: Lane | None = None,
     ) -> BatchWriter:
-        """What writes the samples of worker ``number``."""
+        """What writes the samples of worker ``number``, and tells a lane of it."""
         collation = self.plan.collate_fn, self.plan.batched
-        return BatchWriter(
+        make = BatchWriter if lane is None else functools.partial(TracedWriter, lane)
+        return make(
             number,
             ledger,
             self.arena,
@@ -162,6 +170,10 @@ class Workplace:
             return SampleRandomness(seed, bind_globals=bind_globals)
 
         lease, meters = ledger.lease_words(number), self.meters(number)
+        lane, parts = None, PLAIN
+        if plan.lanes is not None:
+            lane = plan.lanes.worker(number)
+            parts = traced_parts(lane, plan.chain.names)
         fetcher: Fetcher | StreamFetcher
         stepper: Stepper | None = None
         parking: Parking | None = None
@@ -173,13 +185,13 @@ class Workplace:
         else:
             fetcher = Fetcher(plan.dataset, plan.chain, plan.batched)
         if not plan.streams and not fetcher.takes_lists:
-            stepper = Stepper(plan.dataset, plan.chain, lease, meters)
+            stepper = parts.stepper(plan.dataset, plan.chain, lease, meters)
         if stepper is not None and plan.leaves_samples:
-            most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.most_workers)
+            most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.all_workers)
             always = plan.order.name == "fast_first"
             parking = Parking(ledger, stepper.left, always, plan.order.bound, most_bytes=most_bytes)
             stepper.may_leave = parking.may_leave
-        runner = Runner(
+        runner = parts.runner(
             lease,
             make_randomness if plan.seeds_samples else None,
             meters,
@@ -192,14 +204,14 @@ class Workplace:
         leniency: Leniency | None = None
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):
             leniency = Leniency(number, self.policy, runner, fetcher, plan.chain, lease)
-        make: Callable[..., Worker] = Worker
+        make = parts.worker
         fetching = plan.fetching
         if fetching.at_once and failure is None:
             workers = max(plan.most_workers, 1)
             traffic = Traffic(self.segment.array, self.traffic_offset, workers, fetching.most)
             reads = reads_of(plan.dataset, fetching.concurrency)
             make = functools.partial(
-                ConcurrentWorker, reads, plan.chain, plan.seeds_samples, traffic, fetching
+                parts.concurrent_worker, reads, plan.chain, plan.seeds_samples, traffic, fetching
             )
         return make(
             number,
@@ -207,11 +219,11 @@ class Workplace:
             Gate(self.segment.array, ledger.work_gate_offset),
             fetcher,
             runner,
-            self.writer(number, ledger, describe_error, catches),
+            self.writer(number, ledger, describe_error, catches, lane),
             functools.partial(self.read_keys, ledger),
             parking,
             plan.order.name == "fast_first",
             plan.round_robin,
             leniency,
-            self.roster(ledger),
+            self.roster(ledger, number),
         )

@@ -21,6 +21,10 @@ LEFTOVER_GRACE_S = 2.0
 """How long a test's processes and threads may take to end once the test has returned."""
 
 
+LIBRARY_THREADS = {"event_loop"}
+"""Threads that a library keeps for the whole process: cassandra-driver's."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("minato")
     group.addoption(
@@ -74,20 +78,24 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     A test that failed already is not blamed twice: its traceback keeps its objects alive.
     """
     failed_before = request.session.testsfailed
-    processes, threads, entries = _processes(), set(threading.enumerate()), _shared_memory()
+    processes, threads, entries = _processes(), _threads(), _shared_memory()
     yield
     if request.session.testsfailed > failed_before:
         return
     deadline = time.monotonic() + LEFTOVER_GRACE_S
     while leftovers := [
         *(f"process {pid}: {_describe(pid)}" for pid in _processes() - processes),
-        *(f"thread {thread.name}" for thread in set(threading.enumerate()) - threads),
+        *(f"thread {thread.name}" for thread in _threads() - threads),
         *(f"/dev/shm/{name}" for name in _shared_memory() - entries if _is_ours(name)),
     ]:
         if time.monotonic() > deadline:
             pytest.fail("left behind:\n  " + "\n  ".join(leftovers), pytrace=False)
         gc.collect()
         time.sleep(0.02)
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name not in LIBRARY_THREADS}
 
 
 def _processes() -> set[int]:

@@ -1,7 +1,8 @@
 """The import rules: data moves one way through the stages, and imports follow it.
 
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
-everything; ``stats`` knows ``_core``; a stage knows its left neighbour, ``_core`` and ``stats``;
+everything; ``stats`` knows ``_core``; ``trace`` knows ``stats``; a stage knows its left neighbour, ``_core``,
+``stats`` and ``trace``;
 ``report`` knows ``stats``; ``caching``, ``integrations`` and ``sources`` know no stage; only ``cached.py``,
 ``command.py``, ``distribution.py``, ``engine.py``, ``gauges.py``, ``insight.py``, ``loader.py``, ``memory.py``,
 ``patching.py``, ``plan.py``, ``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package itself know all.
@@ -91,9 +92,11 @@ def allowed(part: str) -> set[str] | None:
         return {"report", "stats", "_core", *COMMON}
     if part == "stats":
         return {"stats", "_core", *COMMON}
+    if part == "trace":
+        return {"trace", "stats", "_core", *COMMON}
     if part in STAGES:
         left = STAGES[: STAGES.index(part)][-1:]
-        return {part, *left, "stats", "_core", *COMMON}
+        return {part, *left, "stats", "trace", "_core", *COMMON}
     if part in ("caching", "integrations", "sources"):
         return {part, *COMMON}
     return {"options", *COMMON}
@@ -139,7 +142,8 @@ def test_cython_imports_only_the_core(path: Path) -> None:
 
 def test_every_folder_is_a_known_part() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
-    assert folders <= {*STAGES, "stats", "report", "_core", "caching", "integrations", "sources"}
+    others = {"stats", "trace", "report", "_core", "caching", "integrations", "sources"}
+    assert folders <= {*STAGES, *others}
 
 
 @pytest.mark.parametrize(
@@ -149,6 +153,8 @@ def test_every_folder_is_a_known_part() -> None:
         ("minato._core.wait", "from minato.stats import clock"),
         ("minato.stats.report", "from minato.chain import chain"),
         ("minato.stats.journal", "from minato.report import figures"),
+        ("minato.stats.journal", "from minato.trace import lanes"),
+        ("minato.trace.lanes", "from minato.scheduler import worker"),
         ("minato.report.build", "from minato.scheduler import policy"),
         ("minato.source.keys", "import minato.chain"),
         ("minato.scheduler.worker", "from minato.source.sampler import Sampler"),
@@ -174,6 +180,7 @@ def test_the_checker_sees_what_is_forbidden(module: str, line: str) -> None:
         ("minato.delivery.lease", "from minato import errors\nfrom minato.stats import clock"),
         ("minato.report.text", "def show():\n    import rich.table"),
         ("minato.report.build", "from minato.stats import journal"),
+        ("minato.scheduler.traced", "from minato.trace import lanes"),
         ("minato.loader", "from minato.delivery import lease\nfrom minato.source import keys"),
     ],
 )

@@ -39,8 +39,10 @@ def options(**given: Any) -> Options:
         "controller": "corrected",
         "slow_percentile": None,
         "slow_after_s": None,
+        "standby_workers": 0,
         "profile": None,
         "measure": True,
+        "trace": None,
         "device": None,
         "prefetch_to_device": None,
     }

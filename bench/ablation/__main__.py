@@ -33,23 +33,33 @@ class Step:
         options: arguments of the loader; None: torch's.
         leaves: whether slow samples are left between transforms.
         foresees: whether samples that were slow before begin early.
+        more: workers besides the load's own.
     """
 
     label: str
     options: dict[str, Any] | None
     leaves: bool = False
     foresees: bool = False
+    more: int = 0
 
 
+STANDBY = 2
+MOST = 16
+ARRIVAL: dict[str, Any] = {"in_order": False}
+WATCHED: dict[str, Any] = {**ARRIVAL, "standby_workers": STANDBY}
+FAST_FIRST: dict[str, Any] = {"order": "fast_first"}
 STEPS = (
     Step("torch, in order", None),
     Step("sample-level tickets, torch's look-ahead", {"prefetch_factor": 2}),
     Step("+ window in bytes", {}),
     Step("+ prediction (still in order)", {}, foresees=True),
-    Step("+ window in bytes, arrival order", {"in_order": False}),
-    Step("+ deferral", {"in_order": False}, leaves=True),
-    Step("+ prediction", {"in_order": False}, leaves=True, foresees=True),
-    Step("fast_first instead of arrival, all of it", {"order": "fast_first"}, True, True),
+    Step("+ window in bytes, arrival order", ARRIVAL),
+    Step("+ deferral", ARRIVAL, leaves=True),
+    Step(f"the same with {STANDBY} workers more", ARRIVAL, leaves=True, more=STANDBY),
+    Step(f"+ watchdog with {STANDBY} standby workers", WATCHED, leaves=True),
+    Step("+ prediction", WATCHED, leaves=True, foresees=True),
+    Step("+ controller", {**WATCHED, "max_workers": MOST}, leaves=True, foresees=True),
+    Step("fast_first instead of arrival, no controller", {**WATCHED, **FAST_FIRST}, True, True),
 )
 
 
@@ -105,7 +115,7 @@ def run(load: Load, step: Step, seed: int) -> Reading:
     """All epochs of one load by one configuration; every sample must come once in each."""
     shared = {
         "batch_size": load.batch_size,
-        "num_workers": load.workers,
+        "num_workers": load.workers + step.more,
         "shuffle": True,
         "persistent_workers": True,
     }
@@ -141,6 +151,19 @@ def run(load: Load, step: Step, seed: int) -> Reading:
     )
 
 
+def bounds(load: Load) -> str:
+    """What no scheduler can beat with so many workers, as a sentence, where the work is known."""
+    costs_s = getattr(load.make(), "costs_s", None)
+    if costs_s is None:
+        return ""
+    few, many = load.workers, load.workers + STANDBY
+    whole_s = sum(costs_s)
+    return (
+        f" An epoch takes {few} workers {whole_s / few:.3f} s at least, and {many} workers "
+        f"{whole_s / many:.3f} s."
+    )
+
+
 def table(readings: dict[str, list[Reading]]) -> str:
     """The figures of one load, as Markdown."""
 
@@ -166,7 +189,9 @@ def table(readings: dict[str, list[Reading]]) -> str:
 HEAD = """# Ablation
 
 Written by `python -m bench.ablation`. Each line adds one mechanism against slow samples to those above it, with the
-same number of workers throughout. Figures are medians of {repeats} runs, with the least and the greatest time of an
+same number of workers, but for three lines: two have {standby} processes more, which work all the time or only while a
+slow sample holds another worker up, and those after them keep the latter; the controller begins with the load's number
+of workers and may use up to {most}. Figures are medians of {repeats} runs, with the least and the greatest time of an
 epoch in brackets; start of the workers included. Prediction can only help from the second epoch on, when costs are
 known.
 
@@ -183,14 +208,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=None, metavar="FOLDER")
     options = parser.parse_args(arguments)
     conditions = record.environment()
-    parts = [HEAD.format(repeats=options.repeats)]
+    parts = [HEAD.format(repeats=options.repeats, standby=STANDBY, most=MOST)]
     for load in (load for load in LOADS if load.name in options.loads.split(",")):
         readings: dict[str, list[Reading]] = {step.label: [] for step in STEPS}
         for repeat in range(options.repeats):
             for step in STEPS[repeat % len(STEPS) :] + STEPS[: repeat % len(STEPS)]:
                 readings[step.label].append(run(load, step, repeat))
         parts.append(
-            f"## {load.name}\n\n{load.title}; {load.epochs} epochs.\n\n{table(readings)}\n"
+            f"## {load.name}\n\n{load.title}; {load.epochs} epochs.{bounds(load)}\n\n{table(readings)}\n"
         )
         print(parts[-1], flush=True)
     conditions["load average after"] = record.load_average()

@@ -117,6 +117,15 @@ LOADS = (
         3,
     ),
     Load(
+        "rare",
+        "4000 samples of 1 ms, 1 % of them 201 ms; batch 32, 4 workers",
+        lambda: Costs(straggler_costs_s(4000, 0.001, 0.201, 0.01)),
+        SLEEPS,
+        32,
+        4,
+        2,
+    ),
+    Load(
         "bimodal",
         "600 samples of 5 ms, every fifth 55 ms; batch 8, 8 workers",
         lambda: Costs(bimodal_costs_s(600, 0.005, 0.055, 5)),

@@ -106,7 +106,7 @@ def json_text(
 
 
 def _conditions(conditions: Mapping[str, str]) -> str:
-    return _table(["", ""], [[name, value] for name, value in conditions.items()])
+    return table(["", ""], [[name, value] for name, value in conditions.items()])
 
 
 def _overview(results: Sequence[RowResult]) -> str:
@@ -114,10 +114,10 @@ def _overview(results: Sequence[RowResult]) -> str:
     lines = []
     for result in results:
         shares = {name: result.figures(name).share.median for name in result.trials}
-        cells = [_share(shares[name]) if name in shares else "" for name in present]
+        cells = [share_text(shares[name]) if name in shares else "" for name in present]
         lines.append([result.row.name, result.row.title, *cells])
     labels = [CONTENDERS[name].label for name in present]
-    return _table(["row", "work", *labels], lines)
+    return table(["row", "work", *labels], lines)
 
 
 def _goals(results: Sequence[RowResult]) -> str:
@@ -130,7 +130,7 @@ def _goals(results: Sequence[RowResult]) -> str:
                     verdict = "reached" if goal.holds(value) else "**missed**"
                     label = CONTENDERS[goal.loader].label
                     lines.append([result.row.name, label, str(goal), f"{value:.2f}", verdict])
-    return _table(["row", "loader", "goal", "measured", ""], lines) if lines else ""
+    return table(["row", "loader", "goal", "measured", ""], lines) if lines else ""
 
 
 def _value(figures: Figures, goal: Goal) -> float | None:
@@ -167,7 +167,7 @@ def _details(result: RowResult) -> str:
     own = any(bound.call_s is not None for bound in result.bounds)
     head = ["loader", unit, "share of the bound", "share, later epochs", "× torch"]
     head += ["first batch, ms", "whole run, s", "waiting", "wait p50, ms", "wait p99, ms"]
-    lines = [["*bound*", _spread(result.bound_speed, 3), *[""] * 8]]
+    lines = [["*bound*", spread_text(result.bound_speed, 3), *[""] * 8]]
     if own:
         head.append("own, µs per sample")
         lines[0].append("")
@@ -175,34 +175,34 @@ def _details(result: RowResult) -> str:
         figures = result.figures(name)
         line = [
             CONTENDERS[name].label,
-            _spread(figures.speed, 3),
-            _spread(figures.share, 2),
-            _spread(figures.later_share, 2) if figures.later_share else "",
-            _spread(figures.ratio, 2) if figures.ratio else "",
-            _spread(figures.first_batch_ms, 0),
-            _spread(figures.whole_s, 2),
+            spread_text(figures.speed, 3),
+            spread_text(figures.share, 2),
+            spread_text(figures.later_share, 2) if figures.later_share else "",
+            spread_text(figures.ratio, 2) if figures.ratio else "",
+            spread_text(figures.first_batch_ms, 0),
+            spread_text(figures.whole_s, 2),
             f"{100 * figures.waiting.median:.0f} %",
             f"{figures.wait_p50_ms.median:.2f}",
             f"{figures.wait_p99_ms.median:.1f}",
         ]
         if own:
-            line.append(_spread(figures.own_us, 2) if figures.own_us else "")
+            line.append(spread_text(figures.own_us, 2) if figures.own_us else "")
         lines.append(line)
-    return _table(head, lines)
+    return table(head, lines)
 
 
-def _share(share: float) -> str:
+def share_text(share: float) -> str:
     return f"{share:.2f}" if share >= 0.1 else f"{share:.3f}"
 
 
-def _spread(spread: Spread, digits: int) -> str:
+def spread_text(spread: Spread, digits: int) -> str:
     low, middle, high = (
         f"{value:.{digits}f}" for value in (spread.least, spread.median, spread.greatest)
     )
     return middle if low == high else f"{middle} ({low}–{high})"
 
 
-def _table(head: list[str], lines: list[list[str]]) -> str:
+def table(head: list[str], lines: list[list[str]]) -> str:
     rows = [head, ["---"] * len(head), *lines]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 

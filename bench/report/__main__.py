@@ -6,6 +6,7 @@ import argparse
 import itertools
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -57,18 +58,33 @@ def advise(work: Work, repeats: int) -> tuple[str, bool]:
     return row, good
 
 
-def cost(num_workers: int, batches: int, repeats: int) -> str:
-    """The row of what measuring costs, by loaders that do nothing else, in turn."""
-    times: dict[bool, list[float]] = {True: [], False: []}
+def cost(num_workers: int, num_transforms: int, batches: int, repeats: int) -> str:
+    """The row of what measuring and tracing cost, by loaders that do nothing else, in turn."""
     data = _Cheap(32 * batches)
-    for _, measure in itertools.product(range(repeats), (True, False)):
-        loader = DataLoader(data, 32, num_workers=num_workers, measure=measure)
-        begun_s = time.perf_counter()
-        for _ in loader:
-            pass
-        times[measure].append((time.perf_counter() - begun_s) / batches)
-    without, measured = (1e6 * min(times[measure]) for measure in (False, True))
-    return f"| {num_workers} | {without:.1f} | {measured:.1f} | {measured - without:+.1f} |"
+    with tempfile.TemporaryDirectory() as folder:
+        kinds: tuple[dict[str, Any], ...] = (
+            {"measure": False},
+            {},
+            {"trace": f"{folder}/run.json"},
+        )
+        times: list[list[float]] = [[] for _ in kinds]
+        for _, (kind, given) in itertools.product(range(repeats), enumerate(kinds)):
+            loader = DataLoader(
+                data, 32, num_workers=num_workers, transforms=[_same] * num_transforms, **given
+            )
+            begun_s = time.perf_counter()
+            for _ in loader:
+                pass
+            times[kind].append((time.perf_counter() - begun_s) / batches)
+    without, measured, traced = (1e6 * min(each) for each in times)
+    return (
+        f"| {num_workers} | {num_transforms} | {without:.1f} | {measured:.1f} | {measured - without:+.1f} | "
+        f"{traced:.1f} | {traced - measured:+.1f} |"
+    )
+
+
+def _same(sample: Any) -> Any:
+    return sample
 
 
 class _Cheap(Costly):
@@ -109,14 +125,15 @@ def costs(options: argparse.Namespace) -> tuple[list[str], bool]:
         "# What the report costs",
         "",
         "Written by `python -m bench.report --only cost --out docs/benchmarks`. Batches of 32 vectors of 16 numbers",
-        f"that are all there already, in µs per batch: the best of {repeats} runs with `measure=True` and of as many",
-        "without, in turn.",
+        f"that are all there already, in µs per batch: the best of {repeats} runs with `measure=False`, of as many",
+        "with the default `measure=True`, and of as many with `trace=` too, in turn. The trace of a batch tells of 32",
+        "samples, each with its transforms, which do nothing.",
         "",
-        "| workers | without | with | more |",
-        "|---|---|---|---|",
+        "| workers | transforms | without | with | more | with `trace=` | more |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for num_workers in (0, 2):
-        lines.append(cost(num_workers, batches, repeats))
+    for num_workers, num_transforms in ((0, 0), (0, 3), (2, 0)):
+        lines.append(cost(num_workers, num_transforms, batches, repeats))
         print(lines[-1], flush=True)
     return lines, True
 

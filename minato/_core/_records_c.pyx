@@ -148,6 +148,16 @@ cdef class Records:
         """How far claims in turn have come: all before this position are taken."""
         return mn_load_acquire_u64(&self.header.head) & MN_NUMBER
 
+    def begun(self):
+        """When each sample that a worker is on was begun, in ns on ``clock.now_ns``; the oldest first."""
+        cdef uint32_t worker
+        cdef list found = []
+        for worker in range(self.header.num_workers):
+            if mn_load_acquire_u64(&self.workers[worker].position):
+                found.append(self.workers[worker].started_ns)
+        found.sort()
+        return found
+
     def describe(self, uint32_t batch):
         """What a worker must know of a batch.
 

@@ -216,6 +216,12 @@ class Records:
         """How far claims in turn have come: all before this position are taken."""
         return int(self._header["head"])
 
+    def begun(self) -> list[int]:
+        """When each sample that a worker is on was begun, in ns on ``clock.now_ns``; the oldest first."""
+        # Workers write these words without the lock.
+        at_work = self._workers[self._workers["position"] != 0]
+        return sorted(at_work["started_ns"].tolist())
+
     def describe(self, batch: int) -> tuple[int, int, int, bool, int, int, int, int, int]:
         """What a worker must know of a batch.
 

@@ -10,6 +10,7 @@ from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from minato._core.clock import now_ns
+from minato._ranges import in_profile
 
 __all__ = ["BatchIterator", "BatchSource", "Pass"]
 
@@ -147,7 +148,8 @@ class BatchIterator(_BaseDataLoaderIter):
             raise
         if self._pin_memory:
             begun_ns = now_ns()
-            batch = _utils.pin_memory.pin_memory(batch, self._pin_memory_device)
+            with in_profile("minato: pin memory"):
+                batch = _utils.pin_memory.pin_memory(batch, self._pin_memory_device)
             self._source.pinned(now_ns() - begun_ns)
         return batch
 

@@ -10,6 +10,7 @@ from typing import Any
 from minato._core.ledger import Ledger
 from minato.scheduler.deaths import Deaths
 from minato.scheduler.failures import SKIP, ErrorPolicy, SampleFailure
+from minato.scheduler.in_hand import InHand, sample_in_hand
 from minato.scheduler.overdue import Overdue
 from minato.scheduler.parties import Sink
 
@@ -45,7 +46,7 @@ class Burial:
         Raises:
             RuntimeError: It shall not be replaced.
         """
-        sample = self._sample(number)
+        sample = sample_in_hand(self.ledger, self.read_keys, self.names, number)
         where = () if sample is None else (sample.epoch, sample.key)
         error: Exception | None = None if self.overdue is None else self.overdue.cause(number)
         attempts = 0
@@ -62,20 +63,7 @@ class Burial:
             self._give_up(number, sample, error, attempts)
         self.ledger.release(number)
 
-    def _sample(self, number: int) -> _Sample | None:
-        """What the worker was on."""
-        position, _, step = self.ledger.lease(number)
-        if position is None:
-            return None
-        batch, k = self.ledger.locate(position)
-        _, _, count, _, epoch, seed, *_ = self.ledger.describe(batch)
-        if not 0 <= k < count:
-            return None  # it had finished its last sample, whose batch is gone
-        key = self.read_keys(batch, k, 1)[0]
-        name = self.names[step] if 0 <= step < len(self.names) else None
-        return _Sample(position, key, epoch, seed, name)
-
-    def _give_up(self, number: int, sample: _Sample, error: Exception, attempts: int) -> None:
+    def _give_up(self, number: int, sample: InHand, error: Exception, attempts: int) -> None:
         """Do for a sample what its worker would have done if it had raised this."""
         assert self.policy is not None
         failure = SampleFailure(
@@ -93,12 +81,3 @@ class Burial:
             sink.write_error(batch, place, raised, sample.key)
         # If the batch is full now, a worker collates it: release offers again what this one should do.
         ledger.fill(number, sample.position, place)
-
-
-@dataclass(frozen=True)
-class _Sample:
-    position: int
-    key: Any
-    epoch: int
-    seed: int
-    transform: str | None

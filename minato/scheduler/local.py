@@ -10,6 +10,7 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 
 from minato._core.wait import Gate
+from minato._ranges import in_profile
 from minato.scheduler.usage import Usage, thread_usage
 from minato.scheduler.worker import Worker
 
@@ -75,7 +76,8 @@ class ThreadPool:
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready gate has had an event since ``seen``."""
-        self._ready.wait(seen, timeout_s)
+        with in_profile("minato: wait for workers"):
+            self._ready.wait(seen, timeout_s)
 
     def check(self) -> None:
         """Raise if a thread is gone."""
@@ -117,7 +119,8 @@ class InlinePool:
         """Work."""
         assert self._worker is not None
         try:
-            self._worker.turn(timeout_s)
+            with in_profile("minato: load samples"):
+                self._worker.turn(timeout_s)
         except BaseException:
             self._worker.forget()
             self._give_back()  # whoever catches this may ask for the next batch

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import thread as executor
 from multiprocessing import process as process_module
 from multiprocessing.process import BaseProcess
@@ -19,6 +19,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
 from minato._core.wait import Gate
+from minato._ranges import in_profile
 from minato.scheduler.overdue import Overdue
 from minato.scheduler.usage import Usage, process_usage
 from minato.scheduler.watch import UNREADABLE, ExitWatch, exit_code
@@ -41,6 +42,7 @@ class ProcessPool:
         may_leave: Whether worker number i may have left by itself.
         overdue: Ends workers that are stuck.
         buried: Called with ``(number, pid, exit code)`` of a dead worker; gives its samples out again, or raises.
+        standbys: How many of the last ones are started at first, too.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ProcessPool:
         may_leave: Callable[[int], bool],
         buried: Callable[[int, int | None, int | None], None],
         overdue: Overdue | None = None,
+        standbys: int = 0,
     ) -> None:
         self._context = context
         self._target = target
@@ -66,6 +69,7 @@ class ProcessPool:
         self._may_leave = may_leave
         self._owner = os.getpid()
         self._at_first = num_workers if context.get_start_method() == "fork" else at_first
+        self._standbys = standbys
         self._watch = ExitWatch(context, ready.notify)
         self.processes = [self._make(number) for number in range(num_workers)]
         _POOLS.add(self)
@@ -78,11 +82,15 @@ class ProcessPool:
 
     def start(self) -> None:
         """Start one process after the other; each works as soon as it can."""
-        self.grow(self._at_first)
+        count = len(self.processes)
+        self._start_all([*range(self._at_first), *range(count - self._standbys, count)])
 
     def grow(self, count: int) -> None:
         """Start those of the first ``count`` processes that have not been started."""
-        for number in range(count):
+        self._start_all(range(count))
+
+    def _start_all(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
             if self.processes[number].pid is None:
                 self._start(number)
         self._watch.run()  # afterwards, for it is a thread
@@ -101,7 +109,8 @@ class ProcessPool:
         """Sleep until the ready gate has had an event since ``seen``."""
         if self._overdue is not None:
             timeout_s = min(timeout_s, self._overdue.interval_s)
-        self._ready.wait(seen, timeout_s)
+        with in_profile("minato: wait for workers"):
+            self._ready.wait(seen, timeout_s)
 
     def check(self) -> None:
         """Replace dead workers, or raise torch's RuntimeError."""

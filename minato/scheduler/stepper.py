@@ -134,15 +134,20 @@ class Stepper:
                 value, step = run_steps(steps, value, step, deadline_ns, None, self._cursor)
                 continue
             value, step = run_steps(steps, value, step, deadline_ns, laps, self._cursor)
-            for i in range(first, step):
-                self._meters.steps[i].record(laps[i])
-                if laps[i] > self._dearest[1]:
-                    self._dearest = i, laps[i]
+            self._note(first, step)
         if cpu_ns is not None:
             self._meters.cpu.record(max(thread_time_ns() - cpu_ns, 0))
             self._meters.transforms.record(length)
             self.dearest.append(self._dearest)
         return value
+
+    def _note(self, first: int, stop: int) -> None:
+        """Record the times of the transforms that have just run."""
+        laps = self._laps
+        for i in range(first, stop):
+            self._meters.steps[i].record(laps[i])
+            if laps[i] > self._dearest[1]:
+                self._dearest = i, laps[i]
 
     def _leave(
         self, key: Any, value: Any, nbytes: int, step: int, active_ns: int, cpu_ns: int | None

@@ -101,6 +101,8 @@ class Worker:
             if draining and self.idle:
                 return
             ledger.hungry()
+            if roster is not None and roster.rests(self._number):
+                continue
             self._lacks_room = not ledger.waiting
             if not self.rest(seen, _PATIENCE_S) and not parent_lives():
                 return

@@ -12,7 +12,6 @@ from operator import index as as_integer
 from typing import Any, NamedTuple
 
 from minato._core.arrivals import Arrivals, sum_of_hashes
-from minato._core.histogram import Histogram
 from minato.errors import CoverageError
 from minato.source.replay import OrderRecord
 from minato.stats.lateness import Lateness
@@ -130,8 +129,6 @@ class Progress:
         """How far the batches are from the sampler's order, and how many slow samples each holds."""
         self.record: OrderRecord | None = None
         """Where the order of the batches is written down."""
-        self.lags: Histogram | None = None
-        """By how many batches the latest sample of each batch was late, where samples can be."""
         self._before = done or Done()
         self._arrivals = Arrivals(
             number_of, self._before.expected, self._before.delivered, self._before.skipped
@@ -156,8 +153,6 @@ class Progress:
         """
         self._arrivals.deliver(positions, start)
         self.lateness.delivered(positions, start, num_slow)
-        if self.lags is not None and (held := [each for each in positions if each >= 0]):
-            self.lags.record(max(self.batches - (min(held) - start) // len(positions), 0))
         self.batches += 1
         if self.record is not None:
             self.record.delivered([position - start for position in positions])

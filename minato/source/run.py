@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _DatasetKind
 
-from minato._core.histogram import Histogram
 from minato._stateful import is_stateful
 from minato.source.draws import Draw
 from minato.source.epochs import epoch_of, nested, tell_epoch
@@ -296,10 +295,8 @@ def _likeness(loader: Any) -> Any:
 
 
 def _standing(loader: Any, epoch: int, done: Done | None = None) -> Standing:
-    progress = Progress(epoch, done)
-    if loader.order in _MIXING and loader.measure:
-        progress.lags = Histogram()
-    return Standing(epoch, progress, Draw(loader.generator, loader._index_sampler))
+    draw = Draw(loader.generator, loader._index_sampler)
+    return Standing(epoch, Progress(epoch, done), draw)
 
 
 def _with_own(loader: Any, replicas: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -77,7 +77,7 @@ class Settings:
             name: _Secret(name, value)
             if (name in secret or _SECRET.search(name))
             and value is not None
-            and not isinstance(value, Env)
+            and not isinstance(value, (Env, bool))  # a switch is no secret, whatever its name
             else value
             for name, value in values.items()
         }

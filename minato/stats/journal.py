@@ -131,7 +131,7 @@ class Journal:
         """An epoch begins; one that was not finished is abandoned.
 
         Args:
-            progress: Knows what becomes of its samples (``coverage()``).
+            progress: Knows what becomes of its samples (``coverage()``), and how late they are (``lateness``).
         """
         self.settle()
         self._gauges, self._progress = gauges, progress
@@ -222,9 +222,10 @@ class Journal:
             first_ns=notes.first_ns,
             pinned_ns=self._pinned_ns,
         )
-        lags = self._progress.lags
-        if lags is not None:
-            notes.readings.histograms["lag"] = lags.snapshot()
-        notes.readings.histograms.update(wait=notes.waits.snapshot(), step=notes.steps.snapshot())
+        notes.readings.histograms.update(
+            wait=notes.waits.snapshot(),
+            step=notes.steps.snapshot(),
+            lag=self._progress.lateness.latest.snapshot(),
+        )
         self.slow = slowest_of([*self.slow, *gauges.slowest()])
         return notes

@@ -6,6 +6,8 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
 
+from minato._core.histogram import Histogram
+
 __all__ = ["Lateness"]
 
 
@@ -14,11 +16,13 @@ class Lateness:
 
     Attributes:
         lags: How many samples came so many batches later than in the sampler's order; negative: earlier.
+        latest: Of each delivered batch, by how many batches its latest sample was late, 0 if none was.
         slow_shares: Of each delivered batch, the share of its samples that were slow, from 0 to 1.
     """
 
     def __init__(self) -> None:
         self.lags: Counter[int] = Counter()
+        self.latest = Histogram()
         self.slow_shares = array("f")
         self._ends = array(
             "q"
@@ -44,6 +48,8 @@ class Lateness:
             stop = (
                 bisect_left(numbers, ends[home] + start, at) if home < len(ends) else len(numbers)
             )
+            if at == first:
+                self.latest.record(max(turn - home, 0))
             self.lags[turn - home] += stop - at
             at = stop
         self.slow_shares.append(num_slow / max(len(numbers) - first, 1))

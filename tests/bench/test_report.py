@@ -42,4 +42,4 @@ def test_the_cost_has_a_page_of_its_own(tmp_path, capsys):
     assert report.main(["--short", "--only", "cost", "--out", str(tmp_path)]) == 0
     assert [file.name for file in tmp_path.iterdir()] == ["report-cost.md"]
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [row.split("|")[1].strip() for row in rows] == ["0", "2"]
+    assert [row.split("|")[1].strip() for row in rows] == ["0", "0", "2"]

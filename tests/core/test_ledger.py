@@ -196,6 +196,18 @@ def test_leases_and_activity(desk: Desk) -> None:
 # ----------------------------------------------------------------------------------- filling, places
 
 
+def test_when_the_samples_at_work_were_begun(desk: Desk) -> None:
+    desk.publish(4)
+    assert desk.ledger.begun() == []
+    for worker, started_ns in enumerate((300, 100, 200)):
+        words = desk.ledger.lease_words(worker)
+        words[1] = started_ns
+        words[0] = 1 + worker
+    assert desk.ledger.begun() == [100, 200, 300]
+    desk.ledger.end(1, 1, 0, 0)
+    assert desk.ledger.begun() == [200, 300]
+
+
 def test_a_bound_batch_is_published_when_its_last_place_is_filled(desk: Desk) -> None:
     batch = desk.publish(3)
     desk.claim(0, 3)

@@ -246,6 +246,13 @@ def test_deferrals_and_lag_are_counted() -> None:
     assert slowness.lag_max >= 1
 
 
+def test_batches_that_are_overtaken_are_late() -> None:
+    loader = DataLoader(Sleepy(24, 0.001, {0: 0.2}), 2, num_workers=2, order="batch")
+    slowness = run(loader).run.slowness
+    assert slowness.lag_max >= 1
+    assert slowness.lag_p50 == 0
+
+
 def test_nothing_is_measured_on_request() -> None:
     loader = DataLoader(Numbers(8), 4, measure=False)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -34,7 +34,7 @@ def test_every_stage_of_a_measured_sample_is_recorded() -> None:
     stepper, meters, lease = stepper_of(plus(1), plus(10))
     assert [stepper.measured(key) for key in (3, 4)] == [14, 15]
     # Not the total, which the runner knows.
-    assert counts(meters) == [0, 2, 2, 2, 2, 0, 0, 0, 2, 2]
+    assert counts(meters) == [0, 2, 2, 2, 2, 0, 0, 0, 0, 2, 2]
     assert meters.size.total == 16
     assert meters.transforms.total == 4
     assert lease[2] == 2  # all transforms are done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sqlite3
 import tarfile
 from collections.abc import Callable, Sequence
@@ -176,6 +177,49 @@ def lmdb(folder: Path, _: ExitStack) -> Kind:
     return Kind("lmdb", lambda **given: LMDB(path, **given), bytes_of, of_bytes)
 
 
+def cassandra_stub(folder: Path, stack: ExitStack) -> Kind:
+    """The driver and a stub of a node."""
+    server, settings = servers.cassandra_stub(folder)
+    stack.callback(server.stop)
+    server.start()
+    return _cassandra(settings, server)
+
+
+def cassandra(_folder: Path, _stack: ExitStack) -> Kind:
+    """A real cluster, whose tables may be made and overwritten."""
+    host, _, port = os.environ["MINATO_TEST_CASSANDRA"].rpartition(":")
+    return _cassandra({"hosts": [host], "port": int(port)}, None)
+
+
+def _cassandra(settings: dict[str, Any], server: servers.Server | None) -> Kind:
+    from minato.sources.cassandra import Cassandra
+    from minato.sources.settings import Env
+
+    filling = Cassandra(table="minato.samples", **settings)
+    cluster, session = filling._connect()
+    session.execute(
+        "CREATE KEYSPACE IF NOT EXISTS minato WITH replication = "
+        "{'class': 'SimpleStrategy', 'replication_factor': 1}"
+    )
+    session.execute(
+        'CREATE TABLE IF NOT EXISTS "minato"."samples" (id bigint PRIMARY KEY, label bigint, x blob)'
+    )
+    insert = session.prepare('INSERT INTO "minato"."samples" ("id", "label", "x") VALUES (?, ?, ?)')
+    for i in range(COUNT):
+        session.execute(insert, (i, i, features(i).tobytes()))
+    cluster.shutdown()
+
+    def make(**given: Any) -> Any:
+        return Cassandra(table="minato.samples", **{**settings, **given})
+
+    def make_with(variable: str, **given: Any) -> Any:
+        return make(password=Env(variable), **given)
+
+    return Kind(
+        "cassandra", make, same, of_row, server, make_with if "password" in settings else None
+    )
+
+
 def files(folder: Path, _: ExitStack) -> Kind:
     from minato.sources.files import Files
 
@@ -233,4 +277,9 @@ def tar_of(numbers: Sequence[int]) -> bytes:
     return to.getvalue()
 
 
-KINDS = {make.__name__: make for make in (sqlite, lmdb, folder, files, redis, postgres, s3)}
+KINDS = {
+    make.__name__: make
+    for make in (sqlite, lmdb, folder, files, redis, postgres, cassandra_stub, s3)
+}
+if os.environ.get("MINATO_TEST_CASSANDRA"):
+    KINDS["cassandra"] = cassandra

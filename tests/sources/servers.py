@@ -207,6 +207,28 @@ def _can_be_reached(path: Path) -> bool:
     return all(parent.stat().st_mode & 0o001 for parent in [path, *path.parents])
 
 
+def cassandra_stub(folder: Path, *certificate: str) -> tuple[Server, dict[str, Any]]:
+    """A stub of one Cassandra node, and the settings of a client.
+
+    Args:
+        certificate: Files of a certificate and its key, for TLS.
+    """
+    port = free_port()
+    program = Path(__file__).with_name("cassandra_stub.py")
+    command = [sys.executable, str(program), str(port), str(folder), "minato", PASSWORD]
+    settings = {
+        "hosts": ["127.0.0.1"],
+        "port": port,
+        "protocol_version": 4,
+        "schema_metadata_enabled": False,  # of which the stub has none
+        "token_metadata_enabled": False,
+        "username": "minato",
+        "password": PASSWORD,
+    }
+    stub = Server("cassandra-stub", folder, [*command, *certificate], lambda: connects(port))
+    return stub, settings
+
+
 def s3_servers(folder: Path) -> tuple[Server, Server, dict[str, Any]]:
     """SeaweedFS: its storage, the S3 gateway before it, and the settings of a client."""
     weed = str(program("weed"))

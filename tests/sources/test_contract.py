@@ -18,7 +18,7 @@ from minato.sources.retry import Retry
 from tests.sources import servers
 from tests.sources.kinds import COUNT, KINDS, Kind, features
 
-SERVED = ["redis", "postgres", "s3"]
+SERVED = ["redis", "postgres", "cassandra_stub", "s3"]
 every_kind = pytest.mark.parametrize("kind", KINDS, indirect=True)
 every_served_kind = pytest.mark.parametrize("kind", SERVED, indirect=True)
 

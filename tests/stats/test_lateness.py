@@ -28,6 +28,7 @@ def test_batches_in_order_are_in_time():
 def test_samples_that_come_late_and_early():
     lateness = record([2, 2, 2], [[0, 3], [2, 5], [4, 1]])
     assert lateness.lags == {0: 3, -1: 2, 2: 1}
+    assert (lateness.latest.count, lateness.latest.total, lateness.latest.max) == (3, 2, 2)
 
 
 def test_batches_that_overtake_others():
@@ -49,5 +50,11 @@ def test_the_lags_are_those_of_a_plain_count(sizes: list[int], draw) -> None:
     for turn, size in enumerate(sizes):
         delivered.append([order.pop() for _ in range(size)])
         turns += [turn - home[number] for number in delivered[-1]]
-    lags = record(sizes, delivered).lags
-    assert {lag: turns.count(lag) for lag in turns} == lags
+    lateness = record(sizes, delivered)
+    assert {lag: turns.count(lag) for lag in turns} == lateness.lags
+    worst = [
+        max(0, *(turn - home[number] for number in numbers))
+        for turn, numbers in enumerate(delivered)
+    ]
+    latest = lateness.latest
+    assert (latest.count, latest.total, latest.max) == (len(worst), sum(worst), max(worst))

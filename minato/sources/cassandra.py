@@ -1,0 +1,204 @@
+"""Rows of a Cassandra or ScyllaDB cluster, through cassandra-driver (extra ``cassandra``)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from cassandra import AuthenticationFailed, OperationTimedOut, Timeout, Unavailable
+from cassandra.auth import PlainTextAuthProvider
+from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, NoHostAvailable
+from cassandra.concurrent import execute_concurrent_with_args
+from cassandra.connection import ConnectionException
+from cassandra.policies import ExponentialReconnectionPolicy
+from cassandra.query import dict_factory
+
+from minato.sources.base import KeyedSource, SourceError
+from minato.sources.connections import Connections
+from minato.sources.retry import Retry
+from minato.sources.settings import Settings
+from minato.sources.sql import quoted
+
+__all__ = ["Cassandra"]
+
+_MOST_AT_ONCE = 256
+"""Requests of a batch that are under way together; all of them share a connection or two for each node."""
+
+
+class _Session(NamedTuple):
+    """What a process reads with; it serves all threads."""
+
+    cluster: Any
+    session: Any
+    select: Any
+
+
+class Cassandra(KeyedSource):
+    """Rows of a table by their primary key, one column; a sample is a dict of the columns, all of them in one read.
+
+    One prepared statement serves all reads. The keys of a batch are asked for at once; with ``fetch_concurrency`` the
+    reads of a worker are coroutines that the driver's callbacks wake.
+
+    Args:
+        hosts: Where to find the cluster.
+        table: Its name, as ``keyspace.table``.
+        key: The column that is the primary key.
+        columns: The columns of a sample; None for all but the key.
+        keys, retry: See :class:`KeyedSource`. Without ``keys`` all are read from the table, page by page, and sorted.
+        decode: Called with the dict of a row.
+        make_cluster: Makes the driver's ``Cluster`` in each process, from ``hosts`` and the settings. A function of
+            yours can add what cannot be pickled: an ``ssl_context``, ``execution_profiles``.
+        settings: ``username`` and ``password`` of a role, and further arguments of ``Cluster`` (``port``,
+            ``load_balancing_policy``, ``compression`` …), each of them a value or an
+            :class:`~minato.sources.settings.Env`. A node that went away is tried again at least every five seconds
+            (``reconnection_policy``).
+
+    >>> source = Cassandra(["node1", "node2"], "scans.images", password=Env("DB_PASSWORD"), username="reader")
+    ... # doctest: +SKIP
+    """
+
+    transient = (
+        ConnectionException,
+        NoHostAvailable,
+        OperationTimedOut,
+        Timeout,
+        Unavailable,
+        OSError,
+    )
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        table: str,
+        key: str = "id",
+        columns: Sequence[str] | None = None,
+        *,
+        keys: Sequence[Any] | None = None,
+        decode: Callable[[dict[str, Any]], Any] | None = None,
+        retry: Retry | None = None,
+        make_cluster: Callable[..., Cluster] = Cluster,
+        **settings: Any,
+    ) -> None:
+        super().__init__(keys, decode, retry)
+        self._hosts = [hosts] if isinstance(hosts, str) else list(hosts)
+        self._table = table
+        self._key = key
+        self._columns = None if columns is None else tuple(columns)
+        self._make_cluster = make_cluster
+        self._settings = Settings(settings)
+        self._sessions: Connections[_Session] = Connections(self._open, _close, shared=True)
+
+    def __repr__(self) -> str:
+        return f"Cassandra({self._hosts!r}, {self._table!r}, {self._settings!r})"
+
+    def _connect(self) -> tuple[Any, Any]:
+        settings = {
+            "reconnection_policy": ExponentialReconnectionPolicy(0.2, 5.0, max_attempts=None),
+            **self._settings.values(),
+        }
+        username, password = settings.pop("username", None), settings.pop("password", None)
+        if username is not None:
+            settings["auth_provider"] = PlainTextAuthProvider(username, password)
+        cluster = self._make_cluster(self._hosts, **settings)
+        try:
+            session = cluster.connect()
+        except BaseException as error:
+            cluster.shutdown()
+            for refusal in getattr(error, "errors", {}).values():
+                if isinstance(refusal, AuthenticationFailed):  # which no further try would change
+                    raise refusal from None
+            raise
+        session.get_execution_profile(EXEC_PROFILE_DEFAULT).row_factory = dict_factory
+        return cluster, session
+
+    def _open(self) -> _Session:
+        cluster, session = self._connect()
+        names = "*"
+        if self._columns is not None:
+            names = ", ".join(map(quoted, (self._key, *self._columns)))
+        try:
+            select = session.prepare(
+                f"SELECT {names} FROM {quoted(self._table)} WHERE {quoted(self._key)} = ?"
+            )
+        except BaseException:
+            cluster.shutdown()
+            raise
+        return _Session(cluster, session, select)
+
+    def _opened(self) -> _Session:
+        # Not for the time of a read: a session whose reads fail is still the one that finds the nodes again.
+        with self._sessions.lease() as session:
+            return session
+
+    def close(self) -> None:
+        """Close the session of this process; the next read opens a new one. The driver keeps one idle thread."""
+        self._sessions.close()
+
+    def _fetch(self, key: Any) -> dict[str, Any]:
+        _, session, select = self._opened()
+        return self._sample(key, list(session.execute(select, (key,))))
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Read the samples of a batch, all of them at once."""
+        wanted = [self.keys[index] for index in indices]
+        results = self._trying(f"keys {wanted[0]!r} …", lambda: self._ask(wanted))
+        # What did not come at once is read by itself: with further tries, and errors that name the key.
+        return [
+            self._decoded(key, self._sample(key, rows)) if rows else self.get(key)
+            for key, rows in zip(wanted, results, strict=True)
+        ]
+
+    def _ask(self, wanted: list[Any]) -> list[list[Any] | None]:
+        """The rows of each key, None where the read failed."""
+        _, session, select = self._opened()
+        results = execute_concurrent_with_args(
+            session, select, [(key,) for key in wanted], _MOST_AT_ONCE, raise_on_first_error=False
+        )
+        return [list(found) if arrived else None for arrived, found in results]
+
+    async def __aget__(self, index: int) -> Any:
+        """``source[index]`` as a coroutine."""
+        key = self.keys[index]
+        row = await self._trying_later(f"key {key!r}", lambda: self._fetch_later(key))
+        return self._decoded(key, row)
+
+    async def _fetch_later(self, key: Any) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Future[list[Any]] = loop.create_future()
+
+        def settle(rows: list[Any], error: BaseException | None) -> None:
+            if arrived.done():  # the read was cancelled meanwhile
+                return
+            if error is None:
+                arrived.set_result(rows)
+            else:
+                arrived.set_exception(error)
+
+        def later(rows: list[Any], error: BaseException | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, rows, error)
+
+        _, session, select = self._opened()
+        session.execute_async(select, (key,)).add_callbacks(
+            lambda rows: later(rows, None), lambda error: later([], error)
+        )
+        return self._sample(key, await arrived)
+
+    def _sample(self, key: Any, rows: list[Any]) -> dict[str, Any]:
+        if not rows:
+            raise LookupError(key)
+        if len(rows) > 1:
+            raise SourceError(f"{self!r} has {len(rows)} rows with key {key!r}")
+        sample: dict[str, Any] = rows[0]
+        sample.pop(self._key, None)
+        return sample
+
+    def _list(self) -> Sequence[Any]:
+        _, session, _ = self._opened()
+        rows = session.execute(f"SELECT {quoted(self._key)} FROM {quoted(self._table)}")
+        return sorted(row[self._key] for row in rows)
+
+
+def _close(session: _Session) -> None:
+    session.cluster.shutdown()

@@ -1,0 +1,106 @@
+"""Reading traces, and what every trace must be like."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Event = dict[str, Any]
+
+
+class Slice(NamedTuple):
+    """Something that took its time in a lane; times in ns."""
+
+    begun: int
+    ended: int
+    name: str
+    args: dict[str, Any]
+
+
+def read(path: Path) -> list[Event]:
+    """The events of a trace that need not be complete; each is well-formed."""
+    text = path.read_text()
+    assert text.startswith("[\n")
+    assert text.endswith(",\n")
+    events: list[Event] = json.loads(text[:-2] + "]")
+    for event in events:
+        check(event)
+    return events
+
+
+def check(event: Event) -> None:
+    """An event has what its kind needs (the Trace Event Format), and nothing else."""
+    common = {"ph", "pid", "tid", "name"}
+    own = {
+        "M": {"args"},
+        "X": {"ts", "dur", "args"},
+        "b": {"ts", "cat", "id", "args"},
+        "e": {"ts", "cat", "id", "args"},
+        "i": {"ts", "s"},
+        "C": {"ts", "args"},
+    }
+    assert event.keys() == common | own[event["ph"]]
+    assert type(event["pid"]) is type(event["tid"]) is int
+    assert isinstance(event["name"], str)
+    assert event.get("ts", 1) > 0
+    assert event.get("dur", 0) >= 0
+    if event["ph"] == "M":
+        assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
+    if event["ph"] == "C":
+        assert all(type(value) is int for value in event["args"].values())
+
+
+def lanes(events: list[Event]) -> dict[str, list[Slice]]:
+    """The slices of each lane, by its name, the outer ones first."""
+    names = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
+    found: dict[str, list[Slice]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            begun = round(1000 * event["ts"])
+            ended = begun + round(1000 * event["dur"])
+            found[names[event["tid"]]].append(Slice(begun, ended, event["name"], event["args"]))
+    for slices in found.values():
+        slices.sort(key=lambda each: (each.begun, -each.ended))
+    return found
+
+
+def check_nesting(events: list[Event]) -> None:
+    """Of two slices of a lane that overlap, one contains the other, and the file names the outer one first."""
+    for lane in lanes(events).values():
+        around: list[Slice] = []
+        for each in lane:
+            while around and around[-1].ended <= each.begun:
+                around.pop()
+            assert not around or each.ended <= around[-1].ended, (around[-1], each)
+            around.append(each)
+
+
+def samples(events: list[Event], name: str = "sample") -> Counter[tuple[int, Any]]:
+    """How often each ``(epoch, index)`` has a slice of this name."""
+    return Counter(
+        (event["args"]["epoch"], event["args"]["index"])
+        for event in events
+        if event["ph"] == "X" and event["name"] == name
+    )
+
+
+def parents(lane: list[Slice], name: str) -> list[str | None]:
+    """In what each slice of this name lies."""
+    found: list[str | None] = []
+    around: list[Slice] = []
+    for each in lane:
+        while around and around[-1].ended <= each.begun:
+            around.pop()
+        if each.name == name:
+            found.append(around[-1].name if around else None)
+        around.append(each)
+    return found
+
+
+def names(events: list[Event], kind: str = "X") -> Counter[str]:
+    """How many events of a kind have each name."""
+    return Counter(event["name"] for event in events if event["ph"] == kind)
