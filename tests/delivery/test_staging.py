@@ -31,8 +31,8 @@ pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
 WORKERS: dict[str, dict[str, Any]] = {
     "in line": {"num_workers": 0},
-    "processes": {"num_workers": 2},
-    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "processes": {"num_workers": 2, "prefetch_factor": 2},
+    "threads": {"num_workers": 2, "prefetch_factor": 2, "worker_method": "thread"},
 }
 each_method = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
 each_order = pytest.mark.parametrize("order", ORDERS)
@@ -131,7 +131,6 @@ def test_all_memory_is_unlocked_at_the_end(workers: Any, recorder: Recorder) -> 
         for _ in loader:
             recorder.run()
     assert recorder.locked
-    assert recorder.unlocked == []  # once locked, a slot stays so while it is in use
     last = next(iter(loader))
     del loader, _
     gc.collect()
@@ -462,7 +461,7 @@ def test_a_pinned_slot_waits_for_copies_that_the_program_has_asked_for(
     recorder = pinning.recorder
     taken = watch_slots(recorder, monkeypatch)
     chance = random.Random(2)
-    loader = DataLoader(Filled(90, 20, 30), 3, pin_memory=True, num_workers=2)
+    loader = DataLoader(Filled(90, 20, 30), 3, pin_memory=True, num_workers=2, prefetch_factor=2)
     batches = []
     for batch in loader:
         batches.append(recorder.queue(batch))
