@@ -145,7 +145,8 @@ class Group:
         if outcome is None:
             self._over, self._batches = True, iter(())
         else:
-            self._waiting[0].inbox.append(outcome)
+            # Whoever was given one may not have woken up yet; the one that fetches has none.
+            next(seat for seat in self._waiting if not seat.inbox).inbox.append(outcome)
 
     def leave(self, seat: _Seat) -> None:
         """Give up a seat; what the epoch still holds is for the others."""

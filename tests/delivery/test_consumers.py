@@ -312,3 +312,14 @@ def test_what_is_asked_for_is_checked() -> None:
         loader.consumers(devices=["cuda:99"])
     with pytest.raises(ValueError, match="device='meta' is one device for all"):
         DataLoader(Numbers(3), device="meta").consumers(2)
+
+
+def test_who_was_given_a_batch_and_has_not_woken_up_gets_no_second_one() -> None:
+    given = Given()
+    group = module.Group(lambda: given)
+    sleeper, fetcher = group.enter(0), group.enter(0)
+    group._waiting.append(sleeper)  # as if its thread were still to be woken
+    for _ in range(2):
+        given.there.release()
+    assert group.next(fetcher) == 1
+    assert [outcome.batch for outcome in sleeper.inbox] == [0]
