@@ -10,7 +10,7 @@ import itertools
 import random
 import time
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import IterableDataset, get_worker_info
 
 from minato import DataLoader
 from minato._core.segment import Segment
@@ -382,6 +383,46 @@ def test_on_a_real_device(workers: Any, order: str) -> None:
     for batch in make(Nested(7), order=order, **workers):
         assert batch["pair"].image.is_meta
         assert batch["pair"].image.shape[1:] == (4, 5)
+
+
+class Counting(IterableDataset[int]):
+    """Each worker gives every n-th number, and knows where it stands."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        for number in range(first + step * self.given, 40, step):
+            self.given += 1
+            yield number
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_with_a_state_goes_on_behind_the_last_batch_handed_out(
+    num_workers: int, recorder: Recorder
+) -> None:
+    loader = make(Counting(), num_workers=num_workers)
+    iterator = iter(loader)
+    batches = [next(iterator)]
+    if num_workers:
+        until(lambda: all_ready(iterator))
+    batches.append(next(iterator))
+    if num_workers:
+        assert len(recorder.copies) > 2  # some are on the device already
+    rest = make(Counting(), num_workers=num_workers)
+    rest.load_state_dict(loader.state_dict())
+    batches += rest
+    recorder.run()
+    assert sorted(together(batch.tolist() for batch in batches)) == list(range(40))
 
 
 class Rows(NamedTuple):
