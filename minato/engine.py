@@ -21,8 +21,7 @@ from minato.assembler.reader import BatchReader
 from minato.assembler.transport import LocalStore, SharedStore
 from minato.chain.chain import Chain
 from minato.chain.plans import planner
-from minato.delivery.accelerator import page_locker
-from minato.delivery.staging import StagedReader, onto_device
+from minato.delivery.staging import onto_device
 from minato.errors import ErrorBudgetError
 from minato.gauges import EngineGauges
 from minato.memory import Memory
@@ -89,10 +88,10 @@ class Experience:
     engine: Callable[[], Engine | None] = _nobody
 
     @classmethod
-    def of(cls, options: Options, chain: Chain, num_workers: int) -> Experience:
+    def of(cls, options: Options, dataset: Any, chain: Chain, num_workers: int) -> Experience:
         """What a new loader knows."""
         limits = options.min_workers, options.max_workers
-        known = Predictor() if chain.plans else CostByIndex()
+        known = Predictor() if chain.plans or hasattr(dataset, "size_of") else CostByIndex()
         staffing = Staffing.of(options.controller, num_workers, *limits)
         return cls(known, staffing=staffing, journal=Journal() if options.measure else None)
 
@@ -150,13 +149,9 @@ class Engine:
         settles = plan.policy is not None and plan.policy.on_error != "raise"
         deaths = Deaths(plan.restarts, settles, Shortage(window))
         self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths)
-        self._reader: BatchReader | StagedReader = BatchReader(self.ledger, self.arena, store)
-        self._staging: StagedReader | None = None
-        if plan.device is not None:
-            self._staging = onto_device(plan.device, self._reader, self.ledger, self.arena)
-            self._reader = self._staging
-        elif plan.pins_memory and (locker := page_locker()) is not None:
-            self.arena.lock_pages(locker)
+        reader = BatchReader(self.ledger, self.arena, store)
+        self._staging = onto_device(plan.device, reader, self.ledger, self.arena, plan.pins_memory)
+        self._reader = self._staging or reader
         self._ahead = plan.prefetch_to_device
         self._experience = experience
         self._foresight: Foresight | None = None
@@ -167,6 +162,7 @@ class Engine:
                 experience.foresight,
                 plan.num_workers,
                 planner(plan.chain.steps) if plan.seeds_samples else None,
+                getattr(plan.dataset, "size_of", None),
             )
             if experience.costs is not None:
                 self._foresight.mean_ns = experience.costs.mean

@@ -217,7 +217,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._spare_arenas = SpareArenas()
         self._trace = None if trace is None else Trace(os.fspath(trace))
-        self._experience = Experience.of(self._options, self._chain, num_workers)
+        self._experience = Experience.of(self._options, dataset, self._chain, num_workers)
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
             shuffle, sampler = None, SeededSampler(dataset, seed)
@@ -305,7 +305,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy must not write to the same arenas; what was measured is not worth sending.
-        fresh = Experience.of(self._options, self._chain, self.num_workers)
+        fresh = Experience.of(self._options, self.dataset, self._chain, self.num_workers)
         return {**self.__dict__, "_spare_arenas": SpareArenas(), "_experience": fresh}
 
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
@@ -317,7 +317,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
         kept = ("_options", "_chain", "_replay", "_trace", *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
-        loader._experience = Experience.of(self._options, self._chain, loader.num_workers)
+        loader._experience = Experience.of(self._options, dataset, self._chain, loader.num_workers)
         loader._course = self._course.twin()
         return loader
 

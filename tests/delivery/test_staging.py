@@ -480,7 +480,7 @@ def pinning(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         copied.append(tensor)
         return tensor.clone()
 
-    monkeypatch.setattr("minato.engine.page_locker", lambda: recorder)
+    monkeypatch.setattr(staging, "page_locker", lambda: recorder)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
