@@ -189,13 +189,17 @@ class Consumer:
         The n-th pass of each consumer is the n-th epoch, or the one that the others are in by then. A part that is
         broken off, by ``break`` or an exception, leaves what is left of the epoch to the other consumers.
         """
-        before = self._part()
-        if before is not None:
-            before.close()
+        self.close()
         part = _Part(self._group, self._passes, self._accelerator)
         self._passes = part.epoch + 1
         self._part = weakref.ref(part)
         return part
+
+    def close(self) -> None:
+        """Break its present part off, whoever still holds the iterator; the next pass is the next epoch."""
+        part = self._part()
+        if part is not None:
+            part.close()
 
 
 class _Part:

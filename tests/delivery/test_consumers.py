@@ -170,6 +170,17 @@ def test_a_thread_that_would_wait_for_itself_is_told() -> None:
     assert flat(one) == list(range(10))
 
 
+def test_one_that_is_closed_leaves_the_rest_to_the_others() -> None:
+    one, other = DataLoader(Numbers(20), 2).consumers(2)
+    part = iter(other)
+    got = [next(part)]
+    other.close()
+    assert [*part] == []
+    assert flat([*got, *one]) == list(range(20))
+    other.close()
+    assert flat(other) == list(range(20))
+
+
 def test_a_thread_that_ends_in_mid_epoch_holds_up_nobody() -> None:
     one, other = DataLoader(Numbers(20), 2).consumers(2)
     kept: list[Any] = []
