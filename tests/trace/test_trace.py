@@ -114,6 +114,14 @@ WORKERS = [
 ]
 
 
+def test_waiting_for_a_batch_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    loader: Any = DataLoader(Sleepy(8, 0.03), 4, num_workers=1, trace=path)
+    run(loader, 1)
+    del loader
+    assert set(parents(lanes(read(path))["training loop"], "wait")) == {"next()"}
+
+
 @pytest.mark.parametrize("workers", WORKERS)
 def test_each_sample_is_told_once(workers: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "run.json"
