@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -57,8 +58,7 @@ class Cuda:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
-        self._side: torch.cuda.Stream | None = None
-        self._readers: set[torch.cuda.Stream] = set()
+        self._beside: _Side | None = None
 
     def lock(self, address: int, nbytes: int) -> None:
         """Register pages with ``cudaHostRegister``."""
@@ -76,37 +76,52 @@ class Cuda:
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Use the side stream, from where the training's streams are now."""
-        if self._side is None:
-            self._side = torch.cuda.Stream(self._device)
-        for reader in self._readers:
-            self._side.wait_stream(reader)
-        with torch.cuda.stream(self._side):
+        if self._beside is None:
+            index = None if self._device is None else self._device.index
+            self._beside = _beside(torch.cuda.current_device() if index is None else index)
+        for reader in tuple(self._beside.readers):
+            self._beside.stream.wait_stream(reader)
+        with torch.cuda.stream(self._beside.stream):
             yield
 
     def copy(self, value: Any) -> Any:
         """On the device, by way of page-locked memory if it does not lie there already."""
-        assert self._side is not None
+        assert self._beside is not None
         if isinstance(value, torch.Tensor):
             if value.device.type == "cpu" and value.layout == torch.strided:
                 value = value.pin_memory()  # itself, if it is
         elif hasattr(value, "pin_memory"):
             value = value.pin_memory()
-        return _moved(value, self._side.device)
+        return _moved(value, self._beside.stream.device)
 
     def mark(self) -> _All:
         """Events on the current stream of each device in use; inside ``copying``, on the side stream."""
-        if self._side is not None and torch.cuda.current_stream(self._side.device) == self._side:
-            return _All([self._side.record_event()])
+        side = None if self._beside is None else self._beside.stream
+        if side is not None and torch.cuda.current_stream(side.device) == side:
+            return _All([side.record_event()])
         in_use = filter(_has_context, range(torch.cuda.device_count()))
         return _All([torch.cuda.current_stream(index).record_event() for index in in_use])
 
     def wait(self, mark: _All) -> None:
         """Let the current stream wait."""
-        assert self._side is not None
-        reader = torch.cuda.current_stream(self._side.device)
+        assert self._beside is not None
+        reader = torch.cuda.current_stream(self._beside.stream.device)
         for event in mark.events:
             reader.wait_event(event)
-        self._readers.add(reader)
+        self._beside.readers.add(reader)
+
+
+class _Side(NamedTuple):
+    """The stream that copies to a device, and those that were given what it copied."""
+
+    stream: torch.cuda.Stream
+    readers: set[torch.cuda.Stream]
+
+
+@functools.cache
+def _beside(index: int) -> _Side:
+    """One for all loaders of the process: torch has 32 streams, and gives them out again and again."""
+    return _Side(torch.cuda.Stream(index), set())
 
 
 class _All:

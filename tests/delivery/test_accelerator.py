@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from minato.delivery import accelerator
 from minato.delivery.accelerator import Cuda, Plain, accelerator_of, page_locker
 
 Said = list[tuple[Any, ...]]
 
 
 class Stream:
-    def __init__(self, said: Said, name: str, device: Any = None) -> None:
+    def __init__(self, said: Said, name: str) -> None:
         self.said, self.name = said, name
         self.device = torch.device("cuda", 0)
 
@@ -61,6 +62,7 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         said = self.said = Said()
+        accelerator._beside.cache_clear()
         self.current = {0: Stream(said, "training"), 1: Stream(said, "idle")}
         self.runtime = Runtime(said)
 
@@ -73,7 +75,8 @@ class Machine:
         def current(device: Any) -> Stream:
             return self.current[device if isinstance(device, int) else device.index or 0]
 
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(said, "side", device))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(said, f"side {device}"))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "stream", on)
         monkeypatch.setattr(torch.cuda, "current_stream", current)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -85,8 +88,9 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return Machine(monkeypatch)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    yield Machine(monkeypatch)
+    accelerator._beside.cache_clear()
 
 
 def test_copies_run_on_a_stream_of_their_own(machine: Machine) -> None:
@@ -94,7 +98,7 @@ def test_copies_run_on_a_stream_of_their_own(machine: Machine) -> None:
     with cuda.copying():
         first = cuda.mark()
     cuda.wait(first)
-    assert machine.said == [("side", "event"), ("training", "waits for event on", "side")]
+    assert machine.said == [("side 0", "event"), ("training", "waits for event on", "side 0")]
     assert not first.query()
     first.synchronize()
     assert first.query()
@@ -103,9 +107,8 @@ def test_copies_run_on_a_stream_of_their_own(machine: Machine) -> None:
 def test_memory_is_written_again_behind_all_that_the_training_was_told(machine: Machine) -> None:
     cuda = Cuda(torch.device("cuda"))
     with cuda.copying():
-        cuda.wait(cuda.mark())
-    with cuda.copying():
-        pass
+        mark = cuda.mark()
+    cuda.wait(mark)
     machine.said.clear()
     machine.current[0] = Stream(machine.said, "another")
     with cuda.copying():
@@ -114,12 +117,25 @@ def test_memory_is_written_again_behind_all_that_the_training_was_told(machine: 
     with cuda.copying():
         pass
     waits = [said[2] for said in machine.said if said[1] == "waits for stream"]
-    assert sorted(waits) == ["another", "side", "side"]
+    assert sorted(waits) == ["another", "training", "training"]
 
 
 def test_outside_of_copying_a_mark_is_behind_all_devices_in_use(machine: Machine) -> None:
     Cuda().mark()
     assert machine.said == [("training", "event")]
+
+
+def test_loaders_that_copy_to_one_device_share_the_stream_and_wait_for_all_readers(
+    machine: Machine,
+) -> None:
+    one, other = Cuda(torch.device("cuda")), Cuda(torch.device("cuda", 0))
+    with one.copying():
+        mark = one.mark()
+    one.wait(mark)
+    machine.said.clear()
+    with other.copying():
+        pass
+    assert machine.said == [("side 0", "waits for stream", "training")]
 
 
 class Own:
