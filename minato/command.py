@@ -1,9 +1,8 @@
-"""The command line: ``minato profile`` runs a loader of yours and says what limits it."""
+"""The command line: ``minato profile`` says what limits a loader of yours, ``minato ingest`` fills a store."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
 import os
@@ -17,10 +16,11 @@ from typing import Any, NoReturn
 import pynvml
 import torch.utils.data
 
-from minato import _core
+from minato import _core, ingesting
 from minato._core.clock import now_ns
 from minato._standin import TorchDataLoader
 from minato._version import __version__
+from minato.factories import Refused, made
 from minato.loader import DataLoader
 from minato.report import html, text
 from minato.report.rows import in_words
@@ -28,19 +28,15 @@ from minato.report.rows import in_words
 __all__ = ["main"]
 
 
-class Refused(Exception):
-    """What the user gave cannot be used; the message says how to mend it."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        0; 1 if something went wrong while the loader ran; 2 if what was asked for is not possible.
+        0; 1 if something went wrong on the way; 2 if what was asked for is not possible.
     """
     options = _parser().parse_args(arguments)
     try:
-        _profile(options)
+        options.run(options)
         sys.stdout.flush()
     except Refused as error:
         print(f"minato: {error}", file=sys.stderr)
@@ -54,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         line = str(error).strip().splitlines()
         what = f"{type(error).__name__}: {line[-1] if line else ''}"
-        print(f"minato: the loader raised {what}; run it by itself to see where", file=sys.stderr)
+        print(f"minato: {options.failed.format(what)}", file=sys.stderr)
         return 1
     return 0
 
@@ -88,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     profile.add_argument("--json", action="store_true", help="print the report as JSON")
     profile.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts, too")
+    profile.set_defaults(run=_profile, failed="the loader raised {}; run it by itself to see where")
+    ingesting.add_to(commands)
     return parser
 
 
@@ -121,7 +119,7 @@ def _profile(options: argparse.Namespace) -> None:
         _check_writable(options.html)
     step_s = options.step_ms / 1e3
     warnings.filterwarnings("ignore", "This DataLoader will create")
-    given = _made(options.factory)
+    given = _loader(options.factory)
     mine = given if isinstance(given, DataLoader) else _as_minato(given)
     theirs = _as_torch(mine) if mine is given else given
     seconds = {"minato": _timed(mine, options.batches, step_s)}
@@ -162,44 +160,14 @@ def _check_writable(path: Path) -> None:
         )
 
 
-def _made(factory: str) -> Any:
+def _loader(factory: str) -> Any:
     """What the user's factory returns, if that is a loader."""
-    place, _, name = factory.rpartition(":")
-    if not place or not name:
-        raise Refused(f"{factory!r} names no function: write module:function or file.py:function")
-    module = _imported(place)
-    make = getattr(module, name, None)
-    if not callable(make):
-        raise Refused(f"{place!r} has no function {name!r}: check its name")
-    try:
-        loader = make()
-    except Exception as error:
-        raise Refused(f"{factory} raised {type(error).__name__}: {error}") from None
+    loader = made(factory)
     if not isinstance(loader, TorchDataLoader):
         raise Refused(
             f"{factory} returned a {type(loader).__name__}: let it return a torch or minato DataLoader"
         )
     return loader
-
-
-def _imported(place: str) -> Any:
-    try:
-        if not place.endswith(".py"):
-            sys.path.insert(0, os.getcwd())
-            return importlib.import_module(place)
-        path = Path(place).resolve()
-        if not path.is_file():
-            raise Refused(f"there is no file {place!r}: check the path")
-        sys.path.insert(0, str(path.parent))  # workers that are not forked import it by its name
-        return importlib.import_module(path.stem)
-    except Refused:
-        raise
-    except ModuleNotFoundError as error:
-        raise Refused(
-            f"{place!r} cannot be imported: {error}; check its name and the folder"
-        ) from None
-    except Exception as error:
-        raise Refused(f"importing {place!r} raised {type(error).__name__}: {error}") from None
 
 
 def _as_minato(loader: Any) -> Any:

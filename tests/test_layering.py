@@ -2,10 +2,10 @@
 
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; ``trace`` knows ``stats``; a stage knows its left neighbour, ``_core``,
-``stats`` and ``trace``;
-``report`` knows ``stats``; ``caching``, ``integrations`` and ``sources`` know no stage; only ``cached.py``,
-``command.py``, ``engine.py``, ``gauges.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``,
-``plan.py``, ``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package itself know all.
+``stats`` and ``trace``; ``report`` knows ``stats``; ``caching``, ``integrations`` and ``sources`` know no stage;
+``ingest`` uses the loader and ``sources``; only ``cached.py``, ``command.py``, ``engine.py``, ``factories.py``,
+``gauges.py``, ``ingesting.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``, ``plan.py``,
+``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package itself know all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ WIRING = {
     "cached",
     "command",
     "engine",
+    "factories",
     "gauges",
+    "ingesting",
     "insight",
     "loader",
     "memory",
@@ -96,6 +98,8 @@ def allowed(part: str) -> set[str] | None:
     if part in STAGES:
         left = STAGES[: STAGES.index(part)][-1:]
         return {part, *left, "stats", "trace", "_core", *COMMON}
+    if part == "ingest":
+        return {"ingest", "sources", "loader", *COMMON}
     if part in ("caching", "integrations", "sources"):
         return {part, *COMMON}
     return {"options", *COMMON}
@@ -141,7 +145,7 @@ def test_cython_imports_only_the_core(path: Path) -> None:
 
 def test_every_folder_is_a_known_part() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
-    others = {"stats", "trace", "report", "_core", "caching", "integrations", "sources"}
+    others = {"stats", "trace", "report", "_core", "caching", "ingest", "integrations", "sources"}
     assert folders <= {*STAGES, *others}
 
 

@@ -28,18 +28,26 @@ def interpreter(peer: str) -> Path:
     requirements = adapter(peer).REQUIREMENTS
     if not requirements:
         return Path(sys.executable)
-    python = FOLDER / peer / "bin" / "python"
-    complete = FOLDER / peer / "complete"
+    own_numpy = any(requirement.startswith("numpy") for requirement in requirements)
+    return environment(peer, (*(COMMON[:1] if own_numpy else COMMON), *requirements))
+
+
+def environment(name: str, requirements: tuple[str, ...]) -> Path:
+    """The Python of an environment with these packages, which is made where it is not there yet.
+
+    Raises:
+        PeerMissingError: pip could not install them; the message is pip's last line.
+    """
+    python = FOLDER / name / "bin" / "python"
+    complete = FOLDER / name / "complete"
     wanted = "\n".join(requirements)
     if complete.exists() and complete.read_text() == wanted:
         return python
-    subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER / peer], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER / name], check=True)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    own_numpy = any(requirement.startswith("numpy") for requirement in requirements)
-    common = COMMON[:1] if own_numpy else COMMON
     try:
         subprocess.run(
-            [*pip, *common, *requirements],
+            [*pip, *requirements],
             check=True,
             capture_output=True,
             text=True,

@@ -9,7 +9,6 @@ import warnings
 from pathlib import Path
 
 from bench.remote import report
-from bench.remote.ladder import climb
 from bench.remote.proxy import Link, Proxy
 from bench.remote.store import Store
 from bench.remote.trials import LOADERS, compare, epochs_with_cache, ramp
@@ -51,7 +50,6 @@ def main() -> int:
                 with Proxy(Link(LATENCIES_S[label]), store.socket) as proxy:
                     place = folder / f"cache-{reads}"
                     sections.add_cache(label, reads, *epochs_with_cache(proxy.port, place, reads))
-        sections.add_ladder(climb(folder, repeats))
     text = sections.text(" ".join(["python -m bench.remote", *sys.argv[1:]]))
     out = given.out or (None if given.short else Path("docs/benchmarks"))
     if out is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 
 from bench import record
@@ -72,15 +71,6 @@ class Sections:
         row = f"| {label} | {reads} | {times} | {gain:.1f} × | {hit_rate:.0%} |"
         self._to("Epochs with a cache on disk", head, row)
 
-    def add_ladder(self, found: Mapping[str, list[tuple[float, float]]]) -> None:
-        """Petastorm's steps."""
-        head = "| step | first epoch s | second epoch s | second epoch against none |"
-        base = statistics.median(second for _, second in found["none"])
-        for name, runs in found.items():
-            first, second = (statistics.median(times) for times in zip(*runs, strict=True))
-            row = f"| {name} | {first:.2f} | {second:.2f} | {base / second:.1f} × |"
-            self._to("The ladder of Petastorm, on a Parquet file far away", head, row)
-
     def text(self, command: str) -> str:
         """The whole report."""
         parts = [
@@ -109,9 +99,6 @@ _NOTES = {
     "half\nwithin three seconds. The cap is what the link allows.\n\n",
     "Slow start": "Objects that had been asked for when a batch of ten arrived, counted by the proxy; and the most of "
     "them beyond\nthe first batch, per delivered object, over the whole epoch. The window is 32 batches.\n\n",
-    "The ladder of Petastorm": "Half of the rows are wanted, and of 62 columns two. Without push-down whole rows are "
-    "read; the cache then keeps\nthem before the transform, with push-down the samples after it. Each read of the file "
-    "sleeps for 20 ms\nand for its bytes at 25 MB/s, in two workers.\n\n",
 }
 
 

@@ -106,9 +106,9 @@ class KeyedSource(Dataset[Any]):
         other._keys = keys
         return other
 
-    def _trying(self, what: str, read: Callable[[], Any]) -> Any:
-        """Read, again and again if need be; errors name what was to be read."""
-        with self._named(what):
+    def _trying(self, what: str, read: Callable[[], Any], verb: str = "read") -> Any:
+        """Read, or write, again and again if need be; errors name what it was about."""
+        with self._named(what, verb):
             pauses = self.retry.pauses()
             while True:
                 try:
@@ -135,8 +135,8 @@ class KeyedSource(Dataset[Any]):
                 await asyncio.sleep(pause_s)
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
-        """Turn the library's errors into ours, which say what was to be read."""
+    def _named(self, what: str, verb: str = "read") -> Iterator[None]:
+        """Turn the library's errors into ours, which say what was to be done."""
         started = time.monotonic()
         try:
             yield
@@ -150,7 +150,7 @@ class KeyedSource(Dataset[Any]):
                 f" after {spent_s:.1f} s of tries" if isinstance(error, self.transient) else ""
             )
             raise SourceError(
-                f"{self!r} cannot read {what}{given_up}: {type(error).__name__}: {error}"
+                f"{self!r} cannot {verb} {what}{given_up}: {type(error).__name__}: {error}"
             ) from error
 
     def _decoded(self, key: Any, value: Any) -> Any:

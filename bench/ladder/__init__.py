@@ -1,0 +1,1 @@
+"""What each of Petastorm's steps gains, in minato and in Petastorm itself."""

@@ -1,0 +1,54 @@
+"""What a user names on the command line: a function that makes something."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Refused", "made"]
+
+
+class Refused(Exception):
+    """What the user gave cannot be used; the message says how to mend it."""
+
+
+def made(factory: str) -> Any:
+    """Call what is named as ``module:function`` or ``file.py:function``.
+
+    Raises:
+        Refused: It cannot be found, or raised.
+    """
+    place, _, name = factory.rpartition(":")
+    if not place or not name:
+        raise Refused(f"{factory!r} names no function: write module:function or file.py:function")
+    module = _imported(place)
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise Refused(f"{place!r} has no function {name!r}: check its name")
+    try:
+        return make()
+    except Exception as error:
+        raise Refused(f"{factory} raised {type(error).__name__}: {error}") from None
+
+
+def _imported(place: str) -> Any:
+    try:
+        if not place.endswith(".py"):
+            sys.path.insert(0, os.getcwd())
+            return importlib.import_module(place)
+        path = Path(place).resolve()
+        if not path.is_file():
+            raise Refused(f"there is no file {place!r}: check the path")
+        sys.path.insert(0, str(path.parent))  # workers that are not forked import it by its name
+        return importlib.import_module(path.stem)
+    except Refused:
+        raise
+    except ModuleNotFoundError as error:
+        raise Refused(
+            f"{place!r} cannot be imported: {error}; check its name and the folder"
+        ) from None
+    except Exception as error:
+        raise Refused(f"importing {place!r} raised {type(error).__name__}: {error}") from None

@@ -1,0 +1,398 @@
+"""Ingesting into every store, killed in the middle and begun again, and what was written read by the sources."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import minato
+from minato.command import main
+from minato.errors import MinatoError
+from minato.ingest import IngestError, decoded, ingest, open_store
+from minato.ingest.encoding import as_bytes, as_row, digest
+from minato.ingest.journal import Done, Journal, JournalError
+from minato.ingest.sqlite import SQLiteStore
+from minato.ingest.store import Store, Unknown
+from minato.sources.base import SourceError
+from minato.sources.sqlite import SQLite
+from tests.sources import servers
+from tests.sources.kinds import Kind
+
+ROOT = Path(minato.__file__).parents[1]
+COUNT = 50
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Samples of two parts, as many datasets have them."""
+
+    def __init__(self, count: int = COUNT) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": np.full((2, 3), index, np.float32), "label": index}
+
+
+class Target:
+    """A store, and the source over what was written into it."""
+
+    def __init__(self, store: Any, source: Callable[[], Any], worker_method: str = "process"):
+        self.store, self.source, self.worker_method = store, source, worker_method
+
+
+def sqlite(folder: Path, _: Any) -> Target:
+    store = open_store(f"sqlite:{folder / 'samples.db'}")
+    return Target(store, lambda: SQLite(folder / "samples.db", "samples", decode=decoded))
+
+
+def lmdb(folder: Path, _: Any) -> Target:
+    from minato.sources.lmdb import LMDB
+
+    store = open_store(f"lmdb:{folder / 'lmdb'}")
+    return Target(store, lambda: LMDB(folder / "lmdb", decode=decoded))
+
+
+def parquet(folder: Path, _: Any) -> Target:
+    from minato.sources.parquet import Parquet
+
+    store = open_store(f"parquet:{folder / 'rows'}")
+
+    def source() -> Any:
+        return Parquet(str(folder / "rows"), columns=["x", "label"], decode=decoded)
+
+    return Target(store, source)
+
+
+def files(folder: Path, _: Any) -> Target:
+    from minato.sources.objects import Objects
+
+    url = f"file://{folder / 'objects'}"
+    return Target(open_store(url), lambda: Objects(url, decode=decoded), "thread")
+
+
+def tar(folder: Path, _: Any) -> Target:
+    from minato.sources.objects import Objects, tar_members
+
+    url = f"file://{folder / 'shards'}"
+
+    def source() -> Any:
+        shards = Objects(url, decode=decoded)
+        parts = [part for name in shards.keys for part in tar_members(shards, name).values()]
+        return shards.subset(parts)
+
+    return Target(open_store(f"tar+{url}"), source, "thread")
+
+
+def redis(_: Path, kind_named: Callable[[str], Kind]) -> Target:
+    from minato.ingest.redis import RedisStore
+
+    given = kind_named("redis").source(decode=decoded)
+    store = RedisStore(given._url, "ingested/", **given._settings.values())
+    return Target(store, lambda: type(given)(given._url, "ingested/", decode=decoded, **PASSWORD))
+
+
+def postgres(_: Path, kind_named: Callable[[str], Kind]) -> Target:
+    from minato.ingest.postgres import PostgresStore
+    from minato.sources.postgres import Postgres
+
+    settings = kind_named("postgres").source()._settings.values()
+    store = PostgresStore("", "ingested", **settings)
+    return Target(store, lambda: Postgres("", "ingested", decode=decoded, **settings))
+
+
+def cassandra_stub(_: Path, kind_named: Callable[[str], Kind]) -> Target:
+    from minato.ingest.cassandra import CassandraStore
+    from minato.sources.cassandra import Cassandra
+
+    settings = kind_named("cassandra_stub").source()._settings.values()
+    place = ["127.0.0.1"], "minato.ingested"
+    store = CassandraStore(*place, **settings)
+    return Target(store, lambda: Cassandra(*place, decode=decoded, **settings))
+
+
+def s3(_: Path, kind_named: Callable[[str], Kind]) -> Target:
+    from minato.ingest.objects import ObjectStore
+
+    given = kind_named("s3").source()
+    settings = {"client_options": given._client_options, **given._settings.values()}
+    place = "s3://minato/ingested"
+    source = type(given)
+    return Target(
+        ObjectStore(place, **settings), lambda: source(place, decode=decoded, **settings), "thread"
+    )
+
+
+PASSWORD = {"password": servers.PASSWORD}
+TARGETS = {make.__name__: make for make in (sqlite, lmdb, parquet, files, tar)}
+TARGETS |= {make.__name__: make for make in (redis, postgres, cassandra_stub, s3)}
+
+
+@pytest.fixture(params=TARGETS)
+def target(
+    request: pytest.FixtureRequest, tmp_path: Path, kind_named: Callable[[str], Kind]
+) -> Target:
+    try:
+        return TARGETS[request.param](tmp_path, kind_named)
+    except (ImportError, Unknown) as error:
+        pytest.skip(str(error))
+
+
+def labels(source: Any) -> list[int]:
+    found = []
+    for index in range(len(source)):
+        sample = source[index]
+        assert np.array_equal(sample["x"], np.full((2, 3), sample["label"], np.float32))
+        found.append(int(sample["label"]))
+    return found
+
+
+def test_every_store_holds_each_sample_once(target: Target, tmp_path: Path) -> None:
+    given: Any = {
+        "workers": 2,
+        "chunk_samples": 8,
+        "journal": tmp_path / "journal",
+        "verify": True,
+        "worker_method": target.worker_method,
+    }
+    done = ingest(Numbers(), target.store, **given)
+    assert (done.samples, done.written, done.verified) == (COUNT, COUNT, COUNT)
+    assert done.stored_bytes > COUNT * 24
+    again = ingest(Numbers(), target.store, **given)
+    assert (again.samples, again.written, again.verified) == (COUNT, 0, COUNT)
+    # The journal was lost: all is written again, to the same places.
+    (tmp_path / "journal").unlink()
+    assert ingest(Numbers(), target.store, **given).written == COUNT
+    source = target.source()
+    assert labels(source) == list(range(COUNT))
+    if hasattr(source, "close"):
+        source.close()
+
+
+def generated(count: int) -> Iterator[dict[str, Any]]:
+    return (Numbers()[index] for index in range(count))
+
+
+def test_an_iterable_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    store = SQLiteStore(tmp_path / "samples.db")
+    given: Any = {"chunk_samples": 4, "workers": 3, "journal": tmp_path / "journal"}
+
+    def breaking() -> Iterator[dict[str, Any]]:
+        yield from generated(22)
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError, match="gone"):
+        ingest(breaking(), store, **given, name="numbers")
+    done = ingest(generated(30), store, **given, name="numbers", verify=True)
+    assert (done.samples, done.verified) == (30, 30)
+    assert 10 <= done.written < 30
+    assert labels(SQLite(tmp_path / "samples.db", "samples", decode=decoded)) == list(range(30))
+
+
+PROGRAM = """
+import os, time
+class Slow:
+    def __len__(self):
+        return 120
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        with open("read", "a") as file:
+            file.write(f"{index} ")
+        return b"%d" % index
+"""
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_and_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slow.py").write_text(PROGRAM)
+    arguments = ["ingest", "slow.py:Slow", "sqlite:samples.db", "--journal", "journal"]
+    arguments += ["--workers", "2", "--chunk", "5"]
+    journal = tmp_path / "journal"
+    first = subprocess.Popen(
+        [sys.executable, "-m", "minato", *arguments],
+        stderr=subprocess.DEVNULL,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    while not journal.exists() or len(journal.read_text().splitlines()) < 6:
+        assert first.poll() is None
+        time.sleep(0.01)
+    first.kill()
+    first.wait()
+    noted = len(journal.read_text().splitlines()) - 1
+    assert noted < 24
+    with Journal(journal, json.loads(journal.read_text().splitlines()[0])):
+        pass  # its workers have ended
+    (tmp_path / "read").unlink()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main([*arguments, "--verify"]) == 0
+    told = capsys.readouterr().out
+    assert "120 samples" in told
+    assert f"{120 - 5 * noted} of them written now, 120 verified" in told
+    assert len((tmp_path / "read").read_text().split()) == 120 - 5 * noted
+    connection = sqlite3.connect(tmp_path / "samples.db")
+    rows = connection.execute("SELECT id, data FROM samples").fetchall()
+    connection.close()
+    assert sorted(rows) == [(index, b"%d" % index) for index in range(120)]
+    sys.modules.pop("slow")
+
+
+def test_a_folder_by_its_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("cat/1.txt", "cat/2.txt", "dog/1.txt", ".hidden/3.txt"):
+        path = tmp_path / "files" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    place = f"sqlite:{tmp_path / 'samples.db'}"
+    arguments = [str(tmp_path / "files"), place, "--table", "pets", "--workers", "1", "--verify"]
+    assert main(["ingest", *arguments, "--journal", str(tmp_path / "journal")]) == 0
+    assert "3 samples, 0.0 MB, 3 of them written now, 3 verified" in capsys.readouterr().out
+    source = SQLite(tmp_path / "samples.db", "pets")
+    assert source.keys == ["cat/1.txt", "cat/2.txt", "dog/1.txt"]
+    assert source.get("dog/1.txt") == {"data": b"dog/1.txt", "label": "dog"}
+    copied = SQLiteStore(tmp_path / "copy.db")
+    source.close()
+    ingest(source, copied, workers=1, journal=tmp_path / "other")
+    assert SQLite(tmp_path / "copy.db", "samples").keys == source.keys
+
+
+def test_what_went_wrong_in_the_store_is_found(tmp_path: Path) -> None:
+    store = SQLiteStore(tmp_path / "samples.db")
+    given: Any = {"chunk_samples": 10, "workers": 1, "journal": tmp_path / "journal"}
+    ingest(Numbers(), store, **given)
+    with sqlite3.connect(tmp_path / "samples.db") as connection:
+        connection.execute("UPDATE samples SET label = 0 WHERE id IN (23, 31)")
+    connection.close()
+    with pytest.raises(IngestError, match=r"what was written: (23, 31|31, 23);"):
+        ingest(Numbers(), store, **given, verify=True)
+    (tmp_path / "samples.db").unlink()
+    with pytest.raises(IngestError, match="to begin anew"):
+        ingest(Numbers(), store, **given)
+
+
+class Refusing(Store):
+    takes_rows = False
+
+    def __repr__(self) -> str:
+        return "Refusing()"
+
+    def write(self, chunk: int, items: Any) -> None:
+        raise SourceError(f"no room for {items[0][0]}")
+
+
+@pytest.mark.parametrize("method", ["process", "thread"])
+def test_errors_name_keys_and_stop(tmp_path: Path, method: str) -> None:
+    given: Any = {"worker_method": method, "workers": 1, "chunk_samples": 4}
+    with pytest.raises(SourceError, match="no room for 00000000"):
+        ingest(Numbers(), Refusing(), journal=tmp_path / "a", **given)
+    with pytest.raises(MinatoError, match="key 0 cannot be encoded: TypeError: a set"):
+        ingest([{1}], SQLiteStore(tmp_path / "b.db"), journal=tmp_path / "b", **given)
+    mixed = [{"a": 1}, {"b": 2}]
+    with pytest.raises(SourceError, match="cannot write keys 0 to 1.*key 1 has the columns"):
+        ingest(mixed, SQLiteStore(tmp_path / "c.db"), journal=tmp_path / "c", **given)
+
+
+def test_a_journal_of_another_or_of_two_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with Journal(path, {"a": 1}) as journal:
+        journal.add(Done(3, 10, [1, 2]))
+        with pytest.raises(JournalError, match="another ingest is writing"):
+            Journal(path, {"a": 1}, patience_s=0.1)
+    with path.open("a") as file:
+        file.write("[4, 10, [1,")  # killed while it wrote
+    with Journal(path, {"a": 1}) as journal:
+        assert journal.done == {3: Done(3, 10, [1, 2])}
+        journal.add(Done(4, 11, []))
+    assert [json.loads(line) for line in path.read_text().splitlines()][1:] == [
+        [3, 10, [1, 2]],
+        [4, 11, []],
+    ]
+    with pytest.raises(JournalError, match="is about something else"):
+        Journal(path, {"a": 2})
+
+
+SAMPLES = [
+    b"",
+    b"\0\1\0",
+    3,
+    2.5,
+    "text",
+    np.arange(6, dtype=np.int16).reshape(2, 3),
+    (np.ones(2), 7),
+    {"x": np.zeros((0, 2)), "name": "n", "raw": b"\0\0", "empty": b""},
+]
+
+
+@pytest.mark.parametrize("encode", [as_bytes, as_row])
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
+def test_samples_come_back(encode: Callable[[Any], Any], sample: Any) -> None:
+    encoded = encode(sample)
+    assert digest(encoded) == digest(encode(sample))
+    found = decoded(encoded)
+    assert type(found) is type(sample) or isinstance(found, np.generic)
+    np.testing.assert_equal(found, sample)
+    tensors = encode({"x": torch.ones(2), "n": torch.tensor(3)})
+    np.testing.assert_equal(decoded(tensors), {"x": np.ones(2, np.float32), "n": 3})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "sqlite:a.db"], "there is no folder 'nowhere'"),
+        ([".", "mysql://host"], "names no store"),
+        ([".", "samples.db"], "names no store"),
+        ([".", "sqlite:a.db", "--workers", "0"], "--workers 0 is too few"),
+        (["slow.py:nothing", "sqlite:a.db"], "has no function 'nothing'"),
+        (["slow.py:number", "sqlite:a.db"], "let it return a dataset or an iterable"),
+        ([".", "cassandra://host", "--table", "rows"], "has no keyspace"),
+    ],
+)
+def test_the_command_refuses(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "slow.py").write_text("def number():\n    return 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["ingest", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    sys.modules.pop("slow", None)
+
+
+def test_the_command_tells_what_stopped_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.py").write_text("def make():\n    return [1, {2}]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["ingest", "broken.py:make", "sqlite:a.db", "--chunk", "1"]) == 1
+    told = capsys.readouterr().err
+    assert "the sample with key 1 cannot be encoded" in told
+    assert "the same command goes on from there" in told
+    sys.modules.pop("broken")
+
+
+def test_what_was_ingested_can_be_loaded(tmp_path: Path) -> None:
+    ingest(Numbers(20), SQLiteStore(tmp_path / "a.db"), workers=1, journal=tmp_path / "journal")
+    source = SQLite(tmp_path / "a.db", "samples", decode=decoded)
+    batches = list(minato.DataLoader(source, batch_size=5, num_workers=1))
+    assert torch.cat([batch["label"] for batch in batches]).tolist() == list(range(20))
+    assert batches[0]["x"].shape == (5, 2, 3)
+    source.close()
