@@ -8,7 +8,13 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["available_cores", "available_memory_bytes", "memory_kills", "memory_limit_bytes"]
+__all__ = [
+    "available_cores",
+    "available_memory_bytes",
+    "machine_usage",
+    "memory_kills",
+    "memory_limit_bytes",
+]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -51,6 +57,15 @@ def _memory_of_groups() -> Iterator[tuple[int, int]]:
                 yield int((at / limit).read_text()), int((at / used).read_text())
             except (OSError, ValueError):
                 continue  # no such group or version, or "max"
+
+
+def machine_usage() -> tuple[float, float]:
+    """Seconds that all cores together were in use since the machine's start, and were there."""
+    times = psutil.cpu_times()
+    idle_s = times.idle + getattr(times, "iowait", 0.0)
+    # The guests' time is contained in the users'.
+    whole_s = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    return whole_s - idle_s, whole_s
 
 
 def available_cores() -> float:

@@ -21,10 +21,10 @@ from minato.assembler.reader import BatchReader
 from minato.assembler.transport import LocalStore, SharedStore
 from minato.chain.chain import Chain
 from minato.chain.plans import planner
+from minato.delivery.staging import onto_device
 from minato.errors import ErrorBudgetError
 from minato.gauges import EngineGauges
 from minato.memory import Memory
-from minato.monitor.gpus import GpuWatch, gpu_watch
 from minato.options import Options
 from minato.plan import Plan
 from minato.pools import make_pool
@@ -77,8 +77,6 @@ class Experience:
         decision: Which samples are slow, as of the last look.
         staffing: How many workers help; None: all of them work.
         journal: What reports are made from; None: nothing is noted.
-        metrics_url: Where figures are told; None: nowhere.
-        gpus: Watches them, from the first iterator on; None where there are none.
         engine: The newest one, while it is in use.
     """
 
@@ -88,8 +86,6 @@ class Experience:
     decision: Decision = TimeoutPolicy().decision
     staffing: Staffing | None = None
     journal: Journal | None = None
-    gpus: GpuWatch | None = None
-    metrics_url: str | None = None
     engine: Callable[[], Engine | None] = _nobody
 
     @classmethod
@@ -154,7 +150,10 @@ class Engine:
         settles = plan.policy is not None and plan.policy.on_error != "raise"
         deaths = Deaths(plan.restarts, settles, Shortage(window))
         self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths)
-        self._reader = BatchReader(self.ledger, self.arena, store)
+        reader = BatchReader(self.ledger, self.arena, store)
+        self._staging = onto_device(plan.device, reader, self.ledger, self.arena, plan.pins_memory)
+        self._reader = self._staging or reader
+        self._ahead = plan.prefetch_to_device
         self._experience = experience
         self._foresight: Foresight | None = None
         if plan.foresees:
@@ -235,8 +234,6 @@ class Engine:
         self.ledger.slow_ns = experience.decision.threshold_ns
         self._looked_ns = self._started_ns
         self._streams = plan.streams
-        if self._journal is not None and experience.gpus is None:
-            experience.gpus = gpu_watch()
         self._gauges = EngineGauges(
             self.ledger,
             self.meters,
@@ -247,7 +244,6 @@ class Engine:
             self.timeouts,
             deaths,
             self._failures,
-            experience.gpus,
         )
         self._parts_slow = bool(
             self._foresight is not None or plan.order.name == "fast_first" or plan.standby_workers
@@ -331,6 +327,8 @@ class Engine:
                 self._scaler.look()
             if self._works_ahead:
                 self._dispatcher.refill()
+            if self._staging is not None:
+                self._staging.stage(self._dispatcher.upcoming(self._ahead))
             self.arena.trim(self._dispatcher.num_open)
             if journal is not None:
                 samples = item.keys[0] if self._streams else len(item.keys)
@@ -338,7 +336,7 @@ class Engine:
 
     def _standing(self) -> Standing:
         if not isinstance(self._pool, InlinePool):
-            self._gauges.look_at_workers(self._pool.usage)
+            self._gauges.look(self._pool.usage)
         return self._gauges.standing(self._dispatcher.num_open, self._dispatcher.num_ready)
 
     def pinned(self, duration_ns: int) -> None:

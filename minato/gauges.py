@@ -7,16 +7,14 @@ from dataclasses import dataclass, field
 
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
-from minato.monitor.gpus import GpuWatch
-from minato.monitor.machine import look
 from minato.scheduler.deaths import Deaths
 from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
 from minato.scheduler.policy import Decision, TimeoutPolicy
 from minato.scheduler.roster import Roster
-from minato.scheduler.usage import Usage, machine_usage
+from minato.scheduler.usage import Usage
 from minato.scheduler.window import Window
-from minato.stats.glance import Labour, Machine, Standing
+from minato.stats.glance import Labour, Standing
 from minato.stats.profile import Meters, Profile
 from minato.stats.readings import Readings
 from minato.stats.slowest import SlowSample
@@ -44,12 +42,11 @@ class EngineGauges:
     timeouts: TimeoutPolicy
     deaths: Deaths
     failures: FailureCount | None
-    gpus: GpuWatch | None = None
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
     """Processor time of the workers when it was last looked at: they may be gone by now."""
     _looked_ns: int = 0
 
-    def look_at_workers(self, usage: Callable[[], Usage]) -> None:
+    def look(self, usage: Callable[[], Usage]) -> None:
         """Ask for the workers' processor time, if that was not done of late."""
         now = now_ns()
         if now - self._looked_ns >= _LOOK_NS:
@@ -99,13 +96,6 @@ class EngineGauges:
                 for stage in stages
             ),
         )
-
-    def machine(self) -> Machine:
-        """What the machine does; changes nothing, so that any thread may ask."""
-        used_s, there_s = machine_usage()
-        machine = look(self.gpus)
-        cores = {"cores_used_ns": round(1e9 * used_s), "cores_there_ns": round(1e9 * there_s)}
-        return machine._replace(counts={**machine.counts, **cores})
 
     def slowest(self) -> list[SlowSample]:
         """The slowest samples of each worker."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import warnings
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from minato.checks import metrics_address
 from minato.engine import Experience
 from minato.fetching import Fetching
 from minato.monitor.endpoint import serve
+from minato.monitor.gpus import gpu_watch
+from minato.monitor.machine import look
 from minato.monitor.metrics import Exported
 from minato.options import Options
 from minato.plan import Unbound
@@ -30,6 +33,7 @@ from minato.slow_samples import SlowSamples
 from minato.source.prediction import quality_of
 from minato.source.progress import Coverage
 from minato.source.run import Course, is_stream
+from minato.stats.glance import Machine
 from minato.stats.journal import Journal
 
 __all__ = ["Insight"]
@@ -104,12 +108,18 @@ class Insight:
     @property
     def metrics_url(self) -> str | None:
         """Where the loader's figures are told; None without ``metrics_port``, and before the first iteration."""
-        return self._experience.metrics_url
+        journal = self._experience.journal
+        found = (
+            [each.url for each in journal.watchers if isinstance(each, Exported)] if journal else []
+        )
+        return found[0] if found else None
 
     def _open_views(self) -> None:
         """Be live, and tell figures, if that is wished, in the training process."""
         if self._experience.journal is None or get_worker_info() is not None:
             return
+        if self._experience.journal.machine is Machine:
+            self._experience.journal.machine = functools.partial(look, gpu_watch())
         rank = int(os.environ.get("LOCAL_RANK", "0"))
         watchers = self._experience.journal.watchers
         if _wished("MINATO_LIVE") and rank == 0 and not any(isinstance(w, Live) for w in watchers):
@@ -126,7 +136,7 @@ class Insight:
         stages = ["dataset", *self._chain.names]
         exported = Exported(self._measured(), type(self.dataset).__name__, stages)
         try:
-            self._experience.metrics_url = serve(exported, host, port)
+            exported.url = serve(exported, host, port)
         except OSError as error:
             self._measured().watchers.remove(exported)
             words = (

@@ -21,6 +21,7 @@ from minato.cached import check_cache
 from minato.caching.base import Cache
 from minato.chain.chain import Chain
 from minato.delivery.iterator import BatchIterator
+from minato.distribution import Distribution
 from minato.engine import Engine, Experience
 from minato.fetching import Fetching
 from minato.insight import Insight
@@ -43,7 +44,7 @@ _OWN = ("transforms", "cache", *(field.name for field in fields(Options)))
 T_co = TypeVar("T_co", covariant=True)
 
 
-class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
+class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn):
     """A drop-in replacement of ``torch.utils.data.DataLoader`` that schedules samples instead of batches.
 
     All arguments of torch's class have torch's meaning and defaults
@@ -107,6 +108,10 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
             the first iteration on; 0: any port, as ``metrics_url`` tells.
         trace: File, made anew, to which the run tells what it does moment by moment, for https://ui.perfetto.dev:
             each sample and transform, copies, waiting, steps, and how things stand. It ends at 256 MiB.
+        device: Where batches are handed out: their tensors, and objects with torch's ``to``, are copied there beside
+            the training, straight from the page-locked memory that the workers write to. None or ``"cpu"``: they stay
+            in main memory.
+        prefetch_to_device: How many batches are sent there before their turn (2), as far as they are complete.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -163,6 +168,8 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         measure: bool = True,
         metrics_port: int | str | None = None,
         trace: str | os.PathLike[str] | None = None,
+        device: str | torch.device | None = None,
+        prefetch_to_device: int | None = None,
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -202,11 +209,14 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
             measure=measure,
             metrics_port=metrics_port,
             trace=trace,
+            device=device,
+            prefetch_to_device=prefetch_to_device,
         )
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
         check_cache(cache, self._options, self._chain, dataset, num_workers, persistent_workers)
-        vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag, cache=cache)
+        given = {"max_lag": max_lag, "prefetch_to_device": prefetch_to_device}
+        vars(self).update(vars(self._options), transforms=transforms, cache=cache, **given)
         self._course = Course()
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._spare_arenas = SpareArenas()
@@ -331,7 +341,9 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         if self.num_workers > 0:
             self.check_worker_number_rationality()
         self._open_views()
-        return BatchIterator(self, self._make_engine, type(self)._new_pass)
+        return BatchIterator(
+            self, self._make_engine, type(self)._new_pass, self._options.target is None
+        )
 
     def _refuse_data_pipes(self, what: str) -> None:
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):

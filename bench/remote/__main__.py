@@ -11,9 +11,11 @@ from pathlib import Path
 from bench.remote import report
 from bench.remote.proxy import Link, Proxy
 from bench.remote.store import Store
-from bench.remote.trials import LOADERS, compare, epochs_with_cache, ramp
+from bench.remote.trials import LOADERS, UNEVEN, compare, epochs_with_cache, ramp
 
 CAP = 25e6
+OWN = {"20 ms": 1e6, "150 ms": 2e6}
+"""Bandwidth of a connection of the middle."""
 UNEQUAL = {"spread": 4.0, "swing": 0.5}
 LATENCIES_S = {"< 1 ms": 0.0005, "20 ms": 0.02, "150 ms": 0.15}
 
@@ -22,7 +24,7 @@ def main() -> int:
     """Run everything; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.remote", description=__doc__)
     parser.add_argument("--short", action="store_true", help="a smoke run; writes nothing")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="folder for remote.md (docs/benchmarks)")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", message="This DataLoader will create")
@@ -38,10 +40,14 @@ def main() -> int:
             for label in ("20 ms", "150 ms"):
                 link = Link(LATENCIES_S[label], CAP, **UNEQUAL)
                 with Proxy(link, store.socket) as proxy:
-                    names = [name for name in LOADERS if name != "minato, one read a worker"]
+                    some = {name: make for name, make in LOADERS.items() if "one read" not in name}
                     sections.add_capped(
-                        label, CAP, compare(proxy.port, repeats, 2 * longest_s, names)
+                        label, CAP, compare(proxy.port, repeats, 1.5 * longest_s, some)
                     )
+            for label, own in OWN.items():
+                link = Link(LATENCIES_S[label], own_bandwidth=own, **UNEQUAL)
+                with Proxy(link, store.socket) as proxy:
+                    sections.add_uneven(label, compare(proxy.port, repeats, longest_s, UNEVEN))
             with Proxy(Link(LATENCIES_S["20 ms"]), store.socket) as proxy:
                 for slow_start in (None, 1, 4):
                     found = ramp(proxy.port, lambda: proxy.requests, slow_start)

@@ -22,13 +22,17 @@ class Link:
     Attributes:
         rtt_s: Round-trip time of a connection that is neither better nor worse than the others.
         bandwidth: Bytes per second towards the client that all connections have together; None: no limit.
-        spread: The worst connections have so many times the round-trip time of the best ones, around ``rtt_s``.
-        swing: Share by which the round-trip time of each connection rises and falls, each at its own moment.
+        own_bandwidth: The same of a connection that is neither better nor worse than the others, behind the common
+            part; None: no limit.
+        spread: The worst connections have so many times the round-trip time of the best ones, and such a part of their
+            own bandwidth, around those of the middle.
+        swing: Share by which these rise and fall in each connection, each at its own moment.
         period_s: How long such a rise and fall takes.
     """
 
     rtt_s: float
     bandwidth: float | None = None
+    own_bandwidth: float | None = None
     spread: float = 1.0
     swing: float = 0.0
     period_s: float = 3.0
@@ -53,6 +57,7 @@ class _Way:
         self._capped = capped
         self._factor = factor
         self._phase = phase
+        self._free_at = 0.0
         self._last_due = 0.0
         self.out: asyncio.WriteTransport | None = None
         self._early: list[bytes] = []
@@ -68,8 +73,12 @@ class _Way:
             begun = max(now, self._shared.free_at)
             self._shared.free_at = begun = begun + len(data) / link.bandwidth
         swing = 1 + link.swing * math.sin(2 * math.pi * (now / link.period_s + self._phase))
+        worse = self._factor * swing
+        if self._capped and link.own_bandwidth is not None:
+            own_s = len(data) / link.own_bandwidth * worse
+            self._free_at = begun = max(begun, self._free_at) + own_s
         # TCP keeps the order: nothing overtakes what was sent before.
-        self._last_due = due = max(begun + link.rtt_s / 2 * self._factor * swing, self._last_due)
+        self._last_due = due = max(begun + link.rtt_s / 2 * worse, self._last_due)
         if due <= now:
             self.out.write(data)
         else:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 import minato
-from bench.remote.store import OBJECT_NBYTES, Objects, index_of
+from bench.remote.store import COUNT, OBJECT_NBYTES, Objects, index_of
 from minato.caching import DiskCache
 
 _LEAST_BATCHES = 3
+_LAST = 400
 BATCH_SIZE = 10
 WORKERS = 4
 READS = 16
@@ -37,15 +38,29 @@ def ours(**arguments: Any) -> Callable[[Any], Any]:
     return make
 
 
-LOADERS: dict[str, Callable[[Any], Any]] = {
+def hedging(reads: int) -> minato.Fetching:
+    return minato.Fetching(reads, hedge_percentile=95)
+
+
+Loaders = dict[str, Callable[[Any], Any]]
+LOADERS: Loaders = {
     "torch": torch_loader,
     "minato, one read a worker": ours(order="arrival"),
     "minato, 16 reads, strict order": ours(fetch_concurrency=READS, order="strict"),
     "minato, 16 reads, arrival order": ours(fetch_concurrency=READS, order="arrival"),
-    "the same, stragglers asked for again": ours(
-        fetch_concurrency=minato.Fetching(READS, hedge_percentile=95), order="arrival"
+    "the same, stragglers asked for again": ours(fetch_concurrency=hedging(READS), order="arrival"),
+}
+MANY_READS, LONG_LAG = 32, 256
+UNEVEN: Loaders = {
+    "torch": torch_loader,
+    "minato, 32 reads, strict order": ours(fetch_concurrency=MANY_READS, order="strict"),
+    "minato, 32 reads, arrival order": ours(fetch_concurrency=MANY_READS, order="arrival"),
+    "the same, max_lag=256": ours(fetch_concurrency=MANY_READS, order="arrival", max_lag=LONG_LAG),
+    "and stragglers asked for again": ours(
+        fetch_concurrency=hedging(MANY_READS), order="arrival", max_lag=LONG_LAG
     ),
 }
+"""For connections that differ."""
 
 
 @dataclass
@@ -56,11 +71,13 @@ class Rates:
         samples_per_s: Of each run, the start of its workers included.
         first_s: Until the first batch of each run.
         gaps_ms: Between two batches, of all runs.
+        p99_ms: Their 99th percentile in each run.
     """
 
     samples_per_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
     gaps_ms: list[float] = field(default_factory=list)
+    p99_ms: list[float] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
@@ -74,12 +91,20 @@ class Rates:
 
     def gap_ms(self, share: float) -> float:
         """A percentile of the gaps."""
-        ordered = sorted(self.gaps_ms)
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+        return percentile(self.gaps_ms, share)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that so large a share of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
 def run(loader: Iterable[Any], into: Rates, longest_s: float) -> None:
-    """Take batches for a while; each object must come once at most."""
+    """Take batches for a while; each object must come once at most.
+
+    The last objects of all are not waited for: nothing else could come in the place of one that is late.
+    """
     seen: set[int] = set()
     times = [time.perf_counter()]
     for batch in loader:
@@ -90,19 +115,23 @@ def run(loader: Iterable[Any], into: Rates, longest_s: float) -> None:
         seen.update(found)
         if times[-1] - times[0] > longest_s and len(times) > _LEAST_BATCHES:
             break
+        if len(seen) >= COUNT - _LAST:
+            break
     into.first_s.append(times[1] - times[0])
     into.samples_per_s.append(BATCH_SIZE * (len(times) - 1) / (times[-1] - times[0]))
     into.gaps_ms += [1e3 * (b - a) for a, b in itertools.pairwise(times[1:])]
 
 
 def compare(
-    port: int, repeats: int, longest_s: float, names: Iterable[str] = LOADERS
+    port: int, repeats: int, longest_s: float, loaders: Loaders = LOADERS
 ) -> dict[str, Rates]:
     """All loaders in turn, several times."""
-    found = {name: Rates() for name in names}
+    found = {name: Rates() for name in loaders}
     for _ in range(repeats):
         for name, rates in found.items():
-            run(LOADERS[name](Objects(port)), rates, longest_s)
+            before = len(rates.gaps_ms)
+            run(loaders[name](Objects(port)), rates, longest_s)
+            rates.p99_ms.append(percentile(rates.gaps_ms[before:], 0.99))
     return found
 
 

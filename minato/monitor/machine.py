@@ -7,7 +7,7 @@ from collections import Counter
 
 import psutil
 
-from minato._machine import available_memory_bytes, memory_limit_bytes
+from minato._machine import available_memory_bytes, machine_usage, memory_limit_bytes
 from minato.monitor.gpus import GpuWatch
 from minato.stats.glance import Machine
 
@@ -15,8 +15,13 @@ __all__ = ["look"]
 
 
 def look(gpus: GpuWatch | None) -> Machine:
-    """Counters and memory now, without what the cores do."""
-    counts = Counter(disk_read_bytes=_disk_read_bytes())
+    """Counters and memory now."""
+    used_s, there_s = machine_usage()
+    counts = Counter(
+        cores_used_ns=round(1e9 * used_s),
+        cores_there_ns=round(1e9 * there_s),
+        disk_read_bytes=_disk_read_bytes(),
+    )
     if gpus is not None:
         counts.update(gpus.counts())
     names = () if gpus is None else gpus.gpus()

@@ -53,6 +53,8 @@ class Exported:
         self._name = f"{name} {next(_numbers)}"
         self._stages = stages
         self._over: Counter[str] = Counter()
+        self.url: str | None = None
+        """Where they are told."""
         journal.watchers.append(self)
 
     def begun(self) -> None:

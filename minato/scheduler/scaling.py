@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from minato._core.clock import now_ns
 from minato._core.histogram import Histogram
 from minato._core.ledger import Ledger
-from minato._machine import available_cores
+from minato._machine import available_cores, machine_usage
 from minato.scheduler.controller import (
     CONTROLLERS,
     ControllerSettings,
@@ -19,7 +19,7 @@ from minato.scheduler.controller import (
 from minato.scheduler.flow import Flow
 from minato.scheduler.parties import Pool
 from minato.scheduler.roster import Roster
-from minato.scheduler.usage import Usage, machine_usage
+from minato.scheduler.usage import Usage
 from minato.scheduler.window import Window
 
 __all__ = ["Scaler", "Staffing", "WatchedPool"]

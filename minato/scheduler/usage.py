@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
-__all__ = ["Usage", "machine_usage", "process_usage", "thread_usage"]
+__all__ = ["Usage", "process_usage", "thread_usage"]
 
 
 class Usage(NamedTuple):
@@ -32,15 +30,6 @@ def process_usage(pids: Iterable[int]) -> Usage:
 def thread_usage(native_ids: Iterable[int]) -> Usage:
     """The sum over threads of this process."""
     return _total(Path(f"/proc/self/task/{native_id}") for native_id in native_ids)
-
-
-def machine_usage() -> tuple[float, float]:
-    """Seconds that all cores together were in use since the machine's start, and were there."""
-    times = psutil.cpu_times()
-    idle_s = times.idle + getattr(times, "iowait", 0.0)
-    # The guests' time is contained in the users'.
-    whole_s = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    return whole_s - idle_s, whole_s
 
 
 def _tasks(pid: int) -> list[Path]:

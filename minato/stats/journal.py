@@ -38,9 +38,6 @@ class Gauges(Protocol):
     def labour(self) -> Labour:
         """What the workers have done; may be asked in any thread."""
 
-    def machine(self) -> Machine:
-        """What the machine does; may be asked in any thread."""
-
     @property
     def held_by_budget(self) -> bool:
         """Whether the memory budget keeps more batches from being opened."""
@@ -112,6 +109,8 @@ class Journal:
         self.slow: list[SlowSample] = []
         self.reservoir = Reservoir()
         """Some of the samples of all epochs in which they could be late."""
+        self.machine: Callable[[], Machine] = Machine
+        """Tells what the machine does, in any thread."""
         self.watchers: list[Watcher] = []
         """Are told when epochs begin and end."""
         self._length: int | None = None
@@ -134,7 +133,7 @@ class Journal:
         self.settle()
         self._gauges, self._progress = gauges, progress
         progress.lateness.reservoir = self.reservoir
-        self._before, _ = _readings(gauges)
+        self._before, _ = self._readings(gauges)
         self._now = EpochNotes(epoch)
         self._samples = self._bytes = self._pinned_ns = 0
         self._look = bool(self.watchers)
@@ -224,7 +223,7 @@ class Journal:
             notes.start_ns + waits.total + max(inside_ns, 0),
             self._standing,
             gauges.labour(),
-            gauges.machine(),
+            self.machine(),
         )
 
     def notes(self) -> list[EpochNotes]:
@@ -235,7 +234,7 @@ class Journal:
         notes, gauges = self._now, self._gauges
         assert notes is not None
         assert gauges is not None
-        readings, notes.machine = _readings(gauges)
+        readings, notes.machine = self._readings(gauges)
         notes.readings = readings.since(self._before)
         notes.decision, notes.held_by_budget = gauges.decision(), gauges.held_by_budget
         coverage = self._progress.coverage()
@@ -262,9 +261,8 @@ class Journal:
         self.slow = slowest_of([*self.slow, *gauges.slowest()])
         return notes
 
-
-def _readings(gauges: Gauges) -> tuple[Readings, Machine]:
-    """All counters, those of the machine too."""
-    readings, machine = gauges.readings(), gauges.machine()
-    readings.counts.update(machine.counts)
-    return readings, machine
+    def _readings(self, gauges: Gauges) -> tuple[Readings, Machine]:
+        """All counters, those of the machine too."""
+        readings, machine = gauges.readings(), self.machine()
+        readings.counts.update(machine.counts)
+        return readings, machine

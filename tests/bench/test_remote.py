@@ -40,6 +40,7 @@ def echo(tmp_path: Path) -> Iterator[str]:
         (Link(0.05), 0.05),
         (Link(0.05, spread=4, swing=0.5), 0.05 / 2 / 2),
         (Link(0.0, bandwidth=1e6), 0.2),
+        (Link(0.0, own_bandwidth=1e6), 0.2),
     ],
 )
 def test_bytes_arrive_in_order_and_not_too_soon(echo: str, link: Link, least_s: float) -> None:

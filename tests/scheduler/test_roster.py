@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from minato._core.wait import GATE_NBYTES, Gate
+from minato._machine import machine_usage
 from minato.scheduler.roster import Roster
-from minato.scheduler.usage import machine_usage, process_usage, thread_usage
+from minato.scheduler.usage import process_usage, thread_usage
 from minato.scheduler.window import Window
 from tests.datasets import wait_until
 

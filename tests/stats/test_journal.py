@@ -38,9 +38,6 @@ class Gauges:
     def labour(self) -> Labour:
         return Labour(self.busy_ns)
 
-    def machine(self) -> Machine:
-        return MACHINE
-
     def decision(self) -> Any:
         return SimpleNamespace(phase="uniform")
 
@@ -56,6 +53,7 @@ def epoch(journal: Journal, gauges: Gauges, number: int, batches: int) -> None:
 
 def test_an_epoch_holds_what_was_added_during_it() -> None:
     journal, gauges = Journal(), Gauges()
+    journal.machine = lambda: MACHINE
     gauges.work(7)
     for number in (0, 1):
         epoch(journal, gauges, number, 3)
@@ -141,6 +139,7 @@ class Watched:
 def test_an_epoch_can_be_looked_at_while_it_runs() -> None:
     journal, gauges = Journal(), Gauges()
     watched = Watched(journal)
+    journal.machine = lambda: MACHINE
     assert journal.glance() is None
     epoch(journal, gauges, 5, 3)
     first = journal.glance()
