@@ -112,13 +112,19 @@ class StagedReader:
 
 
 def onto_device(
-    device: torch.device | None, reader: BatchReader, ledger: Ledger, arena: Arena, pins: bool
+    device: torch.device | None,
+    reader: BatchReader,
+    ledger: Ledger,
+    arena: Arena,
+    pins: bool,
+    make: Callable[..., StagedReader] = StagedReader,
 ) -> StagedReader | None:
     """What reads batches onto a device, from page-locked slots if the device can make use of that.
 
     Args:
         device: None: they stay in main memory, and so there is no such reader.
         pins: Whether the slots are page-locked then.
+        make: Makes it.
     """
     if device is None:
         if pins and (locker := page_locker()) is not None:
@@ -127,7 +133,7 @@ def onto_device(
     accelerator = accelerator_of(device)
     if accelerator.locks_pages:
         arena.lock_pages(accelerator)
-    return StagedReader(reader, ledger, arena, accelerator)
+    return make(reader, ledger, arena, accelerator)
 
 
 def leaves_moved(data: Any, move: Callable[[Any], Any]) -> Any:
