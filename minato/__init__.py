@@ -17,17 +17,21 @@ from minato.errors import (
 from minato.fetching import Fetching
 from minato.loader import DataLoader
 from minato.options import PaperController
+from minato.padding import PadCollate, pad_stack
 from minato.patching import patch, unpatch
 from minato.scheduler.failures import SKIP, SampleFailure
+from minato.source.cost_batches import CostBatchSampler
 
 __all__ = [
     "SKIP",
+    "CostBatchSampler",
     "CoverageError",
     "DataLoader",
     "ErrorBudgetError",
     "Fetching",
     "MinatoError",
     "NotPicklableError",
+    "PadCollate",
     "PaperController",
     "SampleFailure",
     "SampleTimeoutError",
@@ -35,6 +39,7 @@ __all__ = [
     "__version__",
     "implementation",
     "numpy_rng",
+    "pad_stack",
     "patch",
     "python_rng",
     "torch_rng",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from typing import cast
 
+import torch
+
 from minato._machine import available_cores
 from minato.fetching import Fetching
 
 __all__ = [
     "as_path",
     "check_choice",
+    "check_device",
     "check_error_budget",
     "check_fetching",
     "check_sample_timeout",
@@ -95,6 +98,33 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         allowed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name}={value!r} is not possible: choose one of {allowed}")
+
+
+def check_device(device: object) -> torch.device | None:
+    """A device that torch knows and this machine has, or None."""
+    if device is None:
+        return None
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(
+            f"device={device!r} is a {type(device).__name__}: give a string or a torch.device"
+        )
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is no device of torch's: {error}") from None
+    if found.type == "cuda":  # asked without starting it up, because workers are still to be forked
+        count = torch.cuda.device_count()
+        if (found.index or 0) >= count:
+            raise ValueError(
+                f"device={device!r} is not there: torch sees {count} CUDA devices; give another, or "
+                "device=None to have batches in main memory"
+            )
+        return found
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise ValueError(f"device={device!r} is not there: {str(error).splitlines()[0]}") from None
+    return found
 
 
 def as_path(path: str | os.PathLike[str] | None) -> str | None:

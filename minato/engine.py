@@ -21,6 +21,7 @@ from minato.assembler.reader import BatchReader
 from minato.assembler.transport import LocalStore, SharedStore
 from minato.chain.chain import Chain
 from minato.chain.plans import planner
+from minato.delivery.staging import onto_device
 from minato.errors import ErrorBudgetError
 from minato.gauges import EngineGauges
 from minato.memory import Memory
@@ -87,10 +88,10 @@ class Experience:
     engine: Callable[[], Engine | None] = _nobody
 
     @classmethod
-    def of(cls, options: Options, chain: Chain, num_workers: int) -> Experience:
+    def of(cls, options: Options, dataset: Any, chain: Chain, num_workers: int) -> Experience:
         """What a new loader knows."""
         limits = options.min_workers, options.max_workers
-        known = Predictor() if chain.plans else CostByIndex()
+        known = Predictor() if chain.plans or hasattr(dataset, "size_of") else CostByIndex()
         staffing = Staffing.of(options.controller, num_workers, *limits)
         return cls(known, staffing=staffing, journal=Journal() if options.measure else None)
 
@@ -148,7 +149,10 @@ class Engine:
         settles = plan.policy is not None and plan.policy.on_error != "raise"
         deaths = Deaths(plan.restarts, settles, Shortage(window))
         self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths)
-        self._reader = BatchReader(self.ledger, self.arena, store)
+        reader = BatchReader(self.ledger, self.arena, store)
+        self._staging = onto_device(plan.device, reader, self.ledger, self.arena, plan.pins_memory)
+        self._reader = self._staging or reader
+        self._ahead = plan.prefetch_to_device
         self._experience = experience
         self._foresight: Foresight | None = None
         if plan.foresees:
@@ -158,6 +162,7 @@ class Engine:
                 experience.foresight,
                 plan.num_workers,
                 planner(plan.chain.steps) if plan.seeds_samples else None,
+                getattr(plan.dataset, "size_of", None),
             )
             if experience.costs is not None:
                 self._foresight.mean_ns = experience.costs.mean
@@ -321,6 +326,8 @@ class Engine:
                 self._scaler.look()
             if self._works_ahead:
                 self._dispatcher.refill()
+            if self._staging is not None:
+                self._staging.stage(self._dispatcher.upcoming(self._ahead))
             self.arena.trim(self._dispatcher.num_open)
             if journal is not None:
                 samples = item.keys[0] if self._streams else len(item.keys)

@@ -15,10 +15,11 @@ from minato.fetching import Fetching
 from minato.options import Options
 from minato.plan import Unbound
 from minato.report.build import report_of, setup_of
-from minato.report.figures import Report
+from minato.report.figures import Prediction, Report
 from minato.report.headroom import HeadRoom
 from minato.scheduler.fetch import Fetcher
 from minato.slow_samples import SlowSamples
+from minato.source.prediction import quality_of
 from minato.source.progress import Coverage
 from minato.source.run import Course, is_stream
 
@@ -58,7 +59,14 @@ class Insight:
             setup_of(self, concurrency, may_fetch_more, bounded),
             self._chain.names,
             self._experience.journal,
+            self._prediction(),
         )
+
+    def _prediction(self) -> Prediction:
+        known = self._experience
+        threshold_ns = known.decision.threshold_ns
+        quality = quality_of(known.foresight.pairs, threshold_ns)
+        return Prediction(known.known.model or "none", *quality)
 
     def slow_samples(self) -> SlowSamples:
         """Which samples are slow, where they lay in the newest iterator's batches, and how well they were foretold."""

@@ -21,6 +21,7 @@ from minato.cached import check_cache
 from minato.caching.base import Cache
 from minato.chain.chain import Chain
 from minato.delivery.iterator import BatchIterator
+from minato.distribution import Distribution
 from minato.engine import Engine, Experience
 from minato.fetching import Fetching
 from minato.insight import Insight
@@ -43,7 +44,7 @@ _OWN = ("transforms", "cache", *(field.name for field in fields(Options)))
 T_co = TypeVar("T_co", covariant=True)
 
 
-class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
+class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn):
     """A drop-in replacement of ``torch.utils.data.DataLoader`` that schedules samples instead of batches.
 
     All arguments of torch's class have torch's meaning and defaults
@@ -105,6 +106,10 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         measure: Take the times that ``report()`` is made of, which costs a few microseconds for each batch.
         trace: File, made anew, to which the run tells what it does moment by moment, for https://ui.perfetto.dev:
             each sample and transform, copies, waiting, steps, and how things stand. It ends at 256 MiB.
+        device: Where batches are handed out: their tensors, and objects with torch's ``to``, are copied there beside
+            the training, straight from the page-locked memory that the workers write to. None or ``"cpu"``: they stay
+            in main memory.
+        prefetch_to_device: How many batches are sent there before their turn (2), as far as they are complete.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -160,6 +165,8 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         profile: str | os.PathLike[str] | None = None,
         measure: bool = True,
         trace: str | os.PathLike[str] | None = None,
+        device: str | torch.device | None = None,
+        prefetch_to_device: int | None = None,
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -198,16 +205,19 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
             profile=profile,
             measure=measure,
             trace=trace,
+            device=device,
+            prefetch_to_device=prefetch_to_device,
         )
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
         check_cache(cache, self._options, self._chain, dataset, num_workers, persistent_workers)
-        vars(self).update(vars(self._options), transforms=transforms, max_lag=max_lag, cache=cache)
+        given = {"max_lag": max_lag, "prefetch_to_device": prefetch_to_device}
+        vars(self).update(vars(self._options), transforms=transforms, cache=cache, **given)
         self._course = Course()
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._spare_arenas = SpareArenas()
         self._trace = None if trace is None else Trace(os.fspath(trace))
-        self._experience = Experience.of(self._options, self._chain, num_workers)
+        self._experience = Experience.of(self._options, dataset, self._chain, num_workers)
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
             shuffle, sampler = None, SeededSampler(dataset, seed)
@@ -295,7 +305,7 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy must not write to the same arenas; what was measured is not worth sending.
-        fresh = Experience.of(self._options, self._chain, self.num_workers)
+        fresh = Experience.of(self._options, self.dataset, self._chain, self.num_workers)
         return {**self.__dict__, "_spare_arenas": SpareArenas(), "_experience": fresh}
 
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
@@ -307,7 +317,7 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
         kept = ("_options", "_chain", "_replay", "_trace", *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
-        loader._experience = Experience.of(self._options, self._chain, loader.num_workers)
+        loader._experience = Experience.of(self._options, dataset, self._chain, loader.num_workers)
         loader._course = self._course.twin()
         return loader
 
@@ -326,7 +336,9 @@ class DataLoader(Insight, TorchDataLoader[T_co], metaclass=StandIn):
             )
         if self.num_workers > 0:
             self.check_worker_number_rationality()
-        return BatchIterator(self, self._make_engine, type(self)._new_pass)
+        return BatchIterator(
+            self, self._make_engine, type(self)._new_pass, self._options.target is None
+        )
 
     def _refuse_data_pipes(self, what: str) -> None:
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):

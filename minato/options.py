@@ -6,10 +6,13 @@ import os
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
+
 from minato._machine import available_cores
 from minato.checks import (
     as_path,
     check_choice,
+    check_device,
     check_error_budget,
     check_fetching,
     check_sample_timeout,
@@ -30,6 +33,8 @@ _SLOW_PERCENTILE = 75.0
 """Of the costs, as in the MinatoLoader paper."""
 _MOST_AT_FIRST = 12
 """Workers with which ``num_workers="auto"`` begins at most, as in the MinatoLoader paper."""
+_AHEAD = 2
+"""Batches on the device besides the one that is handed out, as in the MinatoLoader paper."""
 _INT64 = 1 << 63
 
 
@@ -96,6 +101,8 @@ class Options:
         profile: Folder that keeps what samples cost, or None.
         measure: Whether times are taken for ``report()``.
         trace: Path of the file that keeps what the run did, or None.
+        device: Where batches go, or None for main memory.
+        prefetch_to_device: How many batches go there before their turn.
     """
 
     order: str
@@ -123,6 +130,13 @@ class Options:
     profile: str | None
     measure: bool
     trace: str | None
+    device: torch.device | None
+    prefetch_to_device: int
+
+    @property
+    def target(self) -> torch.device | None:
+        """The device, unless it is main memory."""
+        return None if self.device is None or self.device.type == "cpu" else self.device
 
     @property
     def settles_failures(self) -> bool:
@@ -163,6 +177,8 @@ class Options:
         profile: Any,
         measure: bool,
         trace: str | os.PathLike[str] | None,
+        device: str | torch.device | None,
+        prefetch_to_device: int | None,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -184,6 +200,12 @@ class Options:
             check_choice("controller", controller, ("corrected", "paper"))
         check_choice("measure", measure, (True, False))
         check_slow(slow_percentile, slow_after_s)
+        place = check_device(device)
+        check_whole("prefetch_to_device", prefetch_to_device, 0)
+        if prefetch_to_device is not None and place is None:
+            raise ValueError(
+                f"prefetch_to_device={prefetch_to_device} has no meaning without a device: give device="
+            )
         check_whole("min_workers", min_workers, 1)
         check_whole("max_workers", max_workers, 1)
         check_whole("max_lag", max_lag, 0)
@@ -298,6 +320,8 @@ class Options:
             profile=None if profile is None else os.fspath(profile),
             measure=measure,
             trace=as_path(trace),
+            device=place,
+            prefetch_to_device=_AHEAD if prefetch_to_device is None else prefetch_to_device,
         )
 
     def first_workers(self, num_workers: int | str) -> int:

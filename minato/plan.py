@@ -62,6 +62,9 @@ class Plan:
         fetching: How samples are read at once.
         measure: Keep what a report needs.
         lanes: Where the run tells what it does, None for nowhere.
+        device: Where batches go, None for main memory.
+        prefetch_to_device: How many go there before their turn.
+        pins_memory: The program copies them to a device by itself.
     """
 
     dataset: Any
@@ -96,6 +99,9 @@ class Plan:
     fetching: Fetching
     measure: bool
     lanes: Lanes | None
+    device: torch.device | None
+    prefetch_to_device: int
+    pins_memory: bool
 
     @classmethod
     def of(cls, loader: Any, base_seed: int, num_workers: int, most_workers: int) -> Plan:
@@ -160,6 +166,9 @@ class Plan:
             fetching=Fetching.of(options.fetch_concurrency),
             measure=options.measure,
             lanes=None if loader._trace is None else loader._trace.take(),
+            device=options.target,
+            prefetch_to_device=options.prefetch_to_device,
+            pins_memory=bool(loader.pin_memory),
         )
 
     @property

@@ -170,6 +170,7 @@ class Workplace:
             return SampleRandomness(seed, bind_globals=bind_globals)
 
         lease, meters = ledger.lease_words(number), self.meters(number)
+        roster = self.roster(ledger, number)
         lane, parts = None, PLAIN
         if plan.lanes is not None:
             lane = plan.lanes.worker(number)
@@ -189,7 +190,14 @@ class Workplace:
         if stepper is not None and plan.leaves_samples:
             most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.all_workers)
             always = plan.order.name == "fast_first"
-            parking = Parking(ledger, stepper.left, always, plan.order.bound, most_bytes=most_bytes)
+            parking = Parking(
+                ledger,
+                stepper.left,
+                always,
+                plan.order.bound,
+                most_bytes=most_bytes,
+                workers=lambda: roster.wanted,
+            )
             stepper.may_leave = parking.may_leave
         runner = parts.runner(
             lease,
@@ -225,5 +233,5 @@ class Workplace:
             plan.order.name == "fast_first",
             plan.round_robin,
             leniency,
-            self.roster(ledger, number),
+            roster,
         )

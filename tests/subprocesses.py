@@ -41,7 +41,7 @@ def run(script: str, *arguments: object, pure: bool = False, code: int = 0) -> s
     """
     with started(script, *arguments, pure=pure) as process:
         out, err = process.communicate(timeout=TIMEOUT_S)
-    assert (process.returncode, err) == (code, "")
+    assert (process.returncode, err) == (code, ""), f"exit code {process.returncode}, stderr: {err}"
     return out
 
 

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ class DeadlyOnce(Drawing):
         return super().__getitem__(index)
 
 
-def content(loader: DataLoader[Any]) -> dict[int, list[float]]:
+def content(loader: Iterable[Any]) -> dict[int, list[float]]:
     """What one epoch delivers; every index may come once."""
     found: dict[int, list[float]] = {}
     for indices, drawn in loader:
@@ -69,38 +70,60 @@ def content(loader: DataLoader[Any]) -> dict[int, list[float]]:
     return found
 
 
-@pytest.fixture
-def killer() -> Any:
-    """Kills a random worker every 40 ms; returns how many at the end."""
-    stop, killed = threading.Event(), []
+class Killer:
+    """Kills a random worker every 40 ms, but only while batches come: three deaths without progress would be an error.
 
-    def kill() -> None:
-        choice = random.Random(1)
-        while not stop.wait(0.04):
+    Attributes:
+        killed: Their process ids.
+        batches: Counted by whoever iterates.
+    """
+
+    def __init__(self) -> None:
+        self.killed: list[int] = []
+        self.batches = 0
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        choice, seen = random.Random(1), 0
+        while not self._stop.wait(0.04):
             children = multiprocessing.active_children()
-            if children:
+            if children and self.batches > seen:
+                seen = self.batches
                 victim = choice.choice(children).pid
                 assert victim is not None
                 with contextlib.suppress(ProcessLookupError):  # buried meanwhile
                     os.kill(victim, signal.SIGKILL)
-                    killed.append(victim)
+                    self.killed.append(victim)
 
-    thread = threading.Thread(target=kill)
+    def watch(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Iterate over a loader under fire."""
+        for batch in loader:
+            self.batches += 1
+            yield batch
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+@pytest.fixture
+def killer() -> Iterator[Killer]:
+    killer = Killer()
+    thread = threading.Thread(target=killer.run)
     thread.start()
-    yield killed
-    stop.set()
+    yield killer
+    killer.stop()
     thread.join()
 
 
 @pytest.mark.parametrize("order", ["strict", "batch", "arrival", "fast_first"])
-def test_random_kills_lose_nothing(order: str, killer: list[int]) -> None:
+def test_random_kills_lose_nothing(order: str, killer: Killer) -> None:
     """Two epochs under fire deliver every sample once, with the content of a quiet run."""
     arguments: dict[str, Any] = {"batch_size": 8, "seed": 1, "order": order}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loader = DataLoader(Drawing(400), num_workers=3, persistent_workers=True, **arguments)
-        under_fire = [content(loader) for _ in range(2)]
-    assert killer
+        under_fire = [content(killer.watch(loader)) for _ in range(2)]
+    assert killer.killed
     quiet = DataLoader(Drawing(400), **arguments)
     assert under_fire == [content(quiet) for _ in range(2)]
 

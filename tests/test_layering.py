@@ -3,9 +3,9 @@
 The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
 everything; ``stats`` knows ``_core``; ``trace`` knows ``stats``; a stage knows its left neighbour, ``_core``,
 ``stats`` and ``trace``; ``report`` knows ``stats``; ``caching``, ``integrations`` and ``sources`` know no stage;
-``ingest`` uses the loader and ``sources``; only ``cached.py``, ``command.py``, ``engine.py``, ``factories.py``,
-``gauges.py``, ``ingesting.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``, ``plan.py``,
-``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package itself know all.
+``ingest`` uses the loader and ``sources``; only ``cached.py``, ``command.py``, ``distribution.py``, ``engine.py``,
+``factories.py``, ``gauges.py``, ``ingesting.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``,
+``plan.py``, ``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package itself know all.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ WIRING = {
     "__main__",
     "cached",
     "command",
+    "distribution",
     "engine",
     "factories",
     "gauges",

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from minato import DataLoader
 from minato.options import DEFAULT_MAX_LAG, Options
+from tests.datasets import Numbers
 
 
 def options(**given: Any) -> Options:
@@ -40,6 +43,8 @@ def options(**given: Any) -> Options:
         "profile": None,
         "measure": True,
         "trace": None,
+        "device": None,
+        "prefetch_to_device": None,
     }
     return Options.of(**{**defaults, **given})
 
@@ -102,3 +107,32 @@ def test_contradictions_are_refused() -> None:
         options(order="batch", max_lag=4)
     with pytest.raises(ValueError, match="rng='sample' contradicts schedule='round_robin'"):
         options(rng="sample", schedule="round_robin")
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("gpu", r"device='gpu' is no device of torch's"),
+        ("cuda:77", r"device='cuda:77' is not there: torch sees \d+ CUDA devices"),
+        (torch.device("cuda", 77), r"is not there"),
+        ("mtia", r"device='mtia' is not there"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_at_once(device: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DataLoader(Numbers(3), device=device)
+
+
+def test_a_device_is_a_string_or_torchs() -> None:
+    with pytest.raises(TypeError, match=r"device=1\.5 is a float"):
+        options(device=1.5)
+    assert options(device="meta").target == torch.device("meta")
+    assert options(device="cpu").target is None
+    assert options(device="meta").prefetch_to_device == 2
+
+
+def test_batches_on_a_device_need_one() -> None:
+    with pytest.raises(ValueError, match="prefetch_to_device=3 has no meaning without a device"):
+        options(prefetch_to_device=3)
+    with pytest.raises(ValueError, match="prefetch_to_device=-1 is too small"):
+        options(prefetch_to_device=-1, device="meta")

@@ -105,7 +105,9 @@ def test_in_order_is_the_default(workers: dict[str, Any]) -> None:
 
 @each
 def test_batch_order_keeps_batches_together(workers: dict[str, Any]) -> None:
-    dataset = Sleepy(24, 0.002, {1: 0.15})
+    dataset = Sleepy(
+        24, 0.002, {1: 0.5}
+    )  # by then the other worker has started, on a busy machine too
     batches = indices(DataLoader(dataset, 3, order="batch", **workers))
     assert tally(batches) == tally(blocks(24, 3))
     if workers["num_workers"]:

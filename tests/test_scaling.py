@@ -217,7 +217,8 @@ def test_results_do_not_depend_on_how_many_work(forced):
     ],
 )
 def test_limits_follow_from_the_cores(cores, arguments, expected, monkeypatch):
-    monkeypatch.setattr("minato.options.available_cores", lambda: cores)
+    for module in ("options", "checks"):
+        monkeypatch.setattr(f"minato.{module}.available_cores", lambda: cores)
     loader = DataLoader(Numbers(8), **arguments)
     assert (loader.num_workers, loader.min_workers, loader.max_workers) == expected
 

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from minato import DataLoader
+from minato.report.figures import Prediction
 from minato.source.prediction import Quality
 from tests.datasets import Numbers, Sleepy, flat, indices
 
-SLOW = dict.fromkeys(range(3, 200, 20), 0.03)
+SLOW = dict.fromkeys(range(3, 200, 20), 0.15)
+SLOW_AFTER_S = 0.1
+"""On a busy machine a sample of 1 ms can take tens of them."""
 
 
 def test_before_the_first_epoch_nothing_is_known() -> None:
@@ -27,11 +30,16 @@ def test_before_the_first_epoch_nothing_is_known() -> None:
 )
 def test_lags_and_shares_are_those_of_the_batches(workers: dict[str, Any]) -> None:
     loader = DataLoader(
-        Sleepy(200, 0.001, SLOW), 4, order="arrival", max_lag=5, slow_after_s=0.02, **workers
+        Sleepy(200, 0.001, SLOW),
+        4,
+        order="arrival",
+        max_lag=5,
+        slow_after_s=SLOW_AFTER_S,
+        **workers,
     )
     batches = indices(loader)
     known = loader.slow_samples()
-    assert (known.threshold_s, known.why) == (0.02, "fixed")
+    assert (known.threshold_s, known.why) == (SLOW_AFTER_S, "fixed")
     assert known.shares == tuple(sum(i in SLOW for i in batch) / 4 for batch in batches)
     late = [turn - i // 4 for turn, batch in enumerate(batches) for i in batch]
     assert known.lags == {lag: late.count(lag) for lag in late}
@@ -40,7 +48,7 @@ def test_lags_and_shares_are_those_of_the_batches(workers: dict[str, Any]) -> No
 
 
 def test_in_strict_order_nothing_is_late() -> None:
-    loader = DataLoader(Sleepy(60, 0.001, SLOW), 4, num_workers=2, slow_after_s=0.02)
+    loader = DataLoader(Sleepy(60, 0.001, SLOW), 4, num_workers=2, slow_after_s=SLOW_AFTER_S)
     assert flat(indices(loader)) == list(range(60))
     known = loader.slow_samples()
     assert known.lags == {0: 60}
@@ -48,7 +56,9 @@ def test_in_strict_order_nothing_is_late() -> None:
 
 
 def test_the_second_epoch_was_foretold() -> None:
-    loader = DataLoader(Sleepy(200, 0.001, SLOW), 4, num_workers=2, slow_after_s=0.02, seed=0)
+    loader = DataLoader(
+        Sleepy(200, 0.001, SLOW), 4, num_workers=2, slow_after_s=SLOW_AFTER_S, seed=0
+    )
     list(loader)
     assert loader.slow_samples().prediction == Quality()
     list(loader)
@@ -81,3 +91,35 @@ def test_plans_foretell_what_no_history_can() -> None:
     assert quality.rank_correlation > 0.3
     assert quality.hit_rate > 0.5
     assert quality.precision > 0.5
+
+
+class Weighed(Sleepy):
+    """A sample takes so many milliseconds as it is large."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, 0.002, dict.fromkeys(range(4, size, 5), 0.06))
+
+    def size_of(self, index: int) -> int:
+        return round(1000 * self.slower.get(index, self.seconds))
+
+
+def test_sizes_foretell_costs_in_a_first_epoch() -> None:
+    loader = DataLoader(Weighed(200), 4, num_workers=2, slow_after_s=0.03)
+    assert loader.report().prediction == Prediction("none", 0, 0.0, 0.0, 0.0)
+    list(loader)
+    prediction = loader.report().prediction
+    assert prediction.model == "size"
+    assert prediction.samples > 50
+    assert prediction.hit_rate > 0.5
+    assert prediction.precision > 0.5
+    assert "foretells them best" in str(loader.report())
+
+
+def test_a_dataset_whose_sizes_cannot_be_told_says_so() -> None:
+    class Unweighed(Weighed):
+        def size_of(self, index: int) -> int:
+            raise KeyError(f"no size of {index}")
+
+    loader = DataLoader(Unweighed(400), 4, num_workers=2, slow_after_s=0.008)
+    with pytest.raises(KeyError, match="no size of"):
+        list(loader)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from minato import DataLoader
@@ -106,6 +108,38 @@ def test_nothing_is_begun_twice() -> None:
     found = flat(indices(loader))
     assert sorted(found) == dataset.begun() == list(range(120))
     assert found[-4:].count(40) == 1
+
+
+def drawn(sample: tuple[int, float]) -> tuple[int, float, float]:
+    """Slow, now and then, after the dataset has drawn and before the transform draws."""
+    index, first = sample
+    time.sleep(0.05 if index % 31 == 5 else 0.0005)
+    return index, first, float(np.random.standard_normal())
+
+
+class Dice(Numbers):
+    """Samples of one draw."""
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, random.random()
+
+
+@pytest.mark.parametrize("order", ["strict", "fast_first"])
+def test_content_does_not_depend_on_who_works(order: str) -> None:
+    def content(**arguments: Any) -> list[Any]:
+        loader = DataLoader(
+            Dice(160),
+            4,
+            shuffle=True,
+            seed=3,
+            transforms=[drawn, list],
+            slow_after_s=0.005,
+            **arguments,
+        )
+        columns = ((column.tolist() for column in batch) for _ in range(2) for batch in loader)
+        return sorted(row for batch in columns for row in zip(*batch, strict=True))
+
+    assert content(num_workers=2, standby_workers=2, order=order) == content()
 
 
 def test_only_those_that_are_called_work() -> None:

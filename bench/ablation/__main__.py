@@ -45,6 +45,7 @@ class Step:
 
 STANDBY = 2
 MOST = 16
+SWEPT, NUMBERS = "rare", (0, 1, 2, 4, 8)
 ARRIVAL: dict[str, Any] = {"in_order": False}
 WATCHED: dict[str, Any] = {**ARRIVAL, "standby_workers": STANDBY}
 FAST_FIRST: dict[str, Any] = {"order": "fast_first"}
@@ -186,6 +187,31 @@ def table(readings: dict[str, list[Reading]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+SWEEP = """## Standby workers, by number
+
+The load *{name}* in arrival order with deferral. The bound is that of as many workers that always work, which standby
+workers do not: they sleep while no sample holds another worker up.
+
+| standby workers | s per epoch | bound, s | of the bound |
+|---|---|---|---|
+"""
+
+
+def sweep(load: Load, repeats: int) -> str:
+    """What more and more standby workers gain, as Markdown."""
+    whole_s = sum(load.make().costs_s)
+    lines = []
+    for count in NUMBERS:
+        step = Step(f"{count} standby workers", {**ARRIVAL, "standby_workers": count}, leaves=True)
+        epochs_s = [run(load, step, repeat).epoch_s for repeat in range(repeats)]
+        epoch_s, bound_s = statistics.median(epochs_s), whole_s / (load.workers + count)
+        lines.append(
+            f"| {count} | {epoch_s:.3f} ({min(epochs_s):.3f}–{max(epochs_s):.3f}) | {bound_s:.3f} "
+            f"| {bound_s / epoch_s:.2f} |\n"
+        )
+    return SWEEP.format(name=load.name) + "".join(lines) + "\n"
+
+
 HEAD = """# Ablation
 
 Written by `python -m bench.ablation`. Each line adds one mechanism against slow samples to those above it, with the
@@ -217,6 +243,9 @@ def main(arguments: list[str] | None = None) -> int:
         parts.append(
             f"## {load.name}\n\n{load.title}; {load.epochs} epochs.{bounds(load)}\n\n{table(readings)}\n"
         )
+        print(parts[-1], flush=True)
+    if SWEPT in options.loads.split(","):
+        parts.append(sweep(next(load for load in LOADS if load.name == SWEPT), options.repeats))
         print(parts[-1], flush=True)
     conditions["load average after"] = record.load_average()
     parts.append("## Conditions\n\n| | |\n|---|---|\n")

@@ -29,6 +29,8 @@ class SampleLoader(Shop):
         timeouts: The policy that says which samples are slow.
         cores: How many there are. A sample that begins when more are needed takes so much longer.
         on_core: Part of a sample's time that needs a core.
+        standbys: Workers that stand in for those whose sample takes longer than the threshold.
+        moves: An idle worker goes on, at no cost, with what another one has set aside; the engine does not do that.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class SampleLoader(Shop):
         timeouts: TimeoutPolicy | None = None,
         cores: float = 1.0,
         on_core: float = 0.0,
+        standbys: int = 0,
+        moves: bool = False,
     ) -> None:
         super().__init__(clock)
         self.cores = cores
@@ -59,8 +63,12 @@ class SampleLoader(Shop):
         self.window = Window(workers, None, 1 << 62, None if order.bound else order.max_lag)
         self._idle: list[int] = []
         self._standby: set[int] = set()
-        self._known_workers = 0
-        self._parked: list[deque[tuple[int, int]]] = []
+        # Those that stand in for others have the first numbers.
+        self._standbys = self._known_workers = standbys
+        self._asleep = set(range(standbys))
+        self._overdue: set[int] = set()
+        self._moves = moves
+        self._parked: list[deque[tuple[int, int]]] = [deque() for _ in range(standbys)]
         self._head = self._tail = 0  # samples claimed, samples published
         self._opened = self._handed_out = 0
         self._oldest = 0  # batch that may have an open place
@@ -96,6 +104,7 @@ class SampleLoader(Shop):
         """Have so many workers from now on; those that leave finish what they have begun."""
         self.workers = count
         self.window.resize(count)
+        count += self._standbys
         while self._known_workers < count:
             self._parked.append(deque())
             self._known_workers += 1
@@ -162,27 +171,50 @@ class SampleLoader(Shop):
     def _look(self, worker: int) -> None:
         """A worker is free: what does it do next?"""
         parked = self._parked[worker]
-        if parked and (self._head == self._tail or not (self._always or self.waiting)):
-            self._run(worker, *parked.popleft())
-        elif worker >= self.workers:
-            if parked:
-                self._run(worker, *parked.popleft())
-            else:
-                self._standby.add(worker)
+        resting = (
+            worker >= len(self._overdue)
+            if worker < self._standbys
+            else worker >= self.workers + self._standbys
+        )
+        if parked and (resting or self._is_due(parked)):
+            self._run(worker, *self._take(parked))
+        elif resting:
+            (self._asleep if worker < self._standbys else self._standby).add(worker)
         elif self._head < self._tail:
             self._head += 1
             self._run(worker, self._head - 1, -1)
-        else:
-            self._take_over(worker)
-
-    def _take_over(self, worker: int) -> None:
-        """Go on with what another worker has set aside, or be idle."""
-        longest = max(self._parked, key=len)
-        if longest:
+        elif self._moves and (longest := max(self._parked, key=len)):
             self._run(worker, *longest.popleft())
-            return
-        self._idle.append(worker)
-        self._grow()
+        else:
+            self._idle.append(worker)
+            self._grow()
+
+    def _is_due(self, parked: deque[tuple[int, int]]) -> bool:
+        """Whether one that is set aside goes before those that nobody has begun, as ``Parking.due``."""
+        return (
+            not (self._always or self.waiting)
+            or not self._others_have_work(len(parked))
+            or any(position in self._bound for position, _ in parked)
+        )
+
+    def _take(self, parked: deque[tuple[int, int]]) -> tuple[int, int]:
+        """The oldest, an overdue one first."""
+        for each in parked:
+            if each[0] in self._bound:
+                parked.remove(each)
+                return each
+        return parked.popleft()
+
+    def _others_have_work(self, held: int) -> bool:
+        return self._tail - self._head > (0 if self._moves else held * self.workers)
+
+    def _held_up(self, worker: int) -> None:
+        """The sample of a worker passes the threshold while it runs."""
+        self._overdue.add(worker)
+        for rank in range(min(self._standbys, len(self._overdue))):
+            if rank in self._asleep and self._head < self._tail:
+                self._asleep.remove(rank)
+                self._look(rank)
 
     def _run(self, worker: int, position: int, step: int) -> None:
         """Run a sample after transform ``step``, to its end or to the next point where it may be set aside."""
@@ -195,22 +227,32 @@ class SampleLoader(Shop):
         threshold_s = self.timeouts.decision.threshold_ns / 1e9
         self._count_busy(+1)
         factor *= max(1.0, self._running * self.on_core / self.cores)
+        left_s = (total_s - done_s) * factor
         if self._defers and 0 < threshold_s < total_s * factor:
             for k in range(step + 1, len(ends_s) - 1):
                 if ends_s[k] * factor > threshold_s:
                     work_s = (ends_s[k] - done_s) * factor
+                    self._watch(worker, threshold_s, work_s)
                     self.clock.after(work_s, self._between, worker, position, k)
                     return
-        self.clock.after((total_s - done_s) * factor, self._finished, worker, position, factor)
+        self._watch(worker, threshold_s, left_s)
+        self.clock.after(left_s, self._finished, worker, position, factor)
+
+    def _watch(self, worker: int, threshold_s: float, work_s: float) -> None:
+        """Have it noticed when a sample passes the threshold before its worker is done with it."""
+        if self._standbys and 0 < threshold_s < work_s:
+            self.clock.after(threshold_s, self._held_up, worker)
 
     def _between(self, worker: int, position: int, step: int) -> None:
         """Time is up after a transform."""
         self._count_busy(-1)
+        self._overdue.discard(worker)
         parked = self._parked[worker]
         if (
             len(parked) < _MOST_PARKED
-            and self._head < self._tail
+            and self._others_have_work(len(parked) + 1)
             and (self._always or self.waiting)
+            and position not in self._bound
         ):
             parked.append((position, step))
             self._look(worker)
@@ -219,6 +261,7 @@ class SampleLoader(Shop):
 
     def _finished(self, worker: int, position: int, factor: float) -> None:
         self._count_busy(-1)
+        self._overdue.discard(worker)
         totals_s = self._costs.totals_s
         cost_s = factor * totals_s[position % len(totals_s)]
         self.record.work_s += cost_s

@@ -104,13 +104,15 @@ cdef class Ledger(Claims):
             The number of the batch's record, valid until ``retire``.
 
         Raises:
-            ValueError: There is no room.
+            ValueError: There is no room, or the number of keys is not ``count``.
         """
         cdef uint32_t index = 0
         cdef uint64_t seq, tail = self.header.tail
         cdef mn_position *position
         if not self.has_room(count):
             raise ValueError(f"there is no room for a batch of {count} samples")
+        if keys is not None and len(keys) != count:
+            raise ValueError(f"{len(keys)} keys are not those of a batch of {count} samples")
         while self.batches[index].state & 15 != MN_VACANT:
             index += 1
         cdef mn_batch *batch = &self.batches[index]

@@ -89,11 +89,13 @@ class Ledger(Claims):
             The number of the batch's record, valid until ``retire``.
 
         Raises:
-            ValueError: There is no room.
+            ValueError: There is no room, or the number of keys is not ``count``.
         """
         with self._locked():
             if not self.has_room(count):
                 raise ValueError(f"there is no room for a batch of {count} samples")
+            if keys is not None and len(keys) != count:
+                raise ValueError(f"{len(keys)} keys are not those of a batch of {count} samples")
             index = next(i for i, word in enumerate(self._batches["state"]) if word & 15 == VACANT)
             tail = int(self._header["tail"])
             for k in range(count):

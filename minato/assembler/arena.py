@@ -6,11 +6,12 @@ import mmap
 import os
 import weakref
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from minato._core.segment import Segment
+from minato.assembler.page_locks import PageLocker, PageLocks, Slot
 
 __all__ = ["Arena", "Slot", "SpareArenas"]
 
@@ -28,13 +29,6 @@ _FADING = 0.95
 """How the number that was in flight fades with each batch: at the end of an epoch it falls, and rises again."""
 
 
-class Slot(NamedTuple):
-    """A range of the arena, [start, end) in bytes, that one batch uses at a time."""
-
-    start: int
-    end: int
-
-
 class Arena:
     """Recycles slots, so that batches are written to pages that are already warm.
 
@@ -48,6 +42,7 @@ class Arena:
     Attributes:
         shared: Whether they do.
         owner: The process that may hand out its slots. A forked child that did so, too, would write to the same memory.
+        locks: Keeps the pages of delivered slots in place for a device; None: nobody needs that.
     """
 
     def __init__(self, segment: Segment | None = None, shared: bool = True) -> None:
@@ -62,6 +57,7 @@ class Arena:
         self._leases: dict[int, weakref.ref[Any]] = {}  # by the slot's start
         self._needed = 0.0
         self.num_slots = 0
+        self.locks: PageLocks | None = None
 
     @property
     def num_leased(self) -> int:
@@ -74,6 +70,9 @@ class Arena:
         Raises:
             MemoryError: The address space is used up.
         """
+        if self.locks is not None:
+            for slot, used_bytes in self.locks.recycled():
+                self.release(slot, used_bytes)
         for free in (self._warm, self._cold):
             if free:
                 return free.pop()
@@ -99,15 +98,28 @@ class Arena:
         self._warm.append(slot)
 
     def lease(self, slot: Slot, used_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """A view of the slot, shape (bytes,), uint8; once it and all made from it are gone, the slot is free."""
+        """A view of the slot, shape (bytes,), uint8; once it and all made from it are gone, the slot is free.
+
+        With ``locks`` it is free when the device has read it, too.
+        """
+        if self.locks is not None:
+            self.locks.lock(slot, used_bytes)
         view = self.segment.array[slot.start : slot.end]
 
         def returned(reference: weakref.ref[Any]) -> None:
             self._leases.pop(slot.start, None)
-            self.release(slot, used_bytes)
+            if self.locks is None:
+                self.release(slot, used_bytes)
+            else:
+                self.locks.returned(slot, used_bytes)
 
         self._leases[slot.start] = weakref.ref(view, returned)
         return view
+
+    def lock_pages(self, locker: PageLocker) -> None:
+        """Lock the pages of slots from now on, if they are not locked already."""
+        if self.locks is None:
+            self.locks = PageLocks(locker, self.segment)
 
     def trim(self, in_flight: int) -> None:
         """Give pages back to the system: of half of the free slots that are more than were in flight of late.
@@ -119,6 +131,8 @@ class Arena:
         written = -(-self._largest // mmap.PAGESIZE) * mmap.PAGESIZE
         for _ in range((surplus + 1) // 2):
             slot = self._warm.popleft()
+            if self.locks is not None:
+                self.locks.unlock(slot)  # else the device would go on reading the pages given back
             self.segment.discard(slot.start, min(slot.end, slot.start + written))
             self._cold.append(slot)
 

@@ -83,6 +83,7 @@ class BatchIterator(_BaseDataLoaderIter):
     Args:
         source: Made for this iterator; its workers end when the iterator is exhausted, unless they persist.
         new_pass: Called with the loader once per pass, before anything is drawn for it; holds no loader itself.
+        may_pin: Whether batches come in main memory, where they can be pinned.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class BatchIterator(_BaseDataLoaderIter):
         loader: Any,
         make_source: Callable[[int], BatchSource],
         new_pass: Callable[[Any], Pass],
+        may_pin: bool = True,
     ) -> None:
         self._new_pass = new_pass
         self._pass = new_pass(loader)
@@ -103,6 +105,7 @@ class BatchIterator(_BaseDataLoaderIter):
             super()._reset(loader, first_iter=True)  # as torch, which asks the sampler twice
         elif self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        self._pin_memory = self._pin_memory and may_pin
         self._base_seed = self._pass.seeded(int(self._base_seed))
         self._source: BatchSource | None = make_source(self._base_seed)
         self._begin()

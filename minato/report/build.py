@@ -11,6 +11,7 @@ from minato.report.figures import (
     Batches,
     Period,
     Point,
+    Prediction,
     Report,
     Room,
     Setup,
@@ -32,7 +33,9 @@ _FIRST_BUCKET = 8
 _COST_CLASSES = 48
 
 
-def report_of(setup: Setup, steps: Sequence[str], journal: Journal) -> Report:
+def report_of(
+    setup: Setup, steps: Sequence[str], journal: Journal, prediction: Prediction
+) -> Report:
     """The report of what a loader did so far.
 
     Args:
@@ -62,7 +65,7 @@ def report_of(setup: Setup, steps: Sequence[str], journal: Journal) -> Report:
         for each in journal.slow
     )
     costs = _classes(whole.readings.histograms.get("total", Histogram()))
-    return Report(setup, judge(setup, run), run, epochs, slowest, costs)
+    return Report(setup, judge(setup, run), run, epochs, slowest, costs, prediction)
 
 
 def setup_of(loader: Any, fetch_concurrency: int, may_fetch_more: bool, bounded: bool) -> Setup:

@@ -160,6 +160,19 @@ class Slowness:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """How well the latest samples' costs were foretold."""
+
+    model: str = figure(
+        "model", "what foretells them best: index (earlier epochs), plan, size; none: nothing does"
+    )
+    samples: int = figure("samples", "the latest that were foretold; 0 in a first epoch")
+    rank_correlation: float = figure("share", "-1 to 1; near 1: dearer samples were known as such")
+    hit_rate: float = figure("share", "of the slow samples that were expected to be slow")
+    precision: float = figure("share", "of those expected to be slow that were")
+
+
+@dataclass(frozen=True)
 class Trouble:
     """Samples that failed; counted where on_error, retries or quarantine is in use."""
 
@@ -267,6 +280,7 @@ class Report:
         epochs: The latest 64, one by one.
         slowest: The slowest twenty samples of the run.
         costs: ``(from, to, samples)``: how many samples took between so many seconds.
+        prediction: How well that was foretold.
     """
 
     setup: Setup
@@ -275,6 +289,7 @@ class Report:
     epochs: tuple[Period, ...]
     slowest: tuple[SlowSample, ...]
     costs: tuple[tuple[float, float, int], ...]
+    prediction: Prediction
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain data, with ``legend``: unit and reading of each."""
@@ -300,7 +315,19 @@ class Report:
         return html.fragment(self)
 
 
-PARTS = (Waiting, Batches, Workers, Room, Slowness, Trouble, Stage, SlowSample, Point, Setup)
+PARTS = (
+    Waiting,
+    Batches,
+    Workers,
+    Room,
+    Slowness,
+    Trouble,
+    Stage,
+    SlowSample,
+    Point,
+    Setup,
+    Prediction,
+)
 
 
 def legend() -> dict[str, dict[str, dict[str, str]]]:

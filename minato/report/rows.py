@@ -34,6 +34,7 @@ def sections(report: Report) -> list[Section]:
             ("Workers", run.workers),
             ("Room", run.room),
             ("Slow samples", run.slowness),
+            ("Prediction", report.prediction),
             ("Trouble", run.trouble),
         )
     ]

@@ -14,7 +14,7 @@ from minato._core.wait import Gate
 from minato.scheduler.assignment import Assignment
 from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import Foresight
-from minato.scheduler.in_flight import InFlight, Leavings, Order
+from minato.scheduler.in_flight import InFlight, Leavings, Order, fitting
 from minato.scheduler.parties import KeyStore, Pool, Progress, Slots
 from minato.scheduler.window import Window
 
@@ -284,6 +284,17 @@ class Dispatcher:
         candidates = itertools.islice(self._open, 1 if oldest_only else None)
         return next((item for item in candidates if self._ledger.state(item.record) == READY), None)
 
+    def upcoming(self, most: int) -> list[InFlight]:
+        """Complete batches, so many at most, of those that come next; no other will come before them now."""
+        free = self._order.name == "batch"
+        first = itertools.islice(self._open, None if free else most)
+        found = [item for item in first if self._ledger.state(item.record) == READY][:most]
+        if free:
+            for item in reversed(found):
+                self._open.remove(item)
+                self._open.appendleft(item)
+        return found
+
     def refill(self, most: int | None = None) -> None:
         """Open as many batches as the window allows, or so many whatever it says."""
         start = self.num_open
@@ -340,7 +351,7 @@ class Dispatcher:
         keys_slot, offset, nbytes = None, 0, 0
         if not plain:
             keys_slot = self._slots.acquire()
-            offset, nbytes = self._keys.put(lambda size: _fitting(keys_slot, size), keys)
+            offset, nbytes = self._keys.put(lambda size: fitting(keys_slot, size), keys)
         index, epoch, seed = self._pass
         record = self._ledger.publish(
             keys if plain else None,
@@ -387,9 +398,3 @@ class Dispatcher:
                 f"a batch of {count} samples is more than the {positions} that can be in flight: give the "
                 "batch_sampler an attribute batch_size, the size of its largest batch, or split it"
             )
-
-
-def _fitting(slot: Any, nbytes: int) -> int:
-    if slot.start + nbytes > slot.end:
-        raise MemoryError(f"the keys of one batch take {nbytes} bytes, more than a slot holds")
-    return int(slot.start)

@@ -25,6 +25,10 @@ _FEWEST, _LEAST_PRECISION = 16, 0.3
 class CostModel(Protocol):
     """What foretells costs (one of the source's models)."""
 
+    @property
+    def model(self) -> str | None:
+        """What it goes by: ``index``, ``plan`` or ``size``; None while nothing foretells these costs."""
+
     def predict(self, index: Any, size: float | None, plans: Sequence[Any]) -> float | None:
         """What the sample with this key will probably cost, in ns; None if nobody knows."""
 
@@ -86,6 +90,7 @@ class Foresight:
         record: How good that was so far.
         num_workers: How many run samples side by side.
         plans_of: ``(seed, epoch, key)`` -> what the transforms of a sample will decide; None: they do not plan.
+        size_of: ``key`` -> a number that may say something about the cost of a sample; None: there is none.
     """
 
     def __init__(
@@ -95,10 +100,13 @@ class Foresight:
         record: Record,
         num_workers: int,
         plans_of: Callable[[int, int, Any], Sequence[Any]] | None = None,
+        size_of: Callable[[Any], float] | None = None,
     ) -> None:
         self._ledger = ledger
         self._plans_of = plans_of or (lambda seed, epoch, key: ())
-        self._worth_ns = _WORTH_LEARNING_NS if plans_of is None else _WORTH_PLANNING_NS
+        self._size_of: Callable[[Any], float | None] = size_of or _no_size
+        plain = plans_of is None and size_of is None
+        self._worth_ns = _WORTH_LEARNING_NS if plain else _WORTH_PLANNING_NS
         self._model = model
         self._record = record
         self._num_workers = max(num_workers, 1)
@@ -124,14 +132,14 @@ class Foresight:
         threshold_ns = self._threshold_ns
         if threshold_ns == 0:
             return
-        model, plans_of = self._model, self._plans_of
+        model, plans_of, size_of = self._model, self._plans_of, self._size_of
         _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
         for key, cost_ns in self._ledger.costs(batch):
-            plans = plans_of(seed, epoch, key)
-            expected_ns = model.predict(key, None, plans)
+            plans, size = plans_of(seed, epoch, key), size_of(key)
+            expected_ns = model.predict(key, size, plans)
             if expected_ns is not None:
                 self._record.note(expected_ns, cost_ns, threshold_ns)
-            model.observe(key, None, plans, cost_ns)
+            model.observe(key, size, plans, cost_ns)
 
     def published(self, batch: int, keys: list[Any]) -> None:
         """Mark the slow ones among the samples of a batch that was just published.
@@ -145,8 +153,13 @@ class Foresight:
         if threshold_ns == 0 or self._record.is_bad or pickled:
             return
         for position, key in enumerate(keys, first):
-            cost_ns = self._model.predict(key, None, self._plans_of(seed, epoch, key))
+            plans = self._plans_of(seed, epoch, key)
+            cost_ns = self._model.predict(key, self._size_of(key), plans)
             if cost_ns is not None and cost_ns > threshold_ns:
                 others = (cost_ns - self.mean_ns) / self.mean_ns
                 ahead = min(math.ceil(others * self._num_workers), position - self._pass_first)
                 self._ledger.start_early(position, ahead)
+
+
+def _no_size(key: Any) -> None:
+    return None

@@ -9,7 +9,7 @@ from typing import Any
 from minato._core.ledger import Ledger
 from minato.scheduler.parties import KeyStore, Progress, Slots
 
-__all__ = ["InFlight", "Leavings", "Order"]
+__all__ = ["InFlight", "Leavings", "Order", "fitting"]
 
 
 @dataclass(frozen=True)
@@ -145,3 +145,10 @@ class Leavings:
         if item.keys_slot is not None:
             self._keys.drop(item.keys_offset)
             self._slots.release(item.keys_slot)
+
+
+def fitting(slot: Any, nbytes: int) -> int:
+    """Where so many bytes of keys lie in a slot; raises MemoryError if they do not fit."""
+    if slot.start + nbytes > slot.end:
+        raise MemoryError(f"the keys of one batch take {nbytes} bytes, more than a slot holds")
+    return int(slot.start)

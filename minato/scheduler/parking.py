@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from minato._core.ledger import Ledger
 from minato.scheduler.stepper import Partial
@@ -18,7 +19,11 @@ class Parking:
 
     It changes who waits, not how much there is to do. So a sample is only set aside while the consumer waits for a
     batch, which quicker samples can fill, and it is taken up again as soon as the consumer has what it needs, or
-    nothing else is left. With ``always``, as the paper has it, slow samples wait for the latter.
+    little else is left. With ``always``, as the paper has it, slow samples wait for the latter.
+
+    What a worker has set aside stays with it. So it must not wait until nothing else is left: then the others would
+    idle while this one works on what is its own. It goes on with them when no more samples are left to claim than all
+    workers claim while one completes these, if they cost the same.
 
     Args:
         left: What the stepper has left and nobody has put here yet.
@@ -26,6 +31,7 @@ class Parking:
         bound: Every sample has its own place from the start; if not, one that has a place is overdue.
         most: How many.
         most_bytes: How many bytes they may hold together.
+        workers: Tells how many share what is left to claim.
     """
 
     def __init__(
@@ -36,6 +42,7 @@ class Parking:
         bound: bool,
         most: int = MOST_PARKED,
         most_bytes: int = 1 << 62,
+        workers: Callable[[], int] = lambda: 1,
     ) -> None:
         self._ledger = ledger
         self._left = left
@@ -43,6 +50,7 @@ class Parking:
         self._bound = bound
         self._most = most
         self._most_bytes = most_bytes
+        self._workers = workers
         self._parked: deque[Partial] = deque()
 
     def __len__(self) -> int:
@@ -55,8 +63,8 @@ class Parking:
         """
         ledger = self._ledger
         return (
-            len(self._parked) + len(self._left) < self._most
-            and ledger.unclaimed() > 0
+            (held := len(self._parked) + len(self._left)) < self._most
+            and self._others_have_work(held + 1)
             and not ledger.draining
             and (self._always or ledger.waiting)
             and position < ledger.front
@@ -75,7 +83,7 @@ class Parking:
         return bool(self._parked) and (
             ledger.draining
             or not (self._always or ledger.waiting)
-            or not ledger.unclaimed()
+            or not self._others_have_work(len(self._parked))
             or any(self._is_overdue(partial.position) for partial in self._parked)
         )
 
@@ -86,6 +94,10 @@ class Parking:
                 self._parked.remove(partial)
                 return partial
         return self._parked.popleft()
+
+    def _others_have_work(self, held: int) -> bool:
+        """Whether enough is left to claim to let so many samples wait."""
+        return self._ledger.unclaimed() > held * self._workers()
 
     def _is_overdue(self, position: int) -> bool:
         """Whether ``max_lag`` is reached, so that the batch of this sample is settled."""

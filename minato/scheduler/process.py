@@ -7,6 +7,7 @@ import os
 import random
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import thread as executor
 from multiprocessing import process as process_module
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -164,6 +165,8 @@ if hasattr(os, "register_at_fork"):
 def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:
     """Make this process what torch makes of a worker: signal handlers, one thread, seeds, worker info."""
     torch._C._set_worker_signal_handlers()
+    # Python would join the threads of executors at the end, of which one may have forked this process: itself.
+    executor._threads_queues.clear()  # type: ignore[attr-defined]
     torch.multiprocessing._set_thread_name("minato_worker")
     torch.set_num_threads(1)
     seed = base_seed + number

@@ -21,14 +21,14 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from minato._stateful import is_stateful
 from minato.source.epochs import epoch_of, nested
-from minato.source.passes import SeededSampler
+from minato.source.passes import SEEDED
 
 __all__ = ["Draw"]
 
 _DRAWS_NOTHING = (
     BatchSampler,
     DistributedSampler,
-    SeededSampler,
+    *SEEDED,
     SequentialSampler,
     _InfiniteConstantSampler,
 )

@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from minato._core.seeding import mix
+from minato.source.cost_batches import CostBatchSampler
 
-__all__ = ["SeededSampler", "batches_of", "largest_batch", "next_sampler", "sizes_of"]
+__all__ = ["SEEDED", "SeededSampler", "batches_of", "largest_batch", "next_sampler", "sizes_of"]
 
 
 class SeededSampler(RandomSampler):
@@ -41,6 +42,10 @@ class SeededSampler(RandomSampler):
         generator = torch.Generator()
         generator.manual_seed(mix(self.seed, self.epoch, 0) >> 1)
         yield from torch.randperm(len(self.data_source), generator=generator, device="cpu").tolist()
+
+
+SEEDED = (SeededSampler, CostBatchSampler)
+"""Samplers that each run of a loader tells its epoch."""
 
 
 def batches_of(index_sampler: Any, batched: bool, whole: bool = False) -> Iterator[Any]:
@@ -80,8 +85,8 @@ def sizes_of(index_sampler: Any, batched: bool) -> Iterator[list[int]]:
 def next_sampler(index_sampler: Any) -> Any | None:
     """What the index sampler will be in the next epoch, or None if that is not certain to be known.
 
-    Known are sequences, ``SeededSampler`` and ``DistributedSampler`` (whose epoch is expected to be raised by one),
-    alone or in a plain ``BatchSampler``.
+    Known are sequences, ``SeededSampler``, ``CostBatchSampler`` and ``DistributedSampler`` (whose epoch is expected to
+    be raised by one), alone or in a plain ``BatchSampler``.
     """
     if type(index_sampler) is BatchSampler:
         inner = next_sampler(index_sampler.sampler)
@@ -90,7 +95,7 @@ def next_sampler(index_sampler: Any) -> Any | None:
         return BatchSampler(inner, index_sampler.batch_size, index_sampler.drop_last)
     if type(index_sampler) is SequentialSampler:
         return index_sampler
-    if type(index_sampler) in (SeededSampler, DistributedSampler):
+    if type(index_sampler) in (*SEEDED, DistributedSampler):
         later = copy.copy(index_sampler)
         later.set_epoch(index_sampler.epoch + 1)
         return later

@@ -59,6 +59,8 @@ class Model(Protocol):
 class CostByIndex:
     """What the same sample cost in earlier epochs: a moving average, 4 bytes for each index seen."""
 
+    model = "index"
+
     def __init__(self) -> None:
         self._costs: npt.NDArray[np.float32] = np.zeros(0, np.float32)  # 0: not seen
 

@@ -15,7 +15,7 @@ from torch.utils.data.dataloader import _DatasetKind
 from minato._stateful import is_stateful
 from minato.source.draws import Draw
 from minato.source.epochs import epoch_of, nested, tell_epoch
-from minato.source.passes import SeededSampler, batches_of, next_sampler, sizes_of
+from minato.source.passes import SEEDED, batches_of, next_sampler, sizes_of
 from minato.source.progress import Coverage, Done, Progress, rest_of
 from minato.source.replay import OrderRecord, RecordedOrder
 from minato.source.state import checked, done_of, plain_done, signature
@@ -228,7 +228,7 @@ class Course:
         said = epoch_of(sampler)
         self.epoch = self.epoch + 1 if said is None or said == self._sampler_epoch else said
         for one in nested(sampler):
-            if isinstance(one, SeededSampler):
+            if isinstance(one, SEEDED):
                 one.set_epoch(self.epoch)
         self._sampler_epoch = epoch_of(sampler)
         self._loaded = None

@@ -36,8 +36,14 @@ class Trace:
         self._path = os.path.abspath(path)
         self._begun = False
         self._taken: set[int] = set()
-        with open(self._path, "a"):
-            pass  # the error should come now
+        try:
+            with open(self._path, "a"):
+                pass
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"trace={path!r} cannot be written ({error.strerror}): give a file in a folder where you may write",
+            ) from None
 
     def take(self) -> Lanes:
         """Lanes for another engine: those of one that has ended, if there is one."""

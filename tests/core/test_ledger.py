@@ -908,7 +908,9 @@ def test_each_use_of_a_record_has_its_own_generation(desk: Desk) -> None:
     assert generations == [(0, 1), (0, 2), (0, 3)]
 
 
-@pytest.mark.parametrize("keys", [[1, "x", 3], [1, 2], [1, 2**63, 3], [1, None, 3]])
+@pytest.mark.parametrize(
+    "keys", [[1, "x", 3], [1, 2], [1, 2, 3, 4], [], [1, 2**63, 3], [1, None, 3]]
+)
 def test_keys_that_are_none_publish_nothing(desk: Desk, keys: list[object]) -> None:
     with pytest.raises((TypeError, ValueError, IndexError, OverflowError)):
         desk.ledger.publish(keys, 3, SLOT, 0, 0, 0, False)

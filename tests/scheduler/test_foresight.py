@@ -140,3 +140,32 @@ def test_samples_are_judged_by_what_is_planned_for_them() -> None:
         found += bench.ledger.keys(lease[0], lease[1], 1)
     # Two workers run two others in the 2 ms that it takes longer.
     assert found == [0, 1, 2, 5, 3, 4, 6, 7]
+
+
+class Weighing(Model):
+    """Says that large samples are slow."""
+
+    def predict(self, index: int, size: float | None, plans: Any) -> float | None:
+        return None if size is None else size * MS
+
+    def observe(self, index: int, size: float | None, plans: Any, cost_ns: float) -> None:
+        self.observed.append((index, size))
+
+
+def test_samples_are_judged_by_their_size() -> None:
+    bench, model = Bench(), Weighing({})
+    foresight = Foresight(
+        bench.ledger, model, Record(), 2, size_of=lambda key: 4.0 if key == 5 else 0.5
+    )
+    bench.ledger.slow_ns, foresight.mean_ns = 3 * MS, 2.0 * MS
+    bench.dispatcher._foresight = foresight
+    bench.begin([[0, 1, 2, 3], [4, 5, 6, 7]])
+    found = []
+    while (lease := bench.ledger.claim(0, 1)) is not None:
+        position = bench.ledger.describe(lease[0])[1] + lease[1]
+        found += bench.ledger.keys(lease[0], lease[1], 1)
+        bench.ledger.note_costs(position, array("q", [2 * MS]), 1)
+        bench.ledger.fill_run(0, lease[0], lease[1], 1)
+    assert found == [0, 1, 2, 5, 3, 4, 6, 7]
+    foresight.learn(0)
+    assert model.observed == [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.5)]

@@ -40,12 +40,13 @@ def partial(nbytes: int = 0) -> Partial:
 @pytest.mark.parametrize(
     ("always", "view", "leaves", "due"),
     [
-        (False, View(waiting=True, draining=False, unclaimed=1), True, False),
-        (False, View(waiting=False, draining=False, unclaimed=1), False, True),
-        (True, View(waiting=False, draining=False, unclaimed=1), True, False),
-        (True, View(waiting=True, draining=False, unclaimed=1), True, False),
+        (False, View(waiting=True, draining=False, unclaimed=2), True, False),
+        (False, View(waiting=False, draining=False, unclaimed=2), False, True),
+        (True, View(waiting=False, draining=False, unclaimed=2), True, False),
+        (True, View(waiting=True, draining=False, unclaimed=2), True, False),
+        (True, View(waiting=True, draining=False, unclaimed=1), False, True),
         (True, View(waiting=True, draining=False, unclaimed=0), False, True),
-        (True, View(waiting=True, draining=True, unclaimed=1), False, True),
+        (True, View(waiting=True, draining=True, unclaimed=2), False, True),
     ],
 )
 def test_slow_samples_wait_while_quicker_ones_are_wanted(
@@ -59,7 +60,7 @@ def test_slow_samples_wait_while_quicker_ones_are_wanted(
 
 
 def test_a_worker_sets_few_samples_aside() -> None:
-    lot = parking(View(True, False, 1))
+    lot = parking(View(True, False, 100))
     for _ in range(MOST_PARKED):
         assert lot.may_leave(0, 8)
         lot.put(partial())
@@ -69,8 +70,22 @@ def test_a_worker_sets_few_samples_aside() -> None:
     assert lot.may_leave(0, 8)
 
 
+def test_they_are_taken_up_before_the_others_have_nothing_to_do() -> None:
+    view = View(waiting=True, draining=False, unclaimed=9)
+    lot = parking(view, workers=lambda: 4)
+    lot.put(partial())
+    assert lot.may_leave(0, 0)
+    lot.put(partial())
+    assert not lot.may_leave(0, 0)
+    assert not lot.due()
+    view._unclaimed = 8
+    assert lot.due()
+    lot.take()
+    assert not lot.due()
+
+
 def test_their_bytes_are_bounded_too() -> None:
-    lot = parking(View(True, False, 1), most_bytes=100)
+    lot = parking(View(True, False, 100), most_bytes=100)
     assert not lot.may_leave(0, 101)
     lot.put(partial(60))
     assert not lot.may_leave(0, 41)
@@ -80,7 +95,7 @@ def test_their_bytes_are_bounded_too() -> None:
 
 
 def test_an_overdue_sample_is_not_set_aside_and_taken_first() -> None:
-    view = View(True, False, 1)
+    view = View(True, False, 100)
     lot = parking(view)
     waits, overdue = partial(), Partial(7, 0, None, 0, 1, None, 0, None)
     lot.put(waits)
@@ -97,14 +112,14 @@ def test_an_overdue_sample_is_not_set_aside_and_taken_first() -> None:
 
 
 def test_what_began_before_its_turn_is_not_set_aside() -> None:
-    lot = parking(View(True, False, 1))
+    lot = parking(View(True, False, 100))
     assert lot.may_leave(99, 0)
     assert not lot.may_leave(100, 0)
 
 
 def test_what_the_run_in_hand_has_left_counts() -> None:
     left: list[Partial] = []
-    lot = Parking(View(True, False, 1), left, False, False, 2, 100)  # type: ignore[arg-type]
+    lot = Parking(View(True, False, 100), left, False, False, 2, 100)  # type: ignore[arg-type]
     left.append(partial(60))
     assert not lot.may_leave(0, 41)
     assert lot.may_leave(0, 40)
@@ -113,7 +128,7 @@ def test_what_the_run_in_hand_has_left_counts() -> None:
 
 
 def test_the_oldest_is_taken_first() -> None:
-    lot = parking(View(True, False, 1))
+    lot = parking(View(True, False, 100))
     first, second = partial(), partial()
     lot.put(first)
     lot.put(second)

@@ -61,7 +61,7 @@ def test_the_lease_names_the_stage_that_runs() -> None:
 def test_without_a_chain_the_dataset_is_all_there_is() -> None:
     stepper, meters, _ = stepper_of()
     assert stepper.measured(3) == 3
-    assert counts(meters) == [0, 1, 1, 1, 1, 0, 0, 0]
+    assert counts(meters) == [0, 1, 1, 1, 1, 0, 0, 0, 0]
     stepper.slow_ns, stepper.may_leave = 1, lambda position, nbytes: True
     assert stepper.measured(3) == 3  # nothing is left of it that could wait
 
@@ -85,7 +85,7 @@ def test_a_slow_sample_is_left_between_any_two_stages(way: str) -> None:
     assert partial == 114
     measured = way == "measured"
     times = int(measured)
-    assert counts(meters) == [0, *[times] * 4, 0, 0, 0, *[times] * 3]
+    assert counts(meters) == [0, *[times] * 4, 0, 0, 0, 0, *[times] * 3]
     assert stepper.dearest == ([stepper.dearest[0]] if measured else [])
 
 

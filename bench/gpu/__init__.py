@@ -1,0 +1,1 @@
+"""Loaders in front of a GPU."""

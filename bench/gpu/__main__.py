@@ -1,0 +1,204 @@
+"""Command line of the benchmark on a GPU; see ``python -m bench.gpu --help``."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bench import record
+from bench.gpu.watch import Utilisation, copies_beside_kernels
+from bench.gpu.work import ON_CPU, ON_GPU, Augmented, Training
+from minato import DataLoader
+
+TorchLoader = torch.utils.data.DataLoader
+REPEATS = 3
+WAITED_S = 1e-3
+"""A step has waited if ``next()`` took longer."""
+_TRACED_STEPS = 20
+
+
+class Contender(NamedTuple):
+    """A loader, and how its batches get to the device."""
+
+    name: str
+    make: Callable[..., Any]
+    in_order: bool
+    own: bool
+    """It hands them out there itself."""
+
+
+CONTENDERS = (
+    Contender("torch", TorchLoader, True, False),
+    Contender("torch, out of order", TorchLoader, False, False),
+    Contender("minato, pinned", DataLoader, True, False),
+    Contender("minato", DataLoader, True, True),
+    Contender("minato, out of order", DataLoader, False, True),
+)
+
+
+class Run(NamedTuple):
+    """One loader in front of one training."""
+
+    epoch_s: float
+    waited_share: float
+    idle_share: float
+    overlap: float
+    peak_bytes: int
+
+
+class Trainer:
+    """A network that is trained from one loader, epoch after epoch."""
+
+    def __init__(self, training: Training, contender: Contender, size: int, workers: int) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.on_gpu = self.device.type == "cuda"
+        torch.manual_seed(0)
+        self.model = training.make(training.width).to(self.device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
+        self.size = size
+        where: dict[str, Any] = (
+            {"device": self.device} if contender.own else {"pin_memory": self.on_gpu}
+        )
+        self.loader = contender.make(
+            Augmented(size, training.shape, training.rounds),
+            batch_size=training.batch_size,
+            shuffle=True,
+            num_workers=workers,
+            persistent_workers=True,
+            in_order=contender.in_order,
+            **where,
+        )
+
+    def steps(self) -> Iterator[tuple[float, torch.Tensor]]:
+        """Train one epoch; for each step the seconds it waited, and the samples' indices."""
+        batches = iter(self.loader)
+        while True:
+            begun_s = time.perf_counter()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            waited_s = time.perf_counter() - begun_s
+            inputs, labels = (each.to(self.device, non_blocking=True) for each in batch)
+            loss = (self.model(inputs).flatten(1).mean(1) - labels / self.size).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            yield waited_s, labels.clone()  # a view would keep the whole batch
+
+    def epoch(self) -> tuple[float, list[float]]:
+        """Seconds of a whole epoch, and those that each step waited; each sample must have come once."""
+        begun_s = time.perf_counter()
+        steps = list(self.steps())
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        taken_s = time.perf_counter() - begun_s
+        came = sorted(torch.cat([labels for _, labels in steps]).tolist())
+        assert came == list(range(self.size)), "not each sample once"
+        return taken_s, [waited_s for waited_s, _ in steps]
+
+
+def measure(training: Training, contender: Contender, size: int, workers: int, epochs: int) -> Run:
+    """A first epoch that warms up, some that count, and on a GPU the trace of another one's first steps."""
+    trainer = Trainer(training, contender, size, workers)
+    trainer.epoch()
+    if not trainer.on_gpu:
+        results = [trainer.epoch() for _ in range(epochs)]
+        return _run_of(results, float("nan"), float("nan"), 0)
+    torch.cuda.reset_peak_memory_stats()
+    with Utilisation(torch.cuda.current_device()) as watched:
+        results = [trainer.epoch() for _ in range(epochs)]
+    peak = torch.cuda.max_memory_allocated()
+
+    def first_steps() -> None:
+        for _ in itertools.islice(trainer.steps(), _TRACED_STEPS):
+            pass
+
+    return _run_of(results, watched.idle_share, copies_beside_kernels(first_steps), peak)
+
+
+def _run_of(
+    results: list[tuple[float, list[float]]], idle: float, overlap: float, peak: int
+) -> Run:
+    waits = [wait_s for _, epoch in results for wait_s in epoch]
+    waited = sum(wait_s > WAITED_S for wait_s in waits) / len(waits)
+    return Run(statistics.median(taken for taken, _ in results), waited, idle, overlap, peak)
+
+
+def row(training: Training, contender: Contender, runs: list[Run]) -> str:
+    """A line of the table: medians of the runs."""
+    epoch_s, waited, idle, overlap, peak = (
+        statistics.median(each) for each in zip(*runs, strict=True)
+    )
+
+    def percent(share: float) -> str:
+        return "–" if share != share else f"{100 * share:.0f} %"
+
+    return (
+        f"| {training.name} | {contender.name} | {epoch_s:.2f} | {percent(waited)} | {percent(idle)} | "
+        f"{percent(overlap)} | {f'{peak / 2**20:.0f}' if peak else '–'} |"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu",
+        description="Train small networks on a GPU from torch's loader and minato's. Without a GPU, on the processor.",
+    )
+    parser.add_argument("--short", action="store_true", help="a smoke run: too short to judge by")
+    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N")
+    parser.add_argument(
+        "--workers", type=int, default=max(record.usable_cores() - 1, 1), metavar="N"
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write gpu.md there")
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    on_gpu = torch.cuda.is_available()
+    where = f"GPU: {torch.cuda.get_device_name()}." if on_gpu else (
+        "There was no GPU: small networks and data, trained on the processor that serves the workers, too. "
+        "This says nothing about a GPU."
+    )  # fmt: skip
+    batches, epochs, repeats = (4, 1, 1) if options.short else (64, 3, options.repeats)
+    conditions = record.environment()
+    lines = [
+        "# Loaders in front of a GPU",
+        "",
+        f"Written by `python -m bench.gpu --out docs/benchmarks`. {where}",
+        "",
+        f"Medians of {repeats} runs of {epochs} whole epochs of {batches} batches, after one that warms up, with",
+        f"{options.workers} workers; loaders in turn. *Waited*: steps whose `next()` took more than",
+        f"{1e3 * WAITED_S:.0f} ms. *Idle*: share of the time in which no kernel ran (NVML, 10 Hz). *Beside*: share",
+        "of the time of copies to the GPU in which a kernel ran (trace).",
+        "",
+        "| network | loader | epoch (s) | waited | idle | beside | memory on the GPU (MiB) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    print("\n".join(lines), flush=True)
+    for training in ON_GPU if on_gpu else ON_CPU:
+        runs: dict[Contender, list[Run]] = {each: [] for each in CONTENDERS}
+        for _, contender in itertools.product(range(repeats), CONTENDERS):
+            size = batches * training.batch_size
+            runs[contender].append(measure(training, contender, size, options.workers, epochs))
+        for contender in CONTENDERS:
+            lines.append(row(training, contender, runs[contender]))
+            print(lines[-1], flush=True)
+    conditions["load average after"] = record.load_average()
+    lines += ["", "|  |  |", "| --- | --- |"]
+    lines += [f"| {name} | {value} |" for name, value in conditions.items()]
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "gpu.md").write_text("\n".join(lines) + "\n")
+        print(f"written: {options.out / 'gpu.md'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

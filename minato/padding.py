@@ -1,0 +1,87 @@
+"""Collating samples of different lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+__all__ = ["PadCollate", "pad_stack"]
+
+
+def pad_stack(
+    arrays: Sequence[Any], value: float = 0, multiple_of: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stack tensors or arrays of shape (length, …), filled up to the longest.
+
+    Args:
+        arrays: They may differ in length, and in nothing else.
+        value: What they are filled up with.
+        multiple_of: The common length is rounded up to a multiple of this.
+
+    Returns:
+        The stack, shape (number, longest, …), and the lengths, shape (number,), int64.
+
+    Raises:
+        ValueError: They differ in more than length.
+    """
+    tensors = [torch.as_tensor(each) for each in arrays]
+    shapes = {tuple(each.shape[1:]) for each in tensors}
+    if len(shapes) != 1 or any(each.ndim == 0 for each in tensors):
+        raise ValueError(
+            f"only the first dimension is padded, and samples have the shapes "
+            f"{sorted({tuple(each.shape) for each in tensors})}"
+        )
+    lengths = torch.tensor([len(each) for each in tensors])
+    longest = -(-int(lengths.max()) // multiple_of) * multiple_of
+    stack = tensors[0].new_full((len(tensors), longest, *shapes.pop()), value)
+    for row, each in zip(stack, tensors, strict=True):
+        row[: len(each)] = each
+    return stack, lengths
+
+
+@dataclass(frozen=True)
+class PadCollate:
+    """A ``collate_fn`` that fills tensors and arrays up to the longest of the batch, along their first dimension.
+
+    Structure is as with torch's ``default_collate``, which also collates all the rest.
+
+    Attributes:
+        value: What is filled in; or a dictionary from the name of a field to it, 0 for others.
+        multiple_of: Lengths are rounded up to a multiple of this.
+        masks: For samples that are dictionaries: from the name of a new field to that of a padded one, whose content it
+            marks: bool, shape (samples, longest).
+
+    Raises:
+        ValueError: Samples differ in more than length.
+        KeyError: There is no field to mark.
+    """
+
+    value: float | Mapping[str, float] = 0
+    multiple_of: int = 1
+    masks: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """The batch."""
+        return self._collated(samples, None)
+
+    def _collated(self, samples: Sequence[Any], name: Any) -> Any:
+        first = samples[0]
+        if isinstance(first, Mapping):
+            batch = {key: self._collated([each[key] for each in samples], key) for key in first}
+            if name is None:
+                for mask, of in self.masks.items():
+                    lengths = torch.tensor([len(each[of]) for each in samples])
+                    batch[mask] = torch.arange(batch[of].shape[1]) < lengths[:, None]
+            return batch
+        if isinstance(first, (list, tuple)):
+            parts = [self._collated(part, name) for part in zip(*samples, strict=True)]
+            return type(first)(*parts) if hasattr(first, "_fields") else parts
+        if isinstance(first, (torch.Tensor, np.ndarray)) and first.ndim:
+            value = self.value.get(name, 0) if isinstance(self.value, Mapping) else self.value
+            return pad_stack(samples, value, self.multiple_of)[0]
+        return default_collate(samples)  # type: ignore[arg-type]

@@ -1,0 +1,185 @@
+"""Batches of about the same cost instead of the same number of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch.distributed
+from torch.utils.data import Sampler
+
+from minato._core.seeding import mix
+from minato.checks import check_choice, check_whole
+
+__all__ = ["CostBatchSampler"]
+
+_POOL_BATCHES = 50
+"""By default so many batches' worth of samples are sorted together."""
+
+Costs = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class CostBatchSampler(Sampler[list[int]]):
+    """A ``batch_sampler`` whose batches cost at most so much: tokens, pixels, bytes, or seconds.
+
+    Samples are drawn in random order, sorted by cost within pools, and cut to batches, so that a batch holds samples of
+    similar cost and little is padded. All ranks get the same number of batches, and in each step batches of similar
+    cost: where the number does not divide, large batches are cut in two. So each index comes once per epoch over all
+    ranks; only where all batches hold one sample, some come again.
+
+    The order is a function of (seed, epoch), and all ranks must be given the same costs. In a ``minato.DataLoader``
+    each pass is the next epoch; elsewhere call ``set_epoch``.
+
+    Args:
+        costs: What each index costs, at least 0; or a function that says so, to be asked once for each index.
+        max_cost: What a batch may cost.
+        size: Number of samples, where ``costs`` is a function.
+        padded: A batch costs its number of samples times the largest of their costs, as if all were padded to the
+            longest (``max_tokens``); otherwise the sum of their costs.
+        max_size: How many samples a batch may have at most.
+        shuffle: Whether the order is random; otherwise it is the same in each epoch.
+        seed: What the order follows from, besides the epoch.
+        pool: How many samples are sorted together, and cut to batches without a rest: the more, the less padding, and
+            the less do batches differ from one epoch to the next. By default about 50 batches' worth.
+        oversized: What becomes of samples that cost more than ``max_cost``: ``"raise"``, ``"alone"`` (each is a batch)
+            or ``"skip"``.
+        num_replicas: Number of ranks; by default torch.distributed's, or 1. Use 1 where a trainer shards the batches.
+        rank: Which of them this is.
+
+    Raises:
+        ValueError, TypeError: An argument is not possible, or a sample is oversized.
+
+    Attributes:
+        epoch: The epoch whose batches ``iter()`` gives; set it with ``set_epoch``.
+    """
+
+    def __init__(
+        self,
+        costs: Sequence[float] | np.ndarray[Any, Any] | torch.Tensor | Callable[[int], float],
+        max_cost: float,
+        *,
+        size: int | None = None,
+        padded: bool = True,
+        max_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        pool: int | None = None,
+        oversized: str = "raise",
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        check_whole("size", size, 0)
+        check_whole("max_size", max_size, 1)
+        check_whole("pool", pool, 1)
+        check_whole("seed", seed, None)
+        check_whole("num_replicas", num_replicas, 1)
+        check_whole("rank", rank, 0)
+        check_choice("oversized", oversized, ("raise", "alone", "skip"))
+        if not max_cost > 0:
+            raise ValueError(f"max_cost={max_cost} is too small: give more than 0")
+        spread = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if num_replicas is None:
+            num_replicas = torch.distributed.get_world_size() if spread else 1
+        if rank is None:
+            rank = torch.distributed.get_rank() if spread else 0
+        if rank >= num_replicas:
+            raise ValueError(f"rank={rank} is not one of num_replicas={num_replicas}, from 0 on")
+        self.max_cost = max_cost
+        self.epoch = 0
+        self.num_replicas, self.rank = num_replicas, rank
+        self._costs = _checked(costs, size)
+        self._padded, self._max_size = padded, max_size or len(self._costs) or 1
+        self._shuffle, self._seed = shuffle, seed
+        self._indices = np.arange(len(self._costs))
+        if (large := self._costs > max_cost).any() and oversized != "alone":
+            if oversized == "raise":
+                first = int(np.argmax(large))
+                raise ValueError(
+                    f"index {first} alone costs {self._costs[first]:g}, more than max_cost={max_cost:g}: raise that, "
+                    "or choose oversized='alone' or 'skip'"
+                )
+            self._indices = self._indices[~large]
+        if pool is None:
+            mean = float(self._costs.mean()) if len(self._costs) else 0.0
+            pool = int(min(_POOL_BATCHES * max(max_cost / mean, 1.0), 1 << 62)) if mean else 1 << 62
+        self._pool = pool
+        self._cut: tuple[int, list[list[int]]] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose batches ``iter()`` and ``len()`` tell."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Batches of each rank in this epoch."""
+        return len(self._all_batches()) // self.num_replicas
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._all_batches()[self.rank :: self.num_replicas])
+
+    def _all_batches(self) -> list[list[int]]:
+        """The batches of all ranks: those of the first step, of the second, and so on."""
+        if self._cut is None or self._cut[0] != self.epoch:
+            random = np.random.default_rng(mix(self._seed, self.epoch, 0))
+            order = random.permutation(self._indices) if self._shuffle else self._indices
+            batches: list[list[int]] = []
+            for start in range(0, len(order), self._pool):
+                batches += self._packed(order[start : start + self._pool])
+            ranks = self.num_replicas
+            _fill_steps(batches, ranks)
+            steps = np.arange(len(batches) // ranks)
+            if self._shuffle:
+                random.shuffle(steps)
+            self._cut = (
+                self.epoch,
+                [
+                    batches[number]
+                    for step in steps
+                    for number in range(step * ranks, (step + 1) * ranks)
+                ],
+            )
+        return self._cut[1]
+
+    def _packed(self, indices: np.ndarray[Any, Any]) -> list[list[int]]:
+        """Batches of one pool, by rising cost."""
+        costs = self._costs[indices]
+        by_cost = np.argsort(costs, kind="stable")
+        keys, batches, start, total = indices[by_cost].tolist(), [], 0, 0.0
+        for number, cost in enumerate(costs[by_cost].tolist()):
+            count = number - start
+            after = cost * (count + 1) if self._padded else total + cost
+            if count and (after > self.max_cost or count == self._max_size):
+                batches.append(keys[start:number])
+                start, after = number, cost
+            total = after
+        if keys:
+            batches.append(keys[start:])
+        return batches
+
+
+def _checked(costs: Any, size: int | None) -> Costs:
+    if callable(costs):
+        if size is None:
+            raise ValueError("costs is a function: give size, the number of samples, too")
+        costs = [costs(index) for index in range(size)]
+    elif size is not None:
+        raise ValueError(f"size={size} has no meaning where costs are given one by one")
+    found = np.asarray(costs, np.float64)
+    if found.ndim != 1:
+        raise ValueError(f"costs of shape {found.shape}: give one number for each index")
+    if not (found >= 0).all():  # NaN is not, either
+        first = int(np.argmin(found >= 0))
+        raise ValueError(f"the cost of index {first} is {found[first]}: give numbers of at least 0")
+    return found
+
+
+def _fill_steps(batches: list[list[int]], ranks: int) -> None:
+    """Make the number of batches one that divides by that of the ranks: halve large ones, or repeat some."""
+    while len(batches) % ranks:
+        largest = max(range(len(batches)), key=lambda number: len(batches[number]))
+        batch = batches[largest]
+        if len(batch) == 1:
+            missing = -len(batches) % ranks
+            batches += [batches[number % len(batches)] for number in range(missing)]
+            return
+        batches[largest : largest + 1] = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]

@@ -1,0 +1,336 @@
+"""Several consumers of one loader: what each gets, and that none can hold up the others."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from minato import DataLoader
+from minato.delivery import consumers as module
+from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Numbers, Sleepy
+from tests.delivery.recorder import Recorder, watch_slots
+
+pytestmark = [pytest.mark.filterwarnings(TOO_MANY_WORKERS), pytest.mark.timeout(60)]
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "in line": {"num_workers": 0},
+    "processes": {"num_workers": 2},
+    "threads": {"num_workers": 2, "worker_method": "thread"},
+}
+each_method = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
+
+
+def in_threads(work: Iterable[Callable[[], Any]]) -> list[Future[Any]]:
+    """Run each in a thread; returns when all are through."""
+    work = list(work)
+    with ThreadPoolExecutor(len(work)) as threads:
+        return [threads.submit(each) for each in work]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def flat(batches: Iterable[torch.Tensor]) -> list[int]:
+    return [each for batch in batches for each in batch.flatten().tolist()]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@each_method
+def test_together_they_get_each_index_once_per_epoch(workers: Any, order: str) -> None:
+    loader = DataLoader(Numbers(83), 4, shuffle=True, order=order, **workers)
+    together = threading.Barrier(3)
+
+    def train(consumer: Any) -> list[list[int]]:
+        epochs = []
+        for _ in range(3):
+            together.wait(20)
+            epochs.append(flat(consumer))
+        return epochs
+
+    parts = [
+        done.result() for done in in_threads((lambda c=c: train(c)) for c in loader.consumers(3))
+    ]
+    for epoch in range(3):
+        assert sorted(itertools.chain(*(part[epoch] for part in parts))) == list(range(83))
+
+
+def test_persistent_workers_stay_and_passes_need_no_agreement() -> None:
+    loader = DataLoader(Numbers(40), 4, num_workers=2, persistent_workers=True)
+    consumers = loader.consumers(2)
+    for consumer in (*consumers, *consumers):
+        got = flat(consumer)
+        assert got in (list(range(40)), [])
+    assert loader._course.epoch == 1
+
+
+def test_whoever_has_waited_longest_is_next() -> None:
+    loader = DataLoader(Numbers(40), 1)
+    one, other = (iter(each) for each in loader.consumers(2))
+    assert [int(next(each)) for each in (one, other, one, other)] == [0, 1, 2, 3]
+    assert [int(next(one)) for _ in range(3)] == [4, 5, 6]  # nobody else asked
+    assert int(next(other)) == 7
+
+
+class Given:
+    """Batches that come when the test says so."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self.there = threading.Semaphore(0)
+
+    def __iter__(self) -> Given:
+        return self
+
+    def __next__(self) -> int:
+        self.there.acquire()
+        number = next(self.numbers)
+        if number == 6:
+            raise StopIteration
+        return number
+
+
+def test_none_gets_two_while_another_waits() -> None:
+    given = Given()
+    group = module.Group(lambda: given)
+    log: list[int] = []
+
+    def train(number: int) -> None:
+        for _ in module.Consumer(group, None):
+            log.append(number)
+
+    with ThreadPoolExecutor(3) as threads:
+        for number in range(3):
+            threads.submit(train, number)
+            until(lambda so_many=number + 1: len(group._waiting) == so_many)
+        for so_many in range(1, 7):
+            given.there.release()
+            until(lambda so_many=so_many: len(log) == so_many and len(group._waiting) == 3)
+        given.there.release()
+    assert log == [0, 1, 2, 0, 1, 2]
+
+
+@each_method
+def test_what_one_leaves_is_for_the_others(workers: Any) -> None:
+    loader = DataLoader(Numbers(60), 2, **workers)
+    one, other = loader.consumers(2)
+    got = []
+    for batch in one:
+        got.append(batch)
+        if len(got) == 3:
+            break
+    got += other
+    assert sorted(flat(got)) == list(range(60))
+
+
+def test_the_next_epoch_waits_for_those_that_are_in_the_last() -> None:
+    loader = DataLoader(Numbers(40), 2, num_workers=1)
+    one, other = loader.consumers(2)
+    part = iter(other)
+    first = [next(part)]
+    begun = threading.Event()
+
+    def train() -> list[list[int]]:
+        for batch in one:
+            first.append(batch)
+            break
+        begun.set()
+        return [flat(one)]
+
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(train)
+        begun.wait()
+        first += part
+        (second,) = done.result()
+    assert sorted(flat(first)) == list(range(40))
+    assert second == list(range(40))
+
+
+def test_a_thread_that_would_wait_for_itself_is_told() -> None:
+    one, other = DataLoader(Numbers(10), 2).consumers(2)
+    part = iter(other)
+    next(part)
+    assert len([*zip(one, range(1), strict=False)]) == 1
+    with pytest.raises(RuntimeError, match="this thread is itself in the middle"):
+        iter(one)
+    del part
+    assert flat(one) == list(range(10))
+
+
+def test_one_that_is_closed_leaves_the_rest_to_the_others() -> None:
+    one, other = DataLoader(Numbers(20), 2).consumers(2)
+    part = iter(other)
+    got = [next(part)]
+    other.close()
+    assert [*part] == []
+    assert flat([*got, *one]) == list(range(20))
+    other.close()
+    assert flat(other) == list(range(20))
+
+
+def test_a_thread_that_ends_in_mid_epoch_holds_up_nobody() -> None:
+    one, other = DataLoader(Numbers(20), 2).consumers(2)
+    kept: list[Any] = []
+
+    def ends() -> None:
+        kept.append(iter(other))
+        kept.append(next(kept[0]))
+
+    in_threads([ends])
+    assert flat([kept[1], *one]) == list(range(20))
+    assert flat(one) == list(range(20))
+
+
+class Grumbling(Numbers):
+    """One of its samples raises."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 10:
+            raise LookupError("sample 10 is not there")
+        return index
+
+
+@each_method
+def test_an_error_is_that_of_one_consumer(workers: Any) -> None:
+    loader = DataLoader(Grumbling(60), 2, **workers)
+
+    def train(consumer: Any) -> Any:
+        got = []
+        try:
+            for batch in consumer:
+                got.append(batch)
+        except LookupError as error:
+            return got, str(error)
+        return got, None
+
+    parts = [
+        done.result() for done in in_threads((lambda c=c: train(c)) for c in loader.consumers(3))
+    ]
+    errors = [error for _, error in parts if error is not None]
+    assert len(errors) == 1
+    assert "sample 10" in errors[0]
+    left = {*range(60)} - {10, 11}
+    assert sorted(flat(itertools.chain(*(got for got, _ in parts)))) == sorted(left)
+
+
+def test_after_an_error_a_consumer_may_go_on() -> None:
+    part = iter(DataLoader(Grumbling(20), 2).consumers(1)[0])
+    got = [next(part) for _ in range(5)]
+    with pytest.raises(LookupError):
+        next(part)
+    assert flat([*got, *part]) == [each for each in range(20) if each not in (10, 11)]
+
+
+def test_the_death_of_a_worker_ends_all_of_them() -> None:
+    loader = DataLoader(Sleepy(400, 0.005), 2, num_workers=1, on_worker_death="raise")
+
+    def train(consumer: Any) -> str:
+        try:
+            for number, _ in enumerate(consumer):
+                if number == 1:
+                    for child in torch.multiprocessing.active_children():
+                        os.kill(child.pid, signal.SIGKILL)
+        except RuntimeError as error:
+            return str(error)
+        return "ended"
+
+    said = [
+        done.result() for done in in_threads((lambda c=c: train(c)) for c in loader.consumers(3))
+    ]
+    assert any("exited unexpectedly" in each for each in said)
+
+
+def test_workers_that_a_thread_of_an_executor_has_forked_end_well() -> None:
+    def train() -> list[int | None]:
+        iterator: Any = iter(DataLoader(Numbers(20), 2, num_workers=2))
+        processes = iterator._source._pool.processes
+        deque(iterator, 0)
+        for process in processes:
+            process.join()
+        return [process.exitcode for process in processes]
+
+    assert in_threads([train])[0].result() == [0, 0]
+
+
+def test_the_loaders_state_is_that_of_all_of_them() -> None:
+    loader = DataLoader(Numbers(40), 2, num_workers=1, seed=1, shuffle=True)
+    parts = [iter(each) for each in loader.consumers(2)]
+    got = [next(part) for part in (*parts, *parts)]
+    state = loader.state_dict()
+    rest = DataLoader(Numbers(40), 2, num_workers=0, seed=1, shuffle=True)
+    rest.load_state_dict(state)
+    got += itertools.chain(*rest.consumers(2))
+    assert sorted(flat(got)) == list(range(40))
+
+
+# ---- devices --------------------------------------------------------------------------------
+
+
+def test_each_has_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(Filled(12, 3), 2, num_workers=1)
+    consumers = loader.consumers(devices=["meta", "cpu"])
+    one, other = (iter(each) for each in consumers)
+    assert [each.device for each in consumers] == [torch.device("meta"), None]
+    assert next(one).is_meta
+    assert not next(other).is_meta
+
+
+def test_slots_wait_for_the_device_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(module, "accelerator_of", lambda device: recorder)
+    monkeypatch.setattr("minato.distribution.page_locker", lambda: recorder)
+    taken = watch_slots(recorder, monkeypatch)
+    loader = DataLoader(Filled(90, 20, 30), 3, num_workers=2, prefetch_factor=2)
+    parts = [iter(each) for each in loader.consumers(devices=["meta", "meta"])]
+    batches = []
+    for number in range(30):
+        batches.append(next(parts[number % 2]))
+        assert recorder.waited >= recorder.position_of(batches[-1])
+        if number % 3 == 0:
+            recorder.run(len(recorder.copies) - 1)
+    recorder.run()
+    assert [batch[:, 0, 0].tolist() for batch in batches] == [
+        [first, first + 1, first + 2] for first in range(0, 90, 3)
+    ]
+    assert len(set(taken)) < len(taken)
+    assert recorder.pageable == []
+
+
+def test_what_is_asked_for_is_checked() -> None:
+    loader = DataLoader(Numbers(3))
+    with pytest.raises(ValueError, match=r"n=0 is too small"):
+        loader.consumers(0)
+    with pytest.raises(ValueError, match="give one of the two"):
+        loader.consumers()
+    with pytest.raises(ValueError, match="give one of the two"):
+        loader.consumers(2, devices=["meta"])
+    with pytest.raises(ValueError, match=r"devices=\[\] is empty"):
+        loader.consumers(devices=[])
+    with pytest.raises(ValueError, match="device='cuda:99' is not there"):
+        loader.consumers(devices=["cuda:99"])
+    with pytest.raises(ValueError, match="device='meta' is one device for all"):
+        DataLoader(Numbers(3), device="meta").consumers(2)
+
+
+def test_who_was_given_a_batch_and_has_not_woken_up_gets_no_second_one() -> None:
+    given = Given()
+    group = module.Group(lambda: given)
+    sleeper, fetcher = group.enter(0), group.enter(0)
+    group._waiting.append(sleeper)  # as if its thread were still to be woken
+    for _ in range(2):
+        given.there.release()
+    assert group.next(fetcher) == 1
+    assert [outcome.batch for outcome in sleeper.inbox] == [0]

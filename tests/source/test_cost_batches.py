@@ -1,0 +1,167 @@
+"""Batches by cost: the budget, the ranks' equal steps, and each index once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minato import CostBatchSampler, DataLoader
+from tests.datasets import Numbers
+
+COSTS = np.random.default_rng(5).integers(1, 200, 500)
+
+
+def per_rank(ranks: int, *arguments: Any, epoch: int = 0, **options: Any) -> list[list[list[int]]]:
+    """The batches of each rank."""
+    found = []
+    for rank in range(ranks):
+        sampler = CostBatchSampler(*arguments, num_replicas=ranks, rank=rank, **options)
+        sampler.set_epoch(epoch)
+        found.append([*sampler])
+        assert len(sampler) == len(found[-1])
+    return found
+
+
+def flat(ranks: list[list[list[int]]]) -> list[int]:
+    return [index for batches in ranks for batch in batches for index in batch]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    costs=st.lists(st.integers(0, 50), max_size=80),
+    ranks=st.integers(1, 5),
+    padded=st.booleans(),
+    shuffle=st.booleans(),
+    max_size=st.none() | st.integers(1, 9),
+    pool=st.none() | st.integers(1, 90),
+    epoch=st.integers(0, 3),
+)
+def test_the_budget_holds_and_each_index_comes_once(
+    costs: list[int], ranks: int, padded: bool, shuffle: bool, max_size: int | None,
+    pool: int | None, epoch: int,
+) -> None:  # fmt: skip
+    found = per_rank(
+        ranks, costs, 60, padded=padded, shuffle=shuffle, max_size=max_size, pool=pool, epoch=epoch
+    )
+    assert len({len(batches) for batches in found}) == 1  # as many steps for each rank
+    for batch in itertools.chain(*found):
+        paid = [costs[index] for index in batch]
+        assert 0 < len(batch) <= (max_size or 80)
+        assert (len(batch) * max(paid) if padded else sum(paid)) <= 60
+    indices = flat(found)
+    assert {*indices} == {*range(len(costs))}
+    if any(len(batch) > 1 for batch in itertools.chain(*found)):
+        assert len(indices) == len(costs)
+
+
+def test_fewer_samples_than_ranks_come_again() -> None:
+    found = per_rank(4, [1, 1, 1], 10)
+    assert [len(batches) for batches in found] == [1, 1, 1, 1]
+    assert {*flat(found)} == {0, 1, 2}
+    assert flat(per_rank(3, [], 10)) == []
+
+
+def test_samples_of_similar_cost_are_together_and_little_is_padded() -> None:
+    def padded(pool: int | None) -> float:
+        batches = [*CostBatchSampler(COSTS, 2000, pool=pool)]
+        return sum(len(batch) * COSTS[batch].max() for batch in batches) / COSTS.sum()
+
+    assert padded(None) < 1.1
+    assert padded(500) < padded(50) < padded(25)
+
+
+def test_in_each_step_the_ranks_have_batches_of_similar_cost() -> None:
+    one, other = per_rank(2, COSTS, 2000)
+    apart = [abs(COSTS[a].max() - COSTS[b].max()) for a, b in zip(one, other, strict=True)]
+    assert np.median(apart) < 0.2 * np.median(COSTS)
+
+
+def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides() -> None:
+    first, same = ([*CostBatchSampler(COSTS, 2000, seed=3)] for _ in range(2))
+    later = per_rank(1, COSTS, 2000, seed=3, epoch=1)[0]
+    assert first == same
+    assert first != later
+    assert first != [*CostBatchSampler(COSTS, 2000, seed=4)]
+    fixed = CostBatchSampler(COSTS, 2000, shuffle=False)
+    before = [*fixed]
+    fixed.set_epoch(1)
+    assert [*fixed] == before
+
+
+def test_samples_that_are_too_expensive() -> None:
+    costs = [3, 50, 4, 70]
+    with pytest.raises(ValueError, match=r"index 1 alone costs 50, more than max_cost=10"):
+        CostBatchSampler(costs, 10)
+    alone = [*CostBatchSampler(costs, 10, oversized="alone", shuffle=False)]
+    assert alone == [[0, 2], [1], [3]]
+    assert [*CostBatchSampler(costs, 10, oversized="skip", shuffle=False)] == [[0, 2]]
+
+
+def test_costs_may_be_foretold_by_a_function() -> None:
+    asked: list[int] = []
+
+    def cost(index: int) -> float:
+        asked.append(index)
+        return float(COSTS[index])
+
+    sampler = CostBatchSampler(cost, 2000, size=500)
+    assert [*sampler] == [*CostBatchSampler(torch.from_numpy(COSTS), 2000)]
+    assert len([*sampler]) == len(sampler)
+    assert asked == [*range(500)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        (([1, -2], 10), {}, "the cost of index 1 is -2.0"),
+        (([1, float("nan")], 10), {}, "the cost of index 1 is nan"),
+        (([[1, 2]], 10), {}, r"costs of shape \(1, 2\)"),
+        (([1], 0), {}, "max_cost=0 is too small"),
+        (([1], 10), {"size": 3}, "size=3 has no meaning"),
+        ((abs, 10), {}, "give size"),
+        (([1], 10), {"max_size": 0}, "max_size=0 is too small"),
+        (([1], 10), {"oversized": "cut"}, "oversized='cut' is not possible"),
+        (([1], 10), {"num_replicas": 2, "rank": 2}, "rank=2 is not one of num_replicas=2"),
+    ],
+)
+def test_what_is_refused(arguments: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CostBatchSampler(*arguments, **options)
+
+
+# ---- with a loader --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_goes_from_epoch_to_epoch(persistent: bool) -> None:
+    sampler = CostBatchSampler(COSTS, 2000, seed=3)
+    loader = DataLoader(
+        Numbers(500), batch_sampler=sampler, num_workers=1, persistent_workers=persistent
+    )
+    epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
+    assert epochs == [per_rank(1, COSTS, 2000, seed=3, epoch=epoch)[0] for epoch in range(3)]
+    assert len(loader) == len(sampler)
+
+
+def test_an_epoch_goes_on_where_a_state_was_taken() -> None:
+    def make() -> Any:
+        sampler = CostBatchSampler(COSTS, 2000, seed=3)
+        return DataLoader(Numbers(500), batch_sampler=sampler, num_workers=1)
+
+    loader = make()
+    deque(loader, 0)
+    iterator = iter(loader)
+    got = [next(iterator).tolist() for _ in range(5)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    rest = make()
+    rest.load_state_dict(state)
+    got += [batch.tolist() for batch in rest]
+    assert got == per_rank(1, COSTS, 2000, seed=3, epoch=1)[0]
