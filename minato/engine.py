@@ -149,9 +149,7 @@ class Engine:
         self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths)
         reader = BatchReader(self.ledger, self.arena, store)
         self._journal, staged_reader, dispatcher = parts_of(plan, experience.journal)
-        self._staging = onto_device(
-            plan.device, reader, self.ledger, self.arena, plan.pins_memory, staged_reader
-        )
+        self._staging = onto_device(plan.device, reader, self.ledger, self.arena, staged_reader)
         self._reader = self._staging or reader
         self._ahead = plan.prefetch_to_device
         self._experience = experience
