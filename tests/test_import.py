@@ -19,7 +19,11 @@ EACH_ALONE = """
 # package's own __init__ is left out, because it imports most modules in one fixed order.
 import importlib, os, sys, traceback, types, warnings
 import numpy, psutil, torch.utils.data, torch.multiprocessing
+running = 0
 for module in sys.argv[1:]:
+    if running == os.cpu_count():
+        os.wait()
+        running -= 1
     pid = os.fork()
     if pid == 0:
         package = types.ModuleType("minato")
@@ -31,8 +35,13 @@ for module in sys.argv[1:]:
         except BaseException as error:
             print(module, *traceback.format_exception_only(error), sep=": ", end="", flush=True)
         os._exit(0)
-    os.waitpid(pid, 0)
+    running += 1
+for _ in range(running):
+    os.wait()
 """
+
+PARTS = 3
+"""In so many tests: imports take long on a busy machine."""
 
 SIDE_EFFECTS = """
 import json, os, sys, threading
@@ -91,12 +100,15 @@ needs_extensions = pytest.mark.skipif(
 
 
 @needs_extensions
-def test_every_module_imports_alone() -> None:
-    assert run(EACH_ALONE, *modules()).splitlines() == []
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_module_imports_alone(part: int) -> None:
+    assert run(EACH_ALONE, *modules()[part::PARTS]).splitlines() == []
 
 
-def test_every_module_imports_alone_in_pure_python() -> None:
-    assert run(EACH_ALONE, *modules(), MINATO_NO_EXTENSIONS="1").splitlines() == []
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_module_imports_alone_in_pure_python(part: int) -> None:
+    names = modules()[part::PARTS]
+    assert run(EACH_ALONE, *names, MINATO_NO_EXTENSIONS="1").splitlines() == []
 
 
 @needs_extensions

@@ -14,7 +14,7 @@ from bench.remote.store import Store
 from bench.remote.trials import LOADERS, UNEVEN, compare, epochs_with_cache, ramp
 
 CAP = 25e6
-OWN = {"20 ms": 1e6, "150 ms": 2e6}
+OWN = {"20 ms": 0.5e6, "150 ms": 2e6}
 """Bandwidth of a connection of the middle."""
 UNEQUAL = {"spread": 4.0, "swing": 0.5}
 LATENCIES_S = {"< 1 ms": 0.0005, "20 ms": 0.02, "150 ms": 0.15}

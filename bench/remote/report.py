@@ -117,7 +117,7 @@ order over 40 ms, and no more.
 
 """,
     "Unequal, time-varying connections, each for itself": """\
-As above, but without a common cap: a connection of the middle has 2 MB/s for itself at 150 ms and 1 MB/s at
+As above, but without a common cap: a connection of the middle has 2 MB/s for itself at 150 ms and 0.5 MB/s at
 20 ms, the worst ones half of that and the best ones twice as much. In strict order a batch waits for its slowest
 read. In arrival order it is complete when any ten reads have ended; if reads end independently of each other,
 the P99 of that time is 1.88 times its mean (a gamma distribution of ten), with whatever loader. Only larger

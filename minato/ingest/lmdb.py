@@ -36,7 +36,7 @@ class LMDBStore(SourceStore):
 
     def key(self, key: Any) -> bytes:
         """The key as bytes."""
-        return str(super().key(key)).encode()
+        return bytes(super().key(key), "utf-8")
 
     def write(self, chunk: int, items: Items) -> None:
         """Write a chunk in one transaction; one process writes at a time, and the others wait."""

@@ -34,10 +34,6 @@ class ParquetStore(Store):
     def __repr__(self) -> str:
         return f"ParquetStore({str(self._folder)!r})"
 
-    def key(self, key: Any) -> Any:
-        """The key as it is: text, or a number."""
-        return key
-
     def _path(self, chunk: int) -> Path:
         return self._folder / f"part-{chunk:06d}.parquet"
 

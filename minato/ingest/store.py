@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, ClassVar
 
 from minato.sources.base import KeyedSource
@@ -31,8 +32,15 @@ class Store:
     takes_rows: ClassVar[bool] = False
 
     def key(self, key: Any) -> Any:
-        """The key in this store of a sample that has one, or of which only the number is known."""
-        return key if isinstance(key, str) else f"{key:08d}"
+        """The key in this store of a sample that has one, or of which only the number is known.
+
+        Stores of bytes have text for keys; stores of rows have numbers and bytes too.
+        """
+        if isinstance(key, Integral):
+            return int(key) if self.takes_rows else f"{key:08d}"
+        if isinstance(key, bytes):
+            return key if self.takes_rows else key.decode()
+        return str(key)
 
     def write(self, chunk: int, items: Items) -> None:
         """Write a chunk; it is there when this returns."""

@@ -27,10 +27,6 @@ class TableStore(SourceStore):
         self._table = quoted(source._table)
         self._column = quoted(source._key)
 
-    def key(self, key: Any) -> Any:
-        """The key as it is: text, or a number."""
-        return key
-
     def _definition(self, items: Items) -> str:
         """The statement that makes the table."""
         key, row = items[0]

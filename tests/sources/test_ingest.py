@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,18 @@ def test_a_folder_by_its_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str
     source.close()
     ingest(source, copied, workers=1, journal=tmp_path / "other")
     assert SQLite(tmp_path / "copy.db", "samples").keys == source.keys
+
+
+def test_keys_of_every_kind() -> None:
+    for needed in ("lmdb", "obstore"):
+        pytest.importorskip(needed)
+    rows, values = open_store("sqlite:a.db"), open_store("file:///folder")
+    given = [3, np.int64(3), "a/b", b"c", uuid.UUID(int=5)]
+    assert [rows.key(key) for key in given] == [3, 3, "a/b", b"c", str(uuid.UUID(int=5))]
+    assert all(type(rows.key(key)) in (int, str, bytes) for key in given)
+    expected = ["00000003", "00000003", "a/b", "c", str(uuid.UUID(int=5))]
+    assert [values.key(key) for key in given] == expected
+    assert open_store("lmdb:a").key(3) == b"00000003"
 
 
 def test_what_went_wrong_in_the_store_is_found(tmp_path: Path) -> None:
