@@ -30,7 +30,6 @@ from minato.plan import Plan
 from minato.pools import make_pool
 from minato.scheduler.assignment import AnyWorker, RoundRobin
 from minato.scheduler.deaths import Deaths
-from minato.scheduler.dispatcher import Dispatcher
 from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import CostModel, Foresight, Record
@@ -42,14 +41,13 @@ from minato.scheduler.replicas import Replicas
 from minato.scheduler.roster import Roster
 from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
 from minato.scheduler.shortage import Shortage
-from minato.scheduler.traced import TracedDispatcher
 from minato.scheduler.traffic import Traffic
 from minato.scheduler.window import Window
 from minato.source.prediction import CostByIndex, Predictor
 from minato.stats.journal import Journal, Standing
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
-from minato.trace.loop import TracedJournal
+from minato.telling import parts_of
 from minato.workplace import Workplace
 
 __all__ = ["Engine", "Experience"]
@@ -150,7 +148,8 @@ class Engine:
         deaths = Deaths(plan.restarts, settles, Shortage(window))
         self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths)
         reader = BatchReader(self.ledger, self.arena, store)
-        self._staging = onto_device(plan.device, reader, self.ledger, self.arena, plan.pins_memory)
+        self._journal, staged_reader, dispatcher = parts_of(plan, experience.journal)
+        self._staging = onto_device(plan.device, reader, self.ledger, self.arena, staged_reader)
         self._reader = self._staging or reader
         self._ahead = plan.prefetch_to_device
         self._experience = experience
@@ -181,14 +180,7 @@ class Engine:
                 times,
                 None if self._foresight is None else self._foresight.resize,
             )
-        make: Callable[..., Dispatcher] = Dispatcher
-        self._journal: Journal | TracedJournal | None = experience.journal
-        if plan.lanes is not None:
-            lane = plan.lanes.loop()
-            self._journal = TracedJournal(experience.journal, lane)
-            doing = "load" if plan.num_workers == 0 else "wait"
-            make = functools.partial(TracedDispatcher, lane, doing)
-        self._dispatcher = make(
+        self._dispatcher = dispatcher(
             self.ledger,
             ready,
             self._pool if self._scaler is None else WatchedPool(self._pool, self._scaler),

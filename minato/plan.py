@@ -64,7 +64,6 @@ class Plan:
         lanes: Where the run tells what it does, None for nowhere.
         device: Where batches go, None for main memory.
         prefetch_to_device: How many go there before their turn.
-        pins_memory: The program copies them to a device by itself.
     """
 
     dataset: Any
@@ -101,7 +100,6 @@ class Plan:
     lanes: Lanes | None
     device: torch.device | None
     prefetch_to_device: int
-    pins_memory: bool
 
     @classmethod
     def of(cls, loader: Any, base_seed: int, num_workers: int, most_workers: int) -> Plan:
@@ -168,7 +166,6 @@ class Plan:
             lanes=None if loader._trace is None else loader._trace.take(),
             device=options.target,
             prefetch_to_device=options.prefetch_to_device,
-            pins_memory=bool(loader.pin_memory),
         )
 
     @property

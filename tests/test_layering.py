@@ -5,7 +5,7 @@ everything; ``stats`` knows ``_core``; ``trace`` knows ``stats``; a stage knows 
 ``stats`` and ``trace``; ``report`` knows ``stats``; ``caching``, ``integrations`` and ``sources`` know no stage;
 ``ingest`` uses the loader and ``sources``; only ``cached.py``, ``command.py``, ``distribution.py``, ``engine.py``,
 ``factories.py``, ``gauges.py``, ``ingesting.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``patching.py``,
-``plan.py``, ``pools.py``, ``slow_samples.py``, ``workplace.py`` and the package itself know all.
+``plan.py``, ``pools.py``, ``slow_samples.py``, ``telling.py``, ``workplace.py`` and the package itself know all.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ WIRING = {
     "plan",
     "pools",
     "slow_samples",
+    "telling",
     "workplace",
 }
 OPTIONAL = {"diskcache", "matplotlib", "nilearn", "rich"}

@@ -150,7 +150,7 @@ cdef class Records:
 
     def begun(self):
         """When each sample that a worker is on was begun, in ns on ``clock.now_ns``; the oldest first."""
-        cdef uint32_t worker
+        cdef int worker
         cdef list found = []
         for worker in range(self.header.num_workers):
             if mn_load_acquire_u64(&self.workers[worker].position):

@@ -15,7 +15,7 @@ from minato._core.ledger import Ledger
 from minato.assembler.arena import Arena, Slot
 from minato.assembler.page_locks import Mark
 from minato.assembler.reader import BatchReader
-from minato.delivery.accelerator import Accelerator, accelerator_of, page_locker
+from minato.delivery.accelerator import Accelerator, accelerator_of
 
 __all__ = ["StagedReader", "Upcoming", "leaves_moved", "onto_device"]
 
@@ -112,22 +112,24 @@ class StagedReader:
 
 
 def onto_device(
-    device: torch.device | None, reader: BatchReader, ledger: Ledger, arena: Arena, pins: bool
+    device: torch.device | None,
+    reader: BatchReader,
+    ledger: Ledger,
+    arena: Arena,
+    make: Callable[..., StagedReader] = StagedReader,
 ) -> StagedReader | None:
     """What reads batches onto a device, from page-locked slots if the device can make use of that.
 
     Args:
         device: None: they stay in main memory, and so there is no such reader.
-        pins: Whether the slots are page-locked then.
+        make: Makes it.
     """
     if device is None:
-        if pins and (locker := page_locker()) is not None:
-            arena.lock_pages(locker)
         return None
     accelerator = accelerator_of(device)
     if accelerator.locks_pages:
         arena.lock_pages(accelerator)
-    return StagedReader(reader, ledger, arena, accelerator)
+    return make(reader, ledger, arena, accelerator)
 
 
 def leaves_moved(data: Any, move: Callable[[Any], Any]) -> Any:

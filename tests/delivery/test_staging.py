@@ -11,7 +11,6 @@ import random
 import time
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -469,54 +468,16 @@ def test_leaves_and_containers() -> None:
 # ---- pin_memory -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def pinning(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """torch believes that it has an accelerator, and its ``pin_memory`` that locked memory is pinned."""
-    recorder, copied = Recorder(), []
-
-    def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-        if recorder.holds(tensor):
-            return tensor
-        copied.append(tensor)
-        return tensor.clone()
-
-    monkeypatch.setattr(staging, "page_locker", lambda: recorder)
+def test_a_device_and_pin_memory_do_not_pin_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    return SimpleNamespace(recorder=recorder, copied=copied)
-
-
-@each_method
-def test_pinned_batches_lie_where_the_workers_wrote_them(workers: Any, pinning: Any) -> None:
-    loader = DataLoader(Nested(12), 3, pin_memory=True, **workers)
-    for batch in loader:
-        assert pinning.recorder.holds(batch["pair"].image)
-        assert pinning.recorder.holds(batch["pair"].label)
-    assert pinning.copied == []
-
-
-def test_a_pinned_slot_waits_for_copies_that_the_program_has_asked_for(
-    pinning: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder = pinning.recorder
-    taken = watch_slots(recorder, monkeypatch)
-    chance = random.Random(2)
-    loader = DataLoader(Filled(90, 20, 30), 3, pin_memory=True, num_workers=2, prefetch_factor=2)
-    batches = []
-    for batch in loader:
-        batches.append(recorder.queue(batch))
-        if chance.random() < 0.5:
-            recorder.run(chance.randint(recorder.ran, len(recorder.copies)))
-    recorder.run()
-    assert together(indices_of(batches)) == list(range(90))
-    assert len(set(taken)) < len(taken)
-
-
-def test_a_device_and_pin_memory_do_not_pin_twice(pinning: Any) -> None:
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda tensor, device=None: copied.append(tensor)
+    )
     batches = [*DataLoader(Filled(6, 4, 5), 3, pin_memory=True, device="meta")]
     assert all(batch.is_meta for batch in batches)
-    assert pinning.copied == []
+    assert copied == []
 
 
 # ---- without a device -----------------------------------------------------------------------

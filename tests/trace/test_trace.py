@@ -21,12 +21,14 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from minato import DataLoader
 from minato._core.clock import now_ns
+from minato.delivery import staging
 from minato.stats.journal import Standing
 from minato.trace import lanes as lanes_module
 from minato.trace.file import EventFile
 from minato.trace.lanes import Lane
 from minato.trace.loop import TracedJournal
 from tests.datasets import Filled, Numbers, Sleepy, double, plus_one, wait_until
+from tests.delivery.recorder import Recorder
 from tests.trace.events import check_nesting, lanes, names, parents, read, samples
 
 SIZE, BATCH = 24, 4
@@ -410,3 +412,20 @@ def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.autograd.profiler, "record_function", refuse)
     loader: Any = DataLoader(Filled(8, 2), 4)
     assert len([np.asarray(batch) for batch in loader]) == 2
+
+
+def test_copies_to_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(staging, "accelerator_of", lambda device: recorder)
+    path = tmp_path / "run.json"
+    loader: Any = DataLoader(Filled(SIZE, 8), BATCH, num_workers=1, device="meta", trace=path)
+    for number, _ in enumerate(loader):
+        if number % 2:
+            recorder.run()
+    del loader
+    events = read(path)
+    check_nesting(events)
+    sends = parents(lanes(events)["training loop"], "send to device")
+    assert len(sends) == SIZE // BATCH
+    assert set(sends) <= {"next()", "read"}
+    assert 0 < names(events, "b")["copy to device"] <= SIZE // BATCH
