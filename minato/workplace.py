@@ -120,7 +120,7 @@ class Workplace:
         first = max(self.plan.most_workers, 1)
         if number < first:
             return Roster(*memory)
-        return Standby(*memory, ledger, first, self.meters(number).late)
+        return Standby(*memory, ledger, first, self.meters(number).stand_in)
 
     def writer(
         self,

@@ -118,9 +118,11 @@ def test_a_second_interrupt_leaves_nothing_either(kind: str) -> None:
         time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == -signal.SIGINT
+    # 1 if the second one comes while Python tells of the first. What it meets in a finalizer, Python says it ignores.
+    assert process.returncode in (-signal.SIGINT, 1)
     first, *tracebacks = err.split("Traceback (most recent call last)")
-    assert first == ""
+    assert first == "" or first.startswith("Exception ignored in: ")
+    assert tracebacks
     assert all("KeyboardInterrupt" in one for one in tracebacks)
 
 

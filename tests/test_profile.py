@@ -38,7 +38,7 @@ def test_a_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
         "deferred",
         "aside",
         "room",
-        "late",
+        "stand_in",
     ]
     known = threshold_ns(loader(order="fast_first", profile=folder))
     assert 1_000_000 < known < 10_000_000

@@ -191,7 +191,7 @@ def _slowness(notes: EpochNotes) -> Slowness:
     if decision is not None:
         threshold_ns, percentile, share, phase = decision
     deferred, aside = _histogram(readings, "deferred"), _histogram(readings, "aside")
-    late, lag = _histogram(readings, "late"), _histogram(readings, "lag")
+    stand_in, lag = _histogram(readings, "stand_in"), _histogram(readings, "lag")
     return Slowness(
         phase,
         threshold_ns / 1e9,
@@ -200,8 +200,8 @@ def _slowness(notes: EpochNotes) -> Slowness:
         deferred.count,
         aside.count,
         aside.percentile(0.99) / 1e9,
-        late.count,
-        late.percentile(0.99) / 1e9,
+        stand_in.count,
+        stand_in.percentile(0.99) / 1e9,
         lag.percentile(0.5),
         lag.max,
     )

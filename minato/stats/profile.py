@@ -19,7 +19,7 @@ from minato.stats.summary import Summary, from_words, merged, to_words
 
 __all__ = ["Meters", "Profile", "fingerprint"]
 
-_FIXED = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "aside", "room", "late")
+_FIXED = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "aside", "room", "stand_in")
 _FORMAT = 1
 _PLAIN = (str, int, float, bool, type(None))
 _LONGEST_TEXT = 1000
@@ -38,7 +38,7 @@ class Meters:
         deferred: How long samples had run in ns when they were set aside.
         aside: How long they then lay there in ns.
         room: Pauses in ns during which the consumer had enough, so that nothing was left to begin.
-        late: If it is a standby worker, how many ns after a deadline it stepped in.
+        stand_in: If it is a standby worker, how many ns after a deadline it stepped in.
         steps: Time of each transform in ns.
         slowest: The samples that took longest.
 
@@ -52,9 +52,9 @@ class Meters:
         nbytes = self.nbytes(num_steps)
         memory = memoryview(bytearray(nbytes) if buffer is None else buffer).cast("B")
         self.all = [Histogram(memory[i * NBYTES : (i + 1) * NBYTES]) for i in range(count)]
-        """In this order: total, cpu, size, transforms, dataset, deferred, aside, room, late, then the steps."""
+        """In this order: total, cpu, size, transforms, dataset, deferred, aside, room, stand_in, then the steps."""
         self.total, self.cpu, self.size, self.transforms, self.dataset, *rest = self.all
-        self.deferred, self.aside, self.room, self.late, *self.steps = rest
+        self.deferred, self.aside, self.room, self.stand_in, *self.steps = rest
         self.slowest = Slowest(memory[count * NBYTES :])
 
     @staticmethod
