@@ -43,7 +43,17 @@ def test_workers_are_added_up_by_part():
     sample(workers[1], 3000, 22)
     profile = Profile(STEPS)
     profile.update(workers)
-    fixed = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "aside", "room", "stand_in")
+    fixed = (
+        "total",
+        "cpu",
+        "bytes",
+        "transforms",
+        "dataset",
+        "deferred",
+        "aside",
+        "room",
+        "stand_in",
+    )
     assert profile.names == (*fixed, "0 Crop", "1 Flip")
     assert profile.mean_step_ns == [2000, 21]
     assert profile.run["total"].max == 3032
