@@ -51,11 +51,13 @@ class Reservoir:
             samples: Gives ``(position, key, cost in ns, bytes)`` of each; asked only if one is taken.
             lag_of: Tells by how many batches the sample at a position is late.
         """
-        for slot in self._slots():
-            there = samples()
-            if not there:
-                return
-            position, key, cost_ns, nbytes = there[self._random.randrange(len(there))]
+        slots = self._slots()
+        if not slots:
+            return
+        there = samples()
+        # None twice: a small batch must not count for more than it holds.
+        chosen = self._random.sample(there, min(len(slots), len(there)))
+        for slot, (position, key, cost_ns, nbytes) in zip(slots, chosen, strict=False):
             row = Arrived(key, lag_of(position), cost_ns, nbytes)
             if slot < len(self.rows):
                 self.rows[slot] = row

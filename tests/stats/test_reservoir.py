@@ -29,10 +29,16 @@ def test_rows_are_those_of_the_samples() -> None:
         assert 0 <= row.key < 7 * 160
 
 
+def test_no_sample_of_a_batch_is_taken_twice() -> None:
+    reservoir, asked = fed(10, size=4)
+    assert sorted(row.key for row in reservoir.rows) == [7 * number for number in range(40)]
+    assert asked == 10
+
+
 def test_memory_is_bounded_and_late_batches_are_rarely_looked_at() -> None:
     reservoir, asked = fed(20_000)
     assert len(reservoir.rows) == 4096
-    assert asked < 8 * 4096  # 8 · 512 at first, then fewer and fewer of 160000
+    assert asked < 10_000  # all of the first 512, then fewer and fewer
 
 
 def test_early_and_late_batches_are_as_likely() -> None:
