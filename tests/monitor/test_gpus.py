@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -86,11 +87,19 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def side_processes() -> list[psutil.Process]:
-    return [
-        each
-        for each in psutil.Process().children()
-        if any("sampler.py" in part for part in each.cmdline())
-    ]
+    found = []
+    for each in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if any("sampler.py" in part for part in each.cmdline()):
+                found.append(each)
+    return found
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.mark.parametrize(
@@ -167,7 +176,7 @@ def test_it_ends_with_the_process_that_started_it(driver: Path) -> None:
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    until(lambda: not side.is_running() or side.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: has_ended(side))
 
 
 def test_the_report_tells_of_them(driver: Path) -> None:
