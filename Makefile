@@ -82,7 +82,7 @@ bench: build  ## compare with torch's loader, and the compiled with the pure cor
 	$(PY) -m bench.macro $(if $(SHORT),--short)
 	$(PY) -m bench.micro $(if $(SHORT),--short)
 
-bench-peers: build  ## compare with other projects' loaders, installed in build/peers (half an hour, 8 GB)
+bench-peers: build  ## compare with other projects' loaders, installed in build/peers (9 GB)
 	$(PY) -m bench.peers $(if $(SHORT),--short)
 
 sdist: $(INSTALLED)  ## source distribution in dist/

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import statistics
@@ -37,6 +38,26 @@ def environment() -> dict[str, str]:
         "load average before": load_average(),
         "sleeping 1 ms takes": f"{1e3 * sleep_cost_s(0.001):.2f} ms",
     }
+
+
+def finish(lines: list[str], conditions: dict[str, str], page: Path | None) -> None:
+    """End a page with the conditions it was measured under, and write it if there is a file for it."""
+    conditions["load average after"] = load_average()
+    lines += ["", "|  |  |", "| --- | --- |"]
+    lines += [f"| {name} | {value} |" for name, value in conditions.items()]
+    if page is not None:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text("\n".join(lines) + "\n")
+        print(f"written: {page}")
+
+
+def options_of(name: str, about: str, repeats: int) -> argparse.ArgumentParser:
+    """A parser of what the benchmarks have in common: ``--short``, ``--repeats`` and ``--out``."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=about)
+    parser.add_argument("--short", action="store_true", help="a smoke run: too short to judge by")
+    parser.add_argument("--repeats", type=int, default=repeats, metavar="N")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the report goes")
+    return parser
 
 
 def usable_cores() -> int:

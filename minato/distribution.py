@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -56,10 +56,10 @@ class Distribution:
                 raise ValueError(f"devices={devices!r} is empty: give a device for each consumer")
 
         def open_epoch() -> Iterator[Any]:
-            batches: Any = iter(self)  # type: ignore[call-overload]
+            batches = iter(cast(Iterable[Any], self))
             if locker is not None and isinstance(batches, BatchIterator):
-                batches._source.arena.lock_pages(locker)  # type: ignore[union-attr]
-            return cast(Iterator[Any], batches)
+                batches.lock_pages(locker)
+            return batches
 
         group = Group(open_epoch)
         consumers = tuple(Consumer(group, place) for place in places)

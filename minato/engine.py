@@ -17,6 +17,7 @@ from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato.assembler.arena import Arena
+from minato.assembler.page_locks import PageLocker
 from minato.assembler.reader import BatchReader
 from minato.assembler.transport import LocalStore, SharedStore
 from minato.chain.chain import Chain
@@ -335,6 +336,10 @@ class Engine:
         """Learn how long it took to pin the batch that ``next`` returned."""
         if self._journal is not None:
             self._journal.pinned(duration_ns)
+
+    def lock_pages(self, locker: PageLocker) -> None:
+        """Keep the memory of batches in place, for a device that reads from there."""
+        self.arena.lock_pages(locker)
 
     def _note_state(self, replicas: Replicas, record: int) -> None:
         state = self._reader.state(record)

@@ -69,7 +69,7 @@ class PadCollate:
         """The batch."""
         return self._collated(samples, None)
 
-    def _collated(self, samples: Sequence[Any], name: Any) -> Any:
+    def _collated(self, samples: Any, name: Any) -> Any:
         first = samples[0]
         if isinstance(first, Mapping):
             batch = {key: self._collated([each[key] for each in samples], key) for key in first}
@@ -84,4 +84,4 @@ class PadCollate:
         if isinstance(first, (torch.Tensor, np.ndarray)) and first.ndim:
             value = self.value.get(name, 0) if isinstance(self.value, Mapping) else self.value
             return pad_stack(samples, value, self.multiple_of)[0]
-        return default_collate(samples)  # type: ignore[arg-type]
+        return default_collate(samples)

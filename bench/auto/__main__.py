@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 from bench import record
@@ -69,14 +67,8 @@ def compare(load: Load, scale: float, repeats: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.auto",
-        description="Compare a number of workers that changes with the best fixed one.",
-    )
-    parser.add_argument("--short", action="store_true", help="a smoke run: too short to judge by")
-    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write auto.md there")
-    options = parser.parse_args(arguments)
+    about = "Compare a number of workers that changes with the best fixed one."
+    options = record.options_of("bench.auto", about, REPEATS).parse_args(arguments)
     warnings.filterwarnings("ignore", "This DataLoader will create")
     conditions = record.environment()
     scale, repeats = (0.05, 1) if options.short else (1.0, options.repeats)
@@ -94,13 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     for load in LOADS:
         lines.append(compare(load, scale, repeats))
         print(lines[-1], flush=True)
-    conditions["load average after"] = record.load_average()
-    lines += ["", "|  |  |", "| --- | --- |"]
-    lines += [f"| {name} | {value} |" for name, value in conditions.items()]
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "auto.md").write_text("\n".join(lines) + "\n")
-        print(f"written: {options.out}/auto.md")
+    record.finish(lines, conditions, options.out and options.out / "auto.md")
     return 0
 
 

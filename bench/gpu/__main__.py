@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -149,16 +147,11 @@ def row(training: Training, contender: Contender, runs: list[Run]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu",
-        description="Train small networks on a GPU from torch's loader and minato's. Without a GPU, on the processor.",
-    )
-    parser.add_argument("--short", action="store_true", help="a smoke run: too short to judge by")
-    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N")
+    about = "Train small networks on a GPU from torch's loader and minato's. Without a GPU, on the processor."
+    parser = record.options_of("bench.gpu", about, REPEATS)
     parser.add_argument(
         "--workers", type=int, default=max(record.usable_cores() - 1, 1), metavar="N"
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write gpu.md there")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", "This DataLoader will create")
     on_gpu = torch.cuda.is_available()
@@ -190,13 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
         for contender in CONTENDERS:
             lines.append(row(training, contender, runs[contender]))
             print(lines[-1], flush=True)
-    conditions["load average after"] = record.load_average()
-    lines += ["", "|  |  |", "| --- | --- |"]
-    lines += [f"| {name} | {value} |" for name, value in conditions.items()]
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "gpu.md").write_text("\n".join(lines) + "\n")
-        print(f"written: {options.out / 'gpu.md'}")
+    record.finish(lines, conditions, options.out and options.out / "gpu.md")
     return 0
 
 

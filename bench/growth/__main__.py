@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from pathlib import Path
 
 from bench import record
 from bench.growth import report
@@ -19,11 +17,10 @@ SAMPLE_BYTES = (4096, 602112)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.growth", description=__doc__)
-    parser.add_argument("--short", action="store_true", help="small sizes: a smoke run")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the report goes")
-    options = parser.parse_args(arguments)
+    about = (
+        "Show how cost grows with the work, how long a cold start takes, and what memory is used."
+    )
+    options = record.options_of("bench.growth", about, 3).parse_args(arguments)
     repeats = 1 if options.short else options.repeats
     conditions = record.environment()
     results = report.Results()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -22,11 +21,7 @@ _RUN_S = 120.0
 
 def main() -> int:
     """Run everything; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.ladder", description=__doc__)
-    parser.add_argument("--short", action="store_true", help="one run of each; writes nothing")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="folder for ladder.md (docs/benchmarks)")
-    given = parser.parse_args()
+    given = record.options_of("bench.ladder", __doc__ or "", 3).parse_args()
     repeats = 1 if given.short else given.repeats
     conditions = record.environment()
     pythons, notes = {"minato": Path(sys.executable)}, {}

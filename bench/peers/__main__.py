@@ -138,15 +138,10 @@ def _trial(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.peers",
-        description="Compare minato with other loaders, each installed in an environment of its own.",
-    )
-    parser.add_argument("--short", action="store_true", help="small rows: a smoke run")
+    about = "Compare minato with other loaders, each installed in an environment of its own."
+    parser = record.options_of("bench.peers", about, 3)
     parser.add_argument("--peers", type=_names, default=list(PEERS), metavar="NAME,...")
     parser.add_argument("--rows", type=_names, default=list(ROWS), metavar="NAME,...")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the report goes")
     return parser
 
 

@@ -140,13 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     for load in LOADS:
         lines.append(compare(load, rounds, pairs, speed))
         print(lines[-1], flush=True)
-    conditions["load average after"] = record.load_average()
-    lines += ["", "|  |  |", "| --- | --- |"]
-    lines += [f"| {name} | {value} |" for name, value in conditions.items()]
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "profiler.md").write_text("\n".join(lines) + "\n")
-        print(f"written: {options.out}/profiler.md")
+    record.finish(lines, conditions, options.out and options.out / "profiler.md")
     return 0
 
 

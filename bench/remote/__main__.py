@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import warnings
 from pathlib import Path
 
+from bench import record
 from bench.remote import report
 from bench.remote.proxy import Link, Proxy
 from bench.remote.store import Store
@@ -22,11 +22,7 @@ LATENCIES_S = {"< 1 ms": 0.0005, "20 ms": 0.02, "150 ms": 0.15}
 
 def main() -> int:
     """Run everything; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.remote", description=__doc__)
-    parser.add_argument("--short", action="store_true", help="a smoke run; writes nothing")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="folder for remote.md (docs/benchmarks)")
-    given = parser.parse_args()
+    given = record.options_of("bench.remote", __doc__ or "", 3).parse_args()
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     repeats, longest_s = (1, 1.0) if given.short else (given.repeats, 4.0)
     sections = report.Sections()
@@ -57,7 +53,7 @@ def main() -> int:
                     place = folder / f"cache-{reads}"
                     sections.add_cache(label, reads, *epochs_with_cache(proxy.port, place, reads))
     text = sections.text(" ".join(["python -m bench.remote", *sys.argv[1:]]))
-    out = given.out or (None if given.short else Path("docs/benchmarks"))
+    out = given.out or (None if given.short else record.ROOT / "docs" / "benchmarks")
     if out is None:
         print(text)
     else:

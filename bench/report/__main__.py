@@ -16,7 +16,6 @@ import termios
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -166,28 +165,15 @@ def costs(options: argparse.Namespace) -> tuple[list[str], bool]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.report",
-        description="Measure what the report costs, and whether following its advice helps.",
-    )
-    parser.add_argument("--short", action="store_true", help="a smoke run: too short to judge by")
-    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N")
+    about = "Measure what the report costs, and whether following its advice helps."
+    parser = record.options_of("bench.report", about, REPEATS)
     parser.add_argument("--only", metavar="NAME", help="one workload, or: cost")
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="write report.md or report-cost.md there"
-    )
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", "This DataLoader will create")
     conditions = record.environment()
     lines, good = (costs if options.only == "cost" else advices)(options)
-    conditions["load average after"] = record.load_average()
-    lines += ["", "|  |  |", "| --- | --- |"]
-    lines += [f"| {name} | {value} |" for name, value in conditions.items()]
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        page = options.out / ("report-cost.md" if options.only == "cost" else "report.md")
-        page.write_text("\n".join(lines) + "\n")
-        print(f"written: {page}")
+    name = "report-cost.md" if options.only == "cost" else "report.md"
+    record.finish(lines, conditions, options.out and options.out / name)
     return 0 if good or options.short else 1
 
 

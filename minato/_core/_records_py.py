@@ -6,6 +6,7 @@ the segment's descriptor, which the kernel releases when its holder dies, so a k
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +17,8 @@ import numpy as np
 from minato._core._wait_py import Gate
 from minato._core.codes import KIND_MASK, NUM_PASSES, RAGGED
 
-try:
+if sys.platform != "win32":  # which has threads only
     import fcntl
-except ImportError:  # Windows has threads only
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Records"]
 
@@ -160,11 +159,11 @@ class Records:
         with self._thread_lock:
             self._depth += 1
             try:
-                if self._depth == 1 and self._lock_fd >= 0 and fcntl is not None:
+                if self._depth == 1 and self._lock_fd >= 0 and sys.platform != "win32":
                     fcntl.lockf(self._lock_fd, fcntl.LOCK_EX)
                 yield
             finally:
-                if self._depth == 1 and self._lock_fd >= 0 and fcntl is not None:
+                if self._depth == 1 and self._lock_fd >= 0 and sys.platform != "win32":
                     fcntl.lockf(self._lock_fd, fcntl.LOCK_UN)
                 self._depth -= 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -27,31 +28,32 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class Store:
+class Store(ABC):
     """Where objects lie between the worker that makes them and whoever collates or delivers them."""
 
+    @abstractmethod
     def put(self, allocate: Allocate, value: Any, purpose: Purpose = "sample") -> tuple[int, int]:
         """Keep an object; returns ``(offset, nbytes)``, a multiple of 64 and what ``get`` needs beside it.
 
         Args:
             purpose: What the object is (see ``SidePickler``).
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def get(self, offset: int, nbytes: int, lease: Any = None) -> Any:
         """The object kept at ``offset``.
 
         Args:
             lease: Memory of the slot that the object's arrays may view; None: they are copies.
         """
-        raise NotImplementedError
 
     def peek(self, offset: int, nbytes: int) -> Any:
         """A copy of, or a reference to, the object; it stays."""
         return self.get(offset, nbytes)
 
+    @abstractmethod
     def drop(self, offset: int) -> None:
-        """Forget an object that nobody will fetch. What lies in the arena goes with its slot."""
+        """Forget an object that nobody will fetch."""
 
 
 class SharedStore(Store):
@@ -87,6 +89,9 @@ class SharedStore(Store):
             start, size = _SPAN.unpack_from(whole, _COUNT.size + i * _SPAN.size)
             parts.append(whole[start : start + size])
         return pickle.loads(parts[0], buffers=parts[1:])
+
+    def drop(self, offset: int) -> None:
+        """Nothing is to be done: what lies in the arena goes with its slot."""
 
 
 def _spanning(lease: np.ndarray[Any, Any], memory: np.ndarray[Any, Any]) -> memoryview:

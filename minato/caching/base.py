@@ -6,6 +6,7 @@ import hashlib
 import io
 import pickle
 import threading
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 from minato._counters import Counters
@@ -38,7 +39,7 @@ class CacheReport(NamedTuple):
         return self.hits / max(self.hits + self.misses, 1)
 
 
-class Cache:
+class Cache(ABC):
     """Keeps samples up to a quota; what comes when it is full is not kept, and nothing makes way for it.
 
     In epochs every sample comes once in turn, so that a cache which evicts would throw away what is needed next.
@@ -72,15 +73,17 @@ class Cache:
         self.__dict__.update(state)
         self._lock = threading.Lock()
 
+    @abstractmethod
     def _load(self, key: bytes) -> bytes | None:
-        raise NotImplementedError
+        """The entry, or None."""
 
+    @abstractmethod
     def _store(self, key: bytes, entry: bytes) -> int:
         """Keep an entry; returns how many bytes were added, or -1 if the quota does not allow it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _drop(self, key: bytes) -> None:
-        raise NotImplementedError
+        """Keep an entry no longer."""
 
     def get(self, key: bytes) -> tuple[bool, Any]:
         """``(True, sample)``, or ``(False, None)`` if it is not there or not whole."""

@@ -113,7 +113,7 @@ class PythonByCall:
 
 def python_generator() -> GlobalGenerator:
     """Return the generator behind the functions of ``random``."""
-    generator = random.random.__self__  # type: ignore[attr-defined]
+    generator = random._inst
     offset = _python_position_offset()
     if offset is None or type(generator) is not random.Random:
         return PythonByCall(generator)

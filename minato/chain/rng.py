@@ -170,7 +170,7 @@ class SampleRandomness:
             self._all = attached
 
 
-def key_word(key: object) -> int:
+def key_word(key: Any) -> int:
     """Return the integer that stands for a sample's key; the same in every process.
 
     Integers, numpy's and one-element tensors included, stand for themselves. Anything else becomes
@@ -178,7 +178,7 @@ def key_word(key: object) -> int:
     what cannot is known by its ``repr``.
     """
     try:
-        return operator.index(key)  # type: ignore[arg-type]
+        return operator.index(key)
     except TypeError:
         return int.from_bytes(_digest(key), "little")
 

@@ -59,7 +59,7 @@ class Group:
         self._news = (
             threading.Condition()
         )  # re-entrant: the garbage collector may have a seat left inside it
-        self._fetching = False
+        self._fetcher: threading.Thread | None = None
         self._seats: list[_Seat] = []
         self._waiting: deque[_Seat] = deque()
         self._left_over: deque[_Outcome] = deque()
@@ -75,8 +75,8 @@ class Group:
             RuntimeError: Those that are in the last epoch wait for this very thread.
         """
         with self._news:
-            while passes > self._epoch and (self._fetching or self._others()):
-                if not self._fetching and all(
+            while passes > self._epoch and (self._fetching() or self._others()):
+                if not self._fetching() and all(
                     seat.thread is threading.current_thread() for seat in self._others()
                 ):
                     raise RuntimeError(
@@ -91,6 +91,10 @@ class Group:
             seat = _Seat(self._epoch)
             self._seats.append(seat)
             return seat
+
+    def _fetching(self) -> bool:
+        """Whether somebody is fetching a batch: a thread that is gone is not."""
+        return self._fetcher is not None and self._fetcher.is_alive()
 
     def _others(self) -> list[_Seat]:
         """Seats that somebody uses in an epoch that is not over."""
@@ -116,8 +120,8 @@ class Group:
                         seat.inbox.append(self._left_over.popleft())
                     elif seat.epoch != self._epoch or self._over:
                         raise StopIteration
-                    elif self._fetching:
-                        self._news.wait()
+                    elif self._fetching():
+                        self._news.wait(_LIVENESS_S)
                     else:
                         self._fetch()
             finally:
@@ -129,7 +133,7 @@ class Group:
 
     def _fetch(self) -> None:
         """Fetch a batch for whoever has waited longest."""
-        self._fetching = True
+        self._fetcher = threading.current_thread()
         outcome: _Outcome | None = None
         self._news.release()
         try:
@@ -140,7 +144,7 @@ class Group:
             outcome = _Outcome(None, error)
         finally:
             self._news.acquire()
-            self._fetching = False
+            self._fetcher = None
             self._news.notify_all()
         if outcome is None:
             self._over, self._batches = True, iter(())

@@ -11,6 +11,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from minato._core.clock import now_ns
 from minato._ranges import in_profile
+from minato.assembler.page_locks import PageLocker
 
 __all__ = ["BatchIterator", "BatchSource", "Pass"]
 
@@ -38,6 +39,9 @@ class BatchSource(Protocol):
 
     def pinned(self, duration_ns: int) -> None:
         """Learn how long it took to pin it."""
+
+    def lock_pages(self, locker: PageLocker) -> None:
+        """Keep the memory of batches in place, for a device that reads from there."""
 
     def shut_down(self) -> Any:
         """End the workers."""
@@ -152,6 +156,11 @@ class BatchIterator(_BaseDataLoaderIter):
                 batch = _utils.pin_memory.pin_memory(batch, self._pin_memory_device)
             self._source.pinned(now_ns() - begun_ns)
         return batch
+
+    def lock_pages(self, locker: PageLocker) -> None:
+        """Keep the memory of batches in place, for a device that reads from there."""
+        if self._source is not None:
+            self._source.lock_pages(locker)
 
     def _shutdown_workers(self) -> None:
         # Programs call this method of torch's iterator to end persistent workers early.

@@ -141,6 +141,7 @@ def leaves_moved(data: Any, move: Callable[[Any], Any]) -> Any:
         return move(data)
     if isinstance(data, (str, bytes)):
         return data
+    make: Any = type(data)  # which may take something else, and raises TypeError then
     if isinstance(data, collections.abc.Mapping):
         moved = {key: leaves_moved(value, move) for key, value in data.items()}
         try:
@@ -148,12 +149,12 @@ def leaves_moved(data: Any, move: Callable[[Any], Any]) -> Any:
                 clone = copy.copy(data)  # of a type that may have more to it than its items
                 clone.update(moved)
                 return clone
-            return type(data)(moved)  # type: ignore[call-arg]
+            return make(moved)
         except TypeError:
             return moved
     if isinstance(data, tuple):
         items = [leaves_moved(value, move) for value in data]
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+        return make(*items) if hasattr(data, "_fields") else make(items)
     if isinstance(data, collections.abc.Sequence):
         items = [leaves_moved(value, move) for value in data]
         try:
@@ -162,7 +163,7 @@ def leaves_moved(data: Any, move: Callable[[Any], Any]) -> Any:
                 for number, item in enumerate(items):
                     changed[number] = item
                 return changed
-            return type(data)(items)  # type: ignore[call-arg]
+            return make(items)
         except TypeError:
             return items
     return data

@@ -13,6 +13,9 @@ from minato.errors import MinatoError
 __all__ = ["Done", "Journal", "JournalError"]
 
 
+_LOOK_EVERY_S = 0.05
+
+
 class JournalError(MinatoError, ValueError):
     """A journal belongs to something else, or somebody is writing it."""
 
@@ -63,7 +66,7 @@ class Journal:
                     raise JournalError(
                         f"another ingest is writing {path}: wait for its end"
                     ) from None
-            time.sleep(0.05)
+            time.sleep(_LOOK_EVERY_S)  # flock() itself knows no time limit
 
     def _read(self, path: Path, about: dict[str, Any]) -> None:
         self._file.seek(0)

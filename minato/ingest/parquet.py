@@ -54,6 +54,9 @@ class ParquetStore(Store):
         rows = {row.pop(self._key): row for row in pq.read_table(self._path(chunk)).to_pylist()}
         return [as_row(rows[key]) for key in keys]
 
+    def close(self) -> None:
+        """Nothing is left open."""
+
 
 def from_url(url: str, table: str, password: Env | None) -> Any:
     """``parquet:FOLDER``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ class Unknown(ValueError):
     """A URL names no store that can be written; the message says what could be."""
 
 
-class Store:
+class Store(ABC):
     """Takes chunks of samples. What is written again replaces what was there, so that nothing is there twice.
 
     Like a source, it can be forked and pickled, and opens its connections in the process that writes.
@@ -42,14 +43,15 @@ class Store:
             return key if self.takes_rows else key.decode()
         return str(key)
 
+    @abstractmethod
     def write(self, chunk: int, items: Items) -> None:
         """Write a chunk; it is there when this returns."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, chunk: int, keys: Sequence[Any]) -> list[Any]:
         """What lies under the keys of a chunk."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """Close the connections of this process."""
 

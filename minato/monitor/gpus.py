@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from minato.monitor import sampler
@@ -17,6 +18,8 @@ __all__ = ["GpuWatch", "gpu_watch"]
 
 _DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Where a driver shows itself, on Linux and under Windows."""
+_GRACE_S = 5.0
+"""How long the end of the process is waited for."""
 
 
 class GpuWatch:
@@ -84,5 +87,8 @@ def _started() -> GpuWatch | None:
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
     if os.getpid() == owner:  # and no forked child's copy
-        process.terminate()
-        process.wait()
+        process.kill()  # it has nothing to put in order
+        with suppress(
+            subprocess.TimeoutExpired
+        ):  # a driver that hangs does not even let it be killed
+            process.wait(_GRACE_S)

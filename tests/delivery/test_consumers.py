@@ -123,6 +123,27 @@ def test_none_gets_two_while_another_waits() -> None:
     assert log == [0, 1, 2, 0, 1, 2]
 
 
+def test_a_thread_that_ended_while_it_fetched_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_LIVENESS_S", 0.05)
+    (consumer,) = DataLoader(Numbers(8), 2).consumers(1)
+    part = iter(consumer)
+    fetching = threading.Event()
+    gone = threading.Thread(target=fetching.wait, args=(20,))
+    gone.start()
+    consumer._group._fetcher = gone
+    found: list[list[int]] = []
+    waiting = threading.Thread(target=lambda: found.append(flat(part)))
+    waiting.start()
+    waiting.join(0.2)
+    assert found == []  # as long as it is there
+    fetching.set()
+    waiting.join(20)
+    assert found == [[*range(8)]]
+    gone.join()
+
+
 @each_method
 def test_what_one_leaves_is_for_the_others(workers: Any) -> None:
     loader = DataLoader(Numbers(60), 2, **workers)

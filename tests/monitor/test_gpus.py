@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -177,6 +178,21 @@ def test_it_ends_with_the_process_that_started_it(driver: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     until(lambda: has_ended(side))
+
+
+class Stuck(subprocess.Popen[bytes]):
+    """A process in the hands of a driver that hangs."""
+
+    def kill(self) -> None:
+        pass
+
+
+def test_one_that_cannot_be_ended_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "_GRACE_S", 0.01)
+    with Stuck([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        gpus._end(process, os.getpid())
+        assert process.poll() is None
+        subprocess.Popen.kill(process)
 
 
 def test_the_report_tells_of_them(driver: Path) -> None:

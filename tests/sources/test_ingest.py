@@ -306,6 +306,12 @@ class Refusing(Store):
     def write(self, chunk: int, items: Any) -> None:
         raise SourceError(f"no room for {items[0][0]}")
 
+    def read(self, chunk: int, keys: Any) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize("method", ["process", "thread"])
 def test_errors_name_keys_and_stop(tmp_path: Path, method: str) -> None:
