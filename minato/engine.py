@@ -130,6 +130,7 @@ class Engine:
             store,
             policy=plan.policy,
         )
+        workplace.furnish()
         roster = workplace.roster(self.ledger)
         roster.want(max(plan.most_workers, 1))
         self.meters = [workplace.meters(number) for number in range(sizes[0])]
@@ -368,9 +369,9 @@ class Engine:
         self._looked_ns, elapsed_s = now, (now - self._started_ns) / 1e9
         if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
-            self._experience.decision = self.timeouts.observe(
-                times, elapsed_s, [now - begun_ns for begun_ns in self.ledger.begun()]
-            )
+            running_ns = [now - begun_ns for begun_ns in self.ledger.begun()]
+            parked = sum(meters.deferred.count - meters.aside.count for meters in self.meters)
+            self._experience.decision = self.timeouts.observe(times, elapsed_s, running_ns, parked)
             self.ledger.slow_ns = self._experience.decision.threshold_ns
             self._experience.costs = self.timeouts.recent
             if self._foresight is not None:

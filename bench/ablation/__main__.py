@@ -18,10 +18,11 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from bench import record
-from bench.ablation.work import LOADS, Load
+from bench.ablation.work import FEW, LOADS, InTurn, Load
 from minato import DataLoader
 from minato.chain.chain import Chain
 from minato.plan import Plan
+from minato.workplace import Workplace
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Step:
         leaves: whether slow samples are left between transforms.
         foresees: whether samples that were slow before begin early.
         more: workers besides the load's own.
+        foretold: whether the order of the next epoch is known, so that it begins in the one before it.
     """
 
     label: str
@@ -41,6 +43,7 @@ class Step:
     leaves: bool = False
     foresees: bool = False
     more: int = 0
+    foretold: bool = True
 
 
 STANDBY = 2
@@ -114,13 +117,13 @@ def only(step: Step) -> Iterator[None]:
 
 def run(load: Load, step: Step, seed: int) -> Reading:
     """All epochs of one load by one configuration; every sample must come once in each."""
-    shared = {
+    shared: dict[str, Any] = {
         "batch_size": load.batch_size,
         "num_workers": load.workers + step.more,
-        "shuffle": True,
         "persistent_workers": True,
     }
     dataset, waits_s = load.make(), []
+    shared |= {"sampler": InTurn(len(dataset))} if load.in_turn else {"shuffle": True}
     torch.manual_seed(seed)
     begun = perf_counter()
     with only(step):
@@ -128,9 +131,8 @@ def run(load: Load, step: Step, seed: int) -> Reading:
         if step.options is None:
             loader = TorchLoader(Composed(dataset, load.chain), **shared)
         else:
-            loader = DataLoader(
-                dataset, transforms=list(load.chain), seed=seed, **shared, **step.options
-            )
+            shared["seed"] = seed if step.foretold else None
+            loader = DataLoader(dataset, transforms=list(load.chain), **shared, **step.options)
         for _ in range(load.epochs):
             labels: list[int] = []
             asked = perf_counter()
@@ -212,6 +214,38 @@ def sweep(load: Load, repeats: int) -> str:
     return SWEEP.format(name=load.name) + "".join(lines) + "\n"
 
 
+OFFERS = """## What idle workers take over
+
+In `fast_first` order, with deferral: what a worker has set aside stays with it, or it offers one sample at a time to
+those that have nothing to do. Batch 8, 4 workers, 10 epochs, each of which begins when the one before it is over.
+Medians of {repeats} runs in turn.
+
+| load | bound, s per epoch | it stays | it is offered | gain |
+|---|---|---|---|---|
+"""
+
+
+def offers(repeats: int) -> str:
+    """What it gains that idle workers take over what others have set aside, as Markdown."""
+    step = Step("offers", FAST_FIRST, leaves=True, foretold=False)
+    stay = mock.patch.object(Workplace, "furnish", return_value=None)
+    lines = []
+    for load in FEW:
+        stays_s, moves_s = [], []
+        for repeat in range(repeats):
+            with stay:
+                stays_s.append(run(load, step, repeat).epoch_s)
+            moves_s.append(run(load, step, repeat).epoch_s)
+        stays, moves = statistics.median(stays_s), statistics.median(moves_s)
+        bound_s = sum(load.make().costs_s) / load.workers
+        lines.append(
+            f"| {load.title} | {bound_s:.3f} "
+            f"| {stays:.3f} ({min(stays_s):.3f}–{max(stays_s):.3f}) "
+            f"| {moves:.3f} ({min(moves_s):.3f}–{max(moves_s):.3f}) | {100 * (1 - moves / stays):+.0f} % |\n"
+        )
+    return OFFERS.format(repeats=repeats) + "".join(lines) + "\n"
+
+
 HEAD = """# Ablation
 
 Written by `python -m bench.ablation`. Each line adds one mechanism against slow samples to those above it, with the
@@ -229,7 +263,8 @@ only the time of an epoch says something.
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__)
-    parser.add_argument("--loads", default=",".join(load.name for load in LOADS), metavar="NAME,…")
+    names = ",".join([*(load.name for load in LOADS), FEW[0].name])
+    parser.add_argument("--loads", default=names, metavar="NAME,…")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
     parser.add_argument("--out", type=Path, default=None, metavar="FOLDER")
     options = parser.parse_args(arguments)
@@ -246,6 +281,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(parts[-1], flush=True)
     if SWEPT in options.loads.split(","):
         parts.append(sweep(next(load for load in LOADS if load.name == SWEPT), options.repeats))
+        print(parts[-1], flush=True)
+    if FEW[0].name in options.loads.split(","):
+        parts.append(offers(options.repeats))
         print(parts[-1], flush=True)
     conditions["load average after"] = record.load_average()
     parts.append("## Conditions\n\n| | |\n|---|---|\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.simulate import report
 from bench.simulate.control import SCENARIOS, Controlled, Moment
-from bench.simulate.trials import CONTENDERS, Result, cost_of_staying, run_trial
+from bench.simulate.trials import CONTENDERS, Result, longer_than_ideal, run_trial
 from bench.simulate.workloads import ALL_WORKLOADS, DETECTION, SEGMENTATION, SPEECH_10S
 from minato.scheduler.controller import CONTROLLERS
 
@@ -41,9 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
         for scenario in SCENARIOS
     }
     lengths = SHORT_LENGTHS if options.short else LENGTHS
-    staying = {
+    moving = {
         (workload.name, order, steps): [
-            cost_of_staying(workload, order, workload.step_s if steps else 0.0, WORKERS, length)
+            longer_than_ideal(workload, order, workload.step_s if steps else 0.0, WORKERS, length)
             for length in lengths
         ]
         for workload in (DETECTION, SEGMENTATION)
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
             report.table_2(),
             "",
             report.loaders(results, WORKERS, batches),
-            report.staying(staying, WORKERS, lengths),
+            report.moving(moving, WORKERS, lengths),
             report.control(traces, needed),
         ]
     )

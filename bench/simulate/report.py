@@ -52,25 +52,28 @@ are mean numbers of workers that were too many or too few for the load of the mo
 """
 
 
-_STAYING = """## What is set aside stays with its worker
+_MOVING = """## What idle workers take over
 
-How much longer an epoch lasts than if idle workers took over, at no cost, what others have set aside. {workers}
-workers, means of several epochs; with a consumer that takes its time for each batch, and with one that takes none.
+How much longer an epoch lasts than if idle workers took over, at no cost, all that others have set aside: if they take
+nothing / if they take what is offered, at no cost either, as in the engine. {workers} workers, means of several epochs;
+with a consumer that takes its time for each batch, and with one that takes none.
 """
 
 
-def staying(
-    found: Mapping[tuple[str, str, bool], Sequence[float]], workers: int, lengths: Sequence[int]
+def moving(
+    found: Mapping[tuple[str, str, bool], Sequence[tuple[float, float]]],
+    workers: int,
+    lengths: Sequence[int],
 ) -> str:
-    """The table of ``cost_of_staying``: by workload, order and whether the consumer takes time, for each length."""
+    """The table of ``longer_than_ideal``: by workload, order and whether the consumer takes time, for each length."""
     heads = [f"{length} batches" for length in lengths]
     lines = [
-        _STAYING.format(workers=workers),
+        _MOVING.format(workers=workers),
         f"| workload | order | consumer | {' | '.join(heads)} |",
         "|---|---|---|" + "---|" * len(heads),
     ]
     for (workload, order, steps), shares in found.items():
-        cells = (f"{100 * share:+.1f} %" for share in shares)
+        cells = (f"{100 * nothing:+.1f} % / {100 * offered:+.1f} %" for nothing, offered in shares)
         consumer = "takes its time" if steps else "takes none"
         lines.append(f"| {workload} | {order} | {consumer} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

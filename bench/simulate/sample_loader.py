@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
+from typing import Literal, TypeAlias
 
 from bench.simulate.clock import Clock
 from bench.simulate.loader import Costs, Shop
@@ -15,6 +16,9 @@ from minato.scheduler.window import Window
 
 _MOST_PARKED = 4
 """Samples that a worker sets aside at most."""
+
+Moves: TypeAlias = Literal["none", "offered", "all"]
+"""What idle workers go on with of what others have set aside."""
 
 
 class SampleLoader(Shop):
@@ -30,7 +34,8 @@ class SampleLoader(Shop):
         cores: How many there are. A sample that begins when more are needed takes so much longer.
         on_core: Part of a sample's time that needs a core.
         standbys: Workers that stand in for those whose sample takes longer than the threshold.
-        moves: An idle worker goes on, at no cost, with what another one has set aside; the engine does not do that.
+        moves: What an idle worker goes on with, at no cost: nothing, what another one offers, as in the engine, or all
+            that others have set aside.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class SampleLoader(Shop):
         cores: float = 1.0,
         on_core: float = 0.0,
         standbys: int = 0,
-        moves: bool = False,
+        moves: Moves = "offered",
     ) -> None:
         super().__init__(clock)
         self.cores = cores
@@ -69,6 +74,7 @@ class SampleLoader(Shop):
         self._overdue: set[int] = set()
         self._moves = moves
         self._parked: list[deque[tuple[int, int]]] = [deque() for _ in range(standbys)]
+        self._offers: dict[int, tuple[int, int]] = {}
         self._head = self._tail = 0  # samples claimed, samples published
         self._opened = self._handed_out = 0
         self._oldest = 0  # batch that may have an open place
@@ -177,14 +183,19 @@ class SampleLoader(Shop):
             else worker >= self.workers + self._standbys
         )
         if parked and (resting or self._is_due(parked)):
-            self._run(worker, *self._take(parked))
+            self._run(worker, *self._take(worker))
+            self._offer(worker)
         elif resting:
             (self._asleep if worker < self._standbys else self._standby).add(worker)
         elif self._head < self._tail:
             self._head += 1
             self._run(worker, self._head - 1, -1)
-        elif self._moves and (longest := max(self._parked, key=len)):
+        elif self._moves == "all" and (longest := max(self._parked, key=len)):
             self._run(worker, *longest.popleft())
+        elif self._offers:
+            giver, partial = self._offers.popitem()
+            self._parked[giver].remove(partial)
+            self._run(worker, *partial)
         else:
             self._idle.append(worker)
             self._grow()
@@ -197,16 +208,30 @@ class SampleLoader(Shop):
             or any(position in self._bound for position, _ in parked)
         )
 
-    def _take(self, parked: deque[tuple[int, int]]) -> tuple[int, int]:
+    def _take(self, worker: int) -> tuple[int, int]:
         """The oldest, an overdue one first."""
-        for each in parked:
-            if each[0] in self._bound:
-                parked.remove(each)
-                return each
-        return parked.popleft()
+        parked = self._parked[worker]
+        taken = next((each for each in parked if each[0] in self._bound), parked[0])
+        parked.remove(taken)
+        if self._offers.get(worker) == taken:
+            del self._offers[worker]
+        return taken
+
+    def _offer(self, worker: int) -> None:
+        """Let another worker go on with the newest of them while this one has its hands full, as ``Parking``."""
+        parked = self._parked[worker]
+        if (
+            self._moves == "offered"
+            and parked
+            and worker not in self._offers
+            and not self._others_have_work(len(parked) + 1)
+        ):
+            self._offers[worker] = parked[-1]
+            if self._idle:
+                self._look(self._idle.pop())
 
     def _others_have_work(self, held: int) -> bool:
-        return self._tail - self._head > (0 if self._moves else held * self.workers)
+        return self._tail - self._head > (0 if self._moves == "all" else held * self.workers)
 
     def _held_up(self, worker: int) -> None:
         """The sample of a worker passes the threshold while it runs."""
@@ -258,6 +283,7 @@ class SampleLoader(Shop):
             self._look(worker)
         else:
             self._run(worker, position, step)
+            self._offer(worker)
 
     def _finished(self, worker: int, position: int, factor: float) -> None:
         self._count_busy(-1)

@@ -10,14 +10,14 @@ import numpy as np
 from bench.simulate.clock import Clock
 from bench.simulate.loader import Costs, Loader, Training
 from bench.simulate.printed import PrintedLoader
-from bench.simulate.sample_loader import SampleLoader
+from bench.simulate.sample_loader import Moves, SampleLoader
 from bench.simulate.torch_loader import TorchLoader
 from bench.simulate.workloads import Workload
 from minato.options import DEFAULT_MAX_LAG
 from minato.scheduler.in_flight import Order
 
 _EPOCHS = 8
-"""Over which ``cost_of_staying`` takes the mean."""
+"""Over which ``longer_than_ideal`` takes the mean."""
 
 Make = Callable[[Clock, Costs, int, int, int], Loader]
 """``(clock, costs, batch size, workers, batches)`` to a loader."""
@@ -125,11 +125,15 @@ def run_trial(
     )
 
 
-def cost_of_staying(
+def longer_than_ideal(
     workload: Workload, order: str, step_s: float, workers: int, batches: int
-) -> float:
-    """Share by which an epoch lasts longer because idle workers do not take over what others have set aside."""
-    seconds = {True: 0.0, False: 0.0}
+) -> tuple[float, float]:
+    """Shares by which an epoch lasts longer than if idle workers took over all that others have set aside.
+
+    Returns:
+        That if they take nothing, and that if they take what is offered.
+    """
+    seconds: dict[Moves, float] = {"none": 0.0, "offered": 0.0, "all": 0.0}
     for moves in seconds:
         for seed in range(_EPOCHS):
             clock = Clock()
@@ -145,4 +149,4 @@ def cost_of_staying(
             )
             Training(clock, [loader], step_s, batches).run()
             seconds[moves] += loader.record.delivered_s[-1]
-    return seconds[False] / seconds[True] - 1
+    return seconds["none"] / seconds["all"] - 1, seconds["offered"] / seconds["all"] - 1

@@ -7,14 +7,14 @@ threshold, so that the simulator and the tests run the very object that schedule
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from minato._core.histogram import Histogram
 from minato.stats.summary import merged, share_above
 
-__all__ = ["Decision", "TimeoutPolicy", "TimeoutSettings", "last_worthwhile_step"]
+__all__ = ["Decision", "TimeoutPolicy", "TimeoutSettings"]
 
 _GATES = ((0.90, 1.5, 1.2), (0.99, 2.0, 2.0), (0.999, 4.0, 4.0))
 """Percentile, how many times the median it must reach, and how many times the median the threshold then is at least.
@@ -219,21 +219,3 @@ class TimeoutPolicy:
             if costs.percentile(percentile) >= slack * ratio * max(median_ns, 1):
                 return number
         return None
-
-
-def last_worthwhile_step(mean_step_ns: Sequence[float], hand_over_ns: float) -> int:
-    """The last transform after which setting a sample aside gains more than it costs.
-
-    Args:
-        mean_step_ns: Mean time of each transform.
-        hand_over_ns: What it costs to put a sample away and to take it up again.
-
-    Returns:
-        Number of that transform, -1 if it never pays: what is left after it takes longer than the hand-over.
-    """
-    left_ns = 0.0
-    for step in range(len(mean_step_ns) - 1, 0, -1):
-        left_ns += mean_step_ns[step]
-        if left_ns > hand_over_ns:
-            return step - 1
-    return -1

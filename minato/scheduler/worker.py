@@ -131,15 +131,13 @@ class Worker:
     def step(self) -> bool:
         """Do one lease, or go on with a sample that was set aside; False if there is nothing to do."""
         parking = self._parking
-        if parking is not None and parking.due():
-            self._resume(parking.take())
+        if parking is not None and parking.due() and self._resume(parking.take()):
             return True
         lease = self._ledger.claim(self._number, self._longest_run())
         if lease is None:
-            if parking is None or not len(parking):
-                return False
-            self._resume(parking.take())
-            return True
+            return parking is not None and (
+                self._resume(parking.take()) or self._resume(parking.accept())
+            )
         batch, k, count = lease
         if count == 0:
             self._sink.collate(batch)
@@ -148,7 +146,7 @@ class Worker:
         if pass_index != self._pass_index:
             self._pass_index = pass_index
             self._resume_all()  # what is left of the last pass goes before the next one
-        started, parked = now_ns(), self._num_parked()
+        started, put_aside = now_ns(), self._num_put_aside()
         given = self._read_keys(batch, k, count)
         keys = list(given)
         self._runner.enter(seed)
@@ -164,7 +162,7 @@ class Worker:
             self._deliver.bound(batch, first + k, k, keys, samples, error, whole)
         else:
             self._run_unbound(fetcher, first + k, epoch, keys)
-        busy_ns = self._end(count - (self._num_parked() - parked), started)
+        busy_ns = self._end(count - (self._num_put_aside() - put_aside), started)
         self._runner.observe(busy_ns / count)
         return True
 
@@ -179,15 +177,17 @@ class Worker:
         self._idle_since = now
         return busy_ns
 
-    def _num_parked(self) -> int:
-        return 0 if self._parking is None else len(self._parking)
+    def _num_put_aside(self) -> int:
+        return 0 if self._parking is None else self._parking.num_put
 
     def _resume_all(self) -> None:
-        while self._parking is not None and len(self._parking):
-            self._resume(self._parking.take())
+        while self._parking is not None and self._resume(self._parking.take()):
+            pass
 
-    def _resume(self, partial: Partial) -> None:
-        """Go on with a sample that was set aside, until it is complete or set aside again."""
+    def _resume(self, partial: Partial | None) -> bool:
+        """Go on with a sample that was set aside, until it is complete or set aside again; False if there is none."""
+        if partial is None:
+            return False
         started = now_ns()
         self._runner.meters.aside.record(max(started - partial.left_ns, 0))
         batch, k = self._ledger.locate(partial.position)
@@ -206,6 +206,7 @@ class Worker:
         else:
             self._deliver.free(position, key, samples[0] if samples else None, error, cost_ns)
         self._end(completed, started)
+        return True
 
     def _run(
         self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]

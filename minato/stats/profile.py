@@ -87,11 +87,6 @@ class Profile:
             self.window[name] = now.subtract(self.run[name])
             self.run[name] = now
 
-    @property
-    def mean_step_ns(self) -> list[float]:
-        """Mean time of each transform over the run."""
-        return [self.run[name].mean for name in self.names[len(_FIXED) :]]
-
     def summary(self) -> dict[str, dict[str, dict[str, float]]]:
         """Figures by name, for the ``run`` and for the last ``window``: what is written to a report."""
         return {

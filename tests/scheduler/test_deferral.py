@@ -14,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
+from minato._core.segment import Segment
 from minato._core.wait import Gate
+from minato.assembler.transport import LocalRooms, SharedRooms
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness, numpy_rng
 from minato.scheduler.fetch import Fetcher
+from minato.scheduler.handover import Handover
 from minato.scheduler.parking import Parking
 from minato.scheduler.runner import Runner
 from minato.scheduler.stepper import Stepper
@@ -141,7 +144,10 @@ class Case:
         usual_ns: float,
         bad: set[int] = frozenset(),  # type: ignore[assignment]
         workers: int = 2,
+        rooms: SharedRooms | LocalRooms | None = None,
     ) -> None:
+        self.rooms = rooms
+        self.num_moved = 0
         self.bench = Bench(order, max_lag=8, fixed=SIZE // BATCH, workers=workers)
         self.calls: Counter[Any] = Counter()
         self.meters = Meters(len(steps))
@@ -149,7 +155,8 @@ class Case:
         self.share = leaves.random()
         self.most_parked = 0
         chain = Chain(tuple(Counted(s, i, self.calls, bad) for i, s in enumerate(steps)))
-        self.workers = [self._worker(n, chain, order, leaves, usual_ns) for n in range(workers)]
+        self.hire = lambda number: self._worker(number, chain, order, leaves, usual_ns)
+        self.workers = [self.hire(number) for number in range(workers)]
         self.bench.ledger.slow_ns = 1  # any boundary is late
         batches = [list(range(i, i + BATCH)) for i in range(0, SIZE, BATCH)]
         self.bench.begin(batches, seed=SEED)
@@ -163,7 +170,8 @@ class Case:
         # As if nobody else were there: so samples are left as often as can be.
         alone = functools.partial(int, 0)
         bound = order in ("strict", "batch")
-        parking = Parking(ledger, stepper.left, True, bound, workers=alone)
+        handover = None if self.rooms is None else Handover(number, ledger, self.rooms)
+        parking = Parking(ledger, stepper.left, True, bound, workers=alone, handover=handover)
 
         def may_leave(position: int, nbytes: int) -> bool:
             self.most_parked = max(self.most_parked, len(parking) + len(stepper.left))
@@ -173,7 +181,7 @@ class Case:
         runner = Runner(lease, SampleRandomness, self.meters, stepper, None, False, Exception)
         runner.usual_ns = usual_ns
         runner.draws = False if usual_ns < 1000 else None
-        return Worker(
+        worker = Worker(
             number,
             ledger,
             Gate(self.bench.segment.array, ledger.work_gate_offset),
@@ -183,6 +191,20 @@ class Case:
             ledger.keys,
             parking,
         )
+        parking.accept = functools.partial(self._accept, parking.accept)  # type: ignore[method-assign]
+        return worker
+
+    def _accept(self, accept: Any) -> Any:
+        partial = accept()
+        self.num_moved += partial is not None
+        return partial
+
+    def kill(self, number: int, while_it_takes: bool) -> None:
+        """A worker is killed between two leases, or when it has just taken what another one offers."""
+        if while_it_takes:
+            self.bench.ledger.accept(number)
+        self.bench.ledger.release(number)
+        self.workers[number] = self.hire(number)
 
     def run(self, turns: random.Random) -> None:
         idle = 0
@@ -240,6 +262,63 @@ def test_samples_really_are_left() -> None:
     assert case.bench.ledger.activity(0)[0] == SIZE
 
 
+@pytest.mark.parametrize("order", ["batch", "arrival", "fast_first"])
+@settings(max_examples=50, deadline=None)
+@given(
+    steps=st.lists(st.sampled_from(TRANSFORMS), min_size=2, max_size=4),
+    seed=st.integers(0, 10**6),
+    in_processes=st.booleans(),
+    deaths=st.integers(0, 4),
+)
+def test_whoever_goes_on_with_samples_they_are_the_same(
+    order: str, steps: list[Any], seed: int, in_processes: bool, deaths: int
+) -> None:
+    """Each transform runs once, too, unless a worker dies: what it had in hand is then run from the start."""
+    rooms = SharedRooms(Segment(1 << 20), 3) if in_processes else LocalRooms()
+    with SampleRandomness(SEED).saved():
+        expected = straight(steps, binds=True)
+        chance = random.Random(seed)
+        case = Case(steps, order, chance, 4e6, workers=3, rooms=rooms)
+        case.share = 1.0
+        for _ in range(deaths if in_processes else 0):
+            for _ in range(chance.randrange(SIZE)):
+                chance.choice(case.workers).step()
+            case.kill(chance.randrange(3), chance.random() < 0.5)
+        case.run(chance)
+    assert sorted(case.sink.samples) == list(range(SIZE))
+    for key, value in expected.items():
+        np.testing.assert_array_equal(case.sink.samples[key], value)
+    assert case.all_ready()
+    if not deaths or not in_processes:
+        assert set(case.calls.values()) == {1}
+        assert len(case.calls) == SIZE * len(steps)
+
+
+def test_samples_really_move() -> None:
+    with SampleRandomness(SEED).saved():
+        case = Case(
+            [add_in_place, draw_from_all, draw_a_gauss],
+            "arrival",
+            random.Random(0),
+            4e6,
+            rooms=SharedRooms(Segment(1 << 20), 2),
+        )
+        case.share = 1.0
+        giver, taker = case.workers
+        while case.bench.ledger.unclaimed():
+            giver.step()
+        # Nothing is left to begin: the giver goes on with one of those that it has set aside, and offers another one.
+        assert giver.step()
+        assert taker.step()
+        assert case.num_moved == 1
+        assert not taker.step()
+        case.run(random.Random(0))
+        expected = straight([add_in_place, draw_from_all, draw_a_gauss], binds=True)
+    for key, value in expected.items():
+        np.testing.assert_array_equal(case.sink.samples[key], value)
+    assert set(case.calls.values()) == {1}
+
+
 @pytest.mark.parametrize("order", ["batch", "arrival"])
 def test_a_sample_that_raises_after_it_was_left(order: str) -> None:
     for seed in range(5):
@@ -284,11 +363,11 @@ def test_the_last_pass_is_finished_before_the_next_begins() -> None:
         for _ in range(4):
             worker.step()
         assert len(case.calls) == 0
-        assert worker._num_parked() == 4
+        assert len(worker._parking) == 4
         case.bench.dispatcher.cancel_all()
         case.bench.begin([[100, 101]], epoch=1)
         worker.step()
         assert sorted(case.sink.samples)[:4] == [0, 1, 2, 3]
-        assert worker._num_parked() == 1
+        assert len(worker._parking) == 1
         case.run(random.Random(0))
     assert sorted(case.sink.samples) == [0, 1, 2, 3, 100, 101]

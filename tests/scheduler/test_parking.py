@@ -132,6 +132,88 @@ def test_the_oldest_is_taken_first() -> None:
     first, second = partial(), partial()
     lot.put(first)
     lot.put(second)
-    assert [lot.take(), lot.take()] == [first, second]
-    with pytest.raises(IndexError):
-        lot.take()
+    assert [lot.take(), lot.take(), lot.take()] == [first, second, None]
+
+
+class Others:
+    """What a worker offers to others, which take it when a test says so."""
+
+    def __init__(self) -> None:
+        self.offers: list[Partial] = []
+        self.offered: Partial | None = None
+        self.is_taken = False
+        self.withdrawals = 0
+
+    def offer(self, partial: Partial) -> None:
+        partial.stays = True
+        self.offers.append(partial)
+        self.offered = partial
+
+    def taken(self) -> Partial | None:
+        if not self.is_taken:
+            return None
+        self.is_taken, partial, self.offered = False, self.offered, None
+        return partial
+
+    def withdraw(self) -> bool:
+        self.withdrawals += 1
+        self.offered = None
+        return not self.is_taken
+
+
+def test_the_newest_is_offered_to_others_once_little_is_left_for_them() -> None:
+    view, others = View(True, False, 9), Others()
+    lot = parking(view, workers=lambda: 2, handover=others)
+    first, second, third = partial(), partial(), partial()
+    for each in (first, second, third):
+        lot.put(each)
+    lot.may_leave(0, 0)
+    assert others.offers == []
+    view._unclaimed = 6
+    assert lot.due()
+    assert lot.take() is first
+    assert others.offers == [third]
+    others.is_taken = True
+    lot.may_leave(0, 0)
+    assert len(lot) == 1
+    assert others.offers == [third]
+    view._unclaimed = 4
+    lot.may_leave(0, 0)
+    assert others.offers == [third, second]
+    assert len(lot) == 1
+
+
+def test_what_is_offered_is_taken_back_when_it_is_its_turn() -> None:
+    view, others = View(True, False, 0), Others()
+    lot = parking(view, workers=lambda: 2, handover=others)
+    for each in (first := partial(), second := partial()):
+        lot.put(each)
+    assert lot.take() is first
+    assert others.offers == [second]
+    assert lot.take() is second
+    assert (others.withdrawals, len(lot)) == (1, 0)
+    assert others.offers == [second]
+
+
+def test_what_is_taken_just_then_is_gone() -> None:
+    view, others = View(True, False, 0), Others()
+    lot = parking(view, workers=lambda: 2, handover=others)
+    lot.put(partial())
+    lot.may_leave(0, 0)
+    (offered,) = others.offers
+    others.taken = lambda: None  # type: ignore[method-assign]
+    others.is_taken = True
+    assert lot.take() is None
+    assert len(lot) == 0
+    assert offered.stays
+
+
+def test_what_cannot_travel_is_not_offered() -> None:
+    others = Others()
+    lot = parking(View(True, False, 0), workers=lambda: 2, handover=others)
+    movable, stuck = partial(), partial()
+    stuck.stays = True
+    lot.put(movable)
+    lot.put(stuck)
+    lot.may_leave(0, 0)
+    assert others.offers == [movable]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minato._core.histogram import Histogram
-from minato.scheduler.policy import Decision, TimeoutPolicy, TimeoutSettings, last_worthwhile_step
+from minato.scheduler.policy import Decision, TimeoutPolicy, TimeoutSettings
 from minato.stats.summary import share_above
 
 MS = 1_000_000
@@ -224,11 +224,3 @@ def test_no_costs_upset_it(costs, percentile):
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         TimeoutSettings(**wrong)
-
-
-def test_setting_aside_pays_as_long_as_enough_is_left():
-    assert last_worthwhile_step([5, 5, 100, 3], hand_over_ns=10) == 1
-    assert last_worthwhile_step([5, 5, 100, 3], hand_over_ns=2) == 2
-    assert last_worthwhile_step([100, 1, 1], hand_over_ns=10) == -1
-    assert last_worthwhile_step([100], hand_over_ns=0) == -1
-    assert last_worthwhile_step([], hand_over_ns=0) == -1
