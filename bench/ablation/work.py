@@ -215,7 +215,7 @@ FEW = (
     ),
     Load(
         "few, made for it",
-        "64 samples of 2 ms; the first three take 300 ms in the first transform, four more 20 ms there and 200 ms after",
+        "64 samples of 2 ms; the first three take 300 ms in the first transform, four more 20 there and 200 after",
         lambda: Parts([(0.3, 0.0)] * 3 + [(0.02, 0.2)] * 4 + [(0.0, 0.002)] * 57),
         (SleepsPart(0), SleepsPart(1)),
         8,

@@ -12,8 +12,8 @@ from minato._core.ledger import Ledger
 
 __all__ = ["CostModel", "Foresight", "Record"]
 
-_WORTH_LEARNING_NS = 100_000
-"""What is learned of a sample takes the consumer about a microsecond, so its workers must not be much faster."""
+_WORTH_LEARNING_NS = 400_000
+"""What is learned of a sample takes the consumer some microseconds: a hundredth of the workers' time at most."""
 _WORTH_PLANNING_NS = 1_000_000
 """The same where plans are drawn and several models are compared, which takes some tens of microseconds."""
 _REMEMBERED = 512

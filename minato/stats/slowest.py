@@ -59,20 +59,27 @@ class Slowest:
     def __init__(self, buffer: Any = None) -> None:
         memory = bytearray(NBYTES) if buffer is None else buffer
         self._rows = np.frombuffer(memory, _ROW)
+        self._shared_costs = self._rows["cost_ns"]
+        self._costs: list[int] = []  # the writer's own copy, which is quicker to look at
+        self._names: list[tuple[int, bytes]] = []
         self.floor_ns = 0
         """What a sample must exceed to be kept; of use to the writer only."""
 
     def offer(self, key: Any, epoch: int, cost_ns: int, stage: int, stage_ns: int) -> None:
         """Keep a sample if it is among the slowest."""
-        number, text = _named(key)
-        costs = self._rows["cost_ns"]
-        same = (costs > 0) & (self._rows["number"] == number) & (self._rows["text"] == text)
-        row = int(same.argmax()) if same.any() else int(costs.argmin())
+        costs, names, name = self._costs, self._names, _named(key)
+        if not costs:  # a worker that has died may have left some
+            costs += self._shared_costs.tolist()
+            names += zip(self._rows["number"].tolist(), self._rows["text"].tolist(), strict=True)
+        row = next((i for i in range(KEPT) if names[i] == name and costs[i]), -1)
+        if row < 0:
+            row = costs.index(min(costs))
         if cost_ns > costs[row]:
-            costs[row] = 0  # whoever reads now does not find half a row
-            self._rows[row] = (0, epoch, stage, stage_ns, number, text)
-            costs[row] = cost_ns
-        self.floor_ns = int(costs.min())
+            self._shared_costs[row] = 0  # whoever reads now does not find half a row
+            self._rows[row] = (0, epoch, stage, stage_ns, *name)
+            self._shared_costs[row] = costs[row] = cost_ns
+            names[row] = name
+        self.floor_ns = min(costs)
 
     def read(self) -> list[SlowSample]:
         """What is kept, in no order."""

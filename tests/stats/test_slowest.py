@@ -43,3 +43,16 @@ def test_keys_of_any_kind() -> None:
 
 def test_no_more_than_twenty() -> None:
     assert len(slowest_of(SlowSample(i, i + 1, 0, -1, 0) for i in range(50))) == KEPT
+
+
+def test_a_new_worker_goes_on_with_what_a_dead_one_has_left() -> None:
+    memory = bytearray(NBYTES)
+    before = Slowest(memory)
+    for cost in range(1, KEPT + 1):
+        before.offer(cost, 0, cost, -1, 0)
+    after = Slowest(memory)
+    after.offer(KEPT, 1, 3, -1, 0)
+    assert after.floor_ns == 1
+    after.offer("new", 1, 100, -1, 0)
+    assert after.floor_ns == 2
+    assert [each.key for each in slowest_of(after.read())] == ["'new'", *range(KEPT, 1, -1)]
