@@ -77,20 +77,27 @@ cdef class Histogram:
             raise ValueError(f"a duration cannot be negative: {value}")
         mn_histogram_record(self.h, MN_HISTOGRAM_TOP if overflow else <uint64_t>number)
 
-    def record_all(self, values, Py_ssize_t count) -> None:
+    def record_all(self, values, Py_ssize_t count) -> int:
         """Count the first ``count`` values of int64 memory, none of them negative.
+
+        Returns:
+            The largest of them; 0 if there are none.
 
         Raises:
             ValueError: The memory holds fewer values.
         """
         cdef Py_buffer view
         cdef Py_ssize_t i
+        cdef uint64_t value, largest = 0
         PyObject_GetBuffer(values, &view, 0)
         try:
             if count < 0 or view.len < 8 * count:
                 raise ValueError(f"{view.len} bytes hold no {count} values")
             for i in range(count):
-                mn_histogram_record(self.h, (<uint64_t *>view.buf)[i])
+                value = (<uint64_t *>view.buf)[i]
+                mn_histogram_record(self.h, value)
+                largest = max(largest, value)
+            return largest
         finally:
             PyBuffer_Release(&view)
 

@@ -86,8 +86,11 @@ class Histogram:
             words[_MAX] = value
         words[_COUNT] += 1
 
-    def record_all(self, values: Buffer, count: int) -> None:
+    def record_all(self, values: Buffer, count: int) -> int:
         """Count the first ``count`` values of int64 memory, none of them negative.
+
+        Returns:
+            The largest of them; 0 if there are none.
 
         Raises:
             ValueError: The memory holds fewer values.
@@ -95,8 +98,11 @@ class Histogram:
         memory = memoryview(values).cast("B")
         if count < 0 or memory.nbytes < 8 * count:
             raise ValueError(f"{memory.nbytes} bytes hold no {count} values")
+        largest = 0
         for value in memory[: 8 * count].cast("q"):
             self.record(value)
+            largest = max(largest, value)
+        return largest
 
     def merge(self, other: Histogram) -> None:
         """Add the counts of ``other``."""

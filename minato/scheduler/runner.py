@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from time import thread_time_ns
 from typing import Any
 
-import numpy as np
-
 from minato._core.run import run_samples
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
@@ -27,8 +25,6 @@ _WORTH_MEASURING_NS = 1_000_000
 """The stages of dearer samples are always timed, which takes about three microseconds."""
 _MEASURE_EVERY = 32
 """Of cheaper samples, so many leases have one whose stages are."""
-_MANY = 16
-"""Of so many samples the largest cost is found faster by NumPy."""
 _FIRST_GUESS_NS = 4e6
 _RISE, _FALL = 0.2, 0.7
 """The mean cost per sample to start with, and its smoothing."""
@@ -76,6 +72,8 @@ class Runner:
         """Mean cost per sample of late."""
         self.durations = array("q", bytes(8))
         """Active time in ns of each sample that ``run`` or ``resume`` returned last."""
+        self.longest_ns = 0
+        """The largest of these."""
         self.left: list[Partial] = [] if stepper is None else stepper.left
         """Partials among them."""
         self.ahead_ns = 0
@@ -249,37 +247,27 @@ class Runner:
             samples += last
         return samples, error
 
-    def has_slow(self, count: int, slow_ns: int) -> bool:
-        """Whether one of the first ``count`` samples that ran last took longer than that; 0: none does."""
-        return slow_ns > 0 and max(self.durations[:count], default=0) > slow_ns
-
     def _record(self, samples: list[Any], keys: list[Any], epoch: int) -> None:
         """Record what complete samples have cost."""
         durations, total = self.durations, self.meters.total
         durations[0] += self.ahead_ns
         self.ahead_ns = 0
-        before_ns = total.total
         if not self.left:
-            total.record_all(durations, len(samples))
+            self.longest_ns = total.record_all(durations, len(samples))
         else:
+            self.longest_ns = max(durations[: len(samples)])
             for i, sample in enumerate(samples):
                 if type(sample) is not Partial:
                     total.record(durations[i])
-        if self._watches_slowest:
-            # What they took more than as many do usually, one of them may have taken alone.
-            usually_ns = (len(samples) - 1) * self.usual_ns
-            if total.total - before_ns - usually_ns > self.meters.slowest.floor_ns:
-                self._note_slowest(samples, keys, epoch)
+        if self._watches_slowest and self.longest_ns > self.meters.slowest.floor_ns:
+            self._note_slowest(samples, keys, epoch)
 
     def _note_slowest(self, samples: list[Any], keys: list[Any], epoch: int) -> None:
-        """Keep those that took longer than what is kept; together they did."""
+        """Keep those that took longer than what is kept; one of them did."""
         durations, slowest = self.durations, self.meters.slowest
-        count = len(samples)
-        if count >= _MANY and np.frombuffer(durations, np.int64, count).max() <= slowest.floor_ns:
-            return
         # If some were measured, they are the last ones.
         stages = [] if self._stepper is None else self._stepper.dearest
-        for i in reversed(range(count)):
+        for i in reversed(range(len(samples))):
             if type(samples[i]) is Partial:
                 continue
             stage, stage_ns = stages.pop() if stages else (UNKNOWN, 0)

@@ -219,9 +219,8 @@ class Worker:
         slow_ns = self._ledger.slow_ns if can_leave else 0
         runner = self._runner
         samples, error = runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
-        if runner.usual_ns >= _WORTH_NOTING_NS or runner.has_slow(
-            len(samples), self._ledger.slow_ns
-        ):
+        is_dear = runner.usual_ns >= _WORTH_NOTING_NS
+        if is_dear or 0 < self._ledger.slow_ns < runner.longest_ns:
             self._ledger.note_costs(position, runner.durations, len(samples))
         self._park()
         return samples, error

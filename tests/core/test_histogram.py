@@ -222,3 +222,10 @@ def test_a_share_outside_0_to_1_is_refused(twin: ModuleType, q: float) -> None:
 def test_only_histograms_are_combined(twin: ModuleType, method: str, other: object) -> None:
     with pytest.raises(TypeError):
         getattr(twin.Histogram(), method)(other)
+
+
+def test_the_largest_of_several_is_told(twin: ModuleType) -> None:
+    values = twin.Histogram()
+    assert values.record_all(array.array("q", [3, 900, 40, 5000]), 3) == 900
+    assert values.record_all(array.array("q", [7]), 0) == 0
+    assert (values.count, values.max) == (3, 900)
