@@ -55,7 +55,8 @@ from minato.workplace import Workplace
 __all__ = ["Engine", "Experience"]
 
 _LOOK_EVERY_NS = 10_000_000
-"""How often the costs of samples are looked at."""
+_LOOK_SHARE = 500
+"""Costs are looked at again after so long, and after so many times as long as the last look took."""
 _BATCH_RECORDS = 2048
 _POSITIONS = 1 << 16
 """Batches and samples that can be in flight: 4 MiB of ledger that is only touched as far as it is used."""
@@ -226,7 +227,7 @@ class Engine:
         """Decides which samples are slow."""
         experience.decision = self.timeouts.decision
         self.ledger.slow_ns = experience.decision.threshold_ns
-        self._looked_ns = self._started_ns
+        self._look_due_ns = self._started_ns + _LOOK_EVERY_NS
         self._streams = plan.streams
         self._gauges = EngineGauges(
             self.ledger,
@@ -364,9 +365,9 @@ class Engine:
     def _mark_slow(self) -> None:
         """Tell the workers from which cost on a sample is slow, when enough have run since the last time."""
         now = now_ns()
-        if now - self._looked_ns < _LOOK_EVERY_NS:
+        if now < self._look_due_ns:
             return
-        self._looked_ns, elapsed_s = now, (now - self._started_ns) / 1e9
+        elapsed_s = (now - self._started_ns) / 1e9
         if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
             running_ns = [now - begun_ns for begun_ns in self.ledger.begun()]
@@ -376,6 +377,7 @@ class Engine:
             self._experience.costs = self.timeouts.recent
             if self._foresight is not None:
                 self._foresight.mean_ns = self.timeouts.recent.mean
+        self._look_due_ns = now + max(_LOOK_EVERY_NS, _LOOK_SHARE * (now_ns() - now))
 
     def _start(self) -> None:
         self._started = True
