@@ -153,11 +153,12 @@ def _show(report: Any) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    try:
+        path.open("a").close()
+    except OSError as error:
         raise Refused(
-            f"--html {path} cannot be written: name a file in a folder that you may write to"
-        )
+            f"--html {path} cannot be written: {error.strerror}; name a file in a folder that you may write to"
+        ) from None
 
 
 def _loader(factory: str) -> Any:

@@ -53,6 +53,9 @@ def nothing():
 def broken():
     raise RuntimeError("no such disk")
 
+def ends():
+    raise SystemExit("usage: train.py --data FOLDER")
+
 def bad_samples():
     return DataLoader([1, 2, "a", None], 4)
 
@@ -105,6 +108,7 @@ def test_transforms_are_minatos_alone(loaders: Path, capsys: pytest.CaptureFixtu
     [
         ("{file}:nothing", 2, "returned a int"),
         ("{file}:broken", 2, "RuntimeError: no such disk"),
+        ("{file}:ends", 2, "SystemExit: usage: train.py --data FOLDER"),
         ("{file}:missing", 2, "has no function 'missing'"),
         ("{file}:constant", 2, "has no function 'constant'"),
         ("{file}", 2, "write module:function"),
@@ -131,6 +135,7 @@ def test_what_cannot_be_is_told_in_one_line(
         ["--step-ms", "-1"],
         ["--html", "no/such/folder/out.html"],
         ["--html", "."],
+        ["--html", "/proc/version"],
     ],
 )
 def test_arguments_that_are_not_possible(
