@@ -56,6 +56,16 @@ def broken():
 def ends():
     raise SystemExit("usage: train.py --data FOLDER")
 
+class Wordy(Sleepy):
+    def __getitem__(self, index):
+        raise ValueError("first line\\n  second\\n}")
+
+def wordy():
+    return DataLoader(Wordy(), 4, num_workers=1)
+
+def wordy_inline():
+    return DataLoader(Wordy(), 4)
+
 def bad_samples():
     return DataLoader([1, 2, "a", None], 4)
 
@@ -115,6 +125,8 @@ def test_transforms_are_minatos_alone(loaders: Path, capsys: pytest.CaptureFixtu
         ("no_such_module:make", 2, "No module named 'no_such_module'"),
         ("no/such/file.py:make", 2, "there is no file"),
         ("{file}:bad_samples", 1, "the loader raised TypeError"),
+        ("{file}:wordy", 1, "the loader raised ValueError: first line;"),
+        ("{file}:wordy_inline", 1, "the loader raised ValueError: first line;"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(
