@@ -15,8 +15,8 @@ __all__ = ["SQLite"]
 
 _BUSY_S = 5.0
 """How long SQLite itself waits for a writer."""
-_PASSING = frozenset({5, 6, 10, 14, 15})
-"""SQLITE_BUSY, LOCKED, IOERR, CANTOPEN and PROTOCOL: what another process, or a file system, may have caused."""
+_PASSING = frozenset({5, 6, 10, 15})
+"""SQLITE_BUSY, LOCKED, IOERR and PROTOCOL: what another process, or a file system, may have caused."""
 _UNKNOWN = 5
 
 
