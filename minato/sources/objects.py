@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import tarfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import obstore
 from obstore.exceptions import GenericError
@@ -79,9 +81,10 @@ class Objects(KeyedSource):
 
     def _open(self) -> Any:
         used_here()
+        url, options = _with_header(self._place.url, self._client_options.values())
         return from_url(
-            self._place.url,
-            client_options=cast(Any, self._client_options.values() or None),
+            url,
+            client_options=cast(Any, options or None),
             # Tries are counted and bounded here, not a second time below.
             retry_config={"max_retries": 0, "retry_timeout": timedelta(0)},
             **self._settings.values(),
@@ -129,6 +132,20 @@ class Objects(KeyedSource):
     def _list_here(self) -> Sequence[str]:
         with self._stores.lease() as store:
             return sorted(meta["path"] for chunk in obstore.list(store) for meta in chunk)
+
+
+def _with_header(url: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name and password of a URL as a header: as a part of the URL, obstore would tell them in its errors."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url, options
+    pair = f"{unquote(parts.username or '')}:{unquote(parts.password)}"
+    headers = {
+        **options.get("default_headers", {}),
+        "authorization": f"Basic {base64.b64encode(pair.encode()).decode()}",
+    }
+    bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    return bare, {**options, "default_headers": headers}
 
 
 def tar_members(source: Objects, path: str, suffix: str = "") -> dict[str, Part]:

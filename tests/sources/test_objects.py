@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -63,9 +65,11 @@ class Answers(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     asked: ClassVar[list[str]] = []
+    authorized: ClassVar[list[str | None]] = []
 
     def do_GET(self) -> None:
         self.asked.append(self.path)
+        self.authorized.append(self.headers["authorization"])
         name = self.path.partition("?")[0]
         if not name.endswith(("whole", "short")):
             self.send_error(404)
@@ -128,6 +132,21 @@ def test_each_service_gives_objects_and_clear_errors(service: str, address: str)
     with pytest.raises(TypeError, match="is a secret and is not pickled"):
         pickle.dumps(source)
     source.close()
+
+
+def test_the_password_of_a_url_is_sent_and_not_told(address: str) -> None:
+    options: Any = {"client_options": {"allow_http": True}, "retry": Retry(attempts=1)}
+    source = Objects(f"http://me:hu%40sh@{address}/data", **options)
+    assert source.get("whole") == b"0123456789"
+    assert Answers.authorized[-1] == f"Basic {base64.b64encode(b'me:hu@sh').decode()}"
+    source.close()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    away = Objects(f"http://me:hush@127.0.0.1:{port}/data", **options)
+    with pytest.raises(SourceError, match="cannot read key 'whole'") as raised:
+        away.get("whole")
+    assert "hush" not in f"{raised.value} {raised.value.__cause__!r}"
+    away.close()
 
 
 FORKS = """
