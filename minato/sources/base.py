@@ -73,6 +73,10 @@ class KeyedSource(Dataset[Any]):
         """Whether a further try may do what this one could not."""
         return isinstance(error, self.transient)
 
+    def _in_words(self, error: Exception) -> str:
+        """What the library says."""
+        return f"{type(error).__name__}: {error}"
+
     def close(self) -> None:
         """Close the connections of this process; the next read opens new ones."""
 
@@ -159,7 +163,7 @@ class KeyedSource(Dataset[Any]):
             spent_s = time.monotonic() - started
             given_up = f" after {spent_s:.1f} s of tries" if self._may_pass(error) else ""
             raise SourceError(
-                f"{self!r} cannot {verb} {what}{given_up}: {type(error).__name__}: {error}"
+                f"{self!r} cannot {verb} {what}{given_up}: {self._in_words(error)}"
             ) from error
 
     def _decoded(self, key: Any, value: Any) -> Any:

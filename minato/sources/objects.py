@@ -90,6 +90,10 @@ class Objects(KeyedSource):
             **self._settings.values(),
         )
 
+    def _in_words(self, error: Exception) -> str:
+        # What follows is a dump of Rust's own structures, some dozen lines.
+        return super()._in_words(error).partition("\n\nDebug source")[0]
+
     def close(self) -> None:
         """Forget the store and its connections; the next read makes a new one."""
         self._stores.close()

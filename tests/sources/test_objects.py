@@ -146,6 +146,7 @@ def test_the_password_of_a_url_is_sent_and_not_told(address: str) -> None:
     with pytest.raises(SourceError, match="cannot read key 'whole'") as raised:
         away.get("whole")
     assert "hush" not in f"{raised.value} {raised.value.__cause__!r}"
+    assert len(str(raised.value).splitlines()) == 1
     away.close()
 
 
