@@ -30,7 +30,7 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 pytestmark = pytest.mark.timeout(120)
 
 SIZE = 1000
-BAD, STRANGE, DEADLY = 900, 901, 902
+BAD, STRANGE, DEADLY, FLAKY = 900, 901, 902, 903
 EPOCH = 7
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
 _PATIENCE_S = 30.0
@@ -57,7 +57,7 @@ class StrangeError(Exception):
 
 
 class Everything(Numbers):
-    """Samples that draw, and tell who ran them; some raise, one ends the first process that runs it."""
+    """Samples that draw, and tell who ran them; some raise, two do harm only while there is no file ``mark``."""
 
     def __init__(self, mark: str) -> None:
         super().__init__(SIZE)
@@ -70,8 +70,10 @@ class Everything(Numbers):
             raise ValueError("cannot be decoded")
         if index == STRANGE:
             raise StrangeError(1, 2)
-        if index == DEADLY and not os.path.exists(self.mark):
+        if index in (DEADLY, FLAKY) and not os.path.exists(self.mark):
             Path(self.mark).touch()
+            if index == FLAKY:
+                raise OSError("connection reset")
             os.kill(os.getpid(), signal.SIGKILL)
         info = get_worker_info()
         assert info is not None
@@ -202,7 +204,14 @@ def rig(mark: str, from_processes: list[Any]) -> Iterator[Rig]:
         warnings.simplefilter("ignore")  # Ray's
         with one_node() as cluster:
             keys, treatment = Keys(), Treatment()
-            loader = loader_of(mark, keys, worker_method="ray", on_error=treatment)
+            loader = loader_of(
+                mark,
+                keys,
+                worker_method="ray",
+                on_error=treatment,
+                retries=1,
+                trace=f"{mark}.trace",
+            )
             servers.THREADS.update({"minato-0", "minato-1"})  # new ones, where actors are replaced
             first = list(loader)
             cluster.add_node(**NODE)
@@ -271,7 +280,20 @@ def test_on_error_decides_here_about_what_failed_there(rig: Rig) -> None:
     finally:
         rig.treatment.now = refuse
     [failure] = rig.treatment.seen
-    assert (failure.index, failure.attempts, failure.transform) == (BAD, 1, None)
+    assert (failure.index, failure.attempts, failure.transform) == (BAD, 2, None)
+
+
+@needs_ray
+def test_a_sample_is_tried_again_with_the_same_random_numbers(rig: Rig, mark: str) -> None:
+    Path(mark).unlink(missing_ok=True)
+    rig.keys.now = [1, FLAKY, 2, 3]
+    found = []
+    for _ in range(2):  # the second time it does not fail
+        rig.loader.set_epoch(EPOCH)
+        found.append(content(list(rig.loader)))
+    assert os.path.exists(mark)
+    assert found[0] == found[1]
+    assert rig.loader.report().run.trouble.recovered == 1
 
 
 @needs_ray
@@ -282,6 +304,9 @@ def test_an_actor_that_is_killed_is_replaced_and_nothing_is_lost(rig: Rig, mark:
         assert indices(rig.loader) == rig.keys.now
     assert os.path.exists(mark)
     assert rig.loader.report().run.workers.deaths == 1
+    trace = Path(f"{mark}.trace").read_text()
+    assert '"read"' in trace
+    assert "has died (lost)" in trace
 
 
 class Point(NamedTuple):
@@ -353,7 +378,7 @@ def test_a_dataset_that_cannot_be_made_there_is_an_error(rig: Rig) -> None:
 
 @needs_ray
 def test_a_node_leaves_in_mid_epoch(rig: Rig) -> None:
-    """Stands last: the node does not come back."""
+    """Stands behind those that need it: the node does not come back."""
     rig.keys.now = list(range(40))
     until_both_work(rig.loader)
     rig.keys.now = list(range(160))
@@ -364,6 +389,19 @@ def test_a_node_leaves_in_mid_epoch(rig: Rig) -> None:
     with pytest.warns(RuntimeWarning, match="is lost on .* Another worker takes its place"):
         found += indices(batches)
     assert found == rig.keys.now
+
+
+@needs_ray
+def test_a_connection_that_is_closed_is_an_error(rig: Rig) -> None:
+    """The very last with the cluster."""
+    import ray
+
+    rig.keys.now = list(range(160))
+    batches = iter(rig.loader)
+    next(batches)
+    ray.shutdown()
+    with pytest.raises(RuntimeError, match="Ray was shut down"):
+        list(batches)
 
 
 # ---- without a cluster --------------------------------------------------------------------------

@@ -77,7 +77,12 @@ class ActorReads(FinishedReads):
         """Ask for a sample; those beyond the limit queue up."""
         self.outstanding += 1
         read.started_ns = now_ns()
-        future = self._ask(read.key, read.epoch, read.seed)
+        try:
+            future = self._ask(read.key, read.epoch, read.seed)
+        except Exception as error:  # the connection is closed, or the key cannot be pickled
+            read.error = error
+            self._finish(read)
+            return
         future.add_done_callback(functools.partial(self._answered, read))
 
     def _ask(self, key: Any, epoch: int, seed: int | None) -> Any:
@@ -118,7 +123,7 @@ class ActorReads(FinishedReads):
         """The sample that this thread has in hand, run once more while the caller waits."""
         seed, epoch, _ = current() or (None, 0, None)
         try:
-            answer = self._ask(key, epoch, seed).result()
+            answer: Answer = self._ask(key, epoch, seed).result()
         except Exception as error:
             raise self._loss(error) from None
         value, raised = self._taken(answer)
