@@ -27,13 +27,13 @@ from tests.datasets import Numbers, add_draws, three_draws
 from tests.sources import servers
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is missing")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 SIZE = 1000
 BAD, STRANGE, DEADLY, FLAKY = 900, 901, 902, 903
 EPOCH = 7
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
-_PATIENCE_S = 30.0
+_PATIENCE_S = 60.0
 
 
 class Keys(Sampler[int]):
