@@ -15,13 +15,11 @@ from minato.stats.profile import Meters
 
 __all__ = ["ActorLost", "ActorReads"]
 
-_LONG_NS = 20_000_000
-"""Before such a sample the way to the actor is not felt, and nothing shall queue up behind it."""
-_WAY_NS = 2_000_000
-"""The actor has so much work waiting while an answer is on its way and the next sample is asked for."""
+_FELT = 0.1
+"""The way to the actor and back is felt where it takes more than this part of a sample."""
 _MOST_AHEAD = 8
 _SMOOTHING = 0.3
-"""Weight of the latest sample in the mean cost."""
+"""Weight of the latest sample in the mean times."""
 
 _NODE_DIED = "its node has died"
 """In what Ray says of an actor."""
@@ -59,7 +57,8 @@ class ActorReads(FinishedReads):
         self._end = end
         self._lease = lease
         self._meters = meters
-        self._usual_ns = 0.0
+        self._usual_ns = self._way_ns = 0.0
+        self._alone: Read | None = None
         self._pid: int | None = None
         self._host = ""
         self._lost: Exception | None = None
@@ -75,6 +74,8 @@ class ActorReads(FinishedReads):
 
     def submit(self, read: Read) -> None:
         """Ask for a sample; those beyond the limit queue up."""
+        if not self.outstanding:
+            self._alone = read
         self.outstanding += 1
         read.started_ns = now_ns()
         try:
@@ -115,7 +116,7 @@ class ActorReads(FinishedReads):
         answer: Answer = read.value
         read.duration_ns = sum(answer.laps_ns)
         read.step = answer.step
-        self._learn(read.duration_ns)
+        self._learn(read)
         read.value, read.error = self._taken(answer)
         return read
 
@@ -136,14 +137,15 @@ class ActorReads(FinishedReads):
         """End the actor, whatever it does."""
         self._end()
 
-    def _learn(self, cost_ns: int) -> None:
+    def _learn(self, read: Read) -> None:
         """Ask for as many samples ahead as it takes for the actor not to wait for the next one."""
-        weight = _SMOOTHING if self._usual_ns else 1.0
-        self._usual_ns += weight * (cost_ns - self._usual_ns)
-        ahead = 0
-        if self._usual_ns < _LONG_NS:
-            ahead = min(1 + int(_WAY_NS / max(self._usual_ns, 1)), _MOST_AHEAD)
-        self.limit = 1 + ahead
+        self._usual_ns = _smoothed(self._usual_ns, read.duration_ns)
+        if read is self._alone:  # any other had to wait for the actor, too
+            self._alone = None
+            self._way_ns = _smoothed(self._way_ns, now_ns() - read.started_ns - read.duration_ns)
+        felt = self._way_ns > _FELT * self._usual_ns
+        ahead = 1 + int(self._way_ns / max(self._usual_ns, 1)) if felt else 0
+        self.limit = 1 + min(ahead, _MOST_AHEAD)
 
     def _taken(self, answer: Answer) -> tuple[Any, BaseException | None]:
         """A sample, or what it raised; its costs are noted."""
@@ -171,6 +173,10 @@ class ActorReads(FinishedReads):
         blameless = started or _NODE_DIED in str(error)
         where = f" on {self._host}" if started else ""
         return ActorLost(self._pid, Loss(f"is lost{where} ({_reason(error)})", blameless, unable))
+
+
+def _smoothed(mean_ns: float, latest_ns: int) -> float:
+    return mean_ns + (_SMOOTHING if mean_ns else 1.0) * (latest_ns - mean_ns)
 
 
 def _reason(error: BaseException) -> str:
