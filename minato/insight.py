@@ -70,7 +70,10 @@ class Insight:
         journal = self._measured()
         options = self._options
         may_fetch_more = not (
-            is_stream(self) or options.schedule == "round_robin" or options.rng == "worker"
+            is_stream(self)
+            or options.schedule == "round_robin"
+            or options.rng == "worker"
+            or options.worker_method == "ray"
         )
         concurrency = Fetching.of(options.fetch_concurrency).concurrency
         bounded = self.num_workers > 0 and not isinstance(self.prefetch_factor, Unbound)

@@ -303,7 +303,7 @@ class Setup:
     """The loader that was measured."""
 
     num_workers: int = figure("workers", "as the loader was made")
-    worker_method: str = figure("name", "process or thread")
+    worker_method: str = figure("name", "process, thread or ray")
     order: str = figure("name", "of the batches")
     batch_size: int | None = figure("samples", "none: of a batch_sampler, or single samples")
     fetch_concurrency: int = figure("samples", "that a worker reads at once")
