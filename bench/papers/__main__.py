@@ -55,7 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run experiments; returns the exit status."""
     about = "Repeat the MinatoLoader paper's experiments on real input, without a GPU."
     parser = record.options_of("bench.papers", about, REPEATS)
-    parser.add_argument("--experiment", choices=EXPERIMENTS, help="only this one")
+    parser.add_argument(
+        "--experiment", choices=EXPERIMENTS, action="append", help="only this one; may be repeated"
+    )
     parser.add_argument("--data", type=Path, default=FOLDER, help="what 'make data' has filled")
     options = parser.parse_args(arguments)
     settings = Settings(options.short, 1 if options.short else options.repeats, options.data)
@@ -64,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     conditions = record.environment()
     lines = [_HEAD.format(repeats=settings.repeats)]
     out: Path | None = options.out
-    for name in [options.experiment] if options.experiment else EXPERIMENTS:
+    for name in options.experiment or EXPERIMENTS:
         begun_s = time.perf_counter()
         try:
             section = EXPERIMENTS[name](settings)

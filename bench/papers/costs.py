@@ -73,13 +73,6 @@ class Measured:
         """Of whole samples, ``(draws, samples)``."""
         return self.costs_at(1.0)
 
-    @property
-    def worked_s(self) -> Times:
-        """Without reading, and without steps that sleep."""
-        counted = [step not in (READING, *SLEPT) for step in self.steps]
-        worked_s: Times = self.times_s[..., counted].sum(2)
-        return worked_s
-
     def costs_at(self, scale: float) -> Times:
         """Of whole samples whose slept steps take so many times as long."""
         factors = [scale if step in SLEPT else 1.0 for step in self.steps]

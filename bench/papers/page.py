@@ -61,7 +61,7 @@ def draw(section: Section, path: Path) -> None:
     for axis, panel in zip(axes[0], section.panels, strict=True):
         panel(axis)
         axis.title.set_fontsize(9)
-        axis.tick_params(labelsize=7)
+        axis.tick_params(labelsize=7, which="both")
         axis.xaxis.label.set_fontsize(8)
         axis.yaxis.label.set_fontsize(8)
         axis.spines[["top", "right"]].set_visible(False)

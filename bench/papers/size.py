@@ -29,9 +29,9 @@ The size heuristic of the paper's balancer is good where both the rank and this 
 _DECIDED = """\
 Where random decisions make the cost, prediction is blind. {samples} samples for {epochs} epochs with the costs of
 SpeedyLoader's table 1 (crop 965 ms for the 0.4 that are balanced, else 0.2; each axis flipped for a third, 32 ms
-together; noise 149 ms and brightness 6 ms for a tenth; cast 3 ms), drawn anew in each epoch; nothing here is
-measured. Slow are those that cost more than the mean of {mean:.0f} ms: {share:.0f} %, which is more than the quarter
-that a timeout at the 75th percentile takes for slow.
+together; noise 149 ms and brightness 6 ms for a tenth; cast 3 ms), drawn anew in each epoch, with 3 % of jitter;
+nothing here is measured. Slow are those that cost more than the mean of {mean:.0f} ms: {share:.0f} %, which is more
+than the quarter that a timeout at the 75th percentile takes for slow.
 """
 
 
@@ -92,7 +92,8 @@ def decision_costs_ms(samples: int, epochs: int, rng: np.random.Generator) -> Ti
     flip = np.where((rng.random((*shape, 3)) < 1 / 3).any(2), 32.0, 0.003)
     noise = np.where(rng.random(shape) < 0.1, 149.0, 0.002)
     brightness = np.where(rng.random(shape) < 0.1, 6.0, 0.001)
-    costs_ms: Times = crop + flip + noise + brightness + 3.0
+    jitter = rng.normal(1.0, 0.03, shape)
+    costs_ms: Times = jitter * (crop + flip + noise + brightness + 3.0)
     return costs_ms
 
 

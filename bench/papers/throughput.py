@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SLEEPERS = 12
-WORK_S = 4.0
+WORK_S = 2.5
 """Work of an epoch for all workers, at least: as many samples as it takes."""
 _INTERVALS = 40
 _TEXT = """\

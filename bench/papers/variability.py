@@ -108,6 +108,7 @@ def _bars(name: str, one: Measured) -> Callable[[Axes], None]:
         axes.bar(range(len(chosen)), costs_ms[chosen], color="#6a8caf")
         axes.axhline(costs_ms.mean(), color=INK, linestyle="--", linewidth=1)
         axes.set_title(f"{name}: {len(chosen)} samples, and the mean")
+        axes.set_xticks([])
         axes.set_xlabel("sample")
         axes.set_ylabel("ms")
 
