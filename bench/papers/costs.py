@@ -23,7 +23,7 @@ from minato import PadCollate
 
 Times = npt.NDArray[np.float64]
 
-SCALE = 0.04
+SCALE = 0.06
 """Of the paper's light and heavy steps, where they are slept."""
 READING = "reading"
 SLEPT = ("LightStep", "HeavyStep")
@@ -38,7 +38,7 @@ class Workload:
         dataset: Real samples, which know their files by ``path_of``.
         chain: Transforms.
         collate: A ``collate_fn`` where samples have no common shape.
-        batch_size: Smaller than the paper's where a batch would not fit.
+        batch_size: Smaller than the paper's, so that a short epoch has many.
         sleeps: Whether most of its work is sleeping, so that it can have more workers than there are cores.
         draws: How often each sample's cost is measured.
         printed: The paper's row of table 2.
@@ -109,7 +109,7 @@ def workloads(settings: Settings) -> dict[str, Workload]:
             clips,
             speech_chain(3.0, SCALE),
             PadCollate(),
-            24,
+            12,
             True,
             2,
             SPEECH_3S.printed,
@@ -119,7 +119,7 @@ def workloads(settings: Settings) -> dict[str, Workload]:
             clips,
             speech_chain(3.0, SCALE, drawn=True),
             PadCollate(),
-            24,
+            12,
             True,
             1,
         ),
