@@ -37,7 +37,7 @@ $(BUILT): $(INSTALLED) $(CORE)
 	@touch $@
 
 # A process that has imported large libraries forks slowly, and most tests fork.
-LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/test_latency.py tests/test_demo.py \
+LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/test_latency.py tests/test_demo.py tests/test_ray.py \
     tests/bench/test_papers.py tests/bench/test_workloads.py
 
 define run_tests

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -62,7 +62,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             generator decides, as in torch.
         memory_budget_bytes: What batches that are loaded ahead may take; by default a quarter of the memory that is
             available when iteration starts.
-        worker_method: ``"process"`` or ``"thread"``.
+        worker_method: ``"process"``, ``"thread"``, or ``"ray"``: actors in a Ray cluster (extra ``ray``).
         rng: ``"sample"`` (default): the global generators are re-seeded for each sample by (seed, epoch, index), so
             that content does not depend on the number of workers; ``"worker"``: torch's streams, one per worker, as
             always with iterable datasets.
@@ -112,6 +112,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             the training, straight from the page-locked memory that the workers write to. None or ``"cpu"``: they stay
             in main memory.
         prefetch_to_device: How many batches are sent there before their turn (2), as far as they are complete.
+        ray_options: What Ray is told of each actor (``ActorClass.options``); by default that it takes one core.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -170,6 +171,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         trace: str | os.PathLike[str] | None = None,
         device: str | torch.device | None = None,
         prefetch_to_device: int | None = None,
+        ray_options: Mapping[str, Any] | None = None,
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -211,6 +213,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             trace=trace,
             device=device,
             prefetch_to_device=prefetch_to_device,
+            ray_options=ray_options,
         )
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
@@ -271,7 +274,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         if self._keeps_replicas and not is_stream(self):
             mixes = self._options.order not in ("strict", "batch")
             if mixes or self._in_threads:
-                cause = f"order={self._options.order!r}" if mixes else "worker_method='thread'"
+                method = f"worker_method={self._options.worker_method!r}"
+                cause = f"order={self._options.order!r}" if mixes else method
                 raise ValueError(
                     f"the dataset has a state_dict() of its own, but with {cause} there is no moment at which it "
                     "belongs to the delivered batches: use order='strict' or 'batch', and worker processes"
@@ -338,7 +342,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 "worker_method='thread' cannot split an iterable dataset, which does so by torch's get_worker_info() "
                 "and that knows processes only: use worker_method='process'"
             )
-        if self.num_workers > 0:
+        if self.num_workers > 0 and self._options.worker_method != "ray":
             self.check_worker_number_rationality()
         self._open_views()
         return BatchIterator(
@@ -363,7 +367,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
 
     @property
     def _in_threads(self) -> bool:
-        return self.num_workers > 0 and self._options.worker_method == "thread"
+        return self.num_workers > 0 and self._options.worker_method != "process"
 
     def _make_engine(self, base_seed: int) -> Engine:
         arena = self._spare_arenas.take(shared=self.num_workers > 0 and not self._in_threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ from minato.checks import (
     check_device,
     check_error_budget,
     check_fetching,
+    check_ray,
+    check_ray_options,
     check_sample_timeout,
     check_slow,
     check_standby,
@@ -82,7 +85,7 @@ class Options:
         max_lag: Batches by which a sample may be late in the last two.
         seed: Seed of shuffling and samples, modulo 2**64 as a signed number; None for torch's generator.
         memory_budget_bytes: Bytes of batches loaded ahead, None for a share of what is available.
-        worker_method: ``process`` or ``thread``.
+        worker_method: ``process``, ``thread`` or ``ray``.
         rng: ``sample`` or ``worker``.
         schedule: ``dynamic`` or ``round_robin``.
         on_worker_death: ``restart`` or ``raise``.
@@ -105,6 +108,7 @@ class Options:
         trace: Path of the file that keeps what the run did, or None.
         device: Where batches go, or None for main memory.
         prefetch_to_device: How many batches go there before their turn.
+        ray_options: What Ray is told of each actor, or None.
     """
 
     order: str
@@ -135,6 +139,7 @@ class Options:
     trace: str | None
     device: torch.device | None
     prefetch_to_device: int
+    ray_options: Mapping[str, Any] | None
 
     @property
     def target(self) -> torch.device | None:
@@ -183,15 +188,17 @@ class Options:
         trace: str | os.PathLike[str] | None,
         device: str | torch.device | None,
         prefetch_to_device: int | None,
+        ray_options: Mapping[str, Any] | None,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
         Raises:
             ValueError: A value is not possible; the message names the argument, the value and the remedy.
             TypeError: A number is no integer.
+            ModuleNotFoundError: Ray is asked for, and not installed.
         """
         check_choice("order", order, (None, *ORDERS))
-        check_choice("worker_method", worker_method, ("process", "thread"))
+        check_choice("worker_method", worker_method, ("process", "thread", "ray"))
         check_choice("rng", rng, (None, "sample", "worker"))
         check_choice("on_worker_death", on_worker_death, ("restart", "raise"))
         check_choice("schedule", schedule, ("dynamic", "round_robin"))
@@ -304,6 +311,10 @@ class Options:
         fetching = Fetching.of(fetch_concurrency)
         check_fetching(fetching, is_stream, schedule, rng, most_workers)
         check_standby(standby_workers, num_workers, fetching, is_stream, schedule)
+        check_ray_options(ray_options, worker_method)
+        if worker_method == "ray":
+            changes = min_workers is not None
+            check_ray(num_workers, changes, fetching, standby_workers, is_stream, schedule)
         return cls(
             order=order,
             max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
@@ -333,6 +344,7 @@ class Options:
             trace=as_path(trace),
             device=place,
             prefetch_to_device=_AHEAD if prefetch_to_device is None else prefetch_to_device,
+            ray_options=ray_options,
         )
 
     def first_workers(self, num_workers: int | str) -> int:

@@ -46,6 +46,7 @@ def options(**given: Any) -> Options:
         "trace": None,
         "device": None,
         "prefetch_to_device": None,
+        "ray_options": None,
     }
     return Options.of(**{**defaults, **given})
 
