@@ -12,7 +12,7 @@ COMPILED := $(basename $(notdir $(wildcard minato/_core/_*_c.pyx)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install build test test-pure test-checked stress lint format docs demo bench bench-peers sdist wheel constraints clean
+.PHONY: help install build test test-pure test-checked stress lint format docs demo data bench bench-papers bench-peers sdist wheel constraints clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,7 +37,8 @@ $(BUILT): $(INSTALLED) $(CORE)
 	@touch $@
 
 # A process that has imported large libraries forks slowly, and most tests fork.
-LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/test_latency.py tests/test_demo.py tests/test_ray.py
+LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/test_latency.py tests/test_demo.py tests/test_ray.py \
+    tests/bench/test_papers.py tests/bench/test_workloads.py
 
 define run_tests
 	$(1) $(PY) -m pytest $(LARGE_IMPORTS:%=--ignore=%)
@@ -81,6 +82,12 @@ demo: build  ## train a small model on real data, with torch's loader and with m
 bench: build  ## compare with torch's loader, and the compiled with the pure core (SHORT=1: smoke run)
 	$(PY) -m bench.macro $(if $(SHORT),--short)
 	$(PY) -m bench.micro $(if $(SHORT),--short)
+
+data: $(INSTALLED)  ## fetch real volumes, photographs and recordings into build/data (0.5 GB; pip, apt-get)
+	$(PY) -m bench.workloads
+
+bench-papers: build data  ## the papers' experiments on real input, in about ten minutes (SHORT=1: smoke run)
+	$(PY) -m bench.papers $(if $(SHORT),--short,--out docs/benchmarks)
 
 bench-peers: build  ## compare with other projects' loaders, installed in build/peers (9 GB)
 	$(PY) -m bench.peers $(if $(SHORT),--short)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -114,20 +113,3 @@ class Windows(Dataset[Sample]):
             tuple((start, start + WINDOW) for start in self.corners[index])
         )
         return Sample(index, image, label, 0.0)
-
-
-class Mapped(Dataset[Any]):
-    """A dataset with a chain applied to each sample, for loaders that take no ``transforms=``."""
-
-    def __init__(self, dataset: Dataset[Any], transforms: list[Callable[[Any], Any]]) -> None:
-        self.dataset = dataset
-        self.transforms = transforms
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> Any:
-        sample = self.dataset[index]
-        for transform in self.transforms:
-            sample = transform(sample)
-        return sample

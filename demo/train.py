@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import minato
+from bench.workloads.mapped import Mapped
 from demo.chain import segmentation_chain
-from demo.data import Mapped, Volume, Windows
+from demo.data import Volume, Windows
 from demo.model import Trainer
 
 BATCH_SIZE = 4

@@ -87,7 +87,7 @@ def test_chain_delivers_one_shape_whatever_it_draws(volume):
         done = sample
         for transform in chain.segmentation_chain():
             done = transform(done)
-        assert done.image.shape == done.label.shape == (chain.PATCH,) * 3
+        assert done.image.shape == done.label.shape == chain.PATCH
         assert (done.image.dtype, done.label.dtype) == (np.float32, np.uint8)
         assert done.image.flags.c_contiguous
         assert done.label.flags.c_contiguous
@@ -107,41 +107,6 @@ def test_deformation_moves_image_and_label_together():
     inside, outside = bent.image[bent.label == 2], bent.image[bent.label == 0]
     assert inside.mean() > 1.8
     assert outside.mean() < 0.2
-
-
-def test_flip_turns_image_and_label_alike(volume):
-    sample = Windows(volume)[90]
-    flipped = chain.RandomFlip(probability=1.0)(sample)
-    assert np.array_equal(flipped.image, sample.image[::-1, ::-1, ::-1])
-    assert np.array_equal(flipped.label, sample.label[::-1, ::-1, ::-1])
-    assert chain.RandomFlip(probability=0.0)(sample) is sample
-
-
-def test_balanced_crop_finds_a_small_piece():
-    label = np.zeros((WINDOW,) * 3, np.uint8)
-    label[60:62, 1:3, 30:32] = 1
-    sample = Sample(0, label.astype(np.float32), label, 0.0)
-    for _ in range(20):
-        assert chain.RandomBalancedCrop(oversampling=1.0)(sample).label.any()
-    found = sum(chain.RandomBalancedCrop(oversampling=0.0)(sample).label.any() for _ in range(20))
-    assert found < 20
-
-
-def test_balanced_crop_of_background_alone():
-    empty = np.zeros((WINDOW,) * 3, np.uint8)
-    sample = Sample(0, empty.astype(np.float32), empty, 0.0)
-    cut = chain.RandomBalancedCrop(oversampling=1.0)(sample)
-    assert cut.label.shape == (chain.PATCH,) * 3
-
-
-@pytest.mark.parametrize("transform", [chain.RandomBrightness(), chain.GaussianNoise()])
-def test_intensities_change_for_about_a_tenth(transform, volume):
-    sample = Windows(volume)[90]
-    small = sample._replace(image=sample.image[:4, :4, :4], label=sample.label[:4, :4, :4])
-    done = [transform(small) for _ in range(1000)]
-    changed = sum(not np.array_equal(other.image, small.image) for other in done)
-    assert 60 < changed < 140
-    assert all(other.image.dtype == np.float32 for other in done)
 
 
 def test_same_seed_gives_the_same_model():

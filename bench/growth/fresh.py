@@ -41,12 +41,12 @@ def memory(loader: str, workers: str, nbytes: str) -> dict[str, Any]:
     dataset = Vectors(2048, int(nbytes))
     made = LOADERS[loader](dataset, batch_size=32, num_workers=int(workers))
     this = psutil.Process()
-    before, over = _pss(this), threading.Event()
+    before, over = pss(this), threading.Event()
     peaks = [0]
 
     def look() -> None:
         while not over.wait(_LOOK_EVERY_S):
-            peaks[0] = max(peaks[0], _pss(this))
+            peaks[0] = max(peaks[0], pss(this))
 
     iterator = iter(made)  # forks before there is a thread
     watcher = threading.Thread(target=look)
@@ -62,7 +62,8 @@ def memory(loader: str, workers: str, nbytes: str) -> dict[str, Any]:
     return {"peak_mib": (peaks[0] - before) / 2**20}
 
 
-def _pss(process: psutil.Process) -> int:
+def pss(process: psutil.Process) -> int:
+    """Memory of a process and its children, in bytes; what several of them share is counted once."""
     total = 0
     for one in (process, *process.children(recursive=True)):
         try:

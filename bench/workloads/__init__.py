@@ -1,0 +1,1 @@
+"""The MinatoLoader paper's workloads as chains of transforms, and real data to put through them."""

@@ -1,0 +1,252 @@
+"""Speech: from a recorded clip to stacked filter banks, and steps that stand for dearer work.
+
+The order is the paper's, with ``SpecAugment`` before ``FilterBank``: it makes the spectrogram and masks it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import wave
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+Array = npt.NDArray[np.float32]
+
+WINDOW_S, HOP_S = 0.02, 0.01
+FILTERS = 80
+SPLICED = 3
+"""Neighbouring frames that become one."""
+LEAST_S = 5.0
+"""Shorter clips are padded."""
+LIGHT_S = 0.5
+_FFT = 512
+_FLOOR = 1e-10
+
+
+class Clip(NamedTuple):
+    """One training sample on its way through the chain.
+
+    Attributes:
+        key: The index that was asked for (a tuple has an ``index`` of its own).
+        audio: float32: the wave, ``(samples,)``; then its power, ``(bins, frames)``; then the logarithms of its filter
+            banks, ``(features, frames)``; at last ``(frames, features)``.
+        rate: Samples per second of the wave.
+    """
+
+    key: int
+    audio: Array
+    rate: int
+
+
+class Pad:
+    """Fill a wave up with silence to at least ``least_s``."""
+
+    def __init__(self, least_s: float = LEAST_S) -> None:
+        self.least_s = least_s
+
+    def __call__(self, clip: Clip) -> Clip:
+        missing = round(self.least_s * clip.rate) - len(clip.audio)
+        return clip._replace(audio=np.pad(clip.audio, (0, missing))) if missing > 0 else clip
+
+
+class PadFrames:
+    """The same at the end of the chain: fill the frames up with zeros to at least ``least_s``."""
+
+    def __init__(self, least_s: float = LEAST_S) -> None:
+        self.least = round(least_s / (SPLICED * HOP_S))
+
+    def __call__(self, clip: Clip) -> Clip:
+        missing = self.least - len(clip.audio)
+        return (
+            clip._replace(audio=np.pad(clip.audio, ((0, missing), (0, 0)))) if missing > 0 else clip
+        )
+
+
+class SpecAugment:
+    """The power spectrum of each window, with random bands of frequencies and of frames set to 0.
+
+    Args:
+        frequency_masks: How many bands of frequencies.
+        frequencies: The widest of them, in bins.
+        time_masks: How many bands of frames.
+        time_share: The widest of them, as a share of all frames.
+    """
+
+    def __init__(
+        self,
+        frequency_masks: int = 2,
+        frequencies: int = 20,
+        time_masks: int = 10,
+        time_share: float = 0.03,
+    ) -> None:
+        self.frequency_masks, self.frequencies = frequency_masks, frequencies
+        self.time_masks, self.time_share = time_masks, time_share
+
+    def __call__(self, clip: Clip) -> Clip:
+        power = spectrum(clip.audio, clip.rate)
+        bins, frames = power.shape
+        for _ in range(self.frequency_masks):
+            width = random.randint(0, min(self.frequencies, bins))
+            first = random.randint(0, bins - width)
+            power[first : first + width] = 0
+        for _ in range(self.time_masks):
+            width = random.randint(0, round(self.time_share * frames))
+            first = random.randint(0, frames - width)
+            power[:, first : first + width] = 0
+        return clip._replace(audio=power)
+
+
+def spectrum(audio: Array, rate: int) -> Array:
+    """Power, ``(bins, frames)``, of windows of 20 ms, one every 10 ms."""
+    window, hop = round(WINDOW_S * rate), round(HOP_S * rate)
+    frames = np.lib.stride_tricks.sliding_window_view(audio, window)[::hop]
+    transformed = np.fft.rfft(frames * np.hanning(window).astype(np.float32), max(_FFT, window))
+    return np.ascontiguousarray(np.square(np.abs(transformed)).T.astype(np.float32))
+
+
+class FilterBank:
+    """Logarithms of the power in triangular bands, evenly spaced on the mel scale; each of mean 0 and deviation 1."""
+
+    def __init__(self, filters: int = FILTERS) -> None:
+        self.filters = filters
+
+    def __call__(self, clip: Clip) -> Clip:
+        bands = mel_filters(self.filters, len(clip.audio), clip.rate)
+        energy = np.log(bands @ clip.audio + np.float32(_FLOOR))
+        energy -= energy.mean(1, keepdims=True)
+        energy /= energy.std(1, keepdims=True) + 1e-5
+        return clip._replace(audio=energy)
+
+
+@cache
+def mel_filters(filters: int, bins: int, rate: int) -> Array:
+    """Weights of the bins in each band, ``(filters, bins)``."""
+    top = 2595 * np.log10(1 + rate / 2 / 700)
+    edges = 700 * (10 ** (np.linspace(0, top, filters + 2) / 2595) - 1)
+    at = np.linspace(0, rate / 2, bins)
+    rising = (at - edges[:-2, None]) / np.diff(edges)[:-1, None]
+    falling = (edges[2:, None] - at) / np.diff(edges)[1:, None]
+    return np.maximum(0, np.minimum(rising, falling)).astype(np.float32)
+
+
+class FrameSplicing:
+    """Stack neighbouring frames, so that there are fewer of them with more features."""
+
+    def __init__(self, spliced: int = SPLICED) -> None:
+        self.spliced = spliced
+
+    def __call__(self, clip: Clip) -> Clip:
+        features, frames = clip.audio.shape
+        missing = -frames % self.spliced
+        padded = np.pad(clip.audio, ((0, 0), (0, missing))) if missing else clip.audio
+        stacked = padded.reshape(features, -1, self.spliced).transpose(2, 0, 1)
+        return clip._replace(audio=stacked.reshape(features * self.spliced, -1))
+
+
+class PermuteAudio:
+    """Frames first, contiguous."""
+
+    def __call__(self, clip: Clip) -> Clip:
+        return clip._replace(audio=np.ascontiguousarray(clip.audio.T))
+
+
+class LightStep:
+    """Stands for work that every sample needs, by sleeping."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def seconds_of(self, index: int) -> float:
+        """How long it takes for a sample."""
+        return self.seconds
+
+    def __call__(self, clip: Clip) -> Clip:
+        time.sleep(self.seconds_of(clip.key))
+        return clip
+
+
+class HeavyStep(LightStep):
+    """Stands for work that few samples need: every fifth by its index, or as many drawn at random.
+
+    Args:
+        seconds: How long it takes for one of them.
+        every: One sample in so many is heavy.
+        drawn: Whether they are drawn, the same ones in every epoch, rather than evenly spaced.
+    """
+
+    def __init__(self, seconds: float, every: int = 5, drawn: bool = False) -> None:
+        super().__init__(seconds)
+        self.every = every
+        self.drawn = drawn
+
+    def is_heavy(self, index: int) -> bool:
+        """Whether a sample is one of them."""
+        if self.drawn:
+            return random.Random(index).random() < 1 / self.every
+        return index % self.every == self.every - 1
+
+    def seconds_of(self, index: int) -> float:
+        """How long it takes for a sample."""
+        return self.seconds if self.is_heavy(index) else 0.0
+
+    def __call__(self, clip: Clip) -> Clip:
+        return super().__call__(clip) if self.is_heavy(clip.key) else clip
+
+
+def speech_chain(
+    heavy_s: float = 3.0,
+    scale: float = 1.0,
+    *,
+    drawn: bool = False,
+    literal: bool = False,
+    pads_last: bool = False,
+) -> list[Callable[[Clip], Clip]]:
+    """The transforms of a training sample, in the paper's order.
+
+    Args:
+        heavy_s: What a heavy sample takes in both steps, as the paper's table 2 has it: 3 or 10.
+        scale: Both steps take so many times as long.
+        drawn: See ``HeavyStep``.
+        literal: ``heavy_s`` is the second step alone, as the paper's text has it.
+        pads_last: Pad frames at the end instead of the wave, as Pecan's AutoOrder does.
+    """
+    extra_s = heavy_s if literal else heavy_s - LIGHT_S
+    features: list[Any] = [SpecAugment(), FilterBank(), FrameSplicing(), PermuteAudio()]
+    padded = [*features, PadFrames()] if pads_last else [Pad(), *features]
+    return [*padded, LightStep(scale * LIGHT_S), HeavyStep(scale * extra_s, drawn=drawn)]
+
+
+class Recordings(Dataset[Clip]):
+    """The waves below a folder: 16 bits, one channel.
+
+    Args:
+        folder: Searched with all that is below it.
+        length: Samples in an epoch, more than there are clips or fewer; as many as there are when omitted.
+    """
+
+    def __init__(self, folder: Path, length: int | None = None) -> None:
+        self.paths = [path for path in sorted(folder.rglob("*.wav")) if path.is_file()]
+        if not self.paths:
+            raise FileNotFoundError(f"no recordings below {folder}: run 'make data'")
+        self.length = length or len(self.paths)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Clip:
+        with wave.open(str(self.path_of(index))) as stored:
+            data, rate = stored.readframes(stored.getnframes()), stored.getframerate()
+        audio = np.frombuffer(data, "<i2").astype(np.float32)
+        audio /= 32768
+        return Clip(index, audio, rate)
+
+    def path_of(self, index: int) -> Path:
+        """Where a sample is stored."""
+        return self.paths[index % len(self.paths)]
