@@ -16,6 +16,7 @@ from minato.checks import (
     check_error_budget,
     check_fetching,
     check_sample_timeout,
+    check_sharing,
     check_slow,
     check_standby,
     check_whole,
@@ -105,6 +106,8 @@ class Options:
         trace: Path of the file that keeps what the run did, or None.
         device: Where batches go, or None for main memory.
         prefetch_to_device: How many batches go there before their turn.
+        shared_pool: Whether the ranks of a node share their workers.
+        on_rank_death: ``raise`` or ``continue``.
     """
 
     order: str
@@ -135,6 +138,8 @@ class Options:
     trace: str | None
     device: torch.device | None
     prefetch_to_device: int
+    shared_pool: bool
+    on_rank_death: str
 
     @property
     def target(self) -> torch.device | None:
@@ -183,6 +188,8 @@ class Options:
         trace: str | os.PathLike[str] | None,
         device: str | torch.device | None,
         prefetch_to_device: int | None,
+        shared_pool: bool,
+        on_rank_death: str,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -304,6 +311,20 @@ class Options:
         fetching = Fetching.of(fetch_concurrency)
         check_fetching(fetching, is_stream, schedule, rng, most_workers)
         check_standby(standby_workers, num_workers, fetching, is_stream, schedule)
+        check_sharing(
+            shared_pool,
+            on_rank_death,
+            {
+                "an iterable dataset": is_stream,
+                "num_workers=0": num_workers == 0,
+                "worker_method='thread'": worker_method == "thread",
+                "schedule='round_robin'": schedule == "round_robin",
+                f"on_error={on_error!r}": on_error not in ("raise", "retry"),
+                f"device={device!r}": place is not None and place.type != "cpu",
+                f"record_order={record_order!r}": record_order is not None,
+                f"replay_order={replay_order!r}": replay_order is not None,
+            },
+        )
         return cls(
             order=order,
             max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
@@ -333,6 +354,8 @@ class Options:
             trace=as_path(trace),
             device=place,
             prefetch_to_device=_AHEAD if prefetch_to_device is None else prefetch_to_device,
+            shared_pool=shared_pool,
+            on_rank_death=on_rank_death,
         )
 
     def first_workers(self, num_workers: int | str) -> int:
