@@ -92,7 +92,7 @@ def train(name: str, costs_s: list[float], rank: int, job: str, together: Any, s
 
 
 def slowest(name: str, costs_s: list[float]) -> tuple[float, float]:
-    """Seconds of an epoch, and the part of it that the slower rank waited for data."""
+    """Seconds of an epoch, and the part of it that the rank which waited longer for data did so."""
     fork = multiprocessing.get_context("fork")
     together, (received, sent) = fork.Barrier(RANKS), fork.Pipe(duplex=False)
     job = uuid.uuid4().hex
@@ -105,7 +105,7 @@ def slowest(name: str, costs_s: list[float]) -> tuple[float, float]:
     found = [received.recv() for _ in ranks]
     for rank in ranks:
         rank.join()
-    took_s, waited_s = max(found)
+    took_s, waited_s = (max(times) for times in zip(*found, strict=True))
     return took_s, waited_s / took_s
 
 
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{BATCH_SIZE}, in strict order. Samples sleep. The epoch of the slower rank, after one that warmed up: median",
         f"and range of {repeats} runs, in turn.",
         "",
-        "| load | | loader | epoch | of which it waits for data |",
+        "| load | | loader | epoch | of which a rank waits for data |",
         "|---|---|---|---|---|",
     ]
     for title, load in loads(count).items():
