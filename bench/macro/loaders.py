@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader as TorchLoader
 
+from bench.macro.bare import BareProcesses
 from bench.macro.rows import Row
 from bench.macro.work import Work
 
@@ -38,6 +39,10 @@ def shared_arguments(row: Row) -> dict[str, Any]:
         "num_workers": row.workers,
         "persistent_workers": row.persistent,
     }
+
+
+def _bare(work: Work, arguments: dict[str, Any], seed: int) -> Any:
+    return BareProcesses(work, **arguments)
 
 
 def _torch(work: Work, arguments: dict[str, Any], seed: int) -> Any:
@@ -76,6 +81,7 @@ def _quietly(loader: Callable[..., Any], work: Work, arguments: dict[str, Any]) 
 CONTENDERS = {
     contender.name: contender
     for contender in (
+        Contender("bare", "bare processes", _bare, keeps_order=False),
         Contender("torch", "torch", _torch, keeps_order=True),
         Contender("torch-any-order", "torch, in_order=False", _torch_any_order, keeps_order=False),
         Contender("minato", "minato", _minato, keeps_order=True),

@@ -27,6 +27,9 @@ brackets. A ratio compares runs of the same repeat.
   that is longer. Of tensors: copying every sample once, warm, by one process, into one recycled
   batch; two workers can in principle beat it. Of table rows: the calls of `dataset[i]` alone, split
   over the workers.
+* *Bare processes* are forked, fed and heard through two pipes, and promise neither order nor content
+  (`bench/macro/bare.py`). What they lose is what this machine takes from every loader: sleeps that
+  last too long, forks, wake-ups.
 * *Time of sleeping work* is the whole run, from before the loader is built to the end of the last
   epoch, start of the workers included. *Time of tensors and rows* is that of the epochs after the
   first.
@@ -129,8 +132,15 @@ def _goals(results: Sequence[RowResult]) -> str:
                 if value is not None:
                     verdict = "reached" if goal.holds(value) else "**missed**"
                     label = CONTENDERS[goal.loader].label
-                    lines.append([result.row.name, label, str(goal), f"{value:.2f}", verdict])
-    return table(["row", "loader", "goal", "measured", ""], lines) if lines else ""
+                    line = [result.row.name, label, str(goal), f"{value:.2f}", verdict]
+                    lines.append([*line, _bare_value(result, goal)])
+    head = ["row", "loader", "goal", "measured", "", "bare processes"]
+    return table(head, lines) if lines else ""
+
+
+def _bare_value(result: RowResult, goal: Goal) -> str:
+    value = _value(result.figures("bare"), goal) if "bare" in result.trials else None
+    return "" if value is None else f"{value:.2f}"
 
 
 def _value(figures: Figures, goal: Goal) -> float | None:

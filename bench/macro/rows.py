@@ -17,7 +17,8 @@ from bench.macro.work import (
 )
 
 MAPPED_ORDERS = ("torch", "torch-any-order", "minato", "minato-any-order")
-SEEDED_TOO = (*MAPPED_ORDERS, "minato-seed")
+AND_BARE = ("bare", *MAPPED_ORDERS)
+SEEDED_TOO = (*AND_BARE, "minato-seed")
 INLINE = ("torch", "minato")
 
 Quantity = Literal["share of the bound", "ratio to torch", "first batch ms", "own us/sample"]
@@ -130,6 +131,7 @@ STRAGGLERS = Row(
     batch_size=32,
     workers=4,
     epochs=1,
+    loaders=AND_BARE,
     goals=(
         Goal("minato", "share of the bound", 0.90),
         Goal("minato-any-order", "share of the bound", 0.95),
@@ -165,6 +167,7 @@ BIMODAL_35 = Row(
     batch_size=24,
     workers=12,
     epochs=2,
+    loaders=AND_BARE,
     goals=(
         Goal("minato", "share of the bound", 0.95),
         Goal("minato", "first batch ms", 60),
