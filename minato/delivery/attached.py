@@ -13,7 +13,7 @@ from minato._core.segment import Segment
 from minato.assembler.parcels import Annex, Parcel
 from minato.delivery.channel import Channel, connected
 from minato.delivery.hub import PATIENCE_S
-from minato.delivery.seats import Greeting
+from minato.delivery.seats import AHEAD, Greeting
 
 __all__ = ["Link"]
 
@@ -44,7 +44,6 @@ class Link:
         self._annexes: dict[int, Annex] = {}
         self._rounds = 0
         self._round = -1  # no pass
-        self._asked = False
         self._closed = False
         try:
             self._channel: Channel = connected(address, patience_s)
@@ -73,7 +72,8 @@ class Link:
             self._round = number
             self._say("enter", number, epoch)
             self._hear("open")
-            self._ask()
+            for _ in range(AHEAD):
+                self._say("next", number)
             return number
 
     def next(self, number: int) -> Any:
@@ -87,13 +87,9 @@ class Link:
         with self._turn:
             if number != self._round:
                 raise StopIteration
-            if not self._asked:
-                self._ask()
-            message = self._hear("batch", "end", "failed")
-            self._asked = False
-            match message:
+            match self._hear("batch", "end", "failed"):
                 case ("batch", _, arena, parcel):
-                    self._ask()
+                    self._say("next", number)
                     return self._annexes[arena].open(parcel)
                 case ("failed", _, why):
                     self._round = -1
@@ -110,7 +106,7 @@ class Link:
     def leave(self, number: int) -> None:
         """Be through with a pass."""
         if number >= 0 and number == self._round:
-            self._round, self._asked = -1, False
+            self._round = -1
             self._say("leave", number)
 
     def close(self) -> None:
@@ -133,11 +129,6 @@ class Link:
         self._dropped.append((arena, start))
         if os.getpid() == self._owner:
             self._close_if_unused()
-
-    def _ask(self) -> None:
-        """Ask for a batch; always one ahead, so that it is there when it is asked for."""
-        self._asked = True
-        self._say("next", self._round)
 
     def _say(self, kind: str, number: int, more: Any = None) -> None:
         if os.getpid() != self._owner:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from minato.assembler.parcels import Packed
 from minato.delivery.reception import Reception
-from minato.delivery.seats import Greeting, Round, Source, next_seat
+from minato.delivery.seats import AHEAD, FAREWELL, Greeting, Round, Source, next_seat
 from minato.delivery.switchboard import Switchboard
 
 __all__ = ["PATIENCE_S", "Hub"]
@@ -22,7 +22,9 @@ _LIVENESS_S = 1.0
 PATIENCE_S = 1800.0
 """How long one rank waits for others that live, but do not come: as torch's collective operations by default."""
 _LINGER_S = 5.0
-"""How long the host's process stays at its end for the sake of ranks that still get batches."""
+"""How long the host's process stays at its end, in the middle of an epoch, while others do not go on."""
+_FAREWELL_S = 60.0
+"""The same if it has had its part of the epoch, and others have not had theirs."""
 
 
 class Hub(Reception):
@@ -77,7 +79,7 @@ class Hub(Reception):
             self._round = Round(source, number, epoch, quota, len(self._seats), arena)
             for seat in self._seats:
                 seat.reset()
-            self._seats[0].state = "in"
+            self._seats[0].state, self._seats[0].wants = "in", AHEAD
             for seat in self._seats[1:]:
                 self._admit(seat)
             self._news.notify_all()
@@ -123,16 +125,11 @@ class Hub(Reception):
                 if this is None or this.number != number or own.state != "in":
                     raise StopIteration
                 if own.inbox:
-                    packed = own.inbox.popleft()
-                    own.wants = 0
-                    if own.dealt < this.quota:
-                        self._ask(own)  # so that it is there when it is asked for
-                    return packed
+                    self._ask(own)
+                    return own.inbox.popleft()
                 if this.error is not None or own.dealt == this.quota:
                     self.leave(number)
                     raise StopIteration if this.error is None else this.error
-                if not own.wants:
-                    self._ask(own)
                 self._check_threads()
                 self._news.wait(_LIVENESS_S)
 
@@ -153,7 +150,8 @@ class Hub(Reception):
     def close(self) -> None:
         """End when all ranks are through with the present pass; nobody waits for that.
 
-        If this rank has had its part, the others are given theirs at once, so that they do not need this process.
+        If this rank has had its part, the others get what is left of theirs at once, unless that is much: then they do
+        not need this process.
         """
         if os.getpid() != self._owner:
             return
@@ -161,7 +159,10 @@ class Hub(Reception):
             own, this = self._seats[0], self._round
             self._closing = True
             own.leave()
-            self._unasked = this is not None and own.dealt == this.quota
+            self._generous = this is not None and own.dealt == this.quota
+            for seat in self._seats[1:]:
+                if self._generous and seat.state == "in":
+                    seat.wants += FAREWELL
             self._news.notify_all()
 
     def _at_exit(self) -> None:
@@ -170,25 +171,26 @@ class Hub(Reception):
         self.close()
         with self._news:
             for seat in self._seats:
-                if seat.state == "away":
-                    seat.leave()  # too late for it
+                if seat.channel is None:
+                    seat.leave()
             self._news.notify_all()
-        while self._thread.is_alive() and not hasattr(sys, "last_value"):  # no exception ends it
-            this = self._round
-            fetched = this.fetched if this is not None else 0
-            self._thread.join(_LINGER_S)
-            if (
-                not self._unasked
-                or self._round is not this
-                or this is None
-                or this.fetched == fetched
-            ):
-                break
+        patience_s = _FAREWELL_S if self._generous else _LINGER_S
+        if hasattr(sys, "last_value"):  # an exception ends the process
+            patience_s = 0.0
+        before: object = None
+        while self._thread.is_alive() and (now := self._standing()) != before:
+            before = now
+            self._thread.join(patience_s)
         with self._news:
             for seat in self._seats:
                 seat.leave()
             self._news.notify_all()
         self._thread.join(_LINGER_S)
+
+    def _standing(self) -> object:
+        """Another one if the pass has gone on."""
+        this = self._round
+        return this and this.fetched, [seat.state for seat in self._seats]
 
     def _check_threads(self) -> None:
         if not (self._thread.is_alive() and self._switchboard.works):
@@ -222,9 +224,9 @@ class Hub(Reception):
             return self._finish if self._closing else None
         if all(seat.state == "out" for seat in self._seats):
             return self._finish
-        if self._unasked and any(seat.may_end(this.quota) for seat in self._seats):
+        if any(seat.unserved(this.quota) for seat in self._seats):
             return self._push
-        hungry = (seat.hungry(this.quota, self._unasked) for seat in self._seats)
+        hungry = (seat.hungry(this.quota) for seat in self._seats)
         return self._fetch if this.error is None and any(hungry) else None
 
     def _push(self, this: Round) -> bool:
@@ -248,7 +250,10 @@ class Hub(Reception):
             seat.dealt += 1
             if seat.state != "out":
                 seat.inbox.append(packed)
-                self._serve(seat)
+                if seat is self._seats[0]:
+                    seat.wants -= seat.wants > 0
+                else:
+                    self._serve(seat)
             self._news.notify_all()
         return True
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from minato.assembler.arena import Arena
 from minato.delivery.channel import Channel
-from minato.delivery.seats import Greeting, Round, Seat, refusal
+from minato.delivery.seats import FAREWELL, Greeting, Round, Seat, refusal
 
 __all__ = ["Reception"]
 
@@ -33,7 +33,7 @@ class Reception:
         self._arenas: list[Arena] = []
         self._broken: str | None = None  # why nobody can go on
         self._closing = False
-        self._unasked = False  # all get what they are due at once
+        self._generous = False  # the others get more than they ask for
 
     def _ask(self, seat: Seat) -> None:
         seat.wants += 1
@@ -45,15 +45,15 @@ class Reception:
         this = self._round
         if this is None or seat.channel is None or seat.state != "in":
             return
-        while (seat.wants or self._unasked) and seat.inbox:
+        while seat.wants and seat.inbox:
             if seat.arena != this.arena:
                 seat.arena, segment = this.arena, self._arenas[this.arena].segment
                 self._send(seat.channel, ("arena", this.arena, segment.nbytes), segment.descriptor)
             packed = seat.inbox.popleft()
-            seat.wants = max(seat.wants - 1, 0)
+            seat.wants -= 1
             seat.leases[this.arena, packed.parcel.slot.start] = packed.lease
             self._send(seat.channel, ("batch", this.number, this.arena, packed.parcel))
-        if seat.inbox or not (seat.wants or self._unasked):
+        if seat.inbox or not seat.wants:
             return
         if seat.dealt == this.quota:
             self._send(seat.channel, ("end", this.number))
@@ -120,6 +120,7 @@ class Reception:
             seat.entering = None
             if this.epoch == epoch:
                 seat.state = "in"
+                seat.wants = FAREWELL if self._generous else 0
                 self._send(seat.channel, ("open", number))
             else:
                 why = (

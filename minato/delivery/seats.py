@@ -9,7 +9,13 @@ from minato.assembler.arena import Arena
 from minato.assembler.parcels import Packed
 from minato.delivery.channel import Channel
 
-__all__ = ["Greeting", "Round", "Seat", "Source", "next_seat", "refusal"]
+__all__ = ["AHEAD", "FAREWELL", "Greeting", "Round", "Seat", "Source", "next_seat", "refusal"]
+
+
+AHEAD = 2
+"""Batches that each rank has asked for before it needs them, so that they are there when it does."""
+FAREWELL = 64
+"""So many more are sent unasked when the host takes leave: a socket has room for them, so that sending never waits."""
 
 
 class Source(Protocol):
@@ -122,18 +128,14 @@ class Seat:
         self.entering = None
         self.leases.clear()
 
-    def hungry(self, quota: int, unasked: bool = False) -> bool:
-        """Whether it waits for a batch to be fetched.
+    def hungry(self, quota: int) -> bool:
+        """Whether it waits for a batch to be fetched."""
+        return self.state == "in" and self.wants > 0 and self.dealt < quota
 
-        Args:
-            unasked: It gets all that it is due at once.
-        """
-        waits = unasked or self.wants > 0
-        return self.state == "in" and waits and self.dealt < quota and not self.inbox
-
-    def may_end(self, quota: int) -> bool:
-        """Whether it has been dealt all that it is due, and is not told yet."""
-        return self.state == "in" and (bool(self.inbox) or self.dealt == quota)
+    def unserved(self, quota: int) -> bool:
+        """Whether another rank than the host is to be sent what is there already."""
+        waits = self.state == "in" and self.wants > 0 and self.channel is not None
+        return waits and (bool(self.inbox) or self.dealt == quota)
 
 
 def next_seat(seats: list[Seat], this: Round, in_turn: bool) -> Seat:

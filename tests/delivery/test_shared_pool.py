@@ -338,6 +338,23 @@ def test_one_rank_far_ahead_of_the_other() -> None:
     assert sorted(flat(flat(run(program)))) == list(range(200))
 
 
+def test_a_host_that_ends_waits_for_the_others() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(120), 2)
+        first = indices(loader)
+        if rank == 1:
+            together.wait(20)
+        second = indices(loader)
+        if rank == 0:
+            together.wait(20)
+            loader._sharing._hub._at_exit()
+            assert not loader._sharing._hub._thread.is_alive()
+        return first, second
+
+    for first, second in zip(*run(program), strict=True):
+        assert sorted(flat([*first, *second])) == list(range(120))
+
+
 def test_the_end_of_a_rank_is_an_error_for_the_others() -> None:
     def program(rank: int, together: Any) -> Any:
         loader = loader_of(Sleepy(400, 0.005), 2, order="arrival")
