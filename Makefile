@@ -37,7 +37,7 @@ $(BUILT): $(INSTALLED) $(CORE)
 	@touch $@
 
 # A process that has imported large libraries forks slowly, and most tests fork.
-LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/test_latency.py tests/test_demo.py
+LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/test_latency.py tests/test_demo.py tests/test_ray.py
 
 define run_tests
 	$(1) $(PY) -m pytest $(LARGE_IMPORTS:%=--ignore=%)

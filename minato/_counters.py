@@ -62,6 +62,10 @@ class Counters:
             for name, number in by.items():
                 row[self._names.index(name)] += number
 
+    def by_name(self) -> dict[str, int]:
+        """What all processes have counted."""
+        return dict(zip(self._names, self.totals(), strict=True))
+
     def totals(self) -> list[int]:
         """What all processes have counted, in the order of the names."""
         totals: list[int] = self._counts.sum(0).tolist()

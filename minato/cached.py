@@ -45,6 +45,10 @@ def check_cache(
             "cache= keeps samples that are always the same, and those of a dataset with a state_dict() depend on its "
             "state: leave it out"
         )
+    if options.worker_method == "ray":
+        raise ValueError(
+            f"{cache!r} keeps samples on this machine, and worker_method='ray' reads them on others: leave it out"
+        )
     workers_end = num_workers > 0 and not persistent_workers
     if workers_end and options.worker_method == "process" and not cache.shared:
         raise ValueError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -16,6 +18,8 @@ __all__ = [
     "check_device",
     "check_error_budget",
     "check_fetching",
+    "check_ray",
+    "check_ray_options",
     "check_sample_timeout",
     "check_sharing",
     "check_slow",
@@ -38,6 +42,19 @@ _UNSHARED = {
 """What does not go with shared_pool=True, and why."""
 _WAITING_PER_CORE, _MOST_WAITING = 8, 32
 """The default of ``max_workers`` where there are few cores: for workers that wait for a disk or a network."""
+
+_OURS = (
+    "concurrency_groups",
+    "get_if_exists",
+    "lifetime",
+    "max_concurrency",
+    "max_pending_calls",
+    "max_restarts",
+    "max_task_retries",
+    "name",
+    "namespace",
+)
+"""Options of a Ray actor that the loader answers for: an actor runs one sample at a time, and is the loader's alone."""
 
 
 def check_slow(percentile: object, after_s: object) -> None:
@@ -77,7 +94,7 @@ def check_sample_timeout(
         raise TypeError(f"sample_timeout_s={limit_s!r} is a {type(limit_s).__name__}: give seconds")
     if limit_s <= 0:
         raise ValueError(f"sample_timeout_s={limit_s} is too small: give more than 0 seconds")
-    if num_workers == 0 or worker_method == "thread":
+    if num_workers == 0 or worker_method != "process":
         raise ValueError(
             f"sample_timeout_s={limit_s} needs worker processes, because nothing else can be ended: use num_workers=1 "
             "or more and worker_method='process'"
@@ -239,3 +256,68 @@ def check_sharing(shared_pool: object, on_rank_death: object, given: dict[str, b
         if shared_pool and is_given:
             why = _UNSHARED[argument.partition("=")[0]]
             raise ValueError(f"shared_pool=True does not go with {argument}, {why}")
+
+
+def check_ray(
+    num_workers: int | str,
+    changes: bool,
+    fetching: Fetching,
+    standby_workers: int,
+    is_stream: bool,
+    schedule: str,
+) -> None:
+    """What actors of a Ray cluster can do for a loader.
+
+    Args:
+        changes: The number of workers shall follow the load.
+    """
+    given = "worker_method='ray'"
+    if importlib.util.find_spec("ray") is None:
+        raise ModuleNotFoundError(f"{given} needs the package ray: pip install 'minatoloader[ray]'")
+    if num_workers == 0:
+        raise ValueError(
+            f"{given} has actors as workers, and num_workers=0 has none: use num_workers=1 or more"
+        )
+    if changes:
+        raise ValueError(
+            f"{given} has as many workers as the cluster has room for, num_workers at most: give it as a number, "
+            "without min_workers and max_workers"
+        )
+    if is_stream:
+        raise ValueError(
+            f"{given} sends actors the keys of samples, and an iterable dataset has none: use worker_method='process', "
+            "or a map-style dataset"
+        )
+    if schedule == "round_robin":
+        raise ValueError(
+            f"schedule={schedule!r} gives the streams of torch's worker processes: use worker_method='process'"
+        )
+    if fetching.at_once or fetching.slow_start is not None:
+        raise ValueError(
+            f"fetch_concurrency={fetching} contradicts {given}, whose actors run one sample at a time: leave it out, "
+            "and use more workers with ray_options={'num_cpus': 0.25}"
+        )
+    if standby_workers:
+        raise ValueError(
+            f"standby_workers={standby_workers} stand in for workers that share the cores of this machine, and {given} "
+            "has others: use more workers"
+        )
+
+
+def check_ray_options(options: object, worker_method: str) -> None:
+    """What Ray shall be told of each actor."""
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise TypeError(
+            f"ray_options={options!r} is a {type(options).__name__}: give a dictionary, as {{'num_cpus': 2}}"
+        )
+    if worker_method != "ray":
+        raise ValueError(
+            f"ray_options={options!r} has no meaning with worker_method={worker_method!r}: leave it out"
+        )
+    ours = [name for name in options if name in _OURS]
+    if ours:
+        raise ValueError(
+            f"ray_options cannot say {', '.join(ours)}, which the loader decides: leave it out"
+        )

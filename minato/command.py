@@ -48,11 +48,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 1
     except Exception as error:
-        line = str(error).strip().splitlines()
-        what = f"{type(error).__name__}: {line[-1] if line else ''}"
-        print(f"minato: {options.failed.format(what)}", file=sys.stderr)
+        print(f"minato: {options.failed.format(_in_a_line(error))}", file=sys.stderr)
         return 1
     return 0
+
+
+def _in_a_line(error: Exception) -> str:
+    """Type and first line of an exception; of what a worker raised, from the traceback that it comes with."""
+    text = str(error).strip()
+    _, traceback, rest = text.rpartition("Traceback (most recent call last):\n")
+    if traceback:
+        return next((line for line in rest.splitlines() if line[:1].strip()), type(error).__name__)
+    return f"{type(error).__name__}: {text.partition(chr(10))[0]}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -153,11 +160,12 @@ def _show(report: Any) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    try:
+        path.open("a").close()
+    except OSError as error:
         raise Refused(
-            f"--html {path} cannot be written: name a file in a folder that you may write to"
-        )
+            f"--html {path} cannot be written: {error.strerror}; name a file in a folder that you may write to"
+        ) from None
 
 
 def _loader(factory: str) -> Any:

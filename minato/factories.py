@@ -30,7 +30,7 @@ def made(factory: str) -> Any:
         raise Refused(f"{place!r} has no function {name!r}: check its name")
     try:
         return make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Refused(f"{factory} raised {type(error).__name__}: {error}") from None
 
 
@@ -50,5 +50,5 @@ def _imported(place: str) -> Any:
         raise Refused(
             f"{place!r} cannot be imported: {error}; check its name and the folder"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Refused(f"importing {place!r} raised {type(error).__name__}: {error}") from None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
@@ -100,6 +101,10 @@ class EngineGauges:
     def slowest(self) -> list[SlowSample]:
         """The slowest samples of each worker."""
         return [sample for meters in self.meters for sample in meters.slowest.read()]
+
+    def skipped(self) -> Collection[Any]:
+        """The samples that were left out."""
+        return () if self.failures is None else self.failures.skipped
 
     def decision(self) -> Decision:
         """What counts as slow now."""

@@ -19,6 +19,7 @@ from minato.monitor.endpoint import serve
 from minato.monitor.gpus import gpu_watch
 from minato.monitor.machine import look
 from minato.monitor.metrics import Exported
+from minato.monitor.storage import Storage
 from minato.opening import Opening
 from minato.plan import Unbound
 from minato.report.bias import Labels
@@ -40,6 +41,7 @@ __all__ = ["Insight"]
 class Insight(Opening):
     """Reports on a loader, and repeats single samples."""
 
+    cache: Any
     generator: torch.Generator | None
     prefetch_factor: int | None
     _auto_collation: Any
@@ -50,8 +52,9 @@ class Insight(Opening):
         It can be asked for at any time; ``print`` shows it as text, ``rich.print`` in colour and Jupyter as a table.
 
         Args:
-            labels: Where samples can be late, tells whether late ones have other labels: a sequence or mapping from
-                the dataset's indices to labels, or a function. Labels of type float are numbers, others are classes.
+            labels: Tells whether samples that come late, or that ``on_error`` left out, have other labels: a sequence
+                or mapping from the dataset's indices to labels, or a function. Labels of type float are numbers,
+                others are classes.
 
         Raises:
             ValueError: The loader was made with ``measure=False``, or a sample has no label.
@@ -59,7 +62,10 @@ class Insight(Opening):
         journal = self._measured()
         options = self._options
         may_fetch_more = not (
-            is_stream(self) or options.schedule == "round_robin" or options.rng == "worker"
+            is_stream(self)
+            or options.schedule == "round_robin"
+            or options.rng == "worker"
+            or options.worker_method == "ray"
         )
         concurrency = Fetching.of(options.fetch_concurrency).concurrency
         bounded = self.num_workers > 0 and not isinstance(self.prefetch_factor, Unbound)
@@ -113,6 +119,8 @@ class Insight(Opening):
             return
         if self._experience.journal.machine is Machine:
             self._experience.journal.machine = functools.partial(look, gpu_watch())
+            reads = Fetching.of(self._options.fetch_concurrency).counters
+            self._experience.journal.storage = Storage(self.dataset, self.cache, reads).counts
         rank = int(os.environ.get("LOCAL_RANK", "0"))
         watchers = self._experience.journal.watchers
         if _wished("MINATO_LIVE") and rank == 0 and not any(isinstance(w, Live) for w in watchers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -60,7 +60,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             generator decides, as in torch.
         memory_budget_bytes: What batches that are loaded ahead may take; by default a quarter of the memory that is
             available when iteration starts.
-        worker_method: ``"process"`` or ``"thread"``.
+        worker_method: ``"process"``, ``"thread"``, or ``"ray"``: actors in a Ray cluster (extra ``ray``).
         rng: ``"sample"`` (default): the global generators are re-seeded for each sample by (seed, epoch, index), so
             that content does not depend on the number of workers; ``"worker"``: torch's streams, one per worker, as
             always with iterable datasets.
@@ -114,6 +114,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             is free. Each rank gets its part of the dataset, and as many batches as every other.
         on_rank_death: What the other ranks do if the process of one ends in between: ``"raise"`` a RuntimeError, or
             ``"continue"`` without its part of the dataset. Without local rank 0, which hosts the workers, none goes on.
+        ray_options: What Ray is told of each actor (``ActorClass.options``); by default that it takes one core.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -174,6 +175,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         prefetch_to_device: int | None = None,
         shared_pool: bool = False,
         on_rank_death: str = "raise",
+        ray_options: Mapping[str, Any] | None = None,
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
@@ -217,6 +219,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             prefetch_to_device=prefetch_to_device,
             shared_pool=shared_pool,
             on_rank_death=on_rank_death,
+            ray_options=ray_options,
         )
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
@@ -283,7 +286,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         if self._keeps_replicas and not is_stream(self):
             mixes = self._options.order not in ("strict", "batch")
             if mixes or self._in_threads:
-                cause = f"order={self._options.order!r}" if mixes else "worker_method='thread'"
+                method = f"worker_method={self._options.worker_method!r}"
+                cause = f"order={self._options.order!r}" if mixes else method
                 raise ValueError(
                     f"the dataset has a state_dict() of its own, but with {cause} there is no moment at which it "
                     "belongs to the delivered batches: use order='strict' or 'batch', and worker processes"
@@ -358,7 +362,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 "worker_method='thread' cannot split an iterable dataset, which does so by torch's get_worker_info() "
                 "and that knows processes only: use worker_method='process'"
             )
-        if self.num_workers > 0:
+        if self.num_workers > 0 and self._options.worker_method != "ray":
             self.check_worker_number_rationality()
         self._open_views()
         make: Callable[[int], BatchSource] = self._make_engine

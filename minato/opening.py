@@ -71,7 +71,7 @@ class Opening:
 
     @property
     def _in_threads(self) -> bool:
-        return self.num_workers > 0 and self._options.worker_method == "thread"
+        return self.num_workers > 0 and self._options.worker_method != "process"
 
     def _make_engine(self, base_seed: int, reader: type[BatchReader] = BatchReader) -> Engine:
         arena = self._spare_arenas.take(shared=self.num_workers > 0 and not self._in_threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ from minato.checks import (
     check_device,
     check_error_budget,
     check_fetching,
+    check_ray,
+    check_ray_options,
     check_sample_timeout,
     check_sharing,
     check_slow,
@@ -83,7 +86,7 @@ class Options:
         max_lag: Batches by which a sample may be late in the last two.
         seed: Seed of shuffling and samples, modulo 2**64 as a signed number; None for torch's generator.
         memory_budget_bytes: Bytes of batches loaded ahead, None for a share of what is available.
-        worker_method: ``process`` or ``thread``.
+        worker_method: ``process``, ``thread`` or ``ray``.
         rng: ``sample`` or ``worker``.
         schedule: ``dynamic`` or ``round_robin``.
         on_worker_death: ``restart`` or ``raise``.
@@ -108,6 +111,7 @@ class Options:
         prefetch_to_device: How many batches go there before their turn.
         shared_pool: Whether the ranks of a node share their workers.
         on_rank_death: ``raise`` or ``continue``.
+        ray_options: What Ray is told of each actor, or None.
     """
 
     order: str
@@ -140,6 +144,7 @@ class Options:
     prefetch_to_device: int
     shared_pool: bool
     on_rank_death: str
+    ray_options: Mapping[str, Any] | None
 
     @property
     def target(self) -> torch.device | None:
@@ -190,15 +195,17 @@ class Options:
         prefetch_to_device: int | None,
         shared_pool: bool,
         on_rank_death: str,
+        ray_options: Mapping[str, Any] | None,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
         Raises:
             ValueError: A value is not possible; the message names the argument, the value and the remedy.
             TypeError: A number is no integer.
+            ModuleNotFoundError: Ray is asked for, and not installed.
         """
         check_choice("order", order, (None, *ORDERS))
-        check_choice("worker_method", worker_method, ("process", "thread"))
+        check_choice("worker_method", worker_method, ("process", "thread", "ray"))
         check_choice("rng", rng, (None, "sample", "worker"))
         check_choice("on_worker_death", on_worker_death, ("restart", "raise"))
         check_choice("schedule", schedule, ("dynamic", "round_robin"))
@@ -317,7 +324,7 @@ class Options:
             {
                 "an iterable dataset": is_stream,
                 "num_workers=0": num_workers == 0,
-                "worker_method='thread'": worker_method == "thread",
+                f"worker_method={worker_method!r}": worker_method != "process",
                 "schedule='round_robin'": schedule == "round_robin",
                 f"on_error={on_error!r}": on_error not in ("raise", "retry"),
                 f"device={device!r}": place is not None and place.type != "cpu",
@@ -325,6 +332,10 @@ class Options:
                 f"replay_order={replay_order!r}": replay_order is not None,
             },
         )
+        check_ray_options(ray_options, worker_method)
+        if worker_method == "ray":
+            changes = min_workers is not None
+            check_ray(num_workers, changes, fetching, standby_workers, is_stream, schedule)
         return cls(
             order=order,
             max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
@@ -356,6 +367,7 @@ class Options:
             prefetch_to_device=_AHEAD if prefetch_to_device is None else prefetch_to_device,
             shared_pool=shared_pool,
             on_rank_death=on_rank_death,
+            ray_options=ray_options,
         )
 
     def first_workers(self, num_workers: int | str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,7 @@ class Plan:
         lanes: Where the run tells what it does, None for nowhere.
         device: Where batches go, None for main memory.
         prefetch_to_device: How many go there before their turn.
+        ray_options: What Ray is told of each actor.
     """
 
     dataset: Any
@@ -100,6 +101,7 @@ class Plan:
     lanes: Lanes | None
     device: torch.device | None
     prefetch_to_device: int
+    ray_options: Mapping[str, Any]
 
     @classmethod
     def of(cls, loader: Any, base_seed: int, num_workers: int, most_workers: int) -> Plan:
@@ -110,9 +112,17 @@ class Plan:
             base_seed: What torch drew for the workers.
             num_workers: Workers that work at first.
             most_workers: Workers that there can be.
+
+        Raises:
+            ValueError: The dataset's state would be that of copies in the cluster.
         """
         options: Options = loader._options
         run: Standing = loader._course.last
+        if run.replicas is not None and options.worker_method == "ray":
+            raise ValueError(
+                "the dataset has a state_dict() of its own, which worker_method='ray' does not bring back from the "
+                "cluster: use worker_method='process'"
+            )
         streams = is_stream(loader)
         round_robin = streams or options.schedule == "round_robin"
         window: int | None = None
@@ -166,6 +176,7 @@ class Plan:
             lanes=None if loader._trace is None else loader._trace.take(),
             device=options.target,
             prefetch_to_device=options.prefetch_to_device,
+            ray_options=options.ray_options or {},
         )
 
     @property

@@ -1,4 +1,4 @@
-"""The workers of an engine: in processes, in threads, or in line."""
+"""The workers of an engine: in processes, in threads, in a Ray cluster, or in line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from minato.assembler.writer import BatchWriter
 from minato.chain import generators
 from minato.plan import Plan
 from minato.scheduler.burial import Burial
-from minato.scheduler.deaths import Deaths
+from minato.scheduler.cluster import ActorPool, Crew, wrapped_in_actor
+from minato.scheduler.deaths import Deaths, Loss
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
 from minato.scheduler.overdue import Overdue, StackFile
 from minato.scheduler.process import (
@@ -20,6 +21,7 @@ from minato.scheduler.process import (
     parent_watch,
     wrapped_in_process,
 )
+from minato.scheduler.remote import Work
 from minato.scheduler.roster import Roster
 from minato.scheduler.traced import telling_deaths
 from minato.scheduler.worker import Worker
@@ -46,12 +48,15 @@ def make_pool(
         ledger.shut_down()
         roster.dismiss()
 
+    def wanted(number: int, parent_lives: Callable[[], bool]) -> bool:
+        return workplace.roster(ledger, number).stand_by(
+            number, lambda: ledger.stopping or ledger.draining, parent_lives
+        )
+
     if plan.worker_method == "thread":
 
         def in_thread(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
-            if not workplace.roster(ledger, number).stand_by(
-                number, lambda: ledger.stopping or ledger.draining, consumer_lives
-            ):
+            if not wanted(number, consumer_lives):
                 return None
             failure = _initialise(plan, number)
             return workplace.worker(
@@ -59,8 +64,6 @@ def make_pool(
             )
 
         return ThreadPool(plan.all_workers, in_thread, ready, stop, lambda: ledger.draining)
-    if plan.seeds_samples:
-        generators.examine()
     overdue: Overdue | None = None
     if plan.sample_timeout_s is not None:
         workplace.stacks = StackFile()
@@ -69,7 +72,7 @@ def make_pool(
     def sink(number: int) -> BatchWriter:
         return workplace.writer(number, ledger, lambda error: error)
 
-    buried: Callable[[int, int | None, int | None], None] = Burial(
+    buried: Callable[[int, int | None, int | Loss | None], None] = Burial(
         ledger,
         functools.partial(workplace.read_keys, ledger),
         plan.chain.names,
@@ -81,6 +84,21 @@ def make_pool(
     )
     if plan.lanes is not None:
         buried = telling_deaths(plan.lanes.worker, buried)
+    if plan.worker_method == "ray":
+        work = Work(plan.dataset, plan.chain, plan.all_workers, plan.base_seed, plan.worker_init_fn)
+        crew = Crew(work, plan.ray_options)
+
+        def with_actor(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
+            if not wanted(number, consumer_lives):
+                return None
+            wrap = wrapped_in_actor(number)
+            return workplace.worker(number, ledger, wrap, None, Exception, hired=crew.hire(number))
+
+        return ActorPool(
+            crew, buried, plan.all_workers, with_actor, ready, stop, lambda: ledger.draining
+        )
+    if plan.seeds_samples:
+        generators.examine()
     return ProcessPool(
         plan.context,
         plan.all_workers,

@@ -18,15 +18,17 @@ from minato.assembler.arena import Arena
 from minato.assembler.traced import TracedWriter
 from minato.assembler.transport import Store
 from minato.assembler.writer import BatchWriter
+from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.errors import NotPicklableError
 from minato.plan import Plan
+from minato.scheduler.actors import ActorReads
 from minato.scheduler.failures import ErrorPolicy
 from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.leniency import Leniency
 from minato.scheduler.overdue import StackFile
 from minato.scheduler.parking import Parking
-from minato.scheduler.reads import reads_of
+from minato.scheduler.reads import Reads, reads_of
 from minato.scheduler.roster import Roster
 from minato.scheduler.standby import Standby
 from minato.scheduler.stepper import Stepper
@@ -152,6 +154,7 @@ class Workplace:
         failure: BaseException | None,
         catches: type[BaseException],
         in_line: bool = False,
+        hired: tuple[Any, Callable[[], None]] | None = None,
     ) -> Worker:
         """Worker ``number``.
 
@@ -160,6 +163,7 @@ class Workplace:
             failure: What ``worker_init_fn`` raised.
             catches: What a sample or the ``collate_fn`` may raise without ending the worker.
             in_line: It runs in the consumer's thread.
+            hired: An actor that runs its samples, and what ends that.
         """
         plan = self.plan
 
@@ -170,6 +174,11 @@ class Workplace:
             return SampleRandomness(seed, bind_globals=bind_globals)
 
         lease, meters = ledger.lease_words(number), self.meters(number)
+        dataset, chain = plan.dataset, plan.chain
+        reads: Reads | None = None
+        if hired is not None:
+            reads = dataset = ActorReads(*hired, lease, meters)
+            chain = Chain()  # the actor runs the transforms
         roster = self.roster(ledger, number)
         lane, parts = None, PLAIN
         if plan.lanes is not None:
@@ -184,8 +193,8 @@ class Workplace:
                 plan.dataset, plan.chain, plan.batched, plan.drop_last, in_line, replica
             )
         else:
-            fetcher = Fetcher(plan.dataset, plan.chain, plan.batched)
-        if not plan.streams and not fetcher.takes_lists:
+            fetcher = Fetcher(dataset, chain, plan.batched)
+        if not plan.streams and not fetcher.takes_lists and reads is None:
             stepper = parts.stepper(plan.dataset, plan.chain, lease, meters)
         if stepper is not None and plan.leaves_samples:
             most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.all_workers)
@@ -214,12 +223,12 @@ class Workplace:
             leniency = Leniency(number, self.policy, runner, fetcher, plan.chain, lease)
         make = parts.worker
         fetching = plan.fetching
-        if fetching.at_once and failure is None:
+        if (fetching.at_once or reads is not None) and failure is None:
             workers = max(plan.most_workers, 1)
             traffic = Traffic(self.segment.array, self.traffic_offset, workers, fetching.most)
-            reads = reads_of(plan.dataset, fetching.concurrency)
+            reads = reads or reads_of(dataset, fetching.concurrency)
             make = functools.partial(
-                parts.concurrent_worker, reads, plan.chain, plan.seeds_samples, traffic, fetching
+                parts.concurrent_worker, reads, chain, plan.seeds_samples, traffic, fetching
             )
         return make(
             number,

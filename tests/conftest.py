@@ -101,7 +101,8 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name not in LIBRARY_THREADS}
+    expected = LIBRARY_THREADS | servers.THREADS
+    return {thread for thread in threading.enumerate() if thread.name not in expected}
 
 
 def _processes() -> set[int]:

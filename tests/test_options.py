@@ -48,6 +48,7 @@ def options(**given: Any) -> Options:
         "prefetch_to_device": None,
         "shared_pool": False,
         "on_rank_death": "raise",
+        "ray_options": None,
     }
     return Options.of(**{**defaults, **given})
 

@@ -60,6 +60,7 @@ def markdown(
         for name in present
     ]
     parts.append(table(["loader", *(result.row.name for result in results)], lines))
+    parts += ["## Where another loader is faster\n", _losses(results, known)]
     if notes:
         parts.append("## What did not run\n")
         parts.append("".join(f"* {who}: {why}\n" for who, why in notes.items()))
@@ -69,6 +70,27 @@ def markdown(
         parts += [f"### {result.row.name}\n", f"{title[:1].upper()}{title[1:]}.\n"]
         parts.append(_details(result, known))
     return "\n".join(parts)
+
+
+def _losses(results: Sequence[RowResult], known: Mapping[str, Contender]) -> str:
+    """List every median above the best of minato's with the same promise about order."""
+    ours = {one.name for one in adapter("minato").CONTENDERS}
+    lines = []
+    for result in results:
+        shares = {name: result.figures(name).share.median for name in result.trials}
+        for name, share in shares.items():
+            rivals = [
+                one
+                for one in ours & shares.keys()
+                if known[one].keeps_order == known[name].keeps_order
+            ]
+            best = max(rivals, key=shares.__getitem__, default=None)
+            if name not in ours and best is not None and share > shares[best]:
+                lines.append(
+                    f"* `{result.row.name}`: {known[name].label} {share_text(share)} of the bound, "
+                    f"{known[best].label} {share_text(shares[best])}.\n"
+                )
+    return "".join(lines) or "On no row of this run, where both promise the same order.\n"
 
 
 def json_text(

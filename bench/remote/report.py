@@ -122,7 +122,7 @@ As above, but without a common cap: a connection of the middle has 2 MB/s for it
 read. In arrival order it is complete when any ten reads have ended; if reads end independently of each other,
 the P99 of that time is 1.88 times its mean (a gamma distribution of ten), with whatever loader. Only larger
 batches, or a consumer that leaves batches in the buffer, see less. With `max_lag` at its default of 32 batches,
-the first reads of the worst connections, which take several round trips to open, are waited for.
+a read that takes longer than two or three others may be waited for.
 
 """,
     "Slow start": """\

@@ -63,7 +63,8 @@ class Cache(ABC):
         self.quota_bytes = quota_bytes
         self.after = after
         self.version = version
-        self._counters = Counters(*CacheReport._fields)
+        self.counters = Counters(*CacheReport._fields)
+        """For reports of the loaders that use it."""
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,7 +90,7 @@ class Cache(ABC):
         """``(True, sample)``, or ``(False, None)`` if it is not there or not whole."""
         entry = self._load(key)
         if entry is None:
-            self._counters.add(misses=1)
+            self.counters.add(misses=1)
             return False, None
         try:
             if entry[:_DIGEST_NBYTES] != _digest(key, entry[_DIGEST_NBYTES:]):
@@ -97,9 +98,9 @@ class Cache(ABC):
             sample = pickle.load(io.BytesIO(entry[_DIGEST_NBYTES:]))
         except Exception:  # whatever unpickling raises: it is made anew
             self._drop(key)
-            self._counters.add(misses=1, damaged=1)
+            self.counters.add(misses=1, damaged=1)
             return False, None
-        self._counters.add(hits=1)
+        self.counters.add(hits=1)
         return True, sample
 
     def put(self, key: bytes, sample: Any) -> None:
@@ -107,13 +108,13 @@ class Cache(ABC):
         content = pickle.dumps(sample, 5)
         added = self._store(key, _digest(key, content) + content)
         if added < 0:
-            self._counters.add(full=1)
+            self.counters.add(full=1)
         else:
-            self._counters.add(stored_bytes=added)
+            self.counters.add(stored_bytes=added)
 
     def report(self) -> CacheReport:
         """What the cache did so far."""
-        return CacheReport(*self._counters.totals())
+        return CacheReport(*self.counters.totals())
 
 
 def _digest(key: bytes, content: bytes) -> bytes:

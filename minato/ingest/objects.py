@@ -31,15 +31,15 @@ class ObjectStore(SourceStore):
 
     def __init__(self, url: str, **settings: Any) -> None:
         super().__init__(Objects(url, **settings))
-        self._url = url
 
     def write(self, chunk: int, items: Items) -> None:
         """Write the objects of a chunk, several at once."""
         self._trying(items, lambda: self._write(items))
 
     def _write(self, items: Items) -> None:
-        if self._url.startswith("file://"):
-            Path(unquote(urlsplit(self._url).path)).mkdir(parents=True, exist_ok=True)
+        url = self.source._place.url
+        if url.startswith("file://"):
+            Path(unquote(urlsplit(url).path)).mkdir(parents=True, exist_ok=True)
         with self.source._stores.lease() as store, ThreadPoolExecutor(_AT_ONCE) as threads:
             for _ in threads.map(lambda item: obstore.put(store, *item), items):
                 pass

@@ -1,8 +1,9 @@
-"""Whether what comes late differs from what comes in time."""
+"""Whether what comes late, or not at all, differs from the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from minato._core.histogram import Histogram
@@ -18,24 +19,32 @@ Labels = Callable[[Any], Any] | Mapping[Any, Any] | Sequence[Any]
 _NOTICED = 0.2
 _DEVIATIONS = 4.0
 """A correlation is told of from 0.2 on, if chance does not give it once in ten thousand times."""
+_MOST_LABELS = 1 << 16
+"""Of more, as many are drawn."""
 
 
 def bias_of(
-    rows: Sequence[Arrived], late: Histogram, labels: Labels | None
+    rows: Sequence[Arrived],
+    late: Histogram,
+    labels: Labels | None,
+    skipped: Collection[Any] = (),
 ) -> tuple[Bias, tuple[str, ...]]:
     """The figures, and what to say about them.
 
     Args:
         rows: Samples drawn at random.
         late: Of each batch, the share of late samples in thousandths.
+        skipped: Keys of samples that were left out.
     """
     lags = [row.lag for row in rows]
     sized = [row for row in rows if row.nbytes]
     cost, costs_matter = _correlation(lags, [row.cost_ns for row in rows])
     size, sizes_matter = _correlation([row.lag for row in sized], [row.nbytes for row in sized])
     label, labels_matter = None, False
+    skipped_label, skips_matter = None, False
     if labels is not None:
         label, labels_matter = _by_label(lags, [_label(labels, row.key) for row in rows])
+        skipped_label, skips_matter = _by_omission(labels, rows, skipped)
     bias = Bias(
         len(rows),
         sum(lag > 0 for lag in lags) / max(len(lags), 1),
@@ -44,12 +53,18 @@ def bias_of(
         cost,
         size if sized else None,
         label,
+        skipped_label,
     )
     words = []
     if labels_matter:
         words.append(
             f"Samples that come late have other labels than the rest (rank correlation {label:+.2f}), so what the "
             "model sees early is not a fair part of the data: use a smaller max_lag, or order='strict'."
+        )
+    if skips_matter:
+        words.append(
+            f"Samples that were skipped have other labels than the rest (rank correlation {skipped_label:+.2f}), so "
+            "the model sees too little of some: mend these samples, or let on_error replace them."
         )
     if sizes_matter:
         words.append(
@@ -76,6 +91,26 @@ def _by_label(lags: Sequence[int], labels: Sequence[Any]) -> tuple[float, bool]:
         return _correlation(lags, labels)
     found, deviations = rank_spread(lags, labels)
     return found, found >= _NOTICED and deviations >= _DEVIATIONS
+
+
+def _by_omission(
+    labels: Labels, rows: Sequence[Arrived], skipped: Collection[Any]
+) -> tuple[float | None, bool]:
+    """The same for being left out, of all keys that have labels; with a function, of those that were delivered."""
+    keys: Sequence[Any] = range(0)
+    if callable(labels):
+        keys = [row.key for row in rows]
+    elif isinstance(labels, Mapping):
+        keys = list(labels)
+    elif skipped:
+        keys = range(len(labels))
+    if not skipped or not keys:
+        return None, False
+    share, draw = min(_MOST_LABELS / len(keys), 1.0), random.Random(0)
+    kept = draw.sample(keys, round(share * len(keys)))
+    gone = draw.sample(sorted(skipped, key=repr), round(share * len(skipped)))
+    marks = [0] * len(kept) + [1] * len(gone)
+    return _by_label(marks, [_label(labels, key) for key in (*kept, *gone)])
 
 
 def _label(labels: Labels, key: Any) -> Any:

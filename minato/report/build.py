@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from minato._core.histogram import Histogram
@@ -15,6 +15,7 @@ from minato.report.figures import (
     Period,
     Point,
     Prediction,
+    Reads,
     Report,
     Room,
     Setup,
@@ -73,7 +74,8 @@ def report_of(
         for each in journal.slow
     )
     costs = _classes(whole.readings.histograms.get("total", Histogram()))
-    bias, warnings = bias_of(journal.reservoir.rows, _histogram(whole.readings, "late"), labels)
+    late = _histogram(whole.readings, "late")
+    bias, warnings = bias_of(journal.reservoir.rows, late, labels, journal.skipped)
     return Report(setup, judge(setup, run), run, epochs, slowest, costs, prediction, bias, warnings)
 
 
@@ -151,6 +153,7 @@ def _period(notes: EpochNotes, name: str, steps: Sequence[str]) -> Period:
         Trouble(
             *(counts[name] for name in ("retries", "recovered", "skipped", "substituted", "raised"))
         ),
+        _reads(counts),
         Host(
             len(notes.machine.gpus),
             _ratio(counts["disk_read_bytes"], wall_s),
@@ -163,6 +166,21 @@ def _period(notes: EpochNotes, name: str, steps: Sequence[str]) -> Period:
             Point(at_ns / 1e9, number, waited_ns / 1e9, *standing[:-1])
             for at_ns, number, waited_ns, standing in line
         ),
+    )
+
+
+def _reads(counts: Mapping[str, int]) -> Reads:
+    hits, misses = counts["cache_hits"], counts["cache_misses"]
+    return Reads(
+        counts["source_retries"],
+        counts["fetch_hedged"],
+        counts["fetch_hedges_won"],
+        hits,
+        misses,
+        _ratio(hits, hits + misses),
+        counts["cache_damaged"],
+        counts["cache_full"],
+        counts["cache_stored_bytes"],
     )
 
 

@@ -15,6 +15,7 @@ from minato.report.parts import (
     Host,
     Point,
     Prediction,
+    Reads,
     Room,
     Setup,
     Slowness,
@@ -37,6 +38,7 @@ __all__ = [
     "Period",
     "Point",
     "Prediction",
+    "Reads",
     "Report",
     "Room",
     "Setup",
@@ -72,6 +74,7 @@ class Period:
     room: Room
     slowness: Slowness
     trouble: Trouble
+    reads: Reads
     host: Host
     gpus: tuple[Gpu, ...]
     stages: tuple[Stage, ...]
@@ -138,6 +141,7 @@ PARTS = (
     Slowness,
     Bias,
     Trouble,
+    Reads,
     Stage,
     SlowSample,
     Point,

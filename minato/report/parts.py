@@ -12,6 +12,7 @@ __all__ = [
     "Host",
     "Point",
     "Prediction",
+    "Reads",
     "Room",
     "Setup",
     "SlowSample",
@@ -184,7 +185,7 @@ class Slowness:
 
 @dataclass(frozen=True)
 class Bias:
-    """Whether what comes late differs from what comes in time; of samples of all epochs, drawn at random."""
+    """Whether what comes late, or not at all, differs from the rest; of samples of all epochs, drawn at random."""
 
     samples: int = figure("samples", "that were looked at; 0: none can be late in this order")
     late_share: float = figure("share", "of them that came in a later batch than their own")
@@ -200,6 +201,10 @@ class Bias:
     label: float | None = figure(
         "correlation",
         "of lag and label, with report(labels=...); above 0.2: what comes early is not a fair part",
+    )
+    skipped_label: float | None = figure(
+        "correlation",
+        "of being skipped and label, with report(labels=...); above 0.2: some labels come too rarely",
     )
 
 
@@ -225,6 +230,27 @@ class Trouble:
     skipped: int = figure("samples", "left out; each is missing in the epoch")
     substituted: int = figure("samples", "replaced by on_error")
     raised: int = figure("samples", "whose error came out of next()")
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What sources, several reads at once, and the cache did; in all processes."""
+
+    retries: int = figure(
+        "times", "a source tried a read again; many: its network or its server is unreliable"
+    )
+    hedged: int = figure("reads", "that were late and asked for a second time, with a Fetching")
+    hedges_won: int = figure(
+        "reads", "of these whose second answer was first; few: asking again is no use"
+    )
+    cache_hits: int = figure("samples", "that the cache had")
+    cache_misses: int = figure("samples", "that it had not, or not whole; all in a first epoch")
+    cache_hit_rate: float = figure(
+        "share", "low in a second epoch: its quota is too small, or a transform has changed"
+    )
+    cache_damaged: int = figure("samples", "that it had and could not use; any: its disk is bad")
+    cache_full: int = figure("times", "a sample was not kept; any: a larger quota_bytes would help")
+    cache_stored_bytes: int = figure("bytes", "that were added to it; 0 once all is there")
 
 
 @dataclass(frozen=True)
@@ -277,7 +303,7 @@ class Setup:
     """The loader that was measured."""
 
     num_workers: int = figure("workers", "as the loader was made")
-    worker_method: str = figure("name", "process or thread")
+    worker_method: str = figure("name", "process, thread or ray")
     order: str = figure("name", "of the batches")
     batch_size: int | None = figure("samples", "none: of a batch_sampler, or single samples")
     fetch_concurrency: int = figure("samples", "that a worker reads at once")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -35,9 +36,10 @@ def sections(report: Report) -> list[Section]:
             ("Room", run.room),
             ("Machine", run.host),
             ("Slow samples", run.slowness),
-            *([("Bias", bias)] if bias.samples else []),
+            *([("Bias", bias)] if bias.samples or bias.skipped_label is not None else []),
             ("Prediction", report.prediction),
             ("Trouble", run.trouble),
+            *([("Reads and cache", run.reads)] if any(vars(run.reads).values()) else []),
         )
     ]
     return [
@@ -89,7 +91,16 @@ def sections(report: Report) -> list[Section]:
         ),
         Section(
             "Epochs",
-            ("epoch", "time", "batches", "samples", "samples per s", "waiting", "first batch"),
+            (
+                "epoch",
+                "time",
+                "batches",
+                "samples",
+                "samples per s",
+                "waiting",
+                "first batch",
+                "workers",
+            ),
             [
                 (
                     each.name + ("" if each.finished else " (not finished)"),
@@ -99,6 +110,7 @@ def sections(report: Report) -> list[Section]:
                     in_words(each.batches.samples_per_s, ""),
                     in_words(each.waiting.share, "share"),
                     in_words(each.waiting.first_batch_s, "s"),
+                    _span([point.workers for point in each.line]),
                 )
                 for each in report.epochs[-_KEPT_EPOCHS:]
             ],
@@ -138,6 +150,12 @@ def _figures(part: Any) -> list[tuple[str, ...]]:
         )
         for each in dataclasses.fields(part)
     ]
+
+
+def _span(counts: Sequence[int]) -> str:
+    """How few and how many there were."""
+    least, most = min(counts, default=0), max(counts, default=0)
+    return str(most) if least == most else f"{least} to {most}"
 
 
 def _label(name: str, unit: str) -> str:

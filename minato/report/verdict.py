@@ -175,10 +175,13 @@ def _too_slow(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
     now = max(workers.count, 1)
     on_core = workers.on_core_share or 1.0
     own_share = workers.busy_s * on_core / max(run.batches.wall_s * setup.cores, 1e-9)
-    crowded = max(workers.cores_share, own_share) >= _ALL_CORES and on_core >= _ON_CORE
+    elsewhere = setup.worker_method == "ray"
+    all_used = max(workers.cores_share, own_share) >= _ALL_CORES and on_core >= _ON_CORE
+    crowded = all_used and not elsewhere
     cap = max(int(setup.cores), min(int(_PER_CORE * setup.cores), _MOST))
     useful = min(max(int(setup.cores / on_core), 1), cap)
-    wanted = min(math.ceil(_SPARE * costs.work / max(costs.serial, 1e-9)), useful)
+    wanted = math.ceil(_SPARE * costs.work / max(costs.serial, 1e-9))
+    wanted = min(wanted, _MOST * now if elsewhere else useful)
     dearest = max(run.stages, key=lambda stage: stage.share, default=None)
     part = "" if dearest is None else dearest.name
     busy = (
@@ -209,7 +212,9 @@ def _too_slow(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
         )
     if not crowded and wanted > setup.num_workers and (wanted > now or setup.num_workers == 0):
         evidence.append(
-            f"They need a core for {on_core:.0%} of that, and there are {setup.cores:g}: more of them can work."
+            "They work in a cluster: more of them can, if it has room."
+            if elsewhere
+            else f"They need a core for {on_core:.0%} of that, and there are {setup.cores:g}: more of them can work."
         )
         return Verdict(
             "workers",
@@ -222,7 +227,8 @@ def _too_slow(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
         )
     if dearest is None:
         return Verdict("unknown", "", "The workers limit the run.", tuple(evidence))
-    evidence.append(f"More workers would not help: {setup.cores:g} cores are in use.")
+    if not elsewhere:
+        evidence.append(f"More workers would not help: {setup.cores:g} cores are in use.")
     what = {
         "source": "Reading the source limits the run.",
         "transform": f"The transform {part} limits the run.",

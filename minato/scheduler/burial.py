@@ -1,4 +1,4 @@
-"""What is done with the samples of a worker process that has ended."""
+"""What is done with the samples of a worker that has ended before its time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minato._core.ledger import Ledger
-from minato.scheduler.deaths import Deaths
+from minato.scheduler.deaths import Deaths, Loss
 from minato.scheduler.failures import SKIP, ErrorPolicy, SampleFailure
 from minato.scheduler.in_hand import InHand, sample_in_hand
 from minato.scheduler.overdue import Overdue
@@ -40,7 +40,7 @@ class Burial:
     def __post_init__(self) -> None:
         self._timeouts: Counter[Any] = Counter()
 
-    def __call__(self, number: int, pid: int | None, exit_code: int | None) -> None:
+    def __call__(self, number: int, pid: int | None, exit_code: int | Loss | None) -> None:
         """Bury worker number ``number``.
 
         Raises:

@@ -279,6 +279,7 @@ class ConcurrentWorker(Worker):
 
     def _transformed(self, read: Read) -> Any:
         if read.error is not None:
+            self._lease[2] = read.step
             raise read.error
         self._runner.go_on_asking(read.asked)
         return self._runner.transformed(read.key, read.value, read.duration_ns, self._chain)

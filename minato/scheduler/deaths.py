@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from minato.errors import WorkerDiedError
 from minato.scheduler.shortage import Shortage
 
-__all__ = ["Deaths"]
+__all__ = ["Deaths", "Loss"]
 
 _FATAL = 3
 """A sample on which so many workers died is the cause, or the start-up if so many died before a sample."""
@@ -21,6 +22,21 @@ _LIKELY = {
     signal.SIGBUS: "memory that could not be had, or a truncated mapped file",
     signal.SIGABRT: "an assertion in compiled code",
 }
+
+
+@dataclass(frozen=True)
+class Loss:
+    """In place of an exit code: a worker elsewhere does not answer any more.
+
+    Attributes:
+        words: What is known of it, after "DataLoader worker".
+        blameless: Whether the cause cannot lie in what it was given to begin with.
+        unable: Whether an exception kept it from beginning.
+    """
+
+    words: str
+    blameless: bool
+    unable: bool
 
 
 class Deaths:
@@ -43,7 +59,7 @@ class Deaths:
         """Workers that have died."""
 
     def report(
-        self, pid: int | None, exit_code: int | None, sample: tuple[Any, ...], progress: int
+        self, pid: int | None, exit_code: int | Loss | None, sample: tuple[Any, ...], progress: int
     ) -> WorkerDiedError | None:
         """Take note of a death; returns if the worker shall be replaced, after a warning that says what happened.
 
@@ -59,10 +75,15 @@ class Deaths:
         """
         self.total += 1
         place = sample or progress
-        self._by_sample[place] += 1
+        # All workers of a machine may be lost at once, in the middle of nothing.
+        elsewhere = isinstance(exit_code, Loss) and exit_code.blameless and not sample
+        self._by_sample[place] += not elsewhere
         times = self._by_sample[place]
         # An exception on the way to the first sample, which the next worker would meet too.
-        unable = not sample and not progress and exit_code is not None and exit_code > 0
+        if isinstance(exit_code, Loss):
+            unable = exit_code.unable
+        else:
+            unable = not sample and not progress and exit_code is not None and exit_code > 0
         on = "before its first sample, see what it wrote to stderr" if unable else "between samples"
         if sample:
             on = f"while it ran the sample with index {sample[1]!r}"
@@ -89,7 +110,9 @@ class Deaths:
         return self._by_sample[sample]
 
 
-def _in_words(exit_code: int | None) -> str:
+def _in_words(exit_code: int | Loss | None) -> str:
+    if isinstance(exit_code, Loss):
+        return exit_code.words
     if exit_code is None:
         return "ended (other code in this process has taken its exit code)"
     if exit_code >= 0:

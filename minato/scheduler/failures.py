@@ -23,6 +23,9 @@ _LEAST = 100
 """A share of an epoch of unknown length is one of so many samples at least."""
 
 
+_MOST_SKIPPED = 1 << 16
+
+
 class _Skip(Enum):
     SKIP = "skip"
 
@@ -183,6 +186,8 @@ class FailureCount:
         """Failures by what became of them: ``skipped``, ``substituted``, ``recovered``, ``raised``."""
         self.retries = 0
         """How often samples were tried again."""
+        self.skipped: set[Any] = set()
+        """Which were left out, as far as they are not too many to keep."""
         self._begin_of_epoch: Counter[str] = Counter()
         self._last: dict[str, Any] | None = None  # failure of this epoch
         self._size: int | None = None
@@ -242,6 +247,8 @@ class FailureCount:
         self.totals.update(record["outcome"] for record in new)
         self.retries += sum(max(record["attempts"] - 1, 0) for record in new)
         self._last = new[-1] if new else self._last
+        if len(self.skipped) < _MOST_SKIPPED:
+            self.skipped.update(each["index"] for each in new if each["outcome"] == "skipped")
 
     def _of_epoch(self, outcome: str) -> int:
         return self.totals[outcome] - self._begin_of_epoch[outcome]

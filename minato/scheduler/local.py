@@ -43,10 +43,11 @@ class ThreadPool:
         self._ready = ready
         self._stop = stop
         self._owner = os.getpid()
-        self.threads = [
-            threading.Thread(target=self._run, args=(number,), name=f"minato-{number}", daemon=True)
-            for number in range(num_workers)
-        ]
+        self.threads = [self._make(number) for number in range(num_workers)]
+
+    def _make(self, number: int) -> threading.Thread:
+        name = f"minato-{number}"
+        return threading.Thread(target=self._run, args=(number,), name=name, daemon=True)
 
     def start(self) -> None:
         """Start all threads."""
@@ -81,14 +82,22 @@ class ThreadPool:
 
     def check(self) -> None:
         """Raise if a thread is gone."""
-        gone = [thread.name for thread in self.threads if not thread.is_alive()]
+        gone = [self.threads[number].name for number in self._gone()]
         if gone and not self._may_leave():
             raise RuntimeError(f"DataLoader worker thread(s) {', '.join(gone)} ended unexpectedly")
 
+    def _gone(self) -> list[int]:
+        return [number for number, thread in enumerate(self.threads) if not thread.is_alive()]
+
+    @property
+    def _is_owner(self) -> bool:
+        # A forked child of the user's holds a copy of this pool, but no threads.
+        return os.getpid() == self._owner
+
     def shut_down(self) -> None:
         """Ask the threads to leave and wait a while for them."""
-        if os.getpid() != self._owner:
-            return  # a forked child of the user's holds a copy of this pool, but no threads
+        if not self._is_owner:
+            return
         self._stop()
         for thread in self.threads:
             if thread.ident is not None and thread is not threading.current_thread():

@@ -24,7 +24,13 @@ from minato.scheduler.overdue import Overdue
 from minato.scheduler.usage import Usage, process_usage
 from minato.scheduler.watch import UNREADABLE, ExitWatch, exit_code
 
-__all__ = ["ProcessPool", "enter_worker_process", "parent_watch", "wrapped_in_process"]
+__all__ = [
+    "ProcessPool",
+    "enter_worker_process",
+    "parent_watch",
+    "seed_worker",
+    "wrapped_in_process",
+]
 
 _GRACE_S = 5.0
 """How long a worker may take to leave by itself at the end, as with torch."""
@@ -168,6 +174,11 @@ def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset:
     # Python would join the threads of executors at the end, of which one may have forked this process: itself.
     executor._threads_queues.clear()  # type: ignore[attr-defined]
     torch.multiprocessing._set_thread_name("minato_worker")
+    seed_worker(number, num_workers, base_seed, dataset)
+
+
+def seed_worker(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:
+    """The part of this that any process needs which stands for a worker: one thread, seeds, worker info."""
     torch.set_num_threads(1)
     seed = base_seed + number
     random.seed(seed)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from minato._core.clock import now_ns
 from minato.chain.rng import SampleRandomness
 
-__all__ = ["CoroutineReads", "Read", "Reads", "ThreadReads", "reads_of"]
+__all__ = ["CoroutineReads", "FinishedReads", "Read", "Reads", "ThreadReads", "reads_of"]
 
 _GRACE_S = 2.0
 """How long the end of a loader waits for reads that are under way; the threads do not outlive the process."""
@@ -39,6 +39,7 @@ class Read:
         "key",
         "seed",
         "started_ns",
+        "step",
         "tag",
         "value",
     )
@@ -65,6 +66,8 @@ class Read:
         self.duration_ns = 0
         self.asked = 0
         """How many generators the read asked minato for."""
+        self.step = -1
+        """The transform that raised ``error``, if that was not the dataset."""
 
     def again(self) -> Read:
         """A second request for the sample."""
@@ -107,8 +110,8 @@ class Reads(Protocol):
         """Begin no further reads, and wait a while for those under way."""
 
 
-class _Finished:
-    """The part that both kinds share: finished reads on their way to the worker's thread."""
+class FinishedReads:
+    """The part that all kinds share: finished reads on their way to the worker's thread."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -118,6 +121,7 @@ class _Finished:
         self._news = threading.Event()
 
     def finished(self) -> Read | None:
+        """Take back a read that has finished, the first first; None if there is none."""
         if not self._done:
             self._news.clear()
             if not self._done:
@@ -126,6 +130,7 @@ class _Finished:
         return self._done.popleft()
 
     def wait(self, timeout_s: float) -> bool:
+        """Sleep until there is something to take back; whether there is."""
         return self._news.wait(timeout_s)
 
     def _finish(self, read: Read) -> None:
@@ -135,7 +140,7 @@ class _Finished:
         self.on_finished()
 
 
-class ThreadReads(_Finished):
+class ThreadReads(FinishedReads):
     """``dataset[key]`` in threads, which are started as they are needed."""
 
     def __init__(self, get: Callable[[Any], Any], limit: int) -> None:
@@ -175,7 +180,7 @@ class ThreadReads(_Finished):
             thread.join(max(deadline_ns - now_ns(), 0) / 1e9)
 
 
-class CoroutineReads(_Finished):
+class CoroutineReads(FinishedReads):
     """``await dataset.__aget__(key)`` on an event loop in a thread of its own."""
 
     def __init__(self, aget: Callable[[Any], Coroutine[Any, Any, Any]], limit: int) -> None:

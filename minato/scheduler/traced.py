@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from minato._core.clock import now_ns
 from minato.scheduler.concurrent_worker import ConcurrentWorker
+from minato.scheduler.deaths import Loss
 from minato.scheduler.dispatcher import Dispatcher
 from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.in_flight import InFlight
@@ -260,13 +261,14 @@ def traced_parts(lane: Lane, names: tuple[str, ...]) -> Parts:
 
 
 def telling_deaths(
-    lane_of: Callable[[int], Lane], buried: Callable[[int, int | None, int | None], None]
-) -> Callable[[int, int | None, int | None], None]:
+    lane_of: Callable[[int], Lane], buried: Callable[[int, int | None, int | Loss | None], None]
+) -> Callable[[int, int | None, int | Loss | None], None]:
     """The same as ``buried``, which also tells of it in the lane of the dead worker."""
 
-    def told(number: int, pid: int | None, exit_code: int | None) -> None:
+    def told(number: int, pid: int | None, exit_code: int | Loss | None) -> None:
         lane = lane_of(number)
-        lane.instant(f"process {pid} has died (exit code {exit_code})")
+        how = "lost" if isinstance(exit_code, Loss) else f"exit code {exit_code}"
+        lane.instant(f"process {pid} has died ({how})")
         lane.flush()
         buried(number, pid, exit_code)
 

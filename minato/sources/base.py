@@ -56,7 +56,8 @@ class KeyedSource(Dataset[Any]):
         self._keys = keys
         self._decode = decode
         self.retry = retry or Retry()
-        self._counters = Counters("retries")
+        self.counters = Counters("retries")
+        """For reports of the loaders that read it."""
 
     # ---- what a source must give ------------------------------------------------------------
 
@@ -67,6 +68,14 @@ class KeyedSource(Dataset[Any]):
     def _list(self) -> Sequence[Any]:
         """All keys of the store."""
         raise NotImplementedError
+
+    def _may_pass(self, error: Exception) -> bool:
+        """Whether a further try may do what this one could not."""
+        return isinstance(error, self.transient)
+
+    def _in_words(self, error: Exception) -> str:
+        """What the library says."""
+        return f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
         """Close the connections of this process; the next read opens new ones."""
@@ -83,7 +92,7 @@ class KeyedSource(Dataset[Any]):
     @property
     def retries(self) -> int:
         """How often reads were tried again, in all processes."""
-        return self._counters.totals()[0]
+        return self.counters.totals()[0]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -106,6 +115,10 @@ class KeyedSource(Dataset[Any]):
         other._keys = keys
         return other
 
+    def __fingerprint__(self) -> dict[str, Any]:
+        """What caches know the source by: also by its keys, listed now if need be, as they say what an index means."""
+        return {**vars(self), "_keys": self.keys, "retry": None}
+
     def _trying(self, what: str, read: Callable[[], Any], verb: str = "read") -> Any:
         """Read, or write, again and again if need be; errors name what it was about."""
         with self._named(what, verb):
@@ -113,11 +126,11 @@ class KeyedSource(Dataset[Any]):
             while True:
                 try:
                     return read()
-                except self.transient:
-                    pause_s = next(pauses, None)
+                except Exception as error:
+                    pause_s = next(pauses, None) if self._may_pass(error) else None
                     if pause_s is None:
                         raise
-                self._counters.add(retries=1)
+                self.counters.add(retries=1)
                 time.sleep(pause_s)
 
     async def _trying_later(self, what: str, read: Callable[[], Awaitable[Any]]) -> Any:
@@ -127,11 +140,11 @@ class KeyedSource(Dataset[Any]):
             while True:
                 try:
                     return await read()
-                except self.transient:
-                    pause_s = next(pauses, None)
+                except Exception as error:
+                    pause_s = next(pauses, None) if self._may_pass(error) else None
                     if pause_s is None:
                         raise
-                self._counters.add(retries=1)
+                self.counters.add(retries=1)
                 await asyncio.sleep(pause_s)
 
     @contextmanager
@@ -140,17 +153,17 @@ class KeyedSource(Dataset[Any]):
         started = time.monotonic()
         try:
             yield
-        except SourceError:
+        except SourceError as error:
+            if what not in str(error):  # which part of a source it was, and not for which key
+                raise SourceError(f"{self!r} cannot {verb} {what}: {error}") from error.__cause__
             raise
         except LookupError as error:
             raise MissingKey(f"{self!r} has no {what}") from error
         except Exception as error:
             spent_s = time.monotonic() - started
-            given_up = (
-                f" after {spent_s:.1f} s of tries" if isinstance(error, self.transient) else ""
-            )
+            given_up = f" after {spent_s:.1f} s of tries" if self._may_pass(error) else ""
             raise SourceError(
-                f"{self!r} cannot {verb} {what}{given_up}: {type(error).__name__}: {error}"
+                f"{self!r} cannot {verb} {what}{given_up}: {self._in_words(error)}"
             ) from error
 
     def _decoded(self, key: Any, value: Any) -> Any:

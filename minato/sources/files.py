@@ -10,7 +10,7 @@ import fsspec
 from minato.sources.base import KeyedSource
 from minato.sources.connections import Connections
 from minato.sources.retry import Retry
-from minato.sources.settings import Settings
+from minato.sources.settings import Env, Place, Settings
 
 __all__ = ["Files"]
 
@@ -19,7 +19,8 @@ class Files(KeyedSource):
     """Files below a folder of any fsspec file system, as ``bytes``; for those that :class:`Objects` does not know.
 
     Args:
-        url: The folder, with fsspec's protocol: ``sftp://host/data``, ``hf://…``, ``/local/folder``.
+        url: The folder, with fsspec's protocol: ``sftp://user@host/data``, ``hf://…``, ``/local/folder``. It may be an
+            :class:`~minato.sources.settings.Env`.
         keys, retry: See :class:`KeyedSource`. Without ``keys``, all files below the folder, by their relative paths.
         decode: Called with the file's ``bytes``.
         settings: fsspec's storage options, each of them a value or an :class:`~minato.sources.settings.Env`.
@@ -29,7 +30,7 @@ class Files(KeyedSource):
 
     def __init__(
         self,
-        url: str,
+        url: str | Env,
         *,
         keys: Sequence[str] | None = None,
         decode: Callable[[bytes], Any] | None = None,
@@ -37,20 +38,19 @@ class Files(KeyedSource):
         **settings: Any,
     ) -> None:
         super().__init__(keys, decode, retry)
-        self._url = url
+        self._place = Place(url)
         self._settings = Settings(settings)
         self._systems: Connections[Any] = Connections(self._open, _forget, shared=True)
 
     def __repr__(self) -> str:
-        return f"Files({self._url!r})"
+        return f"Files({self._place!r})"
 
     def _open(self) -> Any:
         # fsspec would otherwise give a forked worker the instance, and the event loop, of its parent.
-        protocol, path = fsspec.core.split_protocol(self._url)
-        system = fsspec.filesystem(
-            protocol or "file", skip_instance_cache=True, **self._settings.values()
+        system, folder = fsspec.core.url_to_fs(
+            self._place.url, skip_instance_cache=True, **self._settings.values()
         )
-        return system, system._strip_protocol(path).rstrip("/")
+        return system, folder.rstrip("/")
 
     def close(self) -> None:
         """Forget the file system; the next read makes a new one."""

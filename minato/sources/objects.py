@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import tarfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import obstore
 from obstore.exceptions import GenericError
@@ -15,7 +17,7 @@ from minato.sources.base import KeyedSource, TruncatedObject
 from minato.sources.connections import Connections
 from minato.sources.forks import in_a_fork, used_here
 from minato.sources.retry import Retry
-from minato.sources.settings import Settings
+from minato.sources.settings import Env, Place, Settings
 
 __all__ = ["Objects", "Part", "tar_members"]
 
@@ -24,7 +26,10 @@ _HEADERS_BYTES = 64 << 10
 
 
 class Part(NamedTuple):
-    """A range of an object, as a key: the bytes from ``start`` up to but not including ``end``."""
+    """A range of an object, as a key: the bytes from ``start`` up to but not including ``end``.
+
+    Any other sequence of the three does as well, such as the list that JSON makes of it.
+    """
 
     path: str
     start: int
@@ -41,10 +46,13 @@ class Objects(KeyedSource):
     start them with ``multiprocessing_context="forkserver"``, or use ``worker_method="thread"``.
 
     Args:
-        url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://`` or ``file:///``; paths are relative to it.
-        keys, retry: See :class:`KeyedSource`. Without ``keys``, all objects below ``url`` in the order of their paths.
+        url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://`` or ``file:///``; paths are relative to it. It
+            may be an :class:`~minato.sources.settings.Env`.
+        keys, retry: See :class:`KeyedSource`. Without ``keys``, all objects below ``url`` in the order of their paths;
+            an HTTP server has no such list.
         decode: Called with the object's ``bytes``.
-        client_options: Those of obstore (``allow_http``, ``timeout`` …).
+        client_options: Those of obstore (``allow_http``, ``timeout``, ``default_headers`` …), each of them a value or
+            an :class:`~minato.sources.settings.Env`.
         settings: Further configuration of obstore's store (``access_key_id``, ``secret_access_key``, ``endpoint`` …),
             each of them a value or an :class:`~minato.sources.settings.Env`; what is missing comes from the
             environment variables of the service (``AWS_ACCESS_KEY_ID`` …).
@@ -54,41 +62,47 @@ class Objects(KeyedSource):
 
     def __init__(
         self,
-        url: str,
+        url: str | Env,
         *,
-        keys: Sequence[str | Part] | None = None,
+        keys: Sequence[Any] | None = None,
         decode: Callable[[bytes], Any] | None = None,
         retry: Retry | None = None,
         client_options: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(keys, decode, retry)
-        self._url = url
-        self._client_options = client_options
+        self._place = Place(url)
+        self._client_options = Settings(client_options or {})
         self._settings = Settings(settings)
         self._stores: Connections[Any] = Connections(self._open, _forget, shared=True)
 
     def __repr__(self) -> str:
-        return f"Objects({self._url!r})"
+        return f"Objects({self._place!r})"
 
     def _open(self) -> Any:
         used_here()
+        url, options = _with_header(self._place.url, self._client_options.values())
         return from_url(
-            self._url,
-            client_options=cast(Any, self._client_options),
+            url,
+            client_options=cast(Any, options or None),
             # Tries are counted and bounded here, not a second time below.
             retry_config={"max_retries": 0, "retry_timeout": timedelta(0)},
             **self._settings.values(),
         )
 
+    def _in_words(self, error: Exception) -> str:
+        # What follows is a dump of Rust's own structures, some dozen lines.
+        return super()._in_words(error).partition("\n\nDebug source")[0]
+
     def close(self) -> None:
         """Forget the store and its connections; the next read makes a new one."""
         self._stores.close()
 
-    def _fetch(self, key: str | Part) -> bytes:
+    def _fetch(self, key: Any) -> bytes:
         with self._stores.lease() as store:
             try:
-                if isinstance(key, Part):
+                if not isinstance(key, str):
+                    key = Part(*key)
                     part = obstore.get_range(store, key.path, start=key.start, end=key.end)
                     return _whole(key, bytes(part), key.end - key.start)
                 found = obstore.get(store, key)
@@ -102,10 +116,11 @@ class Objects(KeyedSource):
         value = await self._trying_later(f"key {key!r}", lambda: self._fetch_later(key))
         return self._decoded(key, value)
 
-    async def _fetch_later(self, key: str | Part) -> bytes:
+    async def _fetch_later(self, key: Any) -> bytes:
         with self._stores.lease() as store:
             try:
-                if isinstance(key, Part):
+                if not isinstance(key, str):
+                    key = Part(*key)
                     part = await obstore.get_range_async(
                         store, key.path, start=key.start, end=key.end
                     )
@@ -123,10 +138,24 @@ class Objects(KeyedSource):
             return sorted(meta["path"] for chunk in obstore.list(store) for meta in chunk)
 
 
+def _with_header(url: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name and password of a URL as a header: as a part of the URL, obstore would tell them in its errors."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url, options
+    pair = f"{unquote(parts.username or '')}:{unquote(parts.password)}"
+    headers = {
+        **options.get("default_headers", {}),
+        "authorization": f"Basic {base64.b64encode(pair.encode()).decode()}",
+    }
+    bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    return bare, {**options, "default_headers": headers}
+
+
 def tar_members(source: Objects, path: str, suffix: str = "") -> dict[str, Part]:
     """Where the members of a tar file lie, so that each can be read by itself.
 
-    Only the headers are read; the result can be kept (``json``) as the shard's index.
+    Only the headers are read; the result can be kept (``json``, ``save_splits``) as the shard's index.
 
     Args:
         suffix: Only members whose names end so.

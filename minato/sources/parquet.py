@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from minato._counters import shared_integers
-from minato.sources.base import SourceError
+from minato.sources.base import KeyedSource, SourceError
 from minato.sources.columns import rows_of
+from minato.sources.retry import Retry
+from minato.sources.settings import Env, Place
 
 __all__ = ["Parquet", "ParquetStream"]
 
@@ -43,7 +45,7 @@ class _RowGroups:
         where: ds.Expression | None = None,
         filesystem: Any = None,
     ) -> None:
-        self._files = files
+        self.files = Place(files) if isinstance(files, (str, Env)) else files
         self._columns = None if columns is None else list(columns)
         self._where = where
         self._filesystem = filesystem
@@ -56,7 +58,8 @@ class _RowGroups:
     def all(self) -> list[Any]:
         """The row groups that may hold wanted rows, in the order of the files."""
         if self._all is None:
-            dataset = ds.dataset(self._files, format="parquet", filesystem=self._filesystem)
+            files = self.files.url if isinstance(self.files, Place) else self.files
+            dataset = ds.dataset(files, format="parquet", filesystem=self._filesystem)
             self._all = [
                 group
                 for fragment in dataset.get_fragments(self._where)
@@ -83,8 +86,8 @@ class _RowGroups:
         return len(table), rows_of(table)
 
 
-class Parquet(Dataset[Any]):
-    """Map-style: sample i is the i-th wanted row of all files, a dict of its columns.
+class Parquet(KeyedSource):
+    """Map-style: a sample is a wanted row of all files, a dict of its columns, and its key is the row's number.
 
     The worker that needs a row reads its row group as a whole, converts it to NumPy and keeps it while it is among the
     last that the process used. In random order nearly every sample costs a row group: :class:`ParquetStream` shuffles
@@ -93,6 +96,7 @@ class Parquet(Dataset[Any]):
     Args:
         files, columns, where, filesystem: As for :class:`ParquetStream`.
         kept_groups: Row groups that each process keeps.
+        keys, retry: See :class:`KeyedSource`. Without ``keys``, all wanted rows in the order of the files.
         decode: Called with the dict of a row.
     """
 
@@ -104,13 +108,15 @@ class Parquet(Dataset[Any]):
         where: ds.Expression | None = None,
         filesystem: Any = None,
         kept_groups: int = 4,
+        keys: Sequence[int] | None = None,
         decode: Callable[[dict[str, Any]], Any] | None = None,
+        retry: Retry | None = None,
     ) -> None:
         if kept_groups < 1:
             raise ValueError(f"kept_groups={kept_groups} is too small: give at least 1")
+        super().__init__(keys, decode, retry)
         self._groups = _RowGroups(files, columns, where, filesystem)
         self._kept_groups = kept_groups
-        self._decode = decode
         self._ends: Any = None
         self._reset()
 
@@ -125,19 +131,31 @@ class Parquet(Dataset[Any]):
         self.__dict__.update(state)
         self._reset()
 
-    def __len__(self) -> int:
+    def __fingerprint__(self) -> dict[str, Any]:
+        return {**super().__fingerprint__(), "_lock": None, "_kept": None, "_ends": None}
+
+    def __repr__(self) -> str:
+        return f"Parquet({self._groups.files!r})"
+
+    def close(self) -> None:
+        """Let go of the row groups that are kept."""
+        with self._lock:
+            self._kept.clear()
+
+    def _list(self) -> Sequence[int]:
+        return range(self._count())
+
+    def _count(self) -> int:
         if self._ends is None:
             self._ends = np.cumsum(self._groups.counts(), dtype=np.int64)
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def __getitem__(self, index: int) -> Any:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        index %= len(self)
-        number = int(np.searchsorted(self._ends, index, side="right"))
+    def _fetch(self, key: int) -> dict[str, Any]:
+        if not 0 <= key < self._count():
+            raise LookupError(key)
+        number = int(np.searchsorted(self._ends, key, side="right"))
         _, row = self._group(number)
-        sample = row(index - (int(self._ends[number - 1]) if number else 0))
-        return sample if self._decode is None else self._decode(sample)
+        return row(key - (int(self._ends[number - 1]) if number else 0))
 
     def _group(self, number: int) -> _Rows:
         # Under the lock: threads that need the same group shall not each read it.
@@ -153,7 +171,8 @@ class ParquetStream(IterableDataset[Any]):
     """Streaming: each worker reads its share of the row groups, one after the other.
 
     Args:
-        files: A file, a folder or a list of files, or the URL of one (``s3://…``).
+        files: A file, a folder or a list of files, or the URL of one (``s3://…``), which may be an
+            :class:`~minato.sources.settings.Env`.
         columns: The columns of a sample; None for all.
         where: A pyarrow expression, as ``pyarrow.dataset.field("label") > 3``. Row groups whose statistics exclude it
             are not read.

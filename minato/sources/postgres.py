@@ -74,7 +74,7 @@ class Postgres(TableSource):
     def _list(self) -> Sequence[Any]:
         """Keys, fetched by a cursor of the server: a million of them as one result would be held twice."""
         where = f" WHERE {self._where}" if self._where else ""
-        key = quoted(self._key)
+        key = self._column(self._key)
         text = f"SELECT {key} FROM {quoted(self._table)}{where} ORDER BY {key}"
         with (
             self._connections.lease() as connection,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import redis
@@ -10,11 +11,19 @@ import redis
 from minato.sources.base import KeyedSource, MissingKey
 from minato.sources.connections import Connections
 from minato.sources.retry import Retry
-from minato.sources.settings import Settings, without_password
+from minato.sources.settings import Place, Settings, without_password
 
 __all__ = ["Redis"]
 
 _SCAN_COUNT = 10_000
+_ABOUT_ITSELF = (
+    ["driver_info"]
+    if "driver_info" in signature(redis.Redis.__init__).parameters
+    else ["lib_name", "lib_version"]
+)
+_TERSE: dict[str, Any] = {"protocol": 2, **dict.fromkeys(_ABOUT_ITSELF)}
+"""A connection does not ask for the newer protocol and tells nothing of itself: each would be a round trip more, before
+the first value comes over it."""
 
 
 class Redis(KeyedSource):
@@ -44,7 +53,8 @@ class Redis(KeyedSource):
         **settings: Any,
     ) -> None:
         super().__init__(keys, decode, retry)
-        self._url, password = without_password(url)
+        rest, password = without_password(url)
+        self._place = Place(rest)
         if password is not None:
             settings.setdefault("password", password)
         self._prefix = prefix
@@ -55,10 +65,14 @@ class Redis(KeyedSource):
         )
 
     def __repr__(self) -> str:
-        return f"Redis({self._url!r}, prefix={self._prefix!r})"
+        return f"Redis({self._place!r}, prefix={self._prefix!r})"
+
+    def _may_pass(self, error: Exception) -> bool:
+        # A wrong password is a ConnectionError of redis-py's.
+        return super()._may_pass(error) and not isinstance(error, redis.AuthenticationError)
 
     def _open(self) -> redis.Redis:
-        return redis.Redis.from_url(self._url, **self._settings.values())
+        return redis.Redis.from_url(self._place.url, **{**_TERSE, **self._settings.values()})
 
     def close(self) -> None:
         """Close the connections of this process; the next read opens new ones."""

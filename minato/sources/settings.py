@@ -7,14 +7,17 @@ import re
 from collections.abc import Mapping
 from multiprocessing import context
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-__all__ = ["Env", "Settings", "without_password"]
+__all__ = ["Env", "Place", "Settings", "without_password"]
 
 _SECRET = re.compile(
-    r"pass|secret|token|credential|account_key|access_key(?!_id)|auth|sas|signature", re.IGNORECASE
+    r"pass|secret|token|credential|account_key|access_key(?!_id)|auth|sas|signature|proxy_url|headers",
+    re.IGNORECASE,
 )
 """What the name of a setting contains that must be kept secret."""
+_SIGNED = frozenset({"sig", "key"})
+"""Parameters of a URL that grant access, by names that say less."""
 
 
 class Env:
@@ -55,6 +58,10 @@ class _Secret:
     def value(self) -> Any:
         return self._value
 
+    def __fingerprint__(self) -> str:
+        """A new password makes no other source."""
+        return self._name
+
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is None:  # the rule of multiprocessing's own keys
             raise TypeError(
@@ -93,6 +100,27 @@ class Settings:
         }
 
 
+class Place:
+    """A URL that shows itself without the secrets in it; if there are any, it is not pickled.
+
+    Args:
+        url: With a password or a signature or without, or the name of the environment variable that holds it.
+    """
+
+    def __init__(self, url: str | Env) -> None:
+        self._shown = repr(url) if isinstance(url, Env) else repr(_without_secrets(url))
+        told = isinstance(url, Env) or _without_secrets(url) == url
+        self._settings = Settings({"url": url}, secret=() if told else ("url",))
+
+    def __repr__(self) -> str:
+        return self._shown
+
+    @property
+    def url(self) -> str:
+        """All of it."""
+        return str(self._settings.values()["url"])
+
+
 def without_password(url: str) -> tuple[str, str | None]:
     """Take the password out of a URL: the rest, and the password or None."""
     parts = urlsplit(url)
@@ -101,3 +129,14 @@ def without_password(url: str) -> tuple[str, str | None]:
     user, _, _ = parts.netloc.rpartition("@")[0].partition(":")
     place = parts.netloc.rpartition("@")[2]
     return urlunsplit(parts._replace(netloc=f"{user}@{place}" if user else place)), parts.password
+
+
+def _without_secrets(url: str) -> str:
+    """The URL without a password, and without the parameters that are secret."""
+    rest, _ = without_password(url)
+    parts = urlsplit(rest)
+    given = parse_qsl(parts.query, keep_blank_values=True)
+    open_to_all = [pair for pair in given if not (_SECRET.search(pair[0]) or pair[0] in _SIGNED)]
+    if len(open_to_all) == len(given):
+        return rest
+    return urlunsplit(parts._replace(query=urlencode(open_to_all)))

@@ -7,8 +7,10 @@ import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 __all__ = ["folds", "load_splits", "save_splits", "split"]
 
@@ -23,6 +25,7 @@ def split(
     labels: Sequence[Hashable] | None = None,
     entities: Sequence[Hashable] | None = None,
     uniform: bool = False,
+    weights: Mapping[Any, float] | None = None,
 ) -> dict[str, list[Any]]:
     """Divide keys at random.
 
@@ -33,12 +36,15 @@ def split(
         labels: The class of each key: each split then gets its share of each class, as far as entities allow.
         entities: Whom each key belongs to, a patient for instance; nobody is in two splits.
         uniform: Leave out keys at random until each split has equally many of each class.
+        weights: Leave them out until the classes stand to each other as these numbers, by label; a class of 0 or
+            without a weight is left out: ``{"tumour": 1, "healthy": 3}``.
 
     Returns:
         The keys of each split, in the order in which they were given.
 
     Raises:
-        ValueError: A share is not positive, lists differ in length, or ``uniform`` is given without labels.
+        ValueError: A share is not positive, lists differ in length, weights are negative or all 0, or ``uniform`` or
+            ``weights`` is given without labels, or both are.
     """
     bad = {name: share for name, share in shares.items() if not share > 0}
     if not shares or bad:
@@ -48,11 +54,15 @@ def split(
             raise ValueError(f"{len(values)} {name} do not fit {len(keys)} keys: give one for each")
     if uniform and labels is None:
         raise ValueError("uniform=True makes classes equally large: give labels")
+    if weights is not None:
+        _check_weights(weights, labels, uniform)
     rng = random.Random(seed)
     classes: Sequence[Hashable] = [None] * len(keys) if labels is None else labels
     parts = _divide(list(shares.values()), classes, entities, rng)
     if uniform:
-        parts = [_evened(part, classes, rng) for part in parts]
+        weights = dict.fromkeys(classes, 1.0)
+    if weights is not None:
+        parts = [_balanced(part, classes, weights, rng) for part in parts]
     return {name: [keys[i] for i in sorted(part)] for name, part in zip(shares, parts, strict=True)}
 
 
@@ -93,21 +103,17 @@ def save_splits(path: str | os.PathLike[str], splits: Mapping[str, Sequence[Any]
     """Write splits to a JSON file, at once or not at all.
 
     Raises:
-        TypeError: A key is neither a text nor an integer.
+        TypeError: A key is neither a text, an integer, bytes nor a UUID, nor a tuple of these.
     """
-    for name, keys in splits.items():
-        odd = next((key for key in keys if type(key) not in (str, int)), None)
-        if odd is not None:
-            raise TypeError(f"key {odd!r} of split {name!r} is neither a text nor an integer")
+    content = {name: [_plain(key) for key in keys] for name, keys in splits.items()}
     target = Path(path)
     written = target.with_name(f".{target.name}.{os.getpid()}")
-    content = {name: list(keys) for name, keys in splits.items()}
     written.write_text(json.dumps({"format": _FORMAT, "splits": content}))
     written.replace(target)
 
 
 def load_splits(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
-    """Read what :func:`save_splits` wrote.
+    """Read what :func:`save_splits` wrote; a :class:`~minato.sources.objects.Part` comes as the tuple that it is.
 
     Raises:
         ValueError: It is something else.
@@ -115,8 +121,46 @@ def load_splits(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
     content = json.loads(Path(path).read_text())
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"{os.fspath(path)!r} holds no splits of format {_FORMAT}")
-    found: dict[str, list[Any]] = content["splits"]
-    return found
+    return {name: [_key(plain) for plain in keys] for name, keys in content["splits"].items()}
+
+
+def _plain(key: Any) -> Any:
+    """A key as JSON has it: what that does not know is an object that names its type."""
+    if isinstance(key, bytes):
+        return {"bytes": key.hex()}
+    if isinstance(key, UUID):
+        return {"uuid": key.hex}
+    if isinstance(key, tuple):
+        return {"tuple": [_plain(part) for part in key]}
+    if isinstance(key, str):
+        return key
+    if isinstance(key, Integral):
+        return int(key)
+    raise TypeError(
+        f"the key {key!r} of type {type(key).__name__} cannot be saved: texts, integers, bytes, UUIDs and tuples can"
+    )
+
+
+def _key(plain: Any) -> Any:
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, value),) = plain.items()
+    if kind == "tuple":
+        return tuple(_key(part) for part in value)
+    return bytes.fromhex(value) if kind == "bytes" else UUID(hex=value)
+
+
+def _check_weights(
+    weights: Mapping[Any, float], labels: Sequence[Hashable] | None, uniform: bool
+) -> None:
+    if labels is None or uniform:
+        instead = "leave uniform out" if uniform else "give labels"
+        raise ValueError(f"weights={dict(weights)} say how large classes are: {instead}")
+    unknown = weights.keys() - set(labels)
+    if unknown:
+        raise ValueError(f"weights={dict(weights)} are for classes that no label names: {unknown}")
+    if min(weights.values(), default=0) < 0 or not any(weights.values()):
+        raise ValueError(f"weights={dict(weights)} are not possible: give 0 or more, not all 0")
 
 
 def _divide(
@@ -149,9 +193,22 @@ def _divide(
     return parts
 
 
-def _evened(part: list[int], classes: Sequence[Hashable], rng: random.Random) -> list[int]:
+def _balanced(
+    part: list[int],
+    classes: Sequence[Hashable],
+    weights: Mapping[Any, float],
+    rng: random.Random,
+) -> list[int]:
+    """As many keys of a part as its classes allow, if they shall stand to each other as these numbers."""
     by_class: dict[Hashable, list[int]] = defaultdict(list)
     for i in sorted(part):
         by_class[classes[i]].append(i)
-    least = min(map(len, by_class.values()), default=0)
-    return [i for indices in by_class.values() for i in rng.sample(indices, least)]
+    wanted = {name: weights.get(name, 0) for name in by_class}
+    scale = min(
+        (len(by_class[name]) / weight for name, weight in wanted.items() if weight), default=0
+    )
+    return [
+        i
+        for name, indices in by_class.items()
+        for i in rng.sample(indices, min(round(scale * wanted[name]), len(indices)))
+    ]

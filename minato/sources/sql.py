@@ -68,16 +68,20 @@ class TableSource(KeyedSource):
         self._connections.close()
 
     def _list(self) -> Sequence[Any]:
-        key = quoted(self._key)
+        key = self._column(self._key)
         where = f" WHERE {self._where}" if self._where else ""
         rows, _ = self._query(f"SELECT {key} FROM {quoted(self._table)}{where} ORDER BY {key}", ())
         return [row[0] for row in rows]
 
+    def _column(self, name: str) -> str:
+        # With its table's name: by itself, SQLite takes a quoted column that is not there for a text.
+        return f"{quoted(self._table)}.{quoted(name)}"
+
     def _select(self) -> str:
         names = "*"
         if self._columns is not None:
-            names = ", ".join(map(quoted, (self._key, *self._columns)))
-        return f"SELECT {names} FROM {quoted(self._table)} WHERE {quoted(self._key)}"
+            names = ", ".join(map(self._column, (self._key, *self._columns)))
+        return f"SELECT {names} FROM {quoted(self._table)} WHERE {self._column(self._key)}"
 
     def _sample(self, row: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
         sample = dict(zip(names, row, strict=True))

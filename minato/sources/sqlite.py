@@ -15,6 +15,9 @@ __all__ = ["SQLite"]
 
 _BUSY_S = 5.0
 """How long SQLite itself waits for a writer."""
+_PASSING = frozenset({5, 6, 10, 15})
+"""SQLITE_BUSY, LOCKED, IOERR and PROTOCOL: what another process, or a file system, may have caused."""
+_UNKNOWN = 5
 
 
 class SQLite(TableSource):
@@ -46,6 +49,11 @@ class SQLite(TableSource):
 
     def __repr__(self) -> str:
         return f"SQLite({str(self._path)!r}, {self._table!r})"
+
+    def _may_pass(self, error: Exception) -> bool:
+        # A table or a column that is not there is an OperationalError too. Python tells the codes from 3.11 on.
+        code: int = getattr(error, "sqlite_errorcode", _UNKNOWN)
+        return super()._may_pass(error) and code % 256 in _PASSING
 
     def _open(self) -> sqlite3.Connection:
         if not self._path.exists():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,9 @@ class Gauges(Protocol):
 
     def slowest(self) -> list[SlowSample]:
         """The slowest samples of each worker."""
+
+    def skipped(self) -> Collection[Any]:
+        """The keys of samples that were left out."""
 
     def decision(self) -> Any:
         """What counts as slow now."""
@@ -107,10 +110,14 @@ class Journal:
         self.forgotten = Readings()
         """Counters of epochs that are no longer kept."""
         self.slow: list[SlowSample] = []
+        self.skipped: set[Any] = set()
+        """The samples of all epochs that were left out."""
         self.reservoir = Reservoir()
         """Some of the samples of all epochs in which they could be late."""
         self.machine: Callable[[], Machine] = Machine
         """Tells what the machine does, in any thread."""
+        self.storage: Callable[[], Counter[str]] = Counter
+        """Tells what sources, reads and the cache have counted."""
         self.watchers: list[Watcher] = []
         """Are told when epochs begin and end."""
         self._length: int | None = None
@@ -259,10 +266,12 @@ class Journal:
             late=lateness.late.snapshot(),
         )
         self.slow = slowest_of([*self.slow, *gauges.slowest()])
+        self.skipped.update(gauges.skipped())
         return notes
 
     def _readings(self, gauges: Gauges) -> tuple[Readings, Machine]:
-        """All counters, those of the machine too."""
+        """All counters, those of the machine and of the storage too."""
         readings, machine = gauges.readings(), self.machine()
         readings.counts.update(machine.counts)
+        readings.counts.update(self.storage())
         return readings, machine

@@ -6,6 +6,7 @@ import functools
 import multiprocessing
 import pickle
 import random
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import minato
 from minato.caching import DiskCache, MemoryCache
 from minato.caching.fingerprint import fingerprint
+from minato.sources.settings import Settings
 from minato.sources.sqlite import SQLite
 from tests.datasets import Filled, Journal, Numbers, double, plus_one
 
@@ -242,13 +244,41 @@ def test_fingerprints_tell_apart_and_are_the_same_again() -> None:
     assert fingerprint([one, two, one]) != fingerprint([one, two, two])
     source = SQLite("samples.db", "samples", keys=[1, 2])
     before = fingerprint(source)
-    source._counters.add(retries=1)
+    source.counters.add(retries=1)
     assert fingerprint(source) == before != fingerprint(source.subset([1, 3]))
+    secret = Settings({"user": "me", "password": "a"})
+    assert fingerprint(secret) == fingerprint(Settings({"user": "me", "password": "b"}))
+    assert fingerprint(secret) != fingerprint(Settings({"user": "you", "password": "a"}))
     itself: list[Any] = []
     itself.append(itself)
     assert fingerprint(itself) == fingerprint(itself)
     with pytest.raises(TypeError, match="has no fingerprint: give the cache a version="):
         fingerprint(iter(lambda: 1, 0).__class__, (i for i in range(3)))
+
+
+def test_a_source_is_the_same_in_each_epoch_until_its_keys_change(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "a.db")
+    with connection:
+        connection.execute("CREATE TABLE goods (id INTEGER PRIMARY KEY, price REAL)")
+        connection.executemany("INSERT INTO goods VALUES (?, ?)", [(i, i) for i in range(2, 8)])
+
+    def prices(keys: Any = None) -> tuple[list[float], int]:
+        cache = DiskCache(tmp_path / "cache", QUOTA)
+        source = SQLite(tmp_path / "a.db", "goods", keys=keys)
+        loader = minato.DataLoader(source, 3, cache=cache)
+        for _ in range(2):
+            found = [price for batch in loader for price in batch["price"].tolist()]
+        cache.close()
+        source.close()
+        return found, cache.report().hits
+
+    assert prices() == ([2, 3, 4, 5, 6, 7], 6)
+    assert prices() == ([2, 3, 4, 5, 6, 7], 12)
+    with connection:
+        connection.execute("INSERT INTO goods VALUES (1, 1)")
+    connection.close()
+    assert prices() == ([1, 2, 3, 4, 5, 6, 7], 7)
+    assert prices([4, 2]) == ([4, 2], 2)
 
 
 @pytest.mark.parametrize(

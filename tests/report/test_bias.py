@@ -56,6 +56,40 @@ def test_what_differs_is_told(what: dict[str, Any], labels: Any, words: str | No
     assert words is None or words in warnings[0]
 
 
+@pytest.mark.parametrize(
+    ("skipped", "told"), [([], None), (range(0, 100, 2), False), (range(0, 300, 10), True)]
+)
+@pytest.mark.parametrize("kind", ["sequence", "mapping", "function", "tensor"])
+def test_labels_that_are_left_out_are_told(skipped: Any, told: bool | None, kind: str) -> None:
+    rare = [int(key % 10 == 0) for key in range(1000)]
+    labels: Any = {
+        "sequence": rare,
+        "mapping": dict(enumerate(rare)),
+        "function": rare.__getitem__,
+        "tensor": torch.tensor(rare),
+    }[kind]
+    bias, warnings = bias_of(rows(1000), Histogram(), labels, set(skipped))
+    assert (bias.skipped_label is None) == (told is None)
+    assert any("Samples that were skipped" in words for words in warnings) == bool(told)
+
+
+def test_a_loader_that_skips_one_class() -> None:
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> int:
+            if index in SLOW:
+                raise ValueError
+            return index
+
+    loader = DataLoader(Broken(240), 4, on_error="skip")
+    with pytest.warns(RuntimeWarning, match="20 samples of this epoch were skipped"):
+        list(loader)
+    report = loader.report(labels=[int(index in SLOW) for index in range(240)])
+    assert report.bias.skipped_label is not None
+    assert report.bias.skipped_label > 0.2
+    assert any("were skipped" in words for words in report.warnings)
+    assert "skipped label" in str(report)
+
+
 def test_a_few_samples_prove_nothing() -> None:
     assert bias_of(rows(15), Histogram(), lambda key: key % 5)[1] == ()
     assert bias_of([], Histogram(), lambda key: key)[1] == ()

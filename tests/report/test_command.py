@@ -53,6 +53,19 @@ def nothing():
 def broken():
     raise RuntimeError("no such disk")
 
+def ends():
+    raise SystemExit("usage: train.py --data FOLDER")
+
+class Wordy(Sleepy):
+    def __getitem__(self, index):
+        raise ValueError("first line\\n  second\\n}")
+
+def wordy():
+    return DataLoader(Wordy(), 4, num_workers=1)
+
+def wordy_inline():
+    return DataLoader(Wordy(), 4)
+
 def bad_samples():
     return DataLoader([1, 2, "a", None], 4)
 
@@ -105,12 +118,15 @@ def test_transforms_are_minatos_alone(loaders: Path, capsys: pytest.CaptureFixtu
     [
         ("{file}:nothing", 2, "returned a int"),
         ("{file}:broken", 2, "RuntimeError: no such disk"),
+        ("{file}:ends", 2, "SystemExit: usage: train.py --data FOLDER"),
         ("{file}:missing", 2, "has no function 'missing'"),
         ("{file}:constant", 2, "has no function 'constant'"),
         ("{file}", 2, "write module:function"),
         ("no_such_module:make", 2, "No module named 'no_such_module'"),
         ("no/such/file.py:make", 2, "there is no file"),
         ("{file}:bad_samples", 1, "the loader raised TypeError"),
+        ("{file}:wordy", 1, "the loader raised ValueError: first line;"),
+        ("{file}:wordy_inline", 1, "the loader raised ValueError: first line;"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(
@@ -131,6 +147,7 @@ def test_what_cannot_be_is_told_in_one_line(
         ["--step-ms", "-1"],
         ["--html", "no/such/folder/out.html"],
         ["--html", "."],
+        ["--html", "/proc/version"],
     ],
 )
 def test_arguments_that_are_not_possible(

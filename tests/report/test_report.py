@@ -15,11 +15,12 @@ import pytest
 import rich.console
 import torch
 
-from minato import DataLoader
+from minato import DataLoader, Fetching
+from minato.caching import MemoryCache
 from minato.report.figures import PARTS, Report, legend
+from minato.sources.base import KeyedSource
+from minato.sources.retry import Retry
 from tests.datasets import Filled, Numbers, Sleepy
-
-FEW = "ignore:This DataLoader will create"
 
 
 def pause(sample: Any) -> Any:
@@ -251,6 +252,52 @@ def test_batches_that_are_overtaken_are_late() -> None:
     slowness = run(loader).run.slowness
     assert slowness.lag_max >= 1
     assert slowness.lag_p50 == 0
+
+
+class Unsteady(KeyedSource):
+    """Every read fails once."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(range(size), retry=Retry(first_s=0.001))
+        self.tried: set[int] = set()
+
+    def _fetch(self, key: int) -> int:
+        if key not in self.tried:
+            self.tried.add(key)
+            raise ConnectionError
+        return key
+
+
+class Holding(Numbers):
+    """Reads from a source that it keeps."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.parts = [torch.utils.data.Subset(Unsteady(size), range(size))]
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.parts[0][index])
+
+
+def test_what_sources_reads_and_the_cache_did() -> None:
+    fetching = Fetching(2, hedge_percentile=95)
+    dataset, cache = Holding(8), MemoryCache(1 << 20, version="1")
+    loader = DataLoader(dataset, 4, cache=cache, fetch_concurrency=fetching)
+    report = run(loader, 2)
+    first, second = (each.reads for each in report.epochs)
+    assert (first.retries, first.cache_hits, first.cache_misses) == (8, 0, 8)
+    assert (second.retries, second.cache_hits, second.cache_misses) == (0, 8, 0)
+    assert (first.cache_hit_rate, second.cache_hit_rate) == (0, 1)
+    assert first.cache_stored_bytes > 0 == second.cache_stored_bytes
+    assert report.run.reads.cache_hit_rate == 0.5
+    assert fetching.counters is not None
+    fetching.counters.add(hedged=2, hedges_won=1)
+    assert "Reads and cache" in str(report)
+    iterator = iter(loader)
+    next(iterator)
+    fetching.counters.add(hedged=3, hedges_won=1)
+    assert loader.report().epochs[-1].reads.hedged == 3
+    assert "Reads and cache" not in str(run(DataLoader(Numbers(4))))
 
 
 def test_nothing_is_measured_on_request() -> None:

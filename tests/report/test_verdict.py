@@ -13,6 +13,7 @@ from minato.report.figures import (
     Batches,
     Host,
     Period,
+    Reads,
     Room,
     Setup,
     Slowness,
@@ -65,6 +66,7 @@ def run(
         Room(0.1, 2.0, 4, 1000, 4000, held),
         Slowness("uniform", 0, 0.75, 0, 0, 0, 0, 0, 0, 0, 0),
         Trouble(0, 0, 0, 0, 0),
+        Reads(0, 0, 0, 0, 0, 0.0, 0, 0, 0),
         Host(0, 0, 0, 0),
         (),
         parts,
@@ -97,6 +99,15 @@ def test_workers_that_need_cores_are_no_more_than_these() -> None:
     found = verdict(on_core=0.9, cores=0.3)
     assert found.change == {"num_workers": 8}
     assert found.gain == pytest.approx(0.1 / (0.2 / 8))
+
+
+def test_workers_in_a_cluster_do_not_take_the_cores_of_this_machine() -> None:
+    found = verdict({"worker_method": "ray"}, on_core=0.9, cores=0.95)
+    assert found.change == {"num_workers": 24}
+    assert "cluster" in found.evidence[-1]
+    full = verdict({"worker_method": "ray", "num_workers": 24}, workers=24, cores=0.95)
+    assert full.limit == "transform"
+    assert not any("cores" in each for each in full.evidence)
 
 
 def test_no_workers_at_all() -> None:

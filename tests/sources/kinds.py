@@ -237,6 +237,19 @@ def folder(folder: Path, _: ExitStack) -> Kind:
     )
 
 
+def parquet(folder: Path, _: ExitStack) -> Kind:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from minato.sources.parquet import Parquet
+
+    for first in range(0, COUNT, 20):
+        numbers = range(first, first + 20)
+        columns = {"label": list(numbers), "x": [features(i).tobytes() for i in numbers]}
+        pq.write_table(pa.table(columns), folder / f"{first:03d}.parquet", row_group_size=7)
+    return Kind("parquet", lambda **given: Parquet(folder, **given), same, of_row)
+
+
 def _write_files(folder: Path) -> None:
     for i in range(COUNT):
         (folder / name_of(i)).write_bytes(record(i))
@@ -279,7 +292,7 @@ def tar_of(numbers: Sequence[int]) -> bytes:
 
 KINDS = {
     make.__name__: make
-    for make in (sqlite, lmdb, folder, files, redis, postgres, cassandra_stub, s3)
+    for make in (sqlite, lmdb, parquet, folder, files, redis, postgres, cassandra_stub, s3)
 }
 if os.environ.get("MINATO_TEST_CASSANDRA"):
     KINDS["cassandra"] = cassandra

@@ -19,6 +19,8 @@ from typing import Any
 
 PIDS: set[int] = set()
 """Servers that outlive a test."""
+THREADS: set[str] = set()
+"""Names of threads that do."""
 
 _PATIENCE_S = 30.0
 _STOPPING_S = 10.0

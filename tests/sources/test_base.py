@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import sqlite3
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,8 @@ import pytest
 from minato.sources.base import KeyedSource, MissingKey, SourceError
 from minato.sources.connections import Connections
 from minato.sources.retry import Retry
-from minato.sources.settings import Env, Settings, without_password
+from minato.sources.settings import Env, Place, Settings, without_password
+from minato.sources.sqlite import SQLite
 
 
 class Flaky(KeyedSource):
@@ -61,6 +65,15 @@ def test_what_does_not_pass_is_not_tried_again() -> None:
         Flaky(1, KeyError, Retry())[0]
 
 
+def test_what_only_looks_as_if_it_might_pass(tmp_path: Path) -> None:
+    sqlite3.connect(tmp_path / "empty.db").close()
+    source = SQLite(tmp_path / "empty.db", "samples")
+    with pytest.raises(SourceError, match=r"cannot read key 3: OperationalError: no such table"):
+        source.get(3)
+    assert source.retries == (0 if sys.version_info >= (3, 11) else 7)
+    source.close()
+
+
 def test_pauses_double_up_to_a_bound() -> None:
     pauses = list(Retry(attempts=8, first_s=1.0, longest_s=8.0, deadline_s=1e9).pauses())
     bounds = [1, 2, 4, 8, 8, 8, 8]
@@ -105,6 +118,33 @@ def test_settings_keep_their_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_passwords_are_taken_out_of_urls(url: str, rest: str, password: str | None) -> None:
     assert without_password(url) == (rest, password)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://host/data", "https://host/data"),
+        ("https://me:hush@host/data?version=2", "https://me@host/data?version=2"),
+        ("az://box?sv=2024&sp=r&sig=hush", "az://box?sv=2024&sp=r"),
+        ("s3://box/a?X-Amz-Signature=hush&X-Amz-Credential=hush", "s3://box/a"),
+        ("redis://host/0?password=hush", "redis://host/0"),
+        ("/a/folder", "/a/folder"),
+    ],
+)
+def test_a_place_keeps_its_secrets(url: str, shown: str) -> None:
+    place = Place(url)
+    assert (repr(place), place.url) == (repr(shown), url)
+    if shown == url:
+        assert pickle.loads(pickle.dumps(place)).url == url
+    else:
+        with pytest.raises(TypeError, match="'url' is a secret and is not pickled"):
+            pickle.dumps(place)
+
+
+def test_a_place_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACE_HERE", "https://me:hush@host/data")
+    place = pickle.loads(pickle.dumps(Place(Env("PLACE_HERE"))))
+    assert (repr(place), place.url) == ("Env('PLACE_HERE')", "https://me:hush@host/data")
 
 
 class Opened:

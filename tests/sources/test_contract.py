@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,6 +110,45 @@ def test_what_cannot_be_decoded_is_named(kind: Kind) -> None:
     source.close()
 
 
+class Picky:
+    """Decodes all but one."""
+
+    def __init__(self, decode: Callable[[Any], Any], refused: int) -> None:
+        self.decode, self.refused = decode, refused
+
+    def __call__(self, value: Any) -> Any:
+        sample = self.decode(value)
+        if sample["label"] == self.refused:
+            raise ValueError("not what was expected")
+        return sample
+
+
+@every_kind
+@pytest.mark.parametrize("fetch_concurrency", [1, 4])
+def test_failures_are_skipped_and_named_by_key(
+    kind: Kind, fetch_concurrency: int, tmp_path: Path
+) -> None:
+    keys = [kind.key(0), kind.absent, kind.key(1), kind.key(2), kind.key(3)]
+    source = kind.source(keys, decode=Picky(kind.decode, 2))
+    loader = minato.DataLoader(
+        source,
+        batch_size=5,
+        num_workers=1,
+        fetch_concurrency=fetch_concurrency,
+        worker_method=kind.worker_method,
+        on_error="skip",
+        quarantine=tmp_path / "failed.jsonl",
+    )
+    with pytest.warns(RuntimeWarning, match="2 samples of this epoch were skipped"):
+        check(list(loader), [0, 1, 3])
+    lines = (tmp_path / "failed.jsonl").read_text().splitlines()
+    told = {each["index"]: each["message"] for each in map(json.loads, lines)}
+    assert told.keys() == {1, 3}
+    assert f"no key {kind.absent!r}" in told[1]
+    assert f"cannot decode key {kind.key(2)!r}" in told[3]
+    source.close()
+
+
 @every_kind
 def test_empty_and_single(kind: Kind) -> None:
     source = kind.source()
@@ -200,10 +241,22 @@ def test_who_cannot_be_reached_is_named_with_the_key(kind: Kind) -> None:
     try:
         with pytest.raises(SourceError, match="after .* s of tries") as raised:
             source[0]
+        assert source.retries == 2
+        failures: list[minato.SampleFailure] = []
+
+        def noted(failure: minato.SampleFailure) -> Any:
+            failures.append(failure)
+            return minato.SKIP
+
+        loader = minato.DataLoader(source, on_error=noted)
+        with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+            assert list(loader) == []
     finally:
         kind.server.start()
-    assert repr(kind.key(4)) in str(raised.value)
-    assert source.retries == 2
+    for error in (raised.value, failures[0].error):
+        assert repr(kind.key(4)) in str(error)
+    # A list of keys is asked for first, and then each key by itself.
+    assert loader.report().run.reads.retries >= 2
     source.close()
 
 

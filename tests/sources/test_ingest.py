@@ -101,8 +101,10 @@ def redis(_: Path, kind_named: Callable[[str], Kind]) -> Target:
     from minato.ingest.redis import RedisStore
 
     given = kind_named("redis").source(decode=decoded)
-    store = RedisStore(given._url, "ingested/", **given._settings.values())
-    return Target(store, lambda: type(given)(given._url, "ingested/", decode=decoded, **PASSWORD))
+    store = RedisStore(given._place.url, "ingested/", **given._settings.values())
+    return Target(
+        store, lambda: type(given)(given._place.url, "ingested/", decode=decoded, **PASSWORD)
+    )
 
 
 def postgres(_: Path, kind_named: Callable[[str], Kind]) -> Target:
@@ -128,7 +130,7 @@ def s3(_: Path, kind_named: Callable[[str], Kind]) -> Target:
     from minato.ingest.objects import ObjectStore
 
     given = kind_named("s3").source()
-    settings = {"client_options": given._client_options, **given._settings.values()}
+    settings = {"client_options": given._client_options.values(), **given._settings.values()}
     place = "s3://minato/ingested"
     source = type(given)
     return Target(
@@ -261,7 +263,10 @@ def test_a_folder_by_its_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str
     place = f"sqlite:{tmp_path / 'samples.db'}"
     arguments = [str(tmp_path / "files"), place, "--table", "pets", "--workers", "1", "--verify"]
     assert main(["ingest", *arguments, "--journal", str(tmp_path / "journal")]) == 0
-    assert "3 samples, 0.0 MB, 3 of them written now, 3 verified" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "3 samples, 0.0 MB, 3 of them written now, 3 verified" in told.out
+    assert "writing" in told.err
+    assert told.err.count("3/3") >= 2  # written, and read again
     source = SQLite(tmp_path / "samples.db", "pets")
     assert source.keys == ["cat/1.txt", "cat/2.txt", "dog/1.txt"]
     assert source.get("dog/1.txt") == {"data": b"dog/1.txt", "label": "dog"}

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import pickle
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import unquote
 
 import pytest
 
@@ -16,11 +24,12 @@ from tests.sources.kinds import COUNT, Kind, name_of, of_bytes, record, tar_of
 
 pytest.importorskip("obstore", reason="obstore is not installed: install the extra 'test'")
 
-from minato.sources.objects import Objects, Part, tar_members
+from minato.sources.objects import Objects, Part, _whole, tar_members
+from minato.sources.splits import load_splits, save_splits
 
 
 def test_members_of_a_tar_file_are_read_by_their_ranges(
-    kind_named: Callable[[str], Kind],
+    kind_named: Callable[[str], Kind], tmp_path: Path
 ) -> None:
     shards = kind_named("s3").source(url="s3://minato/shards")
     members = tar_members(shards, "first.tar", suffix=".bin")
@@ -31,6 +40,10 @@ def test_members_of_a_tar_file_are_read_by_their_ranges(
     )
     labels = [label for batch in loader for label in batch["label"].tolist()]
     assert labels == list(range(COUNT))
+    save_splits(tmp_path / "index.json", {"first": list(members.values())})
+    kept = load_splits(tmp_path / "index.json")["first"]
+    assert kept == list(members.values())
+    assert shards.subset(kept)[7]["label"] == 7
     assert tar_members(shards, "first.tar", suffix=".txt") == {}
 
 
@@ -42,7 +55,99 @@ def test_a_range_beyond_the_end_is_no_sample(tmp_path: Path) -> None:
         source.get(Part("object", 90, 120))
     with pytest.raises(MissingKey, match="'other'"):
         source.get(Part("other", 0, 1))
-    assert issubclass(TruncatedObject, SourceError)
+    assert source.get(["object", 10, 20]) == bytes(10)  # as JSON gives it
+    with pytest.raises(TruncatedObject, match="'object' holds 9 bytes, and 8 came"):
+        _whole("object", bytes(8), 9)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Every path that ends with ``whole`` is an object of ten bytes; one with ``short`` breaks off in the middle."""
+
+    protocol_version = "HTTP/1.1"
+    asked: ClassVar[list[str]] = []
+    authorized: ClassVar[list[str | None]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        self.authorized.append(self.headers["authorization"])
+        name = self.path.partition("?")[0]
+        if not name.endswith(("whole", "short")):
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", "10")
+        self.send_header("Last-Modified", "Sat, 01 Nov 2025 00:00:00 GMT")
+        self.send_header("ETag", '"1"')
+        self.end_headers()
+        self.wfile.write(b"0123456789" if name.endswith("whole") else b"01234")
+        self.close_connection = name.endswith("short")
+
+    def log_message(self, *_: Any) -> None:
+        """Standard error is the tests'."""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Of a server of objects."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        serving.join()
+
+
+GOOGLE = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+"""An account that signs nothing."""
+
+
+def services(address: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    account = json.dumps({**GOOGLE, "gcs_base_url": f"http://{address}"})
+    azure = {"account_name": "me", "endpoint": f"http://{address}", "skip_signature": True}
+    return {
+        "http": (f"http://me:hush@{address}/data", {}),
+        "az": ("az://box/data", azure),
+        "gs": ("gs://box/data", {"service_account_key": account}),
+    }
+
+
+@pytest.mark.parametrize("service", ["http", "az", "gs"])
+def test_each_service_gives_objects_and_clear_errors(service: str, address: str) -> None:
+    url, settings = services(address)[service]
+    source = Objects(
+        url,
+        keys=["whole", "short", "other"],
+        client_options={"allow_http": True, "default_headers": {"x-key": "hush"}},
+        retry=Retry(attempts=1),
+        **settings,
+    )
+    assert source[0] == b"0123456789"
+    assert unquote(Answers.asked[-1]).endswith("/data/whole")
+    with pytest.raises(SourceError, match="cannot read key 'short'") as short:
+        source[1]
+    with pytest.raises(MissingKey, match="no key 'other'") as missing:
+        source[2]
+    for text in (repr(source), str(short.value), str(missing.value)):
+        assert "hush" not in text
+    with pytest.raises(TypeError, match="is a secret and is not pickled"):
+        pickle.dumps(source)
+    source.close()
+
+
+def test_the_password_of_a_url_is_sent_and_not_told(address: str) -> None:
+    options: Any = {"client_options": {"allow_http": True}, "retry": Retry(attempts=1)}
+    source = Objects(f"http://me:hu%40sh@{address}/data", **options)
+    assert source.get("whole") == b"0123456789"
+    assert Answers.authorized[-1] == f"Basic {base64.b64encode(b'me:hu@sh').decode()}"
+    source.close()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    away = Objects(f"http://me:hush@127.0.0.1:{port}/data", **options)
+    with pytest.raises(SourceError, match="cannot read key 'whole'") as raised:
+        away.get("whole")
+    assert "hush" not in f"{raised.value} {raised.value.__cause__!r}"
+    assert len(str(raised.value).splitlines()) == 1
+    away.close()
 
 
 FORKS = """

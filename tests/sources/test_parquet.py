@@ -18,6 +18,7 @@ import pyarrow.dataset as ds  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from minato.sources.parquet import Parquet, ParquetStream  # noqa: E402
+from minato.sources.settings import Env  # noqa: E402
 
 ROWS, GROUP = 100, 10
 
@@ -167,6 +168,19 @@ def test_a_row_group_that_is_damaged_is_named(folder: Path, tmp_path: Path) -> N
     path.write_bytes(whole[:4] + bytes(300) + whole[304:])
     with pytest.raises(SourceError, match=r"row group 0 of '.*damaged.parquet'"):
         Parquet(path)[0]
+
+
+def test_what_cannot_be_opened_or_decoded_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SourceError, match="cannot read the list of keys.*/no/such/folder"):
+        len(Parquet("/no/such/folder"))
+    with pytest.raises(SourceError, match="cannot decode key 7: KeyError: 'y'"):
+        Parquet(folder, ["id"], decode=lambda row: row["y"])[7]
+    with pytest.raises(TypeError, match="is a secret and is not pickled"):
+        pickle.dumps(Parquet("s3://me:hush@box/rows"))
+    monkeypatch.setenv("ROWS_HERE", str(folder))
+    assert len(pickle.loads(pickle.dumps(Parquet(Env("ROWS_HERE"))))) == ROWS
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,10 @@ from minato.sources.splits import folds, load_splits, save_splits, split
 KEYS = [f"key-{i}" for i in range(1000)]
 LABELS = ["rare" if i % 10 == 0 else "usual" for i in range(1000)]
 SHARES = {"train": 8, "val": 1, "test": 1}
+
+
+def weighted(weights: dict[str, float], **arguments: Any) -> Any:
+    return split(KEYS, SHARES, seed=1, labels=LABELS, weights=weights, **arguments)
 
 
 def class_of(key: str) -> str:
@@ -50,6 +55,17 @@ def test_classes_can_be_made_equally_large() -> None:
     assert Counter(map(class_of, parts["test"])) == {"rare": 10, "usual": 10}
 
 
+def test_classes_can_be_weighted() -> None:
+    parts = split(KEYS, SHARES, seed=1, labels=LABELS, weights={"rare": 1, "usual": 3})
+    assert Counter(map(class_of, parts["train"])) == {"rare": 80, "usual": 240}
+    assert Counter(map(class_of, parts["val"])) == {"rare": 10, "usual": 30}
+    assert not set(parts["train"]) & set(parts["test"])
+    more = split(KEYS, SHARES, seed=1, labels=LABELS, weights={"rare": 0.5, "usual": 0.01})
+    assert Counter(map(class_of, more["train"])) == {"rare": 80, "usual": 2}
+    alone = split(KEYS, SHARES, seed=1, labels=LABELS, weights={"rare": 1})
+    assert Counter(map(class_of, alone["train"])) == {"rare": 80}
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     entities=st.lists(st.integers(0, 12), min_size=1, max_size=120),
@@ -77,12 +93,14 @@ def test_folds_test_each_key_once() -> None:
 
 
 def test_splits_can_be_kept(tmp_path: Path) -> None:
-    parts: dict[str, list[Any]] = {"train": [1, 2], "test": ["a/ü"]}
+    kept = [b"\0key", UUID(int=7), ("shard.tar", 512, 1024), (b"a", (1, "b"))]
+    parts: dict[str, list[Any]] = {"train": [1, 2], "test": ["a/ü"], "val": kept, "none": []}
     save_splits(tmp_path / "splits.json", parts)
     assert load_splits(tmp_path / "splits.json") == parts
     assert [path.name for path in tmp_path.iterdir()] == ["splits.json"]
-    with pytest.raises(TypeError, match=r"key b'x' of split 'test' is neither"):
-        save_splits(tmp_path / "splits.json", {"test": [b"x"]})
+    with pytest.raises(TypeError, match=r"the key 1.5 of type float cannot be saved"):
+        save_splits(tmp_path / "splits.json", {"test": [1.5]})
+    assert load_splits(tmp_path / "splits.json") == parts
     (tmp_path / "other.json").write_text("[1]")
     with pytest.raises(ValueError, match="holds no splits"):
         load_splits(tmp_path / "other.json")
@@ -95,6 +113,11 @@ def test_splits_can_be_kept(tmp_path: Path) -> None:
         (lambda: split(KEYS, {}, seed=1), "shares={} are not possible"),
         (lambda: split(KEYS, SHARES, seed=1, labels=[1]), "1 labels do not fit 1000 keys"),
         (lambda: split(KEYS, SHARES, seed=1, uniform=True), "give labels"),
+        (lambda: split(KEYS, SHARES, seed=1, weights={"rare": 1}), "give labels"),
+        (lambda: weighted({"rare": 1}, uniform=True), "leave uniform out"),
+        (lambda: weighted({"rare": 1, "odd": 1}), "classes that no label names: {'odd'}"),
+        (lambda: weighted({"rare": -1, "usual": 1}), "give 0 or more"),
+        (lambda: weighted({"rare": 0}), "not all 0"),
         (lambda: folds(KEYS, 1, seed=1), "count=1 is too small"),
     ],
 )

@@ -38,6 +38,9 @@ class Gauges:
     def labour(self) -> Labour:
         return Labour(self.busy_ns)
 
+    def skipped(self) -> list[int]:
+        return [5]
+
     def decision(self) -> Any:
         return SimpleNamespace(phase="uniform")
 

@@ -12,12 +12,20 @@ REQUIREMENTS: tuple[str, ...] = ()
 IMPORTS = ("minato",)
 
 
-def _threads(work: Any, arguments: dict[str, Any], seed: int) -> Any:
-    return OURS["minato"].build(work, {**arguments, "worker_method": "thread"}, seed)
+def _with_threads(ours: Contender, name: str, label: str) -> Contender:
+    def build(work: Any, arguments: dict[str, Any], seed: int) -> Any:
+        return ours.build(work, {**arguments, "worker_method": "thread"}, seed)
+
+    return replace(ours, name=name, label=label, build=build)
 
 
 CONTENDERS: tuple[Contender, ...] = (
     OURS["minato"],
     OURS["minato-any-order"],
-    replace(OURS["minato"], name="minato-threads", label="minato, threads", build=_threads),
+    _with_threads(OURS["minato"], "minato-threads", "minato, threads"),
+    _with_threads(
+        OURS["minato-any-order"],
+        "minato-threads-any-order",
+        "minato, threads, in_order=False",
+    ),
 )

@@ -1,0 +1,54 @@
+"""What the sources of a loader's samples, its reads and its cache have counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from minato._counters import Counters
+
+__all__ = ["Storage"]
+
+
+class Storage:
+    """Counts of a loader's storage, in all processes.
+
+    Args:
+        dataset: May be or hold sources; those that it keeps in an attribute are found, and those of datasets that it
+            keeps there.
+        cache: The loader's, or None.
+        reads: What counts several reads at once, or None.
+    """
+
+    def __init__(self, dataset: Any, cache: Any, reads: Counters | None) -> None:
+        self._counters = [("source", counters) for counters in _counters_of(dataset)]
+        if cache is not None:
+            self._counters.append(("cache", cache.counters))
+        if reads is not None:
+            self._counters.append(("fetch", reads))
+
+    def counts(self) -> Counter[str]:
+        """All of them so far, by name."""
+        found: Counter[str] = Counter()
+        for kind, counters in self._counters:
+            found.update({f"{kind}_{name}": n for name, n in counters.by_name().items()})
+        return found
+
+
+def _counters_of(dataset: Any) -> Iterator[Counters]:
+    seen: set[int] = set()
+    left: list[Any] = [dataset]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Counters):
+            yield value
+        elif isinstance(value, Dataset):
+            left += getattr(value, "__dict__", {}).values()
+        elif type(value) in (list, tuple) and value and isinstance(value[0], Dataset):
+            left += value

@@ -1,0 +1,128 @@
+"""Workers in a Ray cluster: each is a thread here and an actor there."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch._utils import ExceptionWrapper
+
+from minato.scheduler.actors import ActorLost
+from minato.scheduler.local import ThreadPool
+from minato.scheduler.remote import SampleServer, Work
+
+__all__ = ["ActorPool", "Crew", "wrapped_in_actor"]
+
+
+class Crew:
+    """The actors of a loader.
+
+    Args:
+        work: What they need; it is put into Ray's object store once, for all of them.
+        options: What Ray is told of each (``ActorClass.options``).
+    """
+
+    def __init__(self, work: Work, options: Mapping[str, Any]) -> None:
+        self._work = work
+        self._options = options
+        self._ray: Any = None
+        self._hire: Callable[[int], Any] | None = None
+        self._actors: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def assemble(self) -> None:
+        """Connect to the cluster, as Ray does by default if the program has not done so."""
+        ray = self._ray = importlib.import_module("ray")
+        if not ray.is_initialized():
+            ray.init()
+        server = ray.remote(SampleServer).options(**{"num_cpus": 1, **self._options})
+        work = ray.put(self._work)
+        self._hire = lambda number: server.remote(number, work)
+
+    def check(self) -> None:
+        """Raise if the actors cannot be reached any more."""
+        if not self._ray.is_initialized():
+            raise RuntimeError(
+                "Ray was shut down while a loader with worker_method='ray' was in use"
+            )
+
+    def hire(self, number: int) -> tuple[Any, Callable[[], None]]:
+        """A new actor for worker ``number``, and what ends it; it begins when the cluster has room for it."""
+        assert self._hire is not None
+        with self._lock:
+            actor = self._actors[number] = self._hire(number)
+        return actor, functools.partial(self._end, actor)
+
+    def dismiss(self) -> None:
+        """End all actors."""
+        with self._lock:
+            actors = list(self._actors.values())
+            self._actors.clear()
+        for actor in actors:
+            self._end(actor)
+
+    def _end(self, actor: Any) -> None:
+        if self._ray.is_initialized():  # otherwise they have ended with the connection
+            self._ray.kill(actor)
+
+
+class ActorPool(ThreadPool):
+    """Starts worker threads with an actor each, replaces those whose actor is lost, and ends them.
+
+    Args:
+        buried: Called with ``(number, pid, loss)`` of a lost worker; gives its samples out again, or raises.
+        args: Those of :class:`ThreadPool`.
+    """
+
+    def __init__(self, crew: Crew, buried: Callable[..., None], *args: Any) -> None:
+        super().__init__(*args)
+        self._crew = crew
+        self._buried = buried
+        self._lost: dict[int, ActorLost] = {}
+
+    def start(self) -> None:
+        """Start all threads; each works as soon as the cluster has room for its actor."""
+        self._crew.assemble()
+        super().start()
+
+    def _run(self, number: int) -> None:
+        try:
+            super()._run(number)
+        except ActorLost as lost:
+            self._lost[number] = lost
+            self._ready.notify()
+
+    def check(self) -> None:
+        """Replace workers whose actors are lost, or raise torch's RuntimeError."""
+        self._crew.check()
+        for number, lost in list(self._lost.items()):
+            self._buried(number, lost.pid, lost.loss)
+            del self._lost[number]
+            self.threads[number] = self._make(number)
+            self.threads[number].start()
+        super().check()
+
+    def _gone(self) -> list[int]:
+        # The loss was noted before the thread ended.
+        return [number for number in super()._gone() if number not in self._lost]
+
+    def shut_down(self) -> None:
+        """End the actors, and with them what the threads wait for."""
+        if self._is_owner:
+            self._stop()
+            self._crew.dismiss()
+        super().shut_down()
+
+
+def wrapped_in_actor(number: int) -> Callable[[BaseException], ExceptionWrapper]:
+    """How exceptions of such a worker travel: torch's wrapper, so that text and traceback read alike."""
+
+    def wrap(error: BaseException) -> Any:
+        return ExceptionWrapper(
+            (type(error), error, error.__traceback__), where=f"in DataLoader Ray actor {number}"
+        )
+
+    return wrap

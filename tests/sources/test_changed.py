@@ -1,0 +1,91 @@
+"""What a table or a file holds is not what it was when the source was opened."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minato.sources.base import SourceError
+from minato.sources.retry import Retry
+from minato.sources.sqlite import SQLite
+from tests.sources.kinds import Kind
+
+
+def test_a_column_that_is_gone_from_sqlite(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "a.db")
+    with connection:
+        connection.execute("CREATE TABLE goods (id INTEGER PRIMARY KEY, price REAL, size REAL)")
+        connection.executemany("INSERT INTO goods VALUES (?, 1.5, 2)", [(1,), (2,)])
+    source = SQLite(tmp_path / "a.db", "goods", columns=["price"], retry=Retry(first_s=0.001))
+    assert source.get(1) == {"price": 1.5}
+    with connection:
+        connection.execute("ALTER TABLE goods RENAME COLUMN price TO cost")
+    connection.close()
+    with pytest.raises(SourceError, match=r"cannot read key 2.*: no such column: goods.price"):
+        source.get(2)
+    source.close()
+    misspelt = SQLite(tmp_path / "a.db", "goods", "idd", retry=Retry(first_s=0.001))
+    with pytest.raises(SourceError, match=r"cannot read the list of keys.*: goods.idd"):
+        len(misspelt)
+    misspelt.close()
+
+
+def test_a_column_that_is_gone_from_postgres(kind_named: Callable[[str], Kind]) -> None:
+    psycopg = pytest.importorskip("psycopg")
+    from minato.sources.postgres import Postgres
+
+    settings = kind_named("postgres").source()._settings.values()
+    with psycopg.connect(**settings) as connection:
+        connection.execute("CREATE TABLE goods (id BIGINT PRIMARY KEY, price FLOAT, size FLOAT)")
+        connection.execute("INSERT INTO goods VALUES (1, 1.5, 2), (2, 1.5, 2)")
+    source = Postgres("", "goods", columns=["price"], **settings)
+    assert source.get(1) == {"price": 1.5}
+    with psycopg.connect(**settings) as connection:
+        connection.execute("ALTER TABLE goods DROP COLUMN price")
+    for read in (lambda: source.get(2), lambda: source.__getitems__([0, 1])):
+        with pytest.raises(SourceError, match=r"cannot read keys? \d.*column goods.price does"):
+            read()
+    assert source.retries == 0
+    source.close()
+
+
+def test_a_column_that_some_parquet_files_lack(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    from minato.sources.parquet import Parquet
+
+    pq.write_table(pa.table({"id": [0, 1], "x": [1.0, 2.0]}), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"id": [2, 3]}), tmp_path / "1.parquet")
+    source = Parquet(tmp_path, ["id", "x"])
+    assert source[1] == {"id": 1, "x": 2.0}
+    with pytest.raises(SourceError, match=r"cannot read key 2: .*row group 0 of '.*1.parquet'.*x"):
+        source[2]
+    whole = (tmp_path / "0.parquet").read_bytes()
+    (tmp_path / "0.parquet").write_bytes(whole[:-60])  # an upload that broke off
+    with pytest.raises(SourceError, match=r"cannot read the list of keys.*0.parquet"):
+        Parquet(tmp_path / "0.parquet")[0]
+
+
+def test_values_of_lmdb_are_not_copied(tmp_path: Path) -> None:
+    lmdb = pytest.importorskip("lmdb")
+    from minato.sources.lmdb import LMDB
+
+    with (
+        lmdb.open(str(tmp_path), map_size=1 << 22) as environment,
+        environment.begin(write=True) as to,
+    ):
+        to.put(b"a", bytes(100_000))
+    source = LMDB(tmp_path, decode=lambda view: np.frombuffer(view, np.uint8))
+    array = source[0]
+    assert not array.flags.writeable
+    assert source[0].ctypes.data == array.ctypes.data
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines if line.endswith("data.mdb")]
+    assert any(int(a, 16) <= array.ctypes.data < int(b, 16) for a, b in ranges)
+    del array
+    source.close()

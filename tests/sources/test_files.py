@@ -1,0 +1,49 @@
+"""What only fsspec's file systems have: a URL that says how to connect."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, ClassVar
+
+import pytest
+
+fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: install the extra 'test'")
+from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
+from fsspec.utils import infer_storage_options  # noqa: E402
+
+from minato.sources.files import Files  # noqa: E402
+
+
+class Remote(MemoryFileSystem):
+    """A file system that wants to know host and user."""
+
+    protocol = "remote"
+    connected: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, host: str, **settings: Any) -> None:
+        super().__init__()
+        self.connected.append({"host": host, **settings})
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(infer_storage_options(path)["path"])
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
+        told = infer_storage_options(path)
+        return {name: told[name] for name in ("host", "username", "password") if name in told}
+
+
+def test_host_and_user_come_from_the_url() -> None:
+    fsspec.register_implementation("remote", Remote, clobber=True)
+    MemoryFileSystem().pipe("/data/a", b"content")
+    source = Files("remote://me:hush@host/data")
+    assert source.keys == ["a"]
+    assert source[0] == b"content"
+    assert Remote.connected[-1] == {"host": "host", "username": "me", "password": "hush"}
+    assert repr(source) == "Files('remote://me@host/data')"
+    with pytest.raises(TypeError, match="is a secret and is not pickled"):
+        pickle.dumps(source)
+    apart = Files("remote://me@host/data", password="hush")
+    assert apart.get("a") == b"content"
+    assert Remote.connected[-1]["password"] == "hush"

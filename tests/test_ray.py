@@ -1,0 +1,485 @@
+"""``worker_method="ray"``: the workers are actors in a cluster, here of one node and then two on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+from torch.utils.data import Sampler, get_worker_info
+
+import minato
+from minato import DataLoader
+from minato.scheduler.deaths import Deaths, Loss
+from minato.scheduler.remote import _packed, _packed_error, unpacked
+from tests.datasets import Numbers, add_draws, three_draws
+from tests.sources import servers
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is missing")
+pytestmark = pytest.mark.timeout(180)
+
+SIZE = 1000
+BAD, STRANGE, DEADLY, FLAKY = 900, 901, 902, 903
+EPOCH = 7
+NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+_PATIENCE_S = 60.0
+
+
+class Keys(Sampler[int]):
+    """Gives whatever ``now`` holds."""
+
+    def __init__(self) -> None:
+        self.now = list(range(40))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.now)
+
+    def __len__(self) -> int:
+        return len(self.now)
+
+
+class StrangeError(Exception):
+    """Cannot be unpickled."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class Everything(Numbers):
+    """Samples that draw, and tell who ran them; some raise, two do harm only while there is no file ``mark``."""
+
+    def __init__(self, mark: str) -> None:
+        super().__init__(SIZE)
+        self.mark = mark
+        self.prepared = -1
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.005)
+        if index == BAD:
+            raise ValueError("cannot be decoded")
+        if index == STRANGE:
+            raise StrangeError(1, 2)
+        if index in (DEADLY, FLAKY) and not os.path.exists(self.mark):
+            Path(self.mark).touch()
+            if index == FLAKY:
+                raise OSError("connection reset")
+            os.kill(os.getpid(), signal.SIGKILL)
+        info = get_worker_info()
+        assert info is not None
+        who = [info.id, info.num_workers, info.dataset.prepared, os.getpid()]
+        return [float(index), np.array(three_draws()), minato.numpy_rng().random(), who]
+
+
+def prepare(number: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.prepared = number
+
+
+def in_transform(sample: Any) -> Any:
+    """A transform that draws, too."""
+    return [*add_draws([]), *sample]
+
+
+def refuse(failure: minato.SampleFailure) -> Any:
+    raise failure.error
+
+
+class Treatment:
+    """An ``on_error`` function that tests change."""
+
+    def __init__(self) -> None:
+        self.now: Callable[[minato.SampleFailure], Any] = refuse
+        self.seen: list[minato.SampleFailure] = []
+
+    def __call__(self, failure: minato.SampleFailure) -> Any:
+        self.seen.append(failure)
+        return self.now(failure)
+
+
+class Rig(NamedTuple):
+    """A cluster, and a loader whose two actors stay; ``first`` is what it gave while there was room for one."""
+
+    cluster: Any
+    first: list[Any]
+    loader: DataLoader[Any]
+    keys: Keys
+    treatment: Treatment
+
+
+def indices(batches: Any) -> list[int]:
+    return [int(index) for batch in batches for index in batch[4].tolist()]
+
+
+def crew(batches: Any) -> set[int]:
+    """Process ids of the actors that ran these."""
+    return {pid for batch in batches for pid in batch[7][3].tolist()}
+
+
+def content(batches: Any) -> list[Any]:
+    """All that does not tell who ran it."""
+    parts = [[*batch[:5], batch[5], batch[6]] for batch in batches]
+    return [[np.asarray(part).tolist() for part in batch] for batch in parts]
+
+
+def until_both_work(loader: DataLoader[Any]) -> list[Any]:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        batches = list(loader)
+        if len(crew(batches)) == 2:
+            return batches
+        assert time.monotonic() < deadline, "one of the actors never began"
+
+
+def adopt() -> None:
+    """Take the cluster's processes for servers that outlive a test, and what they start, too."""
+    servers.PIDS.update(child.pid for child in psutil.Process().children())
+
+
+@contextlib.contextmanager
+def one_node() -> Iterator[Any]:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    before = {child.pid for child in psutil.Process().children()}
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # paths of sockets must be short
+    only = {"temp_dir": folder, "no_monitor": True, "include_log_monitor": False}
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, **only})
+    try:
+        ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+        adopt()
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(folder)
+        servers.PIDS.clear()
+        servers.THREADS.clear()
+        left = [child for child in psutil.Process().children() if child.pid not in before]
+        _, alive = psutil.wait_procs(left, timeout=10)
+        assert alive == []
+
+
+@pytest.fixture(scope="module")
+def mark(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("ray") / "mark")
+
+
+def loader_of(mark: str, keys: Keys, **options: Any) -> DataLoader[Any]:
+    return DataLoader(
+        Everything(mark),
+        batch_size=4,
+        sampler=keys,
+        num_workers=2,
+        seed=5,
+        transforms=[in_transform],
+        worker_init_fn=prepare,
+        persistent_workers=True,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def from_processes(mark: str) -> list[Any]:
+    """Forked before Ray is there."""
+    loader = loader_of(mark, Keys())
+    loader.set_epoch(EPOCH)
+    return list(loader)
+
+
+@pytest.fixture(scope="module")
+def rig(mark: str, from_processes: list[Any]) -> Iterator[Rig]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's
+        with one_node() as cluster:
+            keys, treatment = Keys(), Treatment()
+            loader = loader_of(
+                mark,
+                keys,
+                worker_method="ray",
+                on_error=treatment,
+                retries=1,
+                trace=f"{mark}.trace",
+            )
+            servers.THREADS.update({"minato-0", "minato-1"})  # new ones, where actors are replaced
+            first = list(loader)
+            cluster.add_node(**NODE)
+            adopt()
+            until_both_work(loader)
+            yield Rig(cluster, first, loader, keys, treatment)
+            loader._iterator = None
+            del loader
+
+
+@needs_ray
+def test_a_sample_is_what_a_worker_process_makes_of_it(rig: Rig, from_processes: list[Any]) -> None:
+    rig.keys.now = list(range(40))
+    rig.loader.set_epoch(EPOCH)
+    assert content(list(rig.loader)) == content(from_processes)
+
+
+@needs_ray
+def test_workers_begin_when_the_cluster_has_room_for_them(rig: Rig) -> None:
+    assert indices(rig.first) == list(range(40))
+    assert len(crew(rig.first)) == 1
+    assert len(crew(until_both_work(rig.loader))) == 2
+
+
+@needs_ray
+def test_torch_and_the_dataset_know_which_worker_they_are_in(rig: Rig) -> None:
+    batches = until_both_work(rig.loader)
+    who = {tuple(each) for batch in batches for each in np.stack(batch[7][:3], 1).tolist()}
+    assert who == {(0, 2, 0), (1, 2, 1)}
+
+
+@needs_ray
+def test_costs_are_measured_where_they_arise(rig: Rig) -> None:
+    report = rig.loader.report()
+    assert report.setup.worker_method == "ray"
+    [step] = [stage for stage in report.run.stages if stage.name == "in_transform"]
+    assert step.count > 0
+
+
+@needs_ray
+def test_an_exception_arrives_with_its_type_and_the_actors_traceback(rig: Rig) -> None:
+    rig.keys.now = [1, BAD, 2, 3, 4, 5, 6, 7]
+    batches = iter(rig.loader)
+    with pytest.raises(ValueError, match="cannot be decoded") as caught:
+        next(batches)
+    assert "in __getitem__" in str(caught.value)
+    assert "Ray actor" in str(caught.value)
+    assert indices(batches) == [4, 5, 6, 7]
+
+
+@needs_ray
+def test_an_exception_that_cannot_travel_is_told_of(rig: Rig) -> None:
+    rig.keys.now = [STRANGE, 2, 3, 4]
+    with pytest.raises(RuntimeError, match="StrangeError: 1 and 2"):
+        next(iter(rig.loader))
+
+
+@needs_ray
+def test_on_error_decides_here_about_what_failed_there(rig: Rig) -> None:
+    rig.keys.now = [1, BAD, 2, 3, 4]
+    rig.treatment.now = lambda failure: minato.SKIP
+    rig.treatment.seen.clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+            assert indices(rig.loader) == [1, 2, 3, 4]
+    finally:
+        rig.treatment.now = refuse
+    [failure] = rig.treatment.seen
+    assert (failure.index, failure.attempts, failure.transform) == (BAD, 2, None)
+
+
+@needs_ray
+def test_a_sample_is_tried_again_with_the_same_random_numbers(rig: Rig, mark: str) -> None:
+    Path(mark).unlink(missing_ok=True)
+    rig.keys.now = [1, FLAKY, 2, 3]
+    found = []
+    for _ in range(2):  # the second time it does not fail
+        rig.loader.set_epoch(EPOCH)
+        found.append(content(list(rig.loader)))
+    assert os.path.exists(mark)
+    assert found[0] == found[1]
+    assert rig.loader.report().run.trouble.recovered == 1
+
+
+@needs_ray
+def test_an_actor_that_is_killed_is_replaced_and_nothing_is_lost(rig: Rig, mark: str) -> None:
+    Path(mark).unlink(missing_ok=True)
+    rig.keys.now = [*range(20), DEADLY, *range(20, 60)]
+    with pytest.warns(RuntimeWarning, match=f"index {DEADLY}.* Another worker takes its place"):
+        assert indices(rig.loader) == rig.keys.now
+    assert os.path.exists(mark)
+    assert rig.loader.report().run.workers.deaths == 1
+    trace = Path(f"{mark}.trace").read_text()
+    assert '"read"' in trace
+    assert "has died (lost)" in trace
+
+
+class Point(NamedTuple):
+    index: int
+    values: Any
+
+
+class Points(Numbers):
+    def __getitem__(self, index: int) -> Point:
+        return Point(index, np.full(3, index))
+
+
+@needs_ray
+def test_an_early_end_leaves_no_actor(rig: Rig) -> None:
+    """And a ``collate_fn`` of one's own gets arrays that it may write to."""
+
+    def collate(samples: list[Point]) -> list[Point]:
+        for sample in samples:
+            sample.values[0] += 1
+        return samples
+
+    loader: DataLoader[Any] = DataLoader(
+        Points(100),
+        batch_size=2,
+        num_workers=1,
+        worker_method="ray",
+        ray_options={"num_cpus": 0},
+        collate_fn=collate,
+        worker_init_fn=print,
+    )
+    rig.keys.now = list(range(40))
+    until_both_work(rig.loader)
+    before = _actors()
+    batches = iter(loader)
+    batch = next(batches)
+    assert type(batch[0]) is Point
+    assert [point.values.tolist() for point in batch] == [[1, 0, 0], [2, 1, 1]]
+    [actor] = _actors() - before
+    del batch, batches
+    _, left = psutil.wait_procs([actor], timeout=_PATIENCE_S)
+    assert left == []
+
+
+def _actors() -> set[psutil.Process]:
+    mine = psutil.Process().children(recursive=True)
+    return {child for child in mine if "SampleServer" in " ".join(child.cmdline())}
+
+
+class Unable(Numbers):
+    """Cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _fails, ()
+
+
+def _fails() -> Any:
+    raise OSError("no such disk here")
+
+
+@needs_ray
+def test_a_dataset_that_cannot_be_made_there_is_an_error(rig: Rig) -> None:
+    loader: DataLoader[Any] = DataLoader(
+        Unable(4), num_workers=1, worker_method="ray", ray_options={"num_cpus": 0}
+    )
+    with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
+        next(iter(loader))
+    assert "no such disk here" in str(caught.value.__cause__)
+
+
+@needs_ray
+def test_a_node_leaves_in_mid_epoch(rig: Rig) -> None:
+    """Stands behind those that need it: the node does not come back."""
+    rig.keys.now = list(range(40))
+    until_both_work(rig.loader)
+    rig.keys.now = list(range(160))
+    batches = iter(rig.loader)
+    found = indices([next(batches) for _ in range(10)])
+    [node] = rig.cluster.worker_nodes
+    rig.cluster.remove_node(node, allow_graceful=False)
+    with pytest.warns(RuntimeWarning, match="is lost on .* Another worker takes its place"):
+        found += indices(batches)
+    assert found == rig.keys.now
+
+
+@needs_ray
+def test_a_connection_that_is_closed_is_an_error(rig: Rig) -> None:
+    """The very last with the cluster."""
+    import ray
+
+    rig.keys.now = list(range(160))
+    batches = iter(rig.loader)
+    next(batches)
+    ray.shutdown()
+    with pytest.raises(RuntimeError, match="Ray was shut down"):
+        list(batches)
+
+
+# ---- without a cluster --------------------------------------------------------------------------
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"num_workers": 0}, "num_workers=0"),
+        ({"num_workers": "auto"}, "num_workers at most"),
+        ({"max_workers": 4}, "num_workers at most"),
+        ({"schedule": "round_robin"}, "schedule='round_robin'"),
+        ({"fetch_concurrency": 2}, "fetch_concurrency=2"),
+        ({"standby_workers": 1}, "standby_workers=1"),
+        ({"sample_timeout_s": 1.0}, "sample_timeout_s=1.0"),
+        ({"cache": minato.caching.MemoryCache(1000)}, "MemoryCache"),
+        ({"ray_options": {"max_restarts": 1}}, "max_restarts"),
+        ({"worker_method": "thread", "ray_options": {"num_cpus": 1}}, "ray_options"),
+    ],
+    ids=lambda given: str(next(iter(given))) if isinstance(given, dict) else "",
+)
+def test_what_actors_cannot_do_is_refused(given: dict[str, Any], named: str) -> None:
+    arguments: dict[str, Any] = {"num_workers": 2, "worker_method": "ray", **given}
+    with pytest.raises(ValueError, match=named):
+        DataLoader(Numbers(8), **arguments)
+
+
+def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'minatoloader\[ray\]'"):
+        DataLoader(Numbers(8), num_workers=1, worker_method="ray")
+
+
+@needs_ray
+def test_what_is_packed_is_unpacked_and_may_be_written_to() -> None:
+    class Local(NamedTuple):
+        array: Any
+        empty: Any
+
+    array = np.arange(6).reshape(2, 3)
+    array.flags.writeable = False
+    sample = unpacked(*_packed(Local(array, np.empty(0))))
+    assert type(sample) is Local
+    sample.array[0, 0] = 7
+    assert sample.array.tolist() == [[7, 1, 2], [3, 4, 5]]
+
+
+@needs_ray
+def test_an_exception_keeps_its_traceback_on_the_way() -> None:
+    try:
+        _fails()
+    except OSError as error:
+        arrived = unpacked(*_packed_error(error))
+    assert type(arrived) is OSError
+    assert "in _fails" in str(arrived.__cause__)
+
+
+def test_a_lost_machine_is_no_fault_of_what_ran_there() -> None:
+    deaths = Deaths(restarts=True)
+    lost = Loss("is lost (its node has died)", blameless=True, unable=False)
+    for _ in range(5):
+        with pytest.warns(RuntimeWarning, match="is lost .* between samples. Another worker"):
+            assert deaths.report(1, lost, (), progress=0) is None
+    assert deaths.total == 5
+
+
+def test_a_sample_that_loses_three_actors_is_the_cause() -> None:
+    deaths = Deaths(restarts=True)
+    lost = Loss("is lost", blameless=True, unable=False)
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match="index 3"):
+            deaths.report(1, lost, (0, 3), progress=5)
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        deaths.report(3, lost, (0, 3), progress=5)
+
+
+def test_an_actor_that_cannot_begin_is_an_error_at_once() -> None:
+    with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
+        Deaths(restarts=True).report(None, Loss("is lost", False, unable=True), (), 0)
+    assert "before its first sample" in str(caught.value.__cause__)
