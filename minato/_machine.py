@@ -68,14 +68,19 @@ def machine_usage() -> tuple[float, float]:
     return whole_s - idle_s, whole_s
 
 
-def available_cores() -> float:
+def available_cores(whole_node: bool = False) -> float:
     """Cores for this process: those it may run on, within the quota of its control groups.
 
     Where a launcher started several processes here (``LOCAL_WORLD_SIZE``, as torchrun sets it), each counts on its
     share of them. A quota may be a fraction; at least one core is assumed.
+
+    Args:
+        whole_node: Count all of them, for what this process does for the others too.
     """
     runs_on = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cores = min([float(runs_on or 1), *_quotas()])
+    if whole_node:
+        return max(cores, 1.0)
     try:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     except ValueError:

@@ -21,6 +21,7 @@ __all__ = [
     "check_ray",
     "check_ray_options",
     "check_sample_timeout",
+    "check_sharing",
     "check_slow",
     "check_standby",
     "check_whole",
@@ -28,6 +29,17 @@ __all__ = [
     "worker_range",
 ]
 
+_UNSHARED = {
+    "an iterable dataset": "whose samples have no indices to divide: use a map-style dataset",
+    "num_workers": "with which there are no workers to share: use 1 or more",
+    "worker_method": "whose batches other processes cannot see: use 'process'",
+    "schedule": "where each batch is one worker's: use 'dynamic'",
+    "on_error": "with which ranks might get different numbers of batches: use 'raise' or 'retry'",
+    "device": "as batches come in main memory: use pin_memory=True and tensor.to(device, non_blocking=True)",
+    "record_order": "as each rank has only a part of the batches: leave it out",
+    "replay_order": "as each rank has only a part of the batches: leave it out",
+}
+"""What does not go with shared_pool=True, and why."""
 _WAITING_PER_CORE, _MOST_WAITING = 8, 32
 """The default of ``max_workers`` where there are few cores: for workers that wait for a disk or a network."""
 
@@ -226,6 +238,24 @@ def check_standby(
             f"standby_workers={count} has no meaning with fetch_concurrency={fetching}, where a slow read holds no "
             "worker up: leave one of the two out"
         )
+
+
+def check_sharing(shared_pool: object, on_rank_death: object, given: dict[str, bool]) -> None:
+    """One pool for several ranks, where each of them has something of it.
+
+    Args:
+        given: Arguments with their values that do not go with it, and whether they were given.
+    """
+    check_choice("shared_pool", shared_pool, (True, False))
+    check_choice("on_rank_death", on_rank_death, ("raise", "continue"))
+    if not shared_pool and on_rank_death != "raise":
+        raise ValueError(
+            f"on_rank_death={on_rank_death!r} has no meaning without shared_pool=True: leave it out"
+        )
+    for argument, is_given in given.items():
+        if shared_pool and is_given:
+            why = _UNSHARED[argument.partition("=")[0]]
+            raise ValueError(f"shared_pool=True does not go with {argument}, {why}")
 
 
 def check_ray(

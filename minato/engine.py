@@ -103,9 +103,16 @@ class Engine:
     Args:
         arena: Where the batches lie; that of an earlier engine has warm pages.
         experience: What earlier engines have learned of the samples; this one adds to it.
+        make_reader: Makes what batches are, of full slots.
     """
 
-    def __init__(self, plan: Plan, arena: Arena, experience: Experience) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        arena: Arena,
+        experience: Experience,
+        make_reader: type[BatchReader] = BatchReader,
+    ) -> None:
         self.arena = arena
         self._memory = None if plan.profile is None else Memory(plan.profile, plan)
         if self._memory is not None and experience.costs is None:
@@ -151,7 +158,7 @@ class Engine:
         settles = plan.policy is not None and plan.policy.on_error != "raise"
         deaths = Deaths(plan.restarts, settles, Shortage(window))
         self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths)
-        reader = BatchReader(self.ledger, self.arena, store)
+        reader = make_reader(self.ledger, self.arena, store)
         self._journal, staged_reader, dispatcher = parts_of(plan, experience.journal)
         self._staging = onto_device(plan.device, reader, self.ledger, self.arena, staged_reader)
         self._reader = self._staging or reader
@@ -344,8 +351,7 @@ class Engine:
         self.arena.lock_pages(locker)
 
     def _note_state(self, replicas: Replicas, record: int) -> None:
-        state = self._reader.state(record)
-        if state is not None:
+        if (state := self._reader.state(record)) is not None:
             replicas.heard(*(copy.deepcopy(state) if self._by_reference else state))
 
     def profile(self) -> Profile:

@@ -12,17 +12,15 @@ from typing import Any, cast
 import torch
 from torch.utils.data import get_worker_info
 
-from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
 from minato.checks import metrics_address
-from minato.engine import Experience
 from minato.fetching import Fetching
 from minato.monitor.endpoint import serve
 from minato.monitor.gpus import gpu_watch
 from minato.monitor.machine import look
 from minato.monitor.metrics import Exported
 from minato.monitor.storage import Storage
-from minato.options import Options
+from minato.opening import Opening
 from minato.plan import Unbound
 from minato.report.bias import Labels
 from minato.report.build import report_of, setup_of
@@ -33,26 +31,20 @@ from minato.scheduler.fetch import Fetcher
 from minato.slow_samples import SlowSamples
 from minato.source.prediction import quality_of
 from minato.source.progress import Coverage
-from minato.source.run import Course, is_stream
+from minato.source.run import is_stream
 from minato.stats.glance import Machine
 from minato.stats.journal import Journal
 
 __all__ = ["Insight"]
 
 
-class Insight:
+class Insight(Opening):
     """Reports on a loader, and repeats single samples."""
 
     cache: Any
-    dataset: Any
     generator: torch.Generator | None
-    num_workers: int
     prefetch_factor: int | None
     _auto_collation: Any
-    _options: Options
-    _course: Course
-    _chain: Chain
-    _experience: Experience
 
     def report(self, labels: Labels | None = None) -> Report:
         """What limits the training, and all figures of the run and of each epoch so far.
@@ -78,7 +70,7 @@ class Insight:
         concurrency = Fetching.of(options.fetch_concurrency).concurrency
         bounded = self.num_workers > 0 and not isinstance(self.prefetch_factor, Unbound)
         return report_of(
-            setup_of(self, concurrency, may_fetch_more, bounded),
+            setup_of(self._whole, concurrency, may_fetch_more, bounded),
             self._chain.names,
             journal,
             self._prediction(),
@@ -107,6 +99,7 @@ class Insight:
         return Live(self._measured(), type(self.dataset).__name__, ["dataset", *self._chain.names])
 
     def _measured(self) -> Journal:
+        self._refuse_attached("a report")
         if self._experience.journal is None:
             raise ValueError("measure=False: nothing was measured; leave it out to have a report")
         return self._experience.journal
@@ -157,6 +150,7 @@ class Insight:
 
     def slow_samples(self) -> SlowSamples:
         """Which samples are slow, where they lay in the newest iterator's batches, and how well they were foretold."""
+        self._refuse_attached("slow_samples()")
         return SlowSamples.of(self._experience, self._course.lateness())
 
     def headroom(self, steps: int = 50) -> HeadRoom:
@@ -174,6 +168,7 @@ class Insight:
         Raises:
             ValueError: ``steps`` is less than 1.
         """
+        self._refuse_ranks("headroom()")
         return HeadRoom(self._fresh_batches, steps)
 
     def _fresh_batches(self) -> Iterator[Any]:
@@ -195,6 +190,7 @@ class Insight:
         At the end of an epoch minato compares this by itself and raises ``CoverageError`` if a sample was lost or
         repeated.
         """
+        self._refuse_attached("coverage()")
         return self._course.coverage()
 
     def reproduce(self, index: Any, epoch: int | None = None, seed: int | None = None) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal, TypeVar
@@ -15,25 +15,23 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minato._standin import StandIn, TorchDataLoader
-from minato._stateful import is_stateful
 from minato.assembler.arena import SpareArenas
 from minato.cached import check_cache
 from minato.caching.base import Cache
 from minato.chain.chain import Chain
-from minato.delivery.iterator import BatchIterator
+from minato.delivery.iterator import BatchIterator, BatchSource
 from minato.distribution import Distribution
-from minato.engine import Engine, Experience
 from minato.fetching import Fetching
 from minato.insight import Insight
 from minato.integrations.lightning import counts_batches
 from minato.options import Options, PaperController
-from minato.plan import Plan, Unbound
+from minato.plan import Unbound
 from minato.scheduler.failures import SampleFailure
-from minato.scheduler.replicas import Replicas
+from minato.sharing import Sharing
 from minato.source.epochs import tell_epoch
 from minato.source.passes import SeededSampler
 from minato.source.replay import RecordedOrder
-from minato.source.run import Course, Run, is_stream
+from minato.source.run import Course, is_stream
 from minato.trace.lanes import Trace
 
 __all__ = ["DataLoader"]
@@ -112,6 +110,10 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             the training, straight from the page-locked memory that the workers write to. None or ``"cpu"``: they stay
             in main memory.
         prefetch_to_device: How many batches are sent there before their turn (2), as far as they are complete.
+        shared_pool: Under torchrun the ranks of a node share the workers of all of them: each sample goes to whichever
+            is free. Each rank gets its part of the dataset, and as many batches as every other.
+        on_rank_death: What the other ranks do if the process of one ends in between: ``"raise"`` a RuntimeError, or
+            ``"continue"`` without its part of the dataset. Without local rank 0, which hosts the workers, none goes on.
         ray_options: What Ray is told of each actor (``ActorClass.options``); by default that it takes one core.
 
     Raises:
@@ -171,6 +173,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         trace: str | os.PathLike[str] | None = None,
         device: str | torch.device | None = None,
         prefetch_to_device: int | None = None,
+        shared_pool: bool = False,
+        on_rank_death: str = "raise",
         ray_options: Mapping[str, Any] | None = None,
     ) -> None:
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
@@ -213,6 +217,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             trace=trace,
             device=device,
             prefetch_to_device=prefetch_to_device,
+            shared_pool=shared_pool,
+            on_rank_death=on_rank_death,
             ray_options=ray_options,
         )
         num_workers = self._options.first_workers(num_workers)
@@ -224,7 +230,11 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._spare_arenas = SpareArenas()
         self._trace = None if trace is None else Trace(os.fspath(trace))
-        self._experience = Experience.of(self._options, dataset, self._chain, num_workers)
+        self._sharing = Sharing.of(self._options)
+        if self._sharing is not None:
+            shuffle, sampler = self._sharing.divided(
+                dataset, shuffle, sampler, batch_sampler, drop_last, seed
+            )
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
             shuffle, sampler = None, SeededSampler(dataset, seed)
@@ -247,6 +257,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        self._experience = self._fresh_experience()
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = Unbound(self.prefetch_factor)
 
@@ -271,6 +282,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 belongs to.
         """
         self._refuse_data_pipes("state_dict()")
+        self._refuse_ranks("state_dict()")
         if self._keeps_replicas and not is_stream(self):
             mixes = self._options.order not in ("strict", "batch")
             if mixes or self._in_threads:
@@ -294,6 +306,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             TypeError: It is no dictionary.
         """
         self._refuse_data_pipes("load_state_dict()")
+        self._refuse_ranks("load_state_dict()")
         self._iterator = None
         if state_dict == {}:
             self._course = self._course.twin()
@@ -313,7 +326,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy must not write to the same arenas; what was measured is not worth sending.
-        fresh = Experience.of(self._options, self.dataset, self._chain, self.num_workers)
+        fresh = self._fresh_experience()
         return {**self.__dict__, "_spare_arenas": SpareArenas(), "_experience": fresh}
 
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
@@ -322,10 +335,15 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         For wrappers that shard or shorten what this loader's sampler gives: they may do so by a ``batch_sampler``,
         and yet mix batches if this loader did.
         """
+        if self._sharing is not None:
+            raise ValueError(
+                "shared_pool=True divides the dataset among the ranks by itself: do not prepare the loader, or leave "
+                "shared_pool out"
+            )
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
         kept = ("_options", "_chain", "_replay", "_trace", *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
-        loader._experience = Experience.of(self._options, dataset, self._chain, loader.num_workers)
+        loader._experience = loader._fresh_experience()
         loader._course = self._course.twin()
         return loader
 
@@ -336,6 +354,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 raise ValueError("transforms= is not for data pipes: use their .map(...)")
             if self._trace is not None:
                 self._refuse_data_pipes("trace=")
+            if self._sharing is not None:
+                self._refuse_data_pipes("shared_pool=True")
             return super()._get_iterator()
         if is_stream(self) and self._in_threads:
             raise ValueError(
@@ -345,51 +365,13 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         if self.num_workers > 0 and self._options.worker_method != "ray":
             self.check_worker_number_rationality()
         self._open_views()
-        return BatchIterator(
-            self, self._make_engine, type(self)._new_pass, self._options.target is None
-        )
+        make: Callable[[int], BatchSource] = self._make_engine
+        if self._sharing is not None:
+            make = functools.partial(self._sharing.source, self)
+        return BatchIterator(self, make, type(self)._new_pass, self._options.target is None)
 
     def _refuse_data_pipes(self, what: str) -> None:
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             raise ValueError(
                 f"{what} is not for data pipes, which torch's own loader iterates: it keeps no account of them"
             )
-
-    @property
-    def _keeps_replicas(self) -> bool:
-        return is_stream(self) or is_stateful(self.dataset)
-
-    @property
-    def _most_replicas(self) -> int:
-        """How many copies of the dataset there can be."""
-        most = max(self._options.max_workers or 0, self.num_workers, 1)
-        return most + self._options.standby_workers
-
-    @property
-    def _in_threads(self) -> bool:
-        return self.num_workers > 0 and self._options.worker_method != "process"
-
-    def _make_engine(self, base_seed: int) -> Engine:
-        arena = self._spare_arenas.take(shared=self.num_workers > 0 and not self._in_threads)
-        num_workers = most_workers = self.num_workers
-        if self._experience.staffing is not None:
-            num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
-        plan = Plan.of(self, base_seed, num_workers, most_workers)
-        engine = Engine(plan, arena, self._experience)
-        # The next iterator writes to this one's warm pages.
-        weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
-        if self._trace is not None and plan.lanes is not None:
-            weakref.finalize(engine, self._trace.give_back, plan.lanes).atexit = False
-        return engine
-
-    def _new_pass(self) -> Run:
-        course = self._course
-        before = None if course.last is None else course.last.replicas
-        run, state = course.open(self, self._replay)
-        if self._keeps_replicas:
-            assert course.last is not None
-            if self._iterator is None or before is None:
-                lasting = self.persistent_workers or self.num_workers == 0
-                before = Replicas(self._most_replicas, lasting, state)
-            course.last.replicas = before  # persistent workers go on as they are
-        return run

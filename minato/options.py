@@ -19,6 +19,7 @@ from minato.checks import (
     check_ray,
     check_ray_options,
     check_sample_timeout,
+    check_sharing,
     check_slow,
     check_standby,
     check_whole,
@@ -108,6 +109,8 @@ class Options:
         trace: Path of the file that keeps what the run did, or None.
         device: Where batches go, or None for main memory.
         prefetch_to_device: How many batches go there before their turn.
+        shared_pool: Whether the ranks of a node share their workers.
+        on_rank_death: ``raise`` or ``continue``.
         ray_options: What Ray is told of each actor, or None.
     """
 
@@ -139,6 +142,8 @@ class Options:
     trace: str | None
     device: torch.device | None
     prefetch_to_device: int
+    shared_pool: bool
+    on_rank_death: str
     ray_options: Mapping[str, Any] | None
 
     @property
@@ -188,6 +193,8 @@ class Options:
         trace: str | os.PathLike[str] | None,
         device: str | torch.device | None,
         prefetch_to_device: int | None,
+        shared_pool: bool,
+        on_rank_death: str,
         ray_options: Mapping[str, Any] | None,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
@@ -311,6 +318,20 @@ class Options:
         fetching = Fetching.of(fetch_concurrency)
         check_fetching(fetching, is_stream, schedule, rng, most_workers)
         check_standby(standby_workers, num_workers, fetching, is_stream, schedule)
+        check_sharing(
+            shared_pool,
+            on_rank_death,
+            {
+                "an iterable dataset": is_stream,
+                "num_workers=0": num_workers == 0,
+                f"worker_method={worker_method!r}": worker_method != "process",
+                "schedule='round_robin'": schedule == "round_robin",
+                f"on_error={on_error!r}": on_error not in ("raise", "retry"),
+                f"device={device!r}": place is not None and place.type != "cpu",
+                f"record_order={record_order!r}": record_order is not None,
+                f"replay_order={replay_order!r}": replay_order is not None,
+            },
+        )
         check_ray_options(ray_options, worker_method)
         if worker_method == "ray":
             changes = min_workers is not None
@@ -344,6 +365,8 @@ class Options:
             trace=as_path(trace),
             device=place,
             prefetch_to_device=_AHEAD if prefetch_to_device is None else prefetch_to_device,
+            shared_pool=shared_pool,
+            on_rank_death=on_rank_death,
             ray_options=ray_options,
         )
 

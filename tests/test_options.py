@@ -46,6 +46,8 @@ def options(**given: Any) -> Options:
         "trace": None,
         "device": None,
         "prefetch_to_device": None,
+        "shared_pool": False,
+        "on_rank_death": "raise",
         "ray_options": None,
     }
     return Options.of(**{**defaults, **given})
@@ -138,3 +140,31 @@ def test_batches_on_a_device_need_one() -> None:
         options(prefetch_to_device=3)
     with pytest.raises(ValueError, match="prefetch_to_device=-1 is too small"):
         options(prefetch_to_device=-1, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"is_stream": True}, "an iterable dataset, whose samples have no indices"),
+        ({"num_workers": 0}, "num_workers=0, with which there are no workers to share: use 1"),
+        ({"worker_method": "thread"}, "worker_method='thread', whose batches"),
+        ({"schedule": "round_robin"}, "schedule='round_robin', where each batch is one worker's"),
+        ({"on_error": "skip"}, "on_error='skip', with which ranks might get different numbers"),
+        ({"device": "meta"}, "device='meta', as batches come in main memory: use pin_memory=True"),
+        ({"record_order": "file"}, "record_order='file', as each rank has only a part"),
+        ({"replay_order": "file"}, "replay_order='file', as each rank has only a part"),
+    ],
+)
+def test_what_a_shared_pool_does_not_go_with(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"shared_pool=True does not go with {words}"):
+        options(shared_pool=True, **{"num_workers": 2, **given})
+
+
+def test_what_becomes_of_ranks_needs_a_shared_pool() -> None:
+    with pytest.raises(ValueError, match="on_rank_death='continue' has no meaning without"):
+        options(on_rank_death="continue")
+    with pytest.raises(ValueError, match="on_rank_death='wait' is not possible: choose one of"):
+        options(on_rank_death="wait", shared_pool=True, num_workers=2)
+    with pytest.raises(ValueError, match="shared_pool=3 is not possible"):
+        options(shared_pool=3)
+    assert options(shared_pool=True, num_workers=2).shared_pool

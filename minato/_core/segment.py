@@ -117,5 +117,14 @@ class Segment:
         return {"descriptor": reduction.DupFd(self.descriptor), "nbytes": self.nbytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        descriptor = state["descriptor"].detach()
-        self._adopt(descriptor, _map(descriptor, state["nbytes"]))
+        self._map_received(state["descriptor"].detach(), state["nbytes"])
+
+    @classmethod
+    def received(cls, descriptor: int, nbytes: int) -> Segment:
+        """The segment of another process, which has sent its descriptor; that is closed with the segment."""
+        segment = cls.__new__(cls)
+        segment._map_received(descriptor, nbytes)
+        return segment
+
+    def _map_received(self, descriptor: int, nbytes: int) -> None:
+        self._adopt(descriptor, _map(descriptor, nbytes))

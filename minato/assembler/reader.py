@@ -10,7 +10,7 @@ from minato.assembler.arena import Arena, Slot
 from minato.assembler.transport import Store
 from minato.assembler.writer import SampleError, read_layout
 
-__all__ = ["BatchReader"]
+__all__ = ["BatchReader", "too_large"]
 
 
 class BatchReader:
@@ -33,7 +33,7 @@ class BatchReader:
             if flags & FAILED:
                 result, result_nbytes = self._first_error(batch)
             error: SampleError = (
-                self._store.get(result, result_nbytes) if result else _too_large(slot)
+                self._store.get(result, result_nbytes) if result else too_large(slot)
             )
             self.discard(batch, slot)
             error.reraise()
@@ -78,7 +78,7 @@ class BatchReader:
         return offset, nbytes
 
 
-def _too_large(slot: Slot) -> SampleError:
+def too_large(slot: Slot) -> SampleError:
     """The error of a batch whose slot has no room left, not even for an error."""
     return SampleError(
         MemoryError(

@@ -97,7 +97,7 @@ def setup_of(loader: Any, fetch_concurrency: int, may_fetch_more: bool, bounded:
         int(loader.prefetch_factor) if bounded and loader.prefetch_factor else None,
         loader.persistent_workers,
         loader.pin_memory,
-        available_cores(),
+        available_cores(whole_node=loader.shared_pool),
     )
 
 

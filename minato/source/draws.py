@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 from minato._stateful import is_stateful
 from minato.source.epochs import epoch_of, nested
 from minato.source.passes import SEEDED
+from minato.source.ranks import InTurn
 
 __all__ = ["Draw"]
 
@@ -31,6 +32,7 @@ _DRAWS_NOTHING = (
     *SEEDED,
     SequentialSampler,
     _InfiniteConstantSampler,
+    InTurn,
 )
 """Samplers that use no generator that outlives a pass."""
 _DRAWS_AT_FIRST = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)

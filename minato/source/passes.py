@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from minato._core.seeding import mix
 from minato.source.cost_batches import CostBatchSampler
+from minato.source.ranks import InTurn, RankSampler
 
 __all__ = ["SEEDED", "SeededSampler", "batches_of", "largest_batch", "next_sampler", "sizes_of"]
 
@@ -44,7 +45,7 @@ class SeededSampler(RandomSampler):
         yield from torch.randperm(len(self.data_source), generator=generator, device="cpu").tolist()
 
 
-SEEDED = (SeededSampler, CostBatchSampler)
+SEEDED = (SeededSampler, CostBatchSampler, RankSampler)
 """Samplers that each run of a loader tells its epoch."""
 
 
@@ -86,8 +87,11 @@ def next_sampler(index_sampler: Any) -> Any | None:
     """What the index sampler will be in the next epoch, or None if that is not certain to be known.
 
     Known are sequences, ``SeededSampler``, ``CostBatchSampler`` and ``DistributedSampler`` (whose epoch is expected to
-    be raised by one), alone or in a plain ``BatchSampler``.
+    be raised by one), alone or in a plain ``BatchSampler``; and what several ranks draw from these.
     """
+    if type(index_sampler) is InTurn:
+        inner = next_sampler(index_sampler.sampler)
+        return None if inner is None else InTurn(inner, index_sampler.ranks)
     if type(index_sampler) is BatchSampler:
         inner = next_sampler(index_sampler.sampler)
         if inner is None:

@@ -18,6 +18,7 @@ from minato.source.draws import Draw
 from minato.source.epochs import epoch_of, nested, tell_epoch
 from minato.source.passes import SEEDED, batches_of, next_sampler, sizes_of
 from minato.source.progress import Coverage, Done, Progress, rest_of
+from minato.source.ranks import InTurn
 from minato.source.replay import OrderRecord, RecordedOrder
 from minato.source.state import checked, done_of, plain_done, signature
 from minato.stats.lateness import Lateness
@@ -142,6 +143,8 @@ class Run:
         return rest_of(drawn, done_of(self._state["done"]), mixes, self._loader.drop_last)
 
     def _drawn_first(self, indices: Any) -> Iterator[Iterator[Any]]:
+        if isinstance(self._loader._index_sampler, InTurn):  # and not what torch asked, this rank's
+            indices = iter(self._loader._index_sampler)
         self._draw.first(indices)
         yield self._keys(indices)
 

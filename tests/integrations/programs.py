@@ -51,6 +51,28 @@ def ddp() -> dict[str, Any]:
     return found
 
 
+def shared() -> dict[str, Any]:
+    """The same with one pool for all ranks, and no word about samplers; each rank ends as it comes."""
+    rank, count = rank_and_count()
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(Model())
+    data = Indexed(40)
+    found: dict[str, Any] = {"expected": []}
+    for order in ("strict", "arrival"):
+        loader = minato.DataLoader(
+            data, 4, shuffle=True, num_workers=1, order=order, seed=5, shared_pool=True
+        )
+        sampler = DistributedSampler(data, count, rank, shuffle=True, seed=5)
+        found[order] = []
+        for epoch in range(NUM_EPOCHS):
+            sampler.set_epoch(epoch)
+            if order == "strict":
+                found["expected"].append(list(sampler))
+            found[order].append(train(model, loader))
+    dist.destroy_process_group()
+    return found
+
+
 def accelerated() -> dict[str, Any]:
     """Accelerate with loaders of several kinds, and nothing said of minato."""
     import accelerate
@@ -148,7 +170,8 @@ def lightning() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    program = {"ddp": ddp, "accelerated": accelerated, "lightning": lightning}[sys.argv[1]]
+    programs = {"ddp": ddp, "shared": shared, "accelerated": accelerated, "lightning": lightning}
+    program = programs[sys.argv[1]]
     with engines() as seen:
         result = program()
     print(json.dumps({**result, "engines": seen()}))

@@ -32,6 +32,7 @@ GIVEN: dict[str, Any] = {
     "on_worker_death": "raise",
 }
 DEVICE = {"device": torch.device("meta"), "prefetch_to_device": 3}
+SHARED = {"shared_pool": True, "on_rank_death": "continue"}
 READS = {"fetch_concurrency": 3, "cache": MemoryCache(1000), "worker_method": "thread"}
 
 
@@ -41,7 +42,7 @@ def of(loader: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "given",
-    [{}, GIVEN, READS, {"in_order": False}, {"schedule": "round_robin"}, DEVICE],
+    [{}, GIVEN, READS, {"in_order": False}, {"schedule": "round_robin"}, DEVICE, SHARED],
 )
 def test_a_loader_can_be_built_from_the_attributes_of_another(given: dict[str, Any]) -> None:
     loader = minato.DataLoader(Numbers(8), 4, num_workers=2, **given)

@@ -39,6 +39,14 @@ def test_distributed_data_parallel() -> None:
         check([rank[order] for rank in ranks], 40, shuffled=True)
 
 
+def test_one_pool_for_all_ranks() -> None:
+    ranks = run_ranks("shared")
+    for rank in ranks:
+        assert [list(chain(*epoch)) for epoch in rank["strict"]] == rank["expected"]
+    for order in ("strict", "arrival"):
+        check([rank[order] for rank in ranks], 40, shuffled=True)
+
+
 @pytest.fixture(scope="module")
 def accelerated() -> list[dict[str, Any]]:
     pytest.importorskip("accelerate", "1.0")

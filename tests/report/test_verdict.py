@@ -273,7 +273,7 @@ def test_a_sleeping_source() -> None:
 def test_work_on_all_cores(
     limit: str, part: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minato.report.build.available_cores", lambda: 1.0)
+    monkeypatch.setattr("minato.report.build.available_cores", lambda whole_node: 1.0)
     found = judged(size=4, num_workers=1, **arguments)
     assert (found.limit, found.part) == (limit, part)
 

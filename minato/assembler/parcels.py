@@ -1,0 +1,115 @@
+"""Full slots as they are told to other processes, which have the arena's memory but not its ledger."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, TEXT_BLOB, TEXTS
+from minato._core.segment import Segment
+from minato.assembler.arena import Slot
+from minato.assembler.reader import BatchReader, too_large
+from minato.assembler.transport import SharedStore, Store
+from minato.assembler.writer import SampleError, read_layout
+
+__all__ = ["Annex", "Packed", "Parcel", "ParcelReader", "opened"]
+
+
+class Parcel(NamedTuple):
+    """What has to be known to make a batch of a slot.
+
+    Attributes:
+        slot: Where all of it lies.
+        layout: Arena offset of the layout, if that is what the batch is made by.
+        result: Arena offset and bytes of the pickled batch otherwise; or of the error, if
+        failed: a sample or the collation raised.
+        texts: Arena offset and bytes of each sample's texts, (0, 0) where it has none.
+    """
+
+    slot: Slot
+    layout: int
+    result: tuple[int, int]
+    failed: bool
+    texts: tuple[tuple[int, int], ...]
+
+
+class Packed(NamedTuple):
+    """A parcel, and what keeps its slot for it."""
+
+    parcel: Parcel
+    lease: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class ParcelReader(BatchReader):
+    """Gives batches as parcels, for whoever opens them."""
+
+    def read(self, batch: int, slot: Slot) -> Packed:
+        """The batch in ``slot``, which is leased to the parcel, errors included."""
+        flags, layout, result, nbytes, _, used = self._ledger.contents(batch)
+        kind, offset = result & KIND_MASK, result & ~KIND_MASK
+        failed = bool(flags & FAILED) or kind == ERROR_BLOB
+        if flags & FAILED:
+            offset, nbytes = self._first_error(batch)
+        texts: tuple[tuple[int, int], ...] = ()
+        if flags & TEXTS and not (failed or offset):
+            texts = tuple(
+                (start, size) if kind == TEXT_BLOB else (0, 0)
+                for kind, start, size in self._ledger.blobs(batch)
+            )
+        return Packed(
+            Parcel(slot, layout, (offset, nbytes), failed, texts), self._arena.lease(slot, used)
+        )
+
+
+def opened(parcel: Parcel, segment: Segment, store: Store, lease: Any) -> Any:
+    """The batch of a parcel; its arrays view the lease.
+
+    Raises:
+        Exception: What a sample of the batch, or its collation, raised.
+    """
+    if parcel.failed:
+        error: SampleError = (
+            store.get(*parcel.result) if parcel.result[0] else too_large(parcel.slot)
+        )
+        error.reraise()
+    if parcel.result[0]:
+        return store.get(*parcel.result, lease)
+    fields, count, layout = read_layout(segment, parcel.layout)
+    texts = [store.get(*place) if place[0] else [] for place in parcel.texts]
+    return layout.batch(lease, fields - parcel.slot.start, count, texts)
+
+
+class Annex:
+    """An arena of another process, as far as its memory goes.
+
+    Args:
+        segment: That memory.
+        returned: Called with the start of a slot, by any thread and at any time, when nothing of what was opened in it
+            is left.
+    """
+
+    def __init__(self, segment: Segment, returned: Callable[[int], None]) -> None:
+        self._segment = segment
+        self._store = SharedStore(segment)
+        self._returned = returned
+        self._leases: dict[int, weakref.ref[Any]] = {}
+
+    @property
+    def num_leased(self) -> int:
+        """Slots of which something is left."""
+        return len(self._leases)
+
+    def open(self, parcel: Parcel) -> Any:
+        """The batch of a parcel (see :func:`opened`)."""
+        start, end = parcel.slot
+        lease = self._segment.array[start:end]
+        self._leases[start] = weakref.ref(lease, functools.partial(self._end, start))
+        return opened(parcel, self._segment, self._store, lease)
+
+    def _end(self, start: int, reference: weakref.ref[Any]) -> None:
+        self._leases.pop(start, None)
+        self._returned(start)

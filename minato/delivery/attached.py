@@ -1,0 +1,178 @@
+"""One pool of workers for all ranks of a node: the ranks that do not host it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from functools import partial
+from typing import Any
+
+from minato._core.segment import Segment
+from minato.assembler.parcels import Annex, Parcel
+from minato.delivery.channel import Channel, connected
+from minato.delivery.hub import PATIENCE_S
+from minato.delivery.seats import AHEAD, Greeting
+
+__all__ = ["Link"]
+
+_LIVENESS_S = 1.0
+_LINKS: set[Link] = set()
+"""All that are connected: whoever holds a batch needs the connection, though the loader be gone."""
+
+
+class Link:
+    """A rank's connection to the host of its node.
+
+    Args:
+        address: Where the host is found.
+        me: Who this is.
+        patience_s: How long to wait until it is there.
+
+    Raises:
+        RuntimeError: It is not there in time, has another loader in this place, or has ended.
+        PermissionError: Another user has its address.
+    """
+
+    def __init__(self, address: str, me: Greeting, patience_s: float = PATIENCE_S) -> None:
+        self._owner = os.getpid()
+        self._turn = threading.RLock()
+        self._dropped: deque[tuple[int, int]] = deque()
+        self._outbox: deque[tuple[str, int, Any]] = deque()
+        self._sending = False
+        self._annexes: dict[int, Annex] = {}
+        self._rounds = 0
+        self._round = -1  # no pass
+        self._closed = False
+        try:
+            self._channel: Channel = connected(address, patience_s)
+        except TimeoutError:
+            raise RuntimeError(
+                f"local rank 0 has not begun to iterate over this loader within {patience_s:.0f} s: with "
+                "shared_pool=True it hosts the workers of all ranks of its node, and must take part"
+            ) from None
+        _LINKS.add(self)
+        self._say("hello", 0, me)
+        try:
+            self._hear("welcome")
+        except BaseException:
+            self.close()
+            raise
+
+    def enter(self, epoch: int) -> int:
+        """Begin the next pass, as soon as the host does; returns its number.
+
+        Raises:
+            RuntimeError: The host, or another rank, has ended, or the host is in another epoch.
+        """
+        with self._turn:
+            self.leave(self._round)
+            number, self._rounds = self._rounds, self._rounds + 1
+            self._round = number
+            self._say("enter", number, epoch)
+            self._hear("open")
+            for _ in range(AHEAD):
+                self._say("next", number)
+            return number
+
+    def next(self, number: int) -> Any:
+        """The next batch, which views the host's memory.
+
+        Raises:
+            StopIteration: The pass is over.
+            RuntimeError: The host, or another rank, has ended, or the host's engine cannot go on.
+            Exception: What the batch's samples raised; the next call goes on.
+        """
+        with self._turn:
+            if number != self._round:
+                raise StopIteration
+            match self._hear("batch", "end", "failed"):
+                case ("batch", _, arena, parcel):
+                    self._say("next", number)
+                    return self._annexes[arena].open(parcel)
+                case ("failed", _, why):
+                    self._round = -1
+                    raise RuntimeError(
+                        f"local rank 0, which loads for all ranks of this node: {why}"
+                    )
+            self._round = -1
+            raise StopIteration
+
+    def is_in(self, number: int) -> bool:
+        """Whether a pass is going on."""
+        return number == self._round
+
+    def leave(self, number: int) -> None:
+        """Be through with a pass."""
+        if number >= 0 and number == self._round:
+            self._round = -1
+            self._say("leave", number)
+
+    def close(self) -> None:
+        """Take leave for ever; the connection ends when no batch is left that views the host's memory."""
+        if os.getpid() != self._owner or self._closed:
+            return
+        self.leave(self._round)
+        if not hasattr(sys, "last_value"):  # an exception ends the process: the others shall know
+            self._say("bye", 0)
+        self._closed = True
+        self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self._closed and not any(annex.num_leased for annex in self._annexes.values()):
+            self._channel.close()
+            _LINKS.discard(self)
+
+    def _returned(self, arena: int, start: int) -> None:
+        # By the garbage collector, which may come by in the middle of anything here.
+        self._dropped.append((arena, start))
+        if os.getpid() == self._owner:
+            self._close_if_unused()
+
+    def _say(self, kind: str, number: int, more: Any = None) -> None:
+        if os.getpid() != self._owner:
+            return
+        self._outbox.append((kind, number, more))
+        if self._sending or self._channel.over:
+            return  # in the middle of a message, which sends this one next
+        self._sending = True
+        try:
+            while self._outbox:
+                kind, number, more = self._outbox.popleft()
+                dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+                self._channel.send((kind, number, dropped, more))
+        except OSError:
+            self._channel.hang_up()  # whoever receives finds why
+        finally:
+            self._sending = False
+
+    def _hear(self, *kinds: str) -> tuple[Any, ...]:
+        """The next message of these kinds; those of passes that are over are let go."""
+        while True:
+            while self._channel.received:
+                message, descriptor = self._channel.received.popleft()
+                match message:
+                    case ("arena", int(number), int(nbytes)):
+                        assert descriptor is not None
+                        segment = Segment.received(descriptor, nbytes)
+                        self._annexes[number] = Annex(segment, partial(self._returned, number))
+                    case ("batch", int(number), int(arena), Parcel(slot=slot)) if (
+                        number != self._round
+                    ):
+                        self._dropped.append((arena, slot.start))
+                    case ("end" | "failed", int(number), *_) if number != self._round:
+                        pass
+                    case ("broken" | "refused", str(why)):
+                        self._round = -1
+                        raise RuntimeError(why)
+                    case _ if message[0] in kinds:
+                        found: tuple[Any, ...] = message
+                        return found
+            if self._channel.over:
+                self._round = -1
+                raise RuntimeError(
+                    f"local rank 0 (process {self._channel.pid}), which loads for all ranks of this node, has ended "
+                    "or dropped this loader"
+                )
+            self._channel.wait(_LIVENESS_S)

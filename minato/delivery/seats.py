@@ -1,0 +1,170 @@
+"""The ranks of a node at the host of their pool: what each has coming to it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple, Protocol
+
+from minato.assembler.arena import Arena
+from minato.assembler.parcels import Packed
+from minato.delivery.channel import Channel
+
+__all__ = ["AHEAD", "FAREWELL", "Greeting", "Round", "Seat", "Source", "next_seat", "refusal"]
+
+
+AHEAD = 2
+"""Batches that each rank has asked for before it needs them, so that they are there when it does."""
+FAREWELL = 64
+"""So many more are sent unasked when the host takes leave: a socket has room for them, so that sending never waits."""
+
+
+class Source(Protocol):
+    """What the host's engine is asked for."""
+
+    arena: Arena
+
+    def next(self) -> Any:
+        """The next batch, packed."""
+
+    def cancel(self) -> None:
+        """Abandon what is in flight."""
+
+
+class Greeting(NamedTuple):
+    """What a rank says when it comes.
+
+    Attributes:
+        local_rank: Among those of the node.
+        rank: Among all of the job.
+        loader: What must be the same for all that share a pool.
+    """
+
+    local_rank: int
+    rank: int
+    loader: tuple[Any, ...]
+
+
+class Round:
+    """One pass of all ranks.
+
+    Args:
+        number: Of the pass, from 0.
+        epoch: As the host numbers it.
+        quota: Batches that each rank gets.
+        seats: Number of ranks.
+        arena: Number of the engine's arena.
+
+    Attributes:
+        fetched: Batches that the engine has given.
+        exhausted: Whether it has ended the pass.
+        error: Why it cannot go on.
+    """
+
+    def __init__(
+        self, source: Source, number: int, epoch: int, quota: int, seats: int, arena: int
+    ) -> None:
+        self.source = source
+        self.number = number
+        self.epoch = epoch
+        self.quota = quota
+        self.total = quota * seats
+        self.arena = arena
+        self.fetched = 0
+        self.exhausted = False
+        self.error: Exception | None = None
+
+
+class Seat:
+    """A rank's place in the present pass.
+
+    Attributes:
+        rank: Its local rank.
+        channel: To its process; None for the host itself, and for one that is not connected.
+        state: ``away``: it has not begun the pass; ``in``; or ``out``: it is through with it.
+        inbox: Batches for it.
+        wants: How many more it has asked for.
+        dealt: How many it was given, those in the inbox included.
+        turn: When it asked.
+        leases: What keeps the slots of batches that it holds, by arena and start.
+        arena: Number of the arena that it was told of last.
+        entering: Number and epoch of the pass that it waits for.
+        gone: Why it will not come again.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.channel: Channel | None = None
+        self.state = "out"
+        self.inbox: deque[Packed] = deque()
+        self.wants = 0
+        self.dealt = 0
+        self.turn = 0
+        self.leases: dict[tuple[int, int], Any] = {}
+        self.arena = -1
+        self.entering: tuple[int, int] | None = None
+        self.gone: str | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        process = "" if self.channel is None else f" (process {self.channel.pid})"
+        return f"local rank {self.rank}{process}"
+
+    def reset(self) -> None:
+        """Begin a pass."""
+        self.state = "away" if self.gone is None else "out"
+        self.wants = self.dealt = 0
+
+    def leave(self) -> None:
+        """Be through with it."""
+        self.state = "out"
+        self.inbox.clear()
+
+    def end(self, why: str) -> None:
+        """Take back all that its process had: it is gone."""
+        self.leave()
+        self.gone = self.gone or why
+        self.channel = None
+        self.entering = None
+        self.leases.clear()
+
+    def hungry(self, quota: int) -> bool:
+        """Whether it waits for a batch to be fetched."""
+        return self.state == "in" and self.wants > 0 and self.dealt < quota
+
+    def unserved(self, quota: int) -> bool:
+        """Whether another rank than the host is to be sent what is there already."""
+        waits = self.state == "in" and self.wants > 0 and self.channel is not None
+        return waits and (bool(self.inbox) or self.dealt == quota)
+
+
+def next_seat(seats: list[Seat], this: Round, in_turn: bool) -> Seat:
+    """Whom the next batch of a pass is for.
+
+    Args:
+        in_turn: Batch k is rank k mod n's. Otherwise it is for whoever has waited longest, as long as each gets as many
+            in the end; if nobody waits, for any that is due one.
+    """
+    if in_turn:
+        return seats[this.fetched % len(seats)]
+    due = [seat for seat in seats if seat.dealt < this.quota]
+    places = {"in": 0, "away": 1, "out": 2}
+    return min(
+        due, key=lambda seat: (places[seat.state], len(seat.inbox), not seat.wants, seat.turn)
+    )
+
+
+def refusal(seats: list[Seat], host: Greeting, who: Greeting) -> str | None:
+    """Why a rank that has come gets no seat; None if it does."""
+    if who.loader != host.loader:
+        return (
+            f"this loader is not the one that local rank 0 has in its place: {who.loader} is not {host.loader}. "
+            "Make all loaders with shared_pool=True in the same sequence, and alike, in all ranks"
+        )
+    free = 0 < who.local_rank < len(seats) and seats[who.local_rank].channel is None
+    if not free or who.rank != host.rank + who.local_rank:
+        return (
+            f"LOCAL_RANK={who.local_rank} with RANK={who.rank} is taken, or not possible where local rank 0 has "
+            f"RANK={host.rank} and there are {len(seats)} ranks: start the ranks of a node by torchrun"
+        )
+    return None

@@ -1,0 +1,99 @@
+"""What ``iter(loader)`` opens, engine and pass: a part of ``DataLoader``."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from minato._stateful import is_stateful
+from minato.assembler.arena import SpareArenas
+from minato.assembler.reader import BatchReader
+from minato.chain.chain import Chain
+from minato.engine import Engine, Experience
+from minato.options import Options
+from minato.plan import Plan
+from minato.scheduler.replicas import Replicas
+from minato.sharing import Sharing
+from minato.source.replay import RecordedOrder
+from minato.source.run import Course, Run, is_stream
+from minato.trace.lanes import Trace
+
+__all__ = ["Opening"]
+
+
+class Opening:
+    """Makes engines and passes, of this loader's rank or for all that share its pool."""
+
+    dataset: Any
+    num_workers: int
+    persistent_workers: bool
+    _iterator: Any
+    _options: Options
+    _course: Course
+    _chain: Chain
+    _experience: Experience
+    _replay: RecordedOrder | None
+    _spare_arenas: SpareArenas
+    _trace: Trace | None
+    _sharing: Sharing | None
+
+    @property
+    def _whole(self) -> Any:
+        """What stands for this loader where all ranks that share its pool are meant."""
+        return self if self._sharing is None else self._sharing.pooled(self)
+
+    def _refuse_ranks(self, what: str) -> None:
+        if self._sharing is not None and not self._sharing.alone:
+            raise ValueError(
+                f"{what} is about one rank's own workers, and with shared_pool=True there are none: use a loader "
+                "without it"
+            )
+
+    def _refuse_attached(self, what: str) -> None:
+        if self._sharing is not None and not self._sharing.hosts:
+            raise ValueError(
+                f"{what} is about the workers of all ranks of this node, and local rank 0 has them: ask its loader"
+            )
+
+    def _fresh_experience(self) -> Experience:
+        make = Experience.of if self._sharing is None else self._sharing.experience
+        return make(self._options, self.dataset, self._chain, self.num_workers)
+
+    @property
+    def _keeps_replicas(self) -> bool:
+        return is_stream(self) or is_stateful(self.dataset)
+
+    @property
+    def _most_replicas(self) -> int:
+        """How many copies of the dataset there can be."""
+        most = max(self._options.max_workers or 0, self.num_workers, 1)
+        return most + self._options.standby_workers
+
+    @property
+    def _in_threads(self) -> bool:
+        return self.num_workers > 0 and self._options.worker_method != "process"
+
+    def _make_engine(self, base_seed: int, reader: type[BatchReader] = BatchReader) -> Engine:
+        arena = self._spare_arenas.take(shared=self.num_workers > 0 and not self._in_threads)
+        num_workers = most_workers = self.num_workers
+        if self._experience.staffing is not None:
+            num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
+        plan = Plan.of(self, base_seed, num_workers, most_workers)
+        engine = Engine(plan, arena, self._experience, reader)
+        # The next iterator writes to this one's warm pages.
+        weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
+        if self._trace is not None and plan.lanes is not None:
+            weakref.finalize(engine, self._trace.give_back, plan.lanes).atexit = False
+        return engine
+
+    def _new_pass(self) -> Run:
+        course = self._course
+        before = None if course.last is None else course.last.replicas
+        run, state = course.open(self._whole, self._replay)
+        if self._keeps_replicas:
+            assert course.last is not None
+            if self._iterator is None or before is None:
+                lasting = self.persistent_workers or self.num_workers == 0
+                before = Replicas(self._most_replicas, lasting, state)
+            course.last.replicas = before  # persistent workers go on as they are
+        return run

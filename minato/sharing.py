@@ -1,0 +1,238 @@
+"""shared_pool=True: the ranks of a node load with one pool of workers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+from minato._machine import available_cores
+from minato._stateful import is_stateful
+from minato.assembler.parcels import ParcelReader
+from minato.delivery.attached import Link
+from minato.delivery.channel import meeting_place
+from minato.delivery.hub import Hub
+from minato.delivery.seats import Greeting
+from minato.delivery.shared import AttachedSource, HostSource
+from minato.engine import Engine, Experience
+from minato.options import Options
+from minato.source.ranks import InTurn, RankSampler, ranked
+
+__all__ = ["Place", "Sharing"]
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_JOB_VARIABLES = ("MASTER_PORT", "TORCHELASTIC_RUN_ID")
+_numbers = itertools.count()
+"""Loaders that share are told apart by their number, which is the same in all ranks of a job."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among the ranks of its job, as torchrun tells it.
+
+    Attributes:
+        rank: Its number among all of the job.
+        count: How many these are.
+        local_rank: Its number among those of its node.
+        local_count: How many these are.
+    """
+
+    rank: int
+    count: int
+    local_rank: int
+    local_count: int
+
+    @classmethod
+    def of_environment(cls) -> Place | None:
+        """This process's; None if there are no other ranks.
+
+        Raises:
+            ValueError: A variable is missing, or they contradict each other.
+        """
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            return None
+        found = {name: os.environ.get(name) for name in _VARIABLES}
+        words = ", ".join(f"{name}={value}" for name, value in found.items())
+        advice = f"shared_pool=True goes by what torchrun sets, and here it is {words}"
+        if not all(value is not None and value.isdigit() for value in found.values()):
+            raise ValueError(f"{advice}: start the ranks by torchrun, or set them")
+        rank, count, local_rank, local_count = (int(value or 0) for value in found.values())
+        if not (local_rank < local_count <= count and local_rank <= rank < count):
+            raise ValueError(f"{advice}, which contradicts itself")
+        if local_count > 1 and not any(os.environ.get(name) for name in _JOB_VARIABLES):
+            raise ValueError(
+                f"{advice}, and neither {' nor '.join(_JOB_VARIABLES)}, which tell this job from others: start the "
+                "ranks by torchrun, or set one"
+            )
+        return cls(rank, count, local_rank, local_count)
+
+
+class Sharing:
+    """A loader's part in the pool of its node.
+
+    Args:
+        place: Of this process among the ranks.
+        raises: Whether the end of one rank is an error for all.
+    """
+
+    def __init__(self, place: Place, raises: bool) -> None:
+        self._place = place
+        self._raises = raises
+        self._number = next(_numbers)
+        self._owner = os.getpid()
+        self._hub: Hub | None = None
+        self._link: Link | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"place": self._place, "raises": self._raises}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @classmethod
+    def of(cls, options: Options) -> Sharing | None:
+        """What a new loader needs; None if it is alone.
+
+        Raises:
+            ValueError: The ranks cannot be told from the environment, or this is no Linux.
+        """
+        place = Place.of_environment() if options.shared_pool else None
+        if place is None:
+            return None
+        if sys.platform != "linux":
+            raise ValueError(
+                f"shared_pool=True needs sockets of Linux, and this is {sys.platform}: leave it out"
+            )
+        return cls(place, options.on_rank_death == "raise")
+
+    @property
+    def hosts(self) -> bool:
+        """Whether the workers are this rank's."""
+        return self._place.local_rank == 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank on this node."""
+        return self._place.local_count == 1
+
+    def divided(
+        self,
+        dataset: Any,
+        shuffle: bool | None,
+        sampler: Any,
+        batch_sampler: Any,
+        drop_last: bool,
+        seed: int | None,
+    ) -> tuple[bool | None, Any]:
+        """``shuffle`` and ``sampler`` for a rank's part of the dataset.
+
+        Raises:
+            ValueError: A sampler that was given does not know ranks, or others; or the dataset keeps a state.
+        """
+        place = self._place
+        if is_stateful(dataset):
+            raise ValueError(
+                "shared_pool=True cannot keep the state of a dataset with state_dict(), for which each rank would need "
+                "workers of its own: leave it out"
+            )
+        given = batch_sampler if batch_sampler is not None else sampler
+        if given is None:
+            drawn = RankSampler(
+                dataset, place.count, place.rank, bool(shuffle), seed or 0, drop_last
+            )
+            return None, drawn
+        known = ranked(given)
+        if known is None:
+            raise ValueError(
+                f"shared_pool=True cannot divide what {type(given).__name__} gives among {place.count} ranks: use "
+                "torch.utils.data.DistributedSampler, minato.CostBatchSampler or one with their attributes rank and "
+                "num_replicas, or leave it out"
+            )
+        if (known.rank, known.num_replicas) != (place.rank, place.count):
+            raise ValueError(
+                f"{type(known).__name__} is for rank {known.rank} of {known.num_replicas}, and this is rank "
+                f"{place.rank} of {place.count}: make it with these"
+            )
+        return shuffle, sampler
+
+    def experience(
+        self, options: Options, dataset: Any, chain: Any, num_workers: int
+    ) -> Experience:
+        """What a new loader knows, of the workers of all ranks or, where there are none, of nothing."""
+        if not self.hosts:
+            options = replace(options, measure=False, min_workers=None, max_workers=None)
+            return Experience.of(options, dataset, chain, num_workers)
+        ours = self._pooled_options(options)
+        known = Experience.of(ours, dataset, chain, num_workers * self._place.local_count)
+        if known.staffing is not None:
+            cores = available_cores(whole_node=True)
+            known.staffing.settings = replace(known.staffing.settings, cores=cores)
+        return known
+
+    def _pooled_options(self, options: Options) -> Options:
+        names = ("memory_budget_bytes", "min_workers", "max_workers")
+        values = {name: getattr(options, name) for name in names}
+        count = self._place.local_count
+        return replace(options, **{name: value and value * count for name, value in values.items()})
+
+    def pooled(self, loader: Any) -> Any:
+        """What stands for a loader where all ranks of the node are meant; itself, if it provides for no other."""
+        if not self.hosts or self.alone:
+            return loader
+        place = self._place
+        twin = object.__new__(type(loader))
+        ranks = range(place.rank, place.rank + place.local_count)
+        sampler = "batch_sampler" if loader._auto_collation else "sampler"
+        vars(twin).update(
+            vars(loader),
+            _iterator=None,
+            _options=self._pooled_options(loader._options),
+            num_workers=loader.num_workers * place.local_count,
+            **{sampler: InTurn(loader._index_sampler, ranks)},
+        )
+        return twin
+
+    def source(self, loader: Any, base_seed: int) -> HostSource | AttachedSource | Engine:
+        """Where the batches of a new iterator come from.
+
+        Raises:
+            RuntimeError: The ranks do not find each other, or this is a forked child.
+        """
+        if self.alone:
+            engine: Engine = loader._make_engine(base_seed)
+            return engine
+        if os.getpid() != self._owner:
+            raise RuntimeError(
+                "this process was forked from a rank whose loader shares a pool of workers, and is no rank itself: "
+                "make a loader without shared_pool here"
+            )
+        address, place = meeting_place(self._number), self._place
+        alike = (
+            *(type(loader.dataset).__name__, len(loader.dataset)),
+            *(loader.batch_size, loader.drop_last, loader._options.order, loader._options.seed),
+        )
+        me = Greeting(place.local_rank, place.rank, alike)
+        if not self.hosts:
+            if self._link is None:
+                self._link = Link(address, me)
+                weakref.finalize(self, self._link.close)
+            return AttachedSource(self._link)
+        if self._hub is not None:
+            self._hub.settle()
+        engine = self.pooled(loader)._make_engine(base_seed, ParcelReader)
+        if self._hub is None:
+            in_turn = loader._options.order == "strict"
+            try:
+                self._hub = Hub(address, me, place.local_count, in_turn, self._raises)
+            except OSError as error:
+                raise RuntimeError(
+                    f"the ranks of this node cannot meet: {error}. Another job with the same MASTER_ADDR, MASTER_PORT "
+                    "and TORCHELASTIC_RUN_ID runs here: start one of them with another port (--master-port)"
+                ) from None
+            weakref.finalize(
+                self, self._hub.close
+            ).atexit = False  # at exit it waits for the others
+        return HostSource(self._hub, engine, loader._index_sampler)

@@ -1,0 +1,112 @@
+"""Jobs of several ranks on this machine: forked, so that they begin at once."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+_FORK = multiprocessing.get_context("fork")
+_jobs = itertools.count()
+TIMEOUT_S = 40
+
+
+class Failure(Exception):
+    """What a rank raised, as text."""
+
+
+class Job:
+    """Several ranks that run one function, each in a process.
+
+    Args:
+        program: Called in each with its rank and a barrier of all; returns what can be pickled.
+        count: How many there are.
+        local: How many of these, the first ones, are on this node; all by default.
+    """
+
+    def __init__(
+        self, program: Callable[[int, Any], Any], count: int = 2, local: int | None = None
+    ):
+        name = f"{os.getpid()}-{next(_jobs)}"
+        self.count = local or count
+        barrier = _FORK.Barrier(self.count)
+        self.processes = []
+        self._results: list[Connection[Any, Any]] = []
+        for rank in range(self.count):
+            received, sent = _FORK.Pipe()
+            places = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank}
+            places["LOCAL_WORLD_SIZE"] = self.count
+            arguments = (program, rank, barrier, sent, places, name)
+            self.processes.append(_FORK.Process(target=_run, args=arguments))
+            self._results.append(received)
+            self.processes[-1].start()
+            sent.close()
+
+    def result(self, rank: int) -> Any:
+        """What a rank returned.
+
+        Raises:
+            Failure: It raised.
+        """
+        assert self._results[rank].poll(TIMEOUT_S), f"rank {rank} hangs"
+        found, value = self._results[rank].recv()
+        if found == "raised":
+            raise Failure(value)
+        return value
+
+    def results(self) -> list[Any]:
+        """What all returned."""
+        return [self.result(rank) for rank in range(self.count)]
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, results in zip(self.processes, self._results, strict=True):
+            with suppress(OSError):  # it was killed
+                results.send("end")
+            process.join(5)
+            process.kill()
+            process.join()
+            process.close()
+        for results in self._results:
+            results.close()
+
+
+def _run(
+    program: Callable[[int, Any], Any],
+    rank: int,
+    barrier: Any,
+    results: Any,
+    places: dict[str, int],
+    name: str,
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update({key: str(value) for key, value in places.items()}, TORCHELASTIC_RUN_ID=name)
+    try:
+        results.send(("returned", program(rank, barrier)))
+    except BaseException:
+        results.send(("raised", traceback.format_exc()))
+    results.poll(TIMEOUT_S)  # others may need its workers
+
+
+def run(program: Callable[[int, Any], Any], count: int = 2, local: int | None = None) -> list[Any]:
+    """What each rank of a job returns."""
+    with Job(program, count, local) as job:
+        return job.results()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Poll until something holds."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
