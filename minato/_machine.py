@@ -42,7 +42,7 @@ def memory_kills() -> int:
     for folder, _, _, events in _MEMORY:
         for group in set(_groups(folder)):
             try:
-                lines = (_CGROUP / folder / group / events).read_text().splitlines()
+                lines = _text(f"{_CGROUP}/{folder}/{group}/{events}").splitlines()
             except OSError:
                 continue
             kills += sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
@@ -54,7 +54,7 @@ def _memory_of_groups() -> Iterator[tuple[int, int]]:
     for folder, limit, used, _ in _MEMORY:
         for at in _around(folder):
             try:
-                yield int((at / limit).read_text()), int((at / used).read_text())
+                yield int(_text(f"{at}/{limit}")), int(_text(f"{at}/{used}"))
             except (OSError, ValueError):
                 continue  # no such group or version, or "max"
 
@@ -97,9 +97,9 @@ def _quotas() -> Iterator[float]:
     ):
         for at in _around(folder):
             try:
-                words = (at / quota).read_text().split()
+                words = _text(f"{at}/{quota}").split()
                 if period is not None:
-                    words += (at / period).read_text().split()
+                    words += _text(f"{at}/{period}").split()
                 allowed = int(words[0]) / int(words[1])
             except (OSError, ValueError, IndexError, ZeroDivisionError):
                 continue  # no such group or version, or "max"
@@ -107,21 +107,22 @@ def _quotas() -> Iterator[float]:
                 yield allowed
 
 
-def _around(controllers: str) -> Iterator[Path]:
+def _around(controllers: str) -> Iterator[str]:
     """Folders of this process's groups in a hierarchy, and of those that these lie in."""
-    top = _CGROUP / controllers
+    # Without pathlib, which takes longer than the reading: each epoch asks.
+    top = f"{_CGROUP}/{controllers}"
+    yield top
     for group in _groups(controllers):
-        for at in (top / group, *(top / group).parents):
-            if not at.is_relative_to(top):
-                break
-            yield at
+        while group:
+            yield f"{top}/{group}"
+            group = group.rpartition("/")[0]
 
 
 def _groups(controllers: str) -> Iterator[str]:
     """Paths of this process's groups in a hierarchy, and its root, which a container may see as its own."""
     yield ""
     try:
-        lines = _OWN_GROUPS.read_text().splitlines()
+        lines = _text(_OWN_GROUPS).splitlines()
     except OSError:
         return
     for line in lines:
@@ -129,3 +130,8 @@ def _groups(controllers: str) -> Iterator[str]:
         names, _, path = rest.partition(":")
         if names == controllers:
             yield path.lstrip("/")
+
+
+def _text(path: str | Path) -> str:
+    with open(path) as file:
+        return file.read()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import warnings
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from minato.checks import metrics_address
 from minato.fetching import Fetching
 from minato.monitor.endpoint import serve
 from minato.monitor.gpus import gpu_watch
-from minato.monitor.machine import look
+from minato.monitor.machine import looker
 from minato.monitor.metrics import Exported
 from minato.monitor.storage import Storage
 from minato.opening import Opening
@@ -118,7 +117,7 @@ class Insight(Opening):
         if self._experience.journal is None or get_worker_info() is not None:
             return
         if self._experience.journal.machine is Machine:
-            self._experience.journal.machine = functools.partial(look, gpu_watch())
+            self._experience.journal.machine = looker(gpu_watch())
             reads = Fetching.of(self._options.fetch_concurrency).counters
             self._experience.journal.storage = Storage(self.dataset, self.cache, reads).counts
         rank = int(os.environ.get("LOCAL_RANK", "0"))
