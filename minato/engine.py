@@ -6,13 +6,11 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 from minato import _pickling
 from minato._core.clock import now_ns
 from minato._core.codes import FAILED, STATES
-from minato._core.histogram import Histogram
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
@@ -20,39 +18,36 @@ from minato.assembler.arena import Arena
 from minato.assembler.page_locks import PageLocker
 from minato.assembler.reader import BatchReader
 from minato.assembler.transport import LocalStore, SharedStore
-from minato.chain.chain import Chain
 from minato.chain.plans import planner
 from minato.delivery.staging import onto_device
 from minato.errors import ErrorBudgetError
+from minato.experience import Experience
 from minato.gauges import EngineGauges
 from minato.memory import Memory
-from minato.options import Options
 from minato.plan import Plan
 from minato.pools import make_pool
 from minato.scheduler.assignment import AnyWorker, RoundRobin
 from minato.scheduler.deaths import Deaths
 from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
-from minato.scheduler.foresight import CostModel, Foresight, Record
+from minato.scheduler.foresight import Foresight
 from minato.scheduler.in_hand import InHand, sample_in_hand
 from minato.scheduler.local import InlinePool
 from minato.scheduler.parties import Progress
-from minato.scheduler.policy import Decision, TimeoutPolicy
+from minato.scheduler.policy import TimeoutPolicy
 from minato.scheduler.replicas import Replicas
 from minato.scheduler.roster import Roster
-from minato.scheduler.scaling import Scaler, Staffing, WatchedPool
+from minato.scheduler.scaling import Scaler, WatchedPool
 from minato.scheduler.shortage import Shortage
 from minato.scheduler.traffic import Traffic
 from minato.scheduler.window import Window
-from minato.source.prediction import CostByIndex, Predictor
 from minato.stats.glance import Standing
-from minato.stats.journal import Journal
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
 from minato.telling import parts_of
 from minato.workplace import Workplace
 
-__all__ = ["Engine", "Experience"]
+__all__ = ["Engine"]
 
 _LOOK_EVERY_NS = 10_000_000
 _LOOK_SHARE = 500
@@ -60,41 +55,6 @@ _LOOK_SHARE = 500
 _BATCH_RECORDS = 2048
 _POSITIONS = 1 << 16
 """Batches and samples that can be in flight: 4 MiB of ledger that is only touched as far as it is used."""
-
-
-def _nobody() -> None:
-    """In place of a reference to an engine that is gone."""
-
-
-@dataclass
-class Experience:
-    """What a loader knows of its samples from one iterator to the next.
-
-    Attributes:
-        known: What each sample cost in earlier epochs.
-        foresight: How good the expectations were.
-        costs: Service times in ns of late.
-        decision: Which samples are slow, as of the last look.
-        staffing: How many workers help; None: all of them work.
-        journal: What reports are made from; None: nothing is noted.
-        engine: The newest one, while it is in use.
-    """
-
-    known: CostModel = field(default_factory=CostByIndex)
-    foresight: Record = field(default_factory=Record)
-    costs: Histogram | None = None
-    decision: Decision = TimeoutPolicy().decision
-    staffing: Staffing | None = None
-    journal: Journal | None = None
-    engine: Callable[[], Engine | None] = _nobody
-
-    @classmethod
-    def of(cls, options: Options, dataset: Any, chain: Chain, num_workers: int) -> Experience:
-        """What a new loader knows."""
-        limits = options.min_workers, options.max_workers
-        known = Predictor() if chain.plans or hasattr(dataset, "size_of") else CostByIndex()
-        staffing = Staffing.of(options.controller, num_workers, *limits)
-        return cls(known, staffing=staffing, journal=Journal() if options.measure else None)
 
 
 class Engine:

@@ -9,7 +9,8 @@ from minato._stateful import is_stateful
 from minato.assembler.arena import SpareArenas
 from minato.assembler.reader import BatchReader
 from minato.chain.chain import Chain
-from minato.engine import Engine, Experience
+from minato.engine import Engine
+from minato.experience import Experience
 from minato.options import Options
 from minato.plan import Plan
 from minato.scheduler.replicas import Replicas

@@ -17,7 +17,8 @@ from minato.delivery.channel import meeting_place
 from minato.delivery.hub import Hub
 from minato.delivery.seats import Greeting
 from minato.delivery.shared import AttachedSource, HostSource
-from minato.engine import Engine, Experience
+from minato.engine import Engine
+from minato.experience import Experience
 from minato.options import Options
 from minato.source.ranks import InTurn, RankSampler, ranked
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minato.engine import Experience
+from minato.experience import Experience
 from minato.source.prediction import Quality, quality_of
 from minato.stats.lateness import Lateness
 

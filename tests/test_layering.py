@@ -4,9 +4,9 @@ The rules, in words: ``_core`` imports nothing of minato but itself; the common 
 everything; ``stats`` knows ``_core``; ``monitor``, ``report`` and ``trace`` know ``stats``; a stage knows its left
 neighbour, ``_core``, ``stats`` and ``trace``; ``caching``, ``integrations`` and ``sources`` know no stage;
 ``ingest`` uses the loader and ``sources``; only ``cached.py``, ``command.py``, ``distribution.py``, ``engine.py``,
-``factories.py``, ``gauges.py``, ``ingesting.py``, ``insight.py``, ``loader.py``, ``memory.py``, ``opening.py``,
-``patching.py``, ``plan.py``, ``pools.py``, ``sharing.py``, ``slow_samples.py``, ``telling.py``, ``workplace.py`` and
-the package itself know all.
+``experience.py``, ``factories.py``, ``gauges.py``, ``ingesting.py``, ``insight.py``, ``loader.py``, ``memory.py``,
+``opening.py``, ``patching.py``, ``plan.py``, ``pools.py``, ``sharing.py``, ``slow_samples.py``, ``telling.py``,
+``workplace.py`` and the package itself know all.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ WIRING = {
     "command",
     "distribution",
     "engine",
+    "experience",
     "factories",
     "gauges",
     "ingesting",

@@ -1,0 +1,56 @@
+"""What a loader has learned, kept from one iterator to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from minato._core.histogram import Histogram
+from minato.chain.chain import Chain
+from minato.options import Options
+from minato.scheduler.foresight import CostModel, Record
+from minato.scheduler.policy import Decision, TimeoutPolicy
+from minato.scheduler.scaling import Staffing
+from minato.source.prediction import CostByIndex, Predictor
+from minato.stats.journal import Journal
+
+if TYPE_CHECKING:
+    from minato.engine import Engine
+
+__all__ = ["Experience"]
+
+
+def _nobody() -> None:
+    """In place of a reference to an engine that is gone."""
+
+
+@dataclass
+class Experience:
+    """What a loader knows of its samples from one iterator to the next.
+
+    Attributes:
+        known: What each sample cost in earlier epochs.
+        foresight: How good the expectations were.
+        costs: Service times in ns of late.
+        decision: Which samples are slow, as of the last look.
+        staffing: How many workers help; None: all of them work.
+        journal: What reports are made from; None: nothing is noted.
+        engine: The newest one, while it is in use.
+    """
+
+    known: CostModel = field(default_factory=CostByIndex)
+    foresight: Record = field(default_factory=Record)
+    costs: Histogram | None = None
+    decision: Decision = TimeoutPolicy().decision
+    staffing: Staffing | None = None
+    journal: Journal | None = None
+    engine: Callable[[], Engine | None] = _nobody
+
+    @classmethod
+    def of(cls, options: Options, dataset: Any, chain: Chain, num_workers: int) -> Experience:
+        """What a new loader knows."""
+        limits = options.min_workers, options.max_workers
+        known = Predictor() if chain.plans or hasattr(dataset, "size_of") else CostByIndex()
+        staffing = Staffing.of(options.controller, num_workers, *limits)
+        return cls(known, staffing=staffing, journal=Journal() if options.measure else None)
