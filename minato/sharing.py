@@ -87,11 +87,8 @@ class Sharing:
         self._hub: Hub | None = None
         self._link: Link | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"place": self._place, "raises": self._raises}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type[Sharing], tuple[Place, bool]]:
+        return Sharing, (self._place, self._raises)
 
     @classmethod
     def of(cls, options: Options) -> Sharing | None:

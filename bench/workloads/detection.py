@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 from torch.nn import functional
-from torch.utils.data import Dataset
+
+from bench.workloads.stored import Stored
 
 SHORTEST, LONGEST = 800, 1333
 """Sides to which Mask R-CNN resizes, in pixels."""
@@ -117,7 +118,7 @@ def detection_chain(
     return [Resize(shortest, longest), RandomHorizontalFlip(), ToTensor(), Normalize()]
 
 
-class Photographs(Dataset[Picture]):
+class Photographs(Stored[Picture]):
     """The pictures below a folder, decoded for each sample.
 
     Photographs of packages have no boxes: each gets a few, drawn by its index, so that there is something to follow
@@ -130,22 +131,13 @@ class Photographs(Dataset[Picture]):
 
     def __init__(self, folder: Path, length: int | None = None) -> None:
         found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
-        self.paths = [path for path in found if path.is_file() and _is_photograph(path)]
-        if not self.paths:
-            raise FileNotFoundError(f"no photographs below {folder}: run 'make data'")
-        self.length = length or len(self.paths)
-
-    def __len__(self) -> int:
-        return self.length
+        paths = (path for path in found if path.is_file() and _is_photograph(path))
+        super().__init__(paths, f"no photographs below {folder}", length)
 
     def __getitem__(self, index: int) -> Picture:
         with Image.open(self.path_of(index)) as stored:
             image = stored.convert("RGB")
         return Picture(index, image, drawn_boxes(index, image.size))
-
-    def path_of(self, index: int) -> Path:
-        """Where a sample is stored."""
-        return self.paths[index % len(self.paths)]
 
 
 def _is_photograph(path: Path) -> bool:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from scipy import ndimage
-from torch.utils.data import Dataset
+
+from bench.workloads.stored import Stored
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, int, int]
@@ -203,7 +204,7 @@ def segmentation_chain(shape: Shape = PATCH) -> list[Callable[[Any], Any]]:
     return [RandomBalancedCrop(shape), RandomFlip(), RandomBrightness(), GaussianNoise(), Cast()]
 
 
-class Scans(Dataset[Scan]):
+class Scans(Stored[Scan]):
     """Prepared volumes in a folder, read whole for each sample.
 
     Args:
@@ -212,22 +213,13 @@ class Scans(Dataset[Scan]):
     """
 
     def __init__(self, folder: Path, length: int | None = None) -> None:
-        self.paths = sorted(folder.glob("*_x.npy"))
-        if not self.paths:
-            raise FileNotFoundError(f"no prepared volumes in {folder}: run 'make data'")
-        self.length = length or len(self.paths)
-
-    def __len__(self) -> int:
-        return self.length
+        paths = sorted(folder.glob("*_x.npy"))
+        super().__init__(paths, f"no prepared volumes in {folder}", length)
 
     def __getitem__(self, index: int) -> Scan:
         path = self.path_of(index)
         label = np.load(path.with_name(path.name.replace("_x.npy", "_y.npy")))
         return Scan(index, np.load(path), label)
-
-    def path_of(self, index: int) -> Path:
-        """Where the image of a sample is stored."""
-        return self.paths[index % len(self.paths)]
 
 
 def store(volumes: Iterable[tuple[str, Volume]], folder: Path, shape: Shape = PATCH) -> int:

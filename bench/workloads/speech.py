@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Dataset
+
+from bench.workloads.stored import Stored
 
 Array = npt.NDArray[np.float32]
 
@@ -223,7 +224,7 @@ def speech_chain(
     return [*padded, LightStep(scale * LIGHT_S), HeavyStep(scale * extra_s, drawn=drawn)]
 
 
-class Recordings(Dataset[Clip]):
+class Recordings(Stored[Clip]):
     """The waves below a folder: 16 bits, one channel.
 
     Args:
@@ -232,13 +233,8 @@ class Recordings(Dataset[Clip]):
     """
 
     def __init__(self, folder: Path, length: int | None = None) -> None:
-        self.paths = [path for path in sorted(folder.rglob("*.wav")) if path.is_file()]
-        if not self.paths:
-            raise FileNotFoundError(f"no recordings below {folder}: run 'make data'")
-        self.length = length or len(self.paths)
-
-    def __len__(self) -> int:
-        return self.length
+        paths = (path for path in sorted(folder.rglob("*.wav")) if path.is_file())
+        super().__init__(paths, f"no recordings below {folder}", length)
 
     def __getitem__(self, index: int) -> Clip:
         with wave.open(str(self.path_of(index))) as stored:
@@ -246,7 +242,3 @@ class Recordings(Dataset[Clip]):
         audio = np.frombuffer(data, "<i2").astype(np.float32)
         audio /= 32768
         return Clip(index, audio, rate)
-
-    def path_of(self, index: int) -> Path:
-        """Where a sample is stored."""
-        return self.paths[index % len(self.paths)]

@@ -7,6 +7,7 @@ from typing import Any
 
 from minato.source.epochs import nested
 from minato.source.progress import Done, Tally
+from minato.stats.size import length_of
 
 __all__ = ["checked", "done_of", "plain_done", "signature"]
 
@@ -32,9 +33,9 @@ def signature(loader: Any, is_stream: bool, sources: tuple[int, int]) -> dict[st
     return {
         "kind": _FAMILY,
         "version": _VERSION,
-        "dataset_length": None if is_stream else _length(loader.dataset),
+        "dataset_length": None if is_stream else length_of(loader.dataset),
         "sampler": " of ".join(type(one).__qualname__ for one in nested(sampler)),
-        "sampler_length": _length(sampler),
+        "sampler_length": length_of(sampler),
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
         "order": loader.order,
@@ -42,13 +43,6 @@ def signature(loader: Any, is_stream: bool, sources: tuple[int, int]) -> dict[st
         "generators": generators,
         "stateful_samplers": stateful,
     }
-
-
-def _length(thing: Any) -> int | None:
-    try:
-        return len(thing)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def checked(state: Any, mine: dict[str, Any], replicas: int) -> dict[str, Any]:

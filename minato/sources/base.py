@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -32,7 +33,7 @@ class TruncatedObject(SourceError):
     """Less came than there should be."""
 
 
-class KeyedSource(Dataset[Any]):
+class KeyedSource(Dataset[Any], ABC):
     """A map-style dataset of samples that lie under keys elsewhere: ``source[i]`` is the sample of ``source.keys[i]``.
 
     Sources can be forked, pickled and used by several threads; each process opens its own connections when it reads
@@ -61,13 +62,13 @@ class KeyedSource(Dataset[Any]):
 
     # ---- what a source must give ------------------------------------------------------------
 
+    @abstractmethod
     def _fetch(self, key: Any) -> Any:
         """What the store holds under a key. Raises LookupError if there is nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _list(self) -> Sequence[Any]:
         """All keys of the store."""
-        raise NotImplementedError
 
     def _may_pass(self, error: Exception) -> bool:
         """Whether a further try may do what this one could not."""

@@ -60,12 +60,13 @@ def in_a_fork(call: Callable[[], T]) -> T:
     os.close(write)
     try:
         with os.fdopen(read, "rb") as pipe:
-            result, error = pickle.load(pipe)
+            outcome: tuple[T, BaseException | None] = pickle.load(pipe)
     finally:
         os.waitpid(child, 0)
+    result, error = outcome
     if error is not None:
         raise error
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def _runtime_runs() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,8 +52,9 @@ class TableSource(KeyedSource):
         self._where = where
         self._connections: Connections[Any] = Connections(self._open, self._close_one)
 
+    @abstractmethod
     def _open(self) -> Any:
-        raise NotImplementedError
+        """A new connection."""
 
     def _close_one(self, connection: Any) -> None:
         connection.close()

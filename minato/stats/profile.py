@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minato._core.histogram import NBYTES, Histogram
+from minato.stats.size import length_of
 from minato.stats.slowest import NBYTES as SLOWEST_NBYTES
 from minato.stats.slowest import Slowest
 from minato.stats.summary import Summary, from_words, merged, to_words
@@ -145,12 +146,8 @@ def fingerprint(dataset: Any, steps: Sequence[Callable[[Any], Any]] = ()) -> str
         24 hexadecimal digits. Equal in another process for equal code and settings: functions count with their code,
         objects with their text or, where that holds an address, with their plain attributes.
     """
-    try:
-        length: int | None = len(dataset)
-    except (TypeError, NotImplementedError):
-        length = None
     host = (platform.node(), platform.machine(), platform.processor(), os.cpu_count())
-    parts = [_describe(dataset), length, *map(_describe, steps), host]
+    parts = [_describe(dataset), length_of(dataset), *map(_describe, steps), host]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 

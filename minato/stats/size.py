@@ -1,15 +1,23 @@
-"""How many bytes a sample holds, roughly and fast."""
+"""How many samples a dataset has, and how many bytes a sample, as far as they can be told."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["nbytes_of"]
+__all__ = ["length_of", "nbytes_of"]
 
 _NUMBER_BYTES = 8
 _MOST_PARTS = 8
 """Longer lists are judged by their first elements."""
+
+
+def length_of(dataset: Any) -> int | None:
+    """The length of a dataset or sampler; None if it has none."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):  # classes without a length raise either
+        return None
 
 
 def nbytes_of(value: Any) -> int:

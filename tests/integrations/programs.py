@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,38 +32,31 @@ def train(model: torch.nn.Module, batches: Any) -> list[list[int]]:
 
 def ddp() -> dict[str, Any]:
     """DistributedDataParallel with a DistributedSampler, the way torch's documentation shows it."""
-    rank, count = rank_and_count()
-    dist.init_process_group("gloo")
-    model = torch.nn.parallel.DistributedDataParallel(Model())
-    data = Indexed(40)
-    found: dict[str, Any] = {"expected": []}
-    for order in ("strict", "arrival"):
-        sampler = DistributedSampler(data, count, rank, shuffle=True, seed=5)
-        loader = minato.DataLoader(
+    return _trained(
+        lambda data, sampler, order: minato.DataLoader(
             data, 4, sampler=sampler, num_workers=2, order=order, persistent_workers=True
         )
-        found[order] = []
-        for epoch in range(NUM_EPOCHS):
-            sampler.set_epoch(epoch)
-            if order == "strict":
-                found["expected"].append(list(sampler))
-            found[order].append(train(model, loader))
-    dist.destroy_process_group()
-    return found
+    )
 
 
 def shared() -> dict[str, Any]:
     """The same with one pool for all ranks, and no word about samplers; each rank ends as it comes."""
+    return _trained(
+        lambda data, _, order: minato.DataLoader(
+            data, 4, shuffle=True, num_workers=1, order=order, seed=5, shared_pool=True
+        )
+    )
+
+
+def _trained(make_loader: Callable[[Any, Any, str], Any]) -> dict[str, Any]:
     rank, count = rank_and_count()
     dist.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(Model())
     data = Indexed(40)
     found: dict[str, Any] = {"expected": []}
     for order in ("strict", "arrival"):
-        loader = minato.DataLoader(
-            data, 4, shuffle=True, num_workers=1, order=order, seed=5, shared_pool=True
-        )
         sampler = DistributedSampler(data, count, rank, shuffle=True, seed=5)
+        loader = make_loader(data, sampler, order)
         found[order] = []
         for epoch in range(NUM_EPOCHS):
             sampler.set_epoch(epoch)

@@ -258,7 +258,8 @@ class Unsteady(KeyedSource):
     """Every read fails once."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(range(size), retry=Retry(first_s=0.001))
+        super().__init__(retry=Retry(first_s=0.001))
+        self.size = size
         self.tried: set[int] = set()
 
     def _fetch(self, key: int) -> int:
@@ -266,6 +267,9 @@ class Unsteady(KeyedSource):
             self.tried.add(key)
             raise ConnectionError
         return key
+
+    def _list(self) -> range:
+        return range(self.size)
 
 
 class Holding(Numbers):

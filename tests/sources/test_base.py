@@ -24,7 +24,7 @@ class Flaky(KeyedSource):
     """Fails so many times before each read succeeds."""
 
     def __init__(self, failures: int, error: type[Exception], retry: Retry) -> None:
-        super().__init__(["a", "b"], None, retry)
+        super().__init__(None, None, retry)
         self.failures = self.left = failures
         self.error = error
 
@@ -37,6 +37,9 @@ class Flaky(KeyedSource):
             raise self.error("not now")
         self.left = self.failures
         return key.upper()
+
+    def _list(self) -> list[str]:
+        return ["a", "b"]
 
 
 def test_what_passes_is_tried_again_and_counted() -> None:
