@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import threading
 import time
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench.in_step import run_ranks, wait_for_all
 from bench.macro.report import spread_text, table
 from bench.macro.suite import Spread
 from bench.papers.naps import SCALED, Naps
@@ -78,38 +78,25 @@ def run(settings: Settings) -> Section:
 
 def ranks_s(name: str, naps: Naps, ranks: int, step_s: float, batch_size: int) -> float:
     """Seconds that a training of so many processes takes; each sample must come once, in one of them."""
-    context = multiprocessing.get_context("fork")
     order = np.random.default_rng(0).permutation(len(naps)).tolist()
-    barrier, results = context.Barrier(ranks), context.SimpleQueue()
-    arguments = (name, naps, step_s, batch_size, barrier, results)
     shares = [order[rank::ranks] for rank in range(ranks)]
-    processes = [context.Process(target=_rank, args=(share, *arguments)) for share in shares]
-    for process in processes:
-        process.start()
-    came, taken_s = zip(*(results.get() for _ in processes), strict=True)
-    for process in processes:
-        process.join()
-    check("", [index for part in came for index in part], order)
-    return float(max(taken_s))
+    found = run_ranks(_rank, [(share, name, naps, step_s, batch_size) for share in shares])
+    for share, (came, _) in zip(shares, found, strict=True):
+        check(name, came, share)
+    return max(taken_s for _, taken_s in found)
 
 
 def _rank(
-    share: list[int],
-    name: str,
-    naps: Naps,
-    step_s: float,
-    batch_size: int,
-    barrier: Any,
-    results: Any,
-) -> None:
-    barrier.wait()
+    share: list[int], name: str, naps: Naps, step_s: float, batch_size: int
+) -> tuple[list[int], float]:
+    wait_for_all()
     begun_s = time.perf_counter()
     came: list[int] = []
     for batch in build(name, naps, [], share, batch_size=batch_size, num_workers=WORKERS):
         came += batch[0].tolist()
-        barrier.wait()
+        wait_for_all()
         time.sleep(step_s)
-    results.put((came, time.perf_counter() - begun_s))
+    return came, time.perf_counter() - begun_s
 
 
 def shared_s(name: str, naps: Naps, ranks: int, step_s: float, batch_size: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import statistics
 import sys
@@ -12,10 +11,13 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import DistributedSampler
 
 from bench import record
+from bench.in_step import run_ranks, wait_for_all
 from bench.macro.suite import Spread
+from bench.macro.trial import WrongDeliveryError, check_labels
 from bench.macro.work import SleepingWork, straggler_costs_s
 from minato import DataLoader
 
@@ -49,64 +51,89 @@ def loads(count: int) -> dict[str, Load]:
     }
 
 
-LOADERS: dict[str, Any] = {
-    "torch": lambda data, sampler, **more: torch.utils.data.DataLoader(
-        data, sampler=sampler, **more
-    ),
-    "minato": lambda data, sampler, **more: DataLoader(data, sampler=sampler, **more),
-    "minato, shared_pool": lambda data, sampler, **more: DataLoader(
-        data, sampler=sampler, shared_pool=True, **more
-    ),
+class Contender(NamedTuple):
+    """A loader with a setting.
+
+    Attributes:
+        make: The loader's class.
+        more: Its arguments besides those that all get.
+        keeps_order: Whether a rank's samples come in the sampler's order.
+    """
+
+    make: Any
+    more: dict[str, Any]
+    keeps_order: bool
+
+
+LOADERS = {
+    "torch": Contender(TorchLoader, {}, True),
+    "torch, in_order=False": Contender(TorchLoader, {"in_order": False}, False),
+    "minato": Contender(DataLoader, {}, True),
+    "minato, shared_pool": Contender(DataLoader, {"shared_pool": True}, True),
 }
 
 
-def train(name: str, costs_s: list[float], rank: int, job: str, together: Any, sent: Any) -> None:
+class Epoch(NamedTuple):
+    """What a rank saw of an epoch."""
+
+    took_s: float
+    waited_s: float
+    indices: list[int]
+
+
+def train(name: str, costs_s: list[float], rank: int, job: str) -> Epoch:
     """One rank: an epoch that warms up and one that counts, in step with the others."""
     warnings.filterwarnings("ignore", "This DataLoader will create")
     torch.set_num_threads(1)
     local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
     os.environ.update(local, RANK=str(rank), WORLD_SIZE=str(RANKS), TORCHELASTIC_RUN_ID=job)
-    data = SleepingWork(costs_s)
-    sampler = DistributedSampler(data, RANKS, rank, shuffle=False)
-    loader = LOADERS[name](
-        data, sampler, batch_size=BATCH_SIZE, num_workers=WORKERS, persistent_workers=True
+    data, contender = SleepingWork(costs_s), LOADERS[name]
+    loader = contender.make(
+        data,
+        sampler=DistributedSampler(data, RANKS, rank, shuffle=False),
+        batch_size=BATCH_SIZE,
+        num_workers=WORKERS,
+        persistent_workers=True,
+        **contender.more,
     )
-    for _ in range(2):
-        together.wait()
-        begun_s, waited_s, seen = time.perf_counter(), 0.0, 0
-        batches = iter(loader)
-        while True:
-            asked_s = time.perf_counter()
-            batch = next(batches, None)
-            waited_s += time.perf_counter() - asked_s
-            if batch is None:
-                break
-            seen += BATCH_SIZE
-            time.sleep(STEP_S)
-            together.wait()  # as the gradients of a step are exchanged
-        took_s = time.perf_counter() - begun_s
-    if seen != len(costs_s) // RANKS:
-        raise RuntimeError(f"{name}: rank {rank} got {seen} of {len(costs_s) // RANKS} samples")
-    sent.send((took_s, waited_s))
-    together.wait()
+    _epoch(loader)
+    epoch = _epoch(loader)
+    wait_for_all()  # the host's workers are not to end before the others are through
+    return epoch
+
+
+def _epoch(loader: Any) -> Epoch:
+    wait_for_all()
+    begun_s, waited_s = time.perf_counter(), 0.0
+    indices: list[int] = []
+    batches = iter(loader)
+    while True:
+        asked_s = time.perf_counter()
+        batch = next(batches, None)
+        waited_s += time.perf_counter() - asked_s
+        if batch is None:
+            return Epoch(time.perf_counter() - begun_s, waited_s, indices)
+        indices += batch[1].tolist()
+        time.sleep(STEP_S)
+        wait_for_all()  # as the gradients of a step are exchanged
 
 
 def slowest(name: str, costs_s: list[float]) -> tuple[float, float]:
-    """Seconds of an epoch, and the part of it that the rank which waited longer for data did so."""
-    fork = multiprocessing.get_context("fork")
-    together, (received, sent) = fork.Barrier(RANKS), fork.Pipe(duplex=False)
+    """Seconds of an epoch, and the part of it that the rank which waited longer for data did so.
+
+    Raises:
+        WrongDeliveryError: Not each sample came once, or not in order where that is promised.
+    """
     job = uuid.uuid4().hex
-    ranks = [
-        fork.Process(target=train, args=(name, costs_s, rank, job, together, sent))
-        for rank in range(RANKS)
-    ]
-    for rank in ranks:
-        rank.start()
-    found = [received.recv() for _ in ranks]
-    for rank in ranks:
-        rank.join()
-    took_s, waited_s = (max(times) for times in zip(*found, strict=True))
-    return took_s, waited_s / took_s
+    epochs = run_ranks(train, [(name, costs_s, rank, job) for rank in range(RANKS)])
+    for rank, epoch in enumerate(epochs):
+        own = list(range(rank, len(costs_s), RANKS))
+        if LOADERS[name].keeps_order and epoch.indices != own:
+            raise WrongDeliveryError(f"{name}: rank {rank} did not get its samples in order")
+    everything = [index for epoch in epochs for index in epoch.indices]
+    check_labels(everything, len(costs_s), in_order=False, who=name)
+    took_s = max(epoch.took_s for epoch in epochs)
+    return took_s, max(epoch.waited_s for epoch in epochs) / took_s
 
 
 def main(arguments: list[str] | None = None) -> int:
