@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -86,6 +87,7 @@ GOOD: dict[str, list[Any]] = {
     "ordered-dict": [OrderedDict(a=i, b=float(i)) for i in range(3)],
     "default-dict": [defaultdict(int, a=i) for i in range(3)],
     "user-dict": [UserDict(a=i) for i in range(3)],
+    "dict-with-equal-keys": [{1: 1, "b": 2}, {True: 3, "b": 4}, {1.0: 5, "b": 6}],
     "dict-in-other-order": [{"a": 1, "b": 2}, {"b": 4, "a": 3}, {"a": 5, "b": 6}],
     "dict-with-more-keys": [{"a": 1}, {"a": 2, "b": 3}, {"a": 4}],
     "float32-then-float64": [np.ones(2, np.float32), np.ones(2, np.float64), np.ones(2)],
@@ -144,6 +146,23 @@ def test_batches_and_errors_are_those_of_default_collate(workers: dict[str, Any]
     for name, our, their in zip(ALL, ours, theirs, strict=True):
         assert name in PARTLY or (their[0] == "batch") is (name in GOOD), f"{name}: {their}"
         assert_same(essence(our), essence(their), name)
+
+
+@each
+@pytest.mark.parametrize("name", ["dict-in-other-order", "dict-with-equal-keys"])
+def test_the_keys_are_the_first_samples_even_if_it_comes_last(
+    name: str, workers: dict[str, Any]
+) -> None:
+    first, *rest = GOOD[name]
+
+    def late() -> Any:
+        time.sleep(0.2)
+        return first
+
+    (ours,) = DataLoader(Samples([late, *rest]), len(GOOD[name]), **workers)
+    (theirs,) = TorchLoader(Samples(GOOD[name]), len(GOOD[name]))
+    assert_same(ours, theirs)
+    assert [*map(type, ours)] == [*map(type, theirs)]
 
 
 @each

@@ -1,6 +1,6 @@
 """Copies of samples to their place in a batch, and of whole arrays."""
 
-from cpython.dict cimport PyDict_Size
+from cpython.dict cimport PyDict_Next, PyDict_Size
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
@@ -27,10 +27,6 @@ from minato._core.sample_spec import flatten
 __all__ = ["Packer", "copy_array"]
 
 cnp.import_array()
-
-
-cdef extern from "Python.h":
-    PyObject *PyDict_GetItemWithError(object, object) except? NULL
 
 
 def copy_array(dst, src) -> None:
@@ -95,6 +91,10 @@ cdef dict KINDS = {
 }
 
 
+cdef bint same_key(object one, object other) except -1:
+    return type(one) is type(other) and one == other
+
+
 @cython.final
 cdef class Packer:
     """Writes samples of one known structure into the fields of a batch of ``n`` samples.
@@ -110,7 +110,7 @@ cdef class Packer:
             - ``("float" | "int" | "bool", offset)``: stored as float64, int64 or one byte;
             - ``("text", type)``: a ``str`` or ``bytes``, which is handed back instead of written;
             - ``("list" | "tuple" | "namedtuple", type, children)`` and
-              ``("dict", keys, children)``: a container with exactly these members.
+              ``("dict", keys, children)``: a container with exactly these members, in this order.
 
             All types are meant exactly: an instance of a subclass does not fit.
         n: Number of samples in the batch.
@@ -232,8 +232,10 @@ cdef class Packer:
         cdef const Node *node = self.nodes + i
         cdef char *place = base + node.offset + k * node.nbytes
         cdef Py_ssize_t child
+        cdef Py_ssize_t cursor = 0
+        cdef PyObject *found_key
         cdef PyObject *found
-        cdef object value
+        cdef object key, value
         i += 1
         if node.kind == TENSOR:
             return i if write_tensor(&TORCH, node, x, place, aside, held, moves) else -1
@@ -266,11 +268,12 @@ cdef class Packer:
             if type(x) is not dict or PyDict_Size(x) != node.length:
                 return -1
             for child in range(node.length):
-                key = <object> PyTuple_GET_ITEM(<object> node.exact, child)
-                found = PyDict_GetItemWithError(x, key)
-                if found is NULL:
+                if not PyDict_Next(x, &cursor, &found_key, &found):
                     return -1
                 value = <object> found
+                key = <object> PyTuple_GET_ITEM(<object> node.exact, child)
+                if found_key is not <PyObject *> key and not same_key(<object> found_key, key):
+                    return -1
                 i = self.write(i, value, base, k, aside, held, moves)
                 if i < 0:
                     return -1

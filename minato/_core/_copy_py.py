@@ -55,7 +55,7 @@ class Packer:
             - ``("float" | "int" | "bool", offset)``: stored as float64, int64 or one byte;
             - ``("text", type)``: a ``str`` or ``bytes``, which is handed back instead of written;
             - ``("list" | "tuple" | "namedtuple", type, children)`` and
-              ``("dict", keys, children)``: a container with exactly these members.
+              ``("dict", keys, children)``: a container with exactly these members, in this order.
 
             All types are meant exactly: an instance of a subclass does not fit.
         n: Number of samples in the batch.
@@ -173,10 +173,11 @@ def _write(
         case ("dict", keys, children):
             return (
                 type(x) is dict
-                and x.keys() == set(keys)
+                and [*map(type, x)] == [*map(type, keys)]
+                and tuple(x) == keys
                 and all(
-                    _write(child, x[key], address, k, aside, kept_nbytes)
-                    for key, child in zip(keys, children, strict=True)
+                    _write(child, value, address, k, aside, kept_nbytes)
+                    for child, value in zip(children, x.values(), strict=True)
                 )
             )
         case (_, kind, children):
