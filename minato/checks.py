@@ -35,7 +35,6 @@ _UNSHARED = {
     "worker_method": "whose batches other processes cannot see: use 'process'",
     "schedule": "where each batch is one worker's: use 'dynamic'",
     "on_error": "with which ranks might get different numbers of batches: use 'raise' or 'retry'",
-    "device": "as batches come in main memory: use pin_memory=True and tensor.to(device, non_blocking=True)",
     "record_order": "as each rank has only a part of the batches: leave it out",
     "replay_order": "as each rank has only a part of the batches: leave it out",
 }

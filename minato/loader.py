@@ -275,14 +275,13 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         A batch counts as done when ``next()`` has returned it, or raised the error of one of its samples. The state is
         plain data that ``json`` can write, apart from what the ``state_dict()`` of a sampler or dataset of your own
         puts there; later batches do not change it. It costs no worker a step and can be taken at any time, before the
-        first iteration too.
+        first iteration too. With ``shared_pool=True`` it is about this rank's part: each rank keeps its own.
 
         Raises:
             ValueError: The dataset keeps a state, and the order or the worker threads leave open which samples it
                 belongs to.
         """
         self._refuse_data_pipes("state_dict()")
-        self._refuse_ranks("state_dict()")
         if self._keeps_replicas and not is_stream(self):
             mixes = self._options.order not in ("strict", "batch")
             if mixes or self._in_threads:
@@ -298,7 +297,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         """Go on where a state was taken: the next ``iter()`` gives what was left of its epoch.
 
         The number of workers and the worker method may be others, except with datasets that are iterable or have a
-        state of their own. An empty dictionary means the beginning.
+        state of their own. An empty dictionary means the beginning. With ``shared_pool=True`` all ranks, as many as
+        before, load the states that they saved at the same step.
 
         Raises:
             ValueError: The state belongs to another dataset length, sampler, batch size, order or seed, or is none.
@@ -306,7 +306,6 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             TypeError: It is no dictionary.
         """
         self._refuse_data_pipes("load_state_dict()")
-        self._refuse_ranks("load_state_dict()")
         self._iterator = None
         if state_dict == {}:
             self._course = self._course.twin()

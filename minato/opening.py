@@ -15,6 +15,7 @@ from minato.options import Options
 from minato.plan import Plan
 from minato.scheduler.replicas import Replicas
 from minato.sharing import Sharing
+from minato.source.parts import Part
 from minato.source.replay import RecordedOrder
 from minato.source.run import Course, Run, is_stream
 from minato.trace.lanes import Trace
@@ -29,6 +30,7 @@ class Opening:
     num_workers: int
     persistent_workers: bool
     _iterator: Any
+    _index_sampler: Any
     _options: Options
     _course: Course
     _chain: Chain
@@ -90,7 +92,14 @@ class Opening:
     def _new_pass(self) -> Run:
         course = self._course
         before = None if course.last is None else course.last.replicas
-        run, state = course.open(self._whole, self._replay)
+        sharing = None if self._sharing is None or self._sharing.alone else self._sharing
+        resumes = course.resumes
+        done = None if sharing is None or resumes is None else sharing.done_by_all(self, *resumes)
+        run, state = course.open(self._whole, self._replay, done)
+        if sharing is not None:
+            assert course.last is not None
+            own = None if resumes is None else resumes[1]
+            course.last.progress.part = Part(len(self._index_sampler), own)
         if self._keeps_replicas:
             assert course.last is not None
             if self._iterator is None or before is None:

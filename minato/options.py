@@ -327,7 +327,6 @@ class Options:
                 f"worker_method={worker_method!r}": worker_method != "process",
                 "schedule='round_robin'": schedule == "round_robin",
                 f"on_error={on_error!r}": on_error not in ("raise", "retry"),
-                f"device={device!r}": place is not None and place.type != "cpu",
                 f"record_order={record_order!r}": record_order is not None,
                 f"replay_order={replay_order!r}": replay_order is not None,
             },

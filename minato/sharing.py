@@ -12,14 +12,19 @@ from typing import Any
 from minato._machine import available_cores
 from minato._stateful import is_stateful
 from minato.assembler.parcels import ParcelReader
+from minato.delivery.accelerator import accelerator_of
 from minato.delivery.attached import Link
 from minato.delivery.channel import meeting_place
+from minato.delivery.dock import Dock, DockedSource
 from minato.delivery.hub import Hub
+from minato.delivery.iterator import BatchSource
 from minato.delivery.seats import Greeting
 from minato.delivery.shared import AttachedSource, HostSource
 from minato.engine import Engine
 from minato.experience import Experience
 from minato.options import Options
+from minato.source.parts import united
+from minato.source.progress import Done
 from minato.source.ranks import InTurn, RankSampler, ranked
 
 __all__ = ["Place", "Sharing"]
@@ -86,6 +91,7 @@ class Sharing:
         self._owner = os.getpid()
         self._hub: Hub | None = None
         self._link: Link | None = None
+        self._dock: Dock | None = None
 
     def __reduce__(self) -> tuple[type[Sharing], tuple[Place, bool]]:
         return Sharing, (self._place, self._raises)
@@ -105,6 +111,12 @@ class Sharing:
                 f"shared_pool=True needs sockets of Linux, and this is {sys.platform}: leave it out"
             )
         return cls(place, options.on_rank_death == "raise")
+
+    @property
+    def place(self) -> str:
+        """Which rank this is, of how many, in words."""
+        place = self._place
+        return f"rank {place.rank} of {place.count}, local rank {place.local_rank} of {place.local_count}"
 
     @property
     def hosts(self) -> bool:
@@ -174,7 +186,8 @@ class Sharing:
         names = ("memory_budget_bytes", "min_workers", "max_workers")
         values = {name: getattr(options, name) for name in names}
         count = self._place.local_count
-        return replace(options, **{name: value and value * count for name, value in values.items()})
+        scaled: dict[str, Any] = {name: value and value * count for name, value in values.items()}
+        return replace(options, **scaled, device=None)  # each rank brings its part to its own
 
     def pooled(self, loader: Any) -> Any:
         """What stands for a loader where all ranks of the node are meant; itself, if it provides for no other."""
@@ -193,7 +206,7 @@ class Sharing:
         )
         return twin
 
-    def source(self, loader: Any, base_seed: int) -> HostSource | AttachedSource | Engine:
+    def source(self, loader: Any, base_seed: int) -> BatchSource:
         """Where the batches of a new iterator come from.
 
         Raises:
@@ -202,29 +215,69 @@ class Sharing:
         if self.alone:
             engine: Engine = loader._make_engine(base_seed)
             return engine
+        source, device = self._rank_source(loader, base_seed), loader._options.target
+        if device is None:
+            return source
+        if self._dock is None:
+            self._dock = Dock(accelerator_of(device), loader._options.prefetch_to_device)
+        return DockedSource(source, self._dock)
+
+    def _rank_source(self, loader: Any, base_seed: int) -> HostSource | AttachedSource:
+        self._check_owner()
+        if not self.hosts:
+            if self._link is None:
+                self._link = Link(self._address, self._greeting(loader))
+                weakref.finalize(self, self._link.close)
+            return AttachedSource(self._link)
+        hub = self._meet(loader)
+        hub.settle()
+        engine: Engine = self.pooled(loader)._make_engine(base_seed, ParcelReader)
+        return HostSource(hub, engine, loader._index_sampler)
+
+    def done_by_all(self, loader: Any, epoch: int, own: Done) -> Done:
+        """What all ranks have had of the pass in the middle of which they begin, as far as this one has to know.
+
+        Args:
+            own: What this rank has had, as the state says that was loaded.
+
+        Raises:
+            RuntimeError: The ranks do not find each other, or their states do not belong together.
+        """
+        if not self.hosts:
+            return Done()  # the host leaves out what is done
+        self._check_owner()
+        hub = self._meet(loader)
+        parts = hub.gather(epoch, own)
+        try:
+            return united(parts)
+        except ValueError as error:
+            hub.refuse(str(error))
+
+    @property
+    def _address(self) -> str:
+        return meeting_place(self._number)
+
+    def _check_owner(self) -> None:
         if os.getpid() != self._owner:
             raise RuntimeError(
                 "this process was forked from a rank whose loader shares a pool of workers, and is no rank itself: "
                 "make a loader without shared_pool here"
             )
-        address, place = meeting_place(self._number), self._place
+
+    def _greeting(self, loader: Any) -> Greeting:
         alike = (
             *(type(loader.dataset).__name__, len(loader.dataset)),
             *(loader.batch_size, loader.drop_last, loader._options.order, loader._options.seed),
         )
-        me = Greeting(place.local_rank, place.rank, alike)
-        if not self.hosts:
-            if self._link is None:
-                self._link = Link(address, me)
-                weakref.finalize(self, self._link.close)
-            return AttachedSource(self._link)
-        if self._hub is not None:
-            self._hub.settle()
-        engine = self.pooled(loader)._make_engine(base_seed, ParcelReader)
+        return Greeting(self._place.local_rank, self._place.rank, alike)
+
+    def _meet(self, loader: Any) -> Hub:
+        """The hub, where the other ranks find it."""
         if self._hub is None:
             in_turn = loader._options.order == "strict"
+            count = self._place.local_count
             try:
-                self._hub = Hub(address, me, place.local_count, in_turn, self._raises)
+                self._hub = Hub(self._address, self._greeting(loader), count, in_turn, self._raises)
             except OSError as error:
                 raise RuntimeError(
                     f"the ranks of this node cannot meet: {error}. Another job with the same MASTER_ADDR, MASTER_PORT "
@@ -233,4 +286,4 @@ class Sharing:
             weakref.finalize(
                 self, self._hub.close
             ).atexit = False  # at exit it waits for the others
-        return HostSource(self._hub, engine, loader._index_sampler)
+        return self._hub

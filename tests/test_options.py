@@ -150,7 +150,6 @@ def test_batches_on_a_device_need_one() -> None:
         ({"worker_method": "thread"}, "worker_method='thread', whose batches"),
         ({"schedule": "round_robin"}, "schedule='round_robin', where each batch is one worker's"),
         ({"on_error": "skip"}, "on_error='skip', with which ranks might get different numbers"),
-        ({"device": "meta"}, "device='meta', as batches come in main memory: use pin_memory=True"),
         ({"record_order": "file"}, "record_order='file', as each rank has only a part"),
         ({"replay_order": "file"}, "replay_order='file', as each rank has only a part"),
     ],

@@ -160,14 +160,18 @@ def main(arguments: list[str] | None = None) -> int:
         "This says nothing about a GPU."
     )  # fmt: skip
     batches, epochs, repeats = (4, 1, 1) if options.short else (64, 3, options.repeats)
+    how = (
+        f"One epoch of {batches} batches, after one that warms up: it runs, and is too short to compare loaders by."
+        if options.short
+        else f"Medians of {repeats} runs of {epochs} whole epochs of {batches} batches, after one that warms up."
+    )
     conditions = record.environment()
     lines = [
         "# Loaders in front of a GPU",
         "",
-        f"Written by `python -m bench.gpu --out docs/benchmarks`. {where}",
+        f"Written by `python -m bench.gpu{' --short' if options.short else ''} --out docs/benchmarks`. {where}",
         "",
-        f"Medians of {repeats} runs of {epochs} whole epochs of {batches} batches, after one that warms up, with",
-        f"{options.workers} workers; loaders in turn. *Waited*: steps whose `next()` took more than",
+        f"{how} Loaders in turn, each with {options.workers} workers. *Waited*: steps whose `next()` took more than",
         f"{1e3 * WAITED_S:.0f} ms. *Idle*: share of the time in which no kernel ran (NVML, 10 Hz). *Beside*: share",
         "of the time of copies to the GPU in which a kernel ran (trace).",
         "",

@@ -43,6 +43,8 @@ class Arena:
         shared: Whether they do.
         owner: The process that may hand out its slots. A forked child that did so, too, would write to the same memory.
         locks: Keeps the pages of delivered slots in place for a device; None: nobody needs that.
+        given_back: Free slots whose pages were given back, for other processes that may have them locked: whoever tells
+            these takes them out. None: there are none.
     """
 
     def __init__(self, segment: Segment | None = None, shared: bool = True) -> None:
@@ -58,6 +60,7 @@ class Arena:
         self._needed = 0.0
         self.num_slots = 0
         self.locks: PageLocks | None = None
+        self.given_back: list[Slot] | None = None
 
     @property
     def num_leased(self) -> int:
@@ -135,6 +138,8 @@ class Arena:
                 self.locks.unlock(slot)  # else the device would go on reading the pages given back
             self.segment.discard(slot.start, min(slot.end, slot.start + written))
             self._cold.append(slot)
+            if self.given_back is not None:
+                self.given_back.append(slot)
 
 
 class SpareArenas(list[Arena]):

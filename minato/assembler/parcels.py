@@ -16,7 +16,7 @@ from minato.assembler.reader import BatchReader, too_large
 from minato.assembler.transport import SharedStore, Store
 from minato.assembler.writer import SampleError, read_layout
 
-__all__ = ["Annex", "Packed", "Parcel", "ParcelReader", "opened"]
+__all__ = ["Annex", "Packed", "Parcel", "ParcelReader", "Shipment", "opened"]
 
 
 class Parcel(NamedTuple):
@@ -28,6 +28,7 @@ class Parcel(NamedTuple):
         result: Arena offset and bytes of the pickled batch otherwise; or of the error, if
         failed: a sample or the collation raised.
         texts: Arena offset and bytes of each sample's texts, (0, 0) where it has none.
+        nbytes: How much of the slot was written.
     """
 
     slot: Slot
@@ -35,13 +36,31 @@ class Parcel(NamedTuple):
     result: tuple[int, int]
     failed: bool
     texts: tuple[tuple[int, int], ...]
+    nbytes: int
 
 
 class Packed(NamedTuple):
-    """A parcel, and what keeps its slot for it."""
+    """A parcel, what keeps its slot for it, and what is in it for the account of whoever gets it."""
 
     parcel: Parcel
     lease: np.ndarray[Any, np.dtype[np.uint8]]
+    portion: Any = None
+
+
+class Shipment(NamedTuple):
+    """A parcel that has come to where it is opened.
+
+    Attributes:
+        segment: The arena's memory, as this process has it.
+        parcel: The same.
+        portion: What is in it, for the account of whoever gets it.
+        open: Gives the batch (see :func:`opened`). To be called once, so that the slot becomes free again.
+    """
+
+    segment: Segment
+    parcel: Parcel
+    portion: Any
+    open: Callable[[], Any]
 
 
 class ParcelReader(BatchReader):
@@ -61,7 +80,8 @@ class ParcelReader(BatchReader):
                 for kind, start, size in self._ledger.blobs(batch)
             )
         return Packed(
-            Parcel(slot, layout, (offset, nbytes), failed, texts), self._arena.lease(slot, used)
+            Parcel(slot, layout, (offset, nbytes), failed, texts, used),
+            self._arena.lease(slot, used),
         )
 
 
@@ -87,13 +107,13 @@ class Annex:
     """An arena of another process, as far as its memory goes.
 
     Args:
-        segment: That memory.
+        segment: That memory; an attribute too.
         returned: Called with the start of a slot, by any thread and at any time, when nothing of what was opened in it
             is left.
     """
 
     def __init__(self, segment: Segment, returned: Callable[[int], None]) -> None:
-        self._segment = segment
+        self.segment = segment
         self._store = SharedStore(segment)
         self._returned = returned
         self._leases: dict[int, weakref.ref[Any]] = {}
@@ -103,12 +123,15 @@ class Annex:
         """Slots of which something is left."""
         return len(self._leases)
 
-    def open(self, parcel: Parcel) -> Any:
-        """The batch of a parcel (see :func:`opened`)."""
+    def received(self, parcel: Parcel, portion: Any) -> Shipment:
+        """A parcel, to be opened here."""
+        return Shipment(self.segment, parcel, portion, functools.partial(self._open, parcel))
+
+    def _open(self, parcel: Parcel) -> Any:
         start, end = parcel.slot
-        lease = self._segment.array[start:end]
+        lease = self.segment.array[start:end]
         self._leases[start] = weakref.ref(lease, functools.partial(self._end, start))
-        return opened(parcel, self._segment, self._store, lease)
+        return opened(parcel, self.segment, self._store, lease)
 
     def _end(self, start: int, reference: weakref.ref[Any]) -> None:
         self._leases.pop(start, None)

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from minato._core.segment import Segment
-from minato.assembler.parcels import Annex, Parcel
+from minato.assembler.arena import Slot
+from minato.assembler.parcels import Annex, Parcel, Shipment
 from minato.delivery.channel import Channel, connected
 from minato.delivery.hub import PATIENCE_S
 from minato.delivery.seats import AHEAD, Greeting
@@ -42,6 +43,7 @@ class Link:
         self._outbox: deque[tuple[str, int, Any]] = deque()
         self._sending = False
         self._annexes: dict[int, Annex] = {}
+        self._given_back: set[tuple[int, Slot]] = set()
         self._rounds = 0
         self._round = -1  # no pass
         self._closed = False
@@ -60,8 +62,11 @@ class Link:
             self.close()
             raise
 
-    def enter(self, epoch: int) -> int:
+    def enter(self, epoch: int, before: Any = None) -> int:
         """Begin the next pass, as soon as the host does; returns its number.
+
+        Args:
+            before: What this rank has had of the pass that is resumed; None: it begins at the beginning.
 
         Raises:
             RuntimeError: The host, or another rank, has ended, or the host is in another epoch.
@@ -70,27 +75,26 @@ class Link:
             self.leave(self._round)
             number, self._rounds = self._rounds, self._rounds + 1
             self._round = number
-            self._say("enter", number, epoch)
+            self._say("enter", number, (epoch, before))
             self._hear("open")
             for _ in range(AHEAD):
                 self._say("next", number)
             return number
 
-    def next(self, number: int) -> Any:
+    def next(self, number: int) -> Shipment:
         """The next batch, which views the host's memory.
 
         Raises:
             StopIteration: The pass is over.
             RuntimeError: The host, or another rank, has ended, or the host's engine cannot go on.
-            Exception: What the batch's samples raised; the next call goes on.
         """
         with self._turn:
             if number != self._round:
                 raise StopIteration
             match self._hear("batch", "end", "failed"):
-                case ("batch", _, arena, parcel):
+                case ("batch", _, arena, parcel, portion):
                     self._say("next", number)
-                    return self._annexes[arena].open(parcel)
+                    return self._annexes[arena].received(parcel, portion)
                 case ("failed", _, why):
                     self._round = -1
                     raise RuntimeError(
@@ -98,6 +102,18 @@ class Link:
                     )
             self._round = -1
             raise StopIteration
+
+    def has_next(self, number: int) -> bool:
+        """Whether a batch is there."""
+        with self._turn:
+            self._channel.wait(0)
+            first = self._first()
+            return number == self._round and first is not None and first[0] == "batch"
+
+    def given_back(self) -> list[tuple[Segment, Slot]]:
+        """Slots whose pages the host has given back since this was last asked."""
+        slots, self._given_back = self._given_back, set()
+        return [(self._annexes[arena].segment, slot) for arena, slot in slots]
 
     def is_in(self, number: int) -> bool:
         """Whether a pass is going on."""
@@ -148,27 +164,15 @@ class Link:
             self._sending = False
 
     def _hear(self, *kinds: str) -> tuple[Any, ...]:
-        """The next message of these kinds; those of passes that are over are let go."""
+        """The next message of these kinds."""
         while True:
-            while self._channel.received:
-                message, descriptor = self._channel.received.popleft()
-                match message:
-                    case ("arena", int(number), int(nbytes)):
-                        assert descriptor is not None
-                        segment = Segment.received(descriptor, nbytes)
-                        self._annexes[number] = Annex(segment, partial(self._returned, number))
-                    case ("batch", int(number), int(arena), Parcel(slot=slot)) if (
-                        number != self._round
-                    ):
-                        self._dropped.append((arena, slot.start))
-                    case ("end" | "failed", int(number), *_) if number != self._round:
-                        pass
-                    case ("broken" | "refused", str(why)):
-                        self._round = -1
-                        raise RuntimeError(why)
-                    case _ if message[0] in kinds:
-                        found: tuple[Any, ...] = message
-                        return found
+            while (message := self._first()) is not None:
+                self._channel.received.popleft()
+                if message[0] in ("broken", "refused"):
+                    self._round = -1
+                    raise RuntimeError(message[1])
+                if message[0] in kinds:
+                    return message
             if self._channel.over:
                 self._round = -1
                 raise RuntimeError(
@@ -176,3 +180,26 @@ class Link:
                     "or dropped this loader"
                 )
             self._channel.wait(_LIVENESS_S)
+
+    def _first(self) -> tuple[Any, ...] | None:
+        """The first message for whoever asks; what is about memory is seen to, what belongs to past passes let go."""
+        while self._channel.received:
+            message, descriptor = self._channel.received[0]
+            match message:
+                case ("arena", int(number), int(nbytes)):
+                    assert descriptor is not None
+                    segment = Segment.received(descriptor, nbytes)
+                    self._annexes[number] = Annex(segment, partial(self._returned, number))
+                case ("given back", slots):
+                    self._given_back.update(slots)
+                case ("batch", int(number), int(arena), Parcel(slot=slot), _) if (
+                    number != self._round
+                ):
+                    self._dropped.append((arena, slot.start))
+                case ("end" | "failed", int(number), *_) if number != self._round:
+                    pass
+                case _:
+                    first: tuple[Any, ...] = message
+                    return first
+            self._channel.received.popleft()
+        return None

@@ -9,10 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
 
+from minato._core.segment import Segment
+from minato.assembler.arena import Slot
 from minato.assembler.parcels import Packed
 from minato.delivery.reception import Reception
-from minato.delivery.seats import AHEAD, FAREWELL, Greeting, Round, Source, next_seat
+from minato.delivery.seats import AHEAD, FAREWELL, Greeting, Round, Source, misfit, next_seat
 from minato.delivery.switchboard import Switchboard
 
 __all__ = ["PATIENCE_S", "Hub"]
@@ -25,6 +28,14 @@ _LINGER_S = 5.0
 """How long the host's process stays at its end, in the middle of an epoch, while others do not go on."""
 _FAREWELL_S = 60.0
 """The same if it has had its part of the epoch, and others have not had theirs."""
+
+
+class Had(Protocol):
+    """What a rank has had of a pass."""
+
+    @property
+    def batches(self) -> int:
+        """How many batches."""
 
 
 class Hub(Reception):
@@ -46,6 +57,7 @@ class Hub(Reception):
         self._in_turn = in_turn
         self._owner = os.getpid()
         self._rounds = itertools.count()
+        self._done_before = [0] * count
         self._switchboard = Switchboard(address, self._said, self._lost)
         self._thread = threading.Thread(target=self._run, name="minato-hub", daemon=True)
         self._thread.start()
@@ -53,8 +65,51 @@ class Hub(Reception):
 
     # ---- the host's own rank ----------------------------------------------------------------
 
+    def gather(self, epoch: int, own: Had) -> list[Any]:
+        """What each rank has had of the pass that all resume, when all have come to begin it.
+
+        Args:
+            epoch: Its number.
+            own: What the host's own rank has had.
+
+        Raises:
+            RuntimeError: A rank has ended, does not come, or resumes another pass, or none.
+        """
+        self.settle()
+        with self._news:
+            others = self._seats[1:]
+
+            def late() -> list[str]:
+                return [seat.name for seat in others if seat.gone is None and seat.entering is None]
+
+            self._wait_for(
+                lambda: not late(), late, "has not come to go on in the middle of the epoch"
+            )
+            found, self._done_before = [own], [own.batches] + [0] * len(others)
+            for seat in others:
+                if seat.entering is not None:
+                    _, theirs, before = seat.entering
+                    why = misfit(seat.name, theirs, before is not None, epoch, True)
+                    if why is not None:
+                        self.refuse(why)
+                    found.append(before)
+                    self._done_before[seat.rank] = before.batches
+            return found
+
+    def refuse(self, why: str) -> NoReturn:
+        """End all passes, here and in the other ranks, with a RuntimeError."""
+        with self._news:
+            self._break(why)
+        raise RuntimeError(why)
+
     def open(
-        self, source: Source, epoch: int, quota: int, begin: Callable[[], bool]
+        self,
+        source: Source,
+        epoch: int,
+        quota: int,
+        begin: Callable[[], bool],
+        latest: Callable[[], Any],
+        resumed: bool,
     ) -> tuple[int, bool]:
         """Begin the next pass when all ranks are through with the last one.
 
@@ -63,6 +118,8 @@ class Hub(Reception):
             epoch: Number that the other ranks must give it, too.
             quota: Batches for each rank.
             begin: Begins it in the engine.
+            latest: Tells what was in the batch that the engine gave last.
+            resumed: Whether it goes on with what ``gather`` has told.
 
         Returns:
             The number of the pass, and what ``begin`` gave.
@@ -75,10 +132,13 @@ class Hub(Reception):
         with self._news:
             if source.arena not in self._arenas:
                 self._arenas.append(source.arena)
+                source.arena.given_back = []
             arena, number = self._arenas.index(source.arena), next(self._rounds)
-            self._round = Round(source, number, epoch, quota, len(self._seats), arena)
+            done = sum(self._done_before) if resumed else None
+            count = len(self._seats)
+            self._round = Round(source, number, epoch, quota, count, arena, latest, done)
             for seat in self._seats:
-                seat.reset()
+                seat.reset(self._done_before[seat.rank] if resumed else 0)
             self._seats[0].state, self._seats[0].wants = "in", AHEAD
             for seat in self._seats[1:]:
                 self._admit(seat)
@@ -94,19 +154,31 @@ class Hub(Reception):
         with self._news:
             self._seats[0].leave()
             self._news.notify_all()
-            deadline = time.monotonic() + PATIENCE_S
-            while self._round is not None and self._broken is None:
-                self._check_threads()
-                late = [seat.name for seat in self._seats if seat.state != "out"]
-                if late and time.monotonic() > deadline:
-                    raise RuntimeError(
-                        f"{', '.join(late)} is not through with the last epoch of this loader, for which local rank 0 "
-                        f"has waited {PATIENCE_S:.0f} s: with shared_pool=True all ranks must iterate as often"
-                    )
-                self._news.wait(_LIVENESS_S)
-            gone = [seat.gone for seat in self._seats if seat.gone is not None]
-            if self._broken is not None or (gone and self._raises):
-                raise RuntimeError(self._broken or gone[0])
+            self._wait_for(
+                lambda: self._round is None,
+                lambda: [seat.name for seat in self._seats if seat.state != "out"],
+                "is not through with the last epoch",
+            )
+
+    def _wait_for(self, done: Callable[[], bool], late: Callable[[], list[str]], what: str) -> None:
+        """Wait until something is done, for which some ranks are late.
+
+        Raises:
+            RuntimeError: A rank has ended, or is late for ever.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while self._broken is None and not done():
+            self._check_threads()
+            names = late()
+            if names and time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{', '.join(names)} {what} of this loader, for which local rank 0 has waited {PATIENCE_S:.0f} s: "
+                    "with shared_pool=True all ranks must iterate as often"
+                )
+            self._news.wait(_LIVENESS_S)
+        gone = [seat.gone for seat in self._seats if seat.gone is not None]
+        if self._broken is not None or (gone and self._raises):
+            raise RuntimeError(self._broken or gone[0])
 
     def next(self, number: int) -> Packed:
         """The next batch for the host's own rank.
@@ -132,6 +204,17 @@ class Hub(Reception):
                     raise StopIteration if this.error is None else this.error
                 self._check_threads()
                 self._news.wait(_LIVENESS_S)
+
+    def has_next(self, number: int) -> bool:
+        """Whether a batch is there for the host's own rank."""
+        with self._news:
+            return self.is_in(number) and bool(self._seats[0].inbox)
+
+    def given_back(self) -> list[tuple[Segment, Slot]]:
+        """Slots whose pages were given back since this was last asked."""
+        with self._news:
+            slots, self._seats[0].given_back = self._seats[0].given_back, set()
+            return [(self._arenas[arena].segment, slot) for arena, slot in slots]
 
     def leave(self, number: int) -> None:
         """The host's own rank is through with a pass; the others go on."""
@@ -208,6 +291,7 @@ class Hub(Reception):
             raise
         finally:
             self._switchboard.close()
+            self._arenas.clear()  # without waiting for the garbage collector
             atexit.unregister(self._at_exit)
 
     def _step(self) -> bool:
@@ -237,7 +321,7 @@ class Hub(Reception):
 
     def _fetch(self, this: Round) -> bool:
         try:
-            packed = this.source.next()
+            packed = this.source.next()._replace(portion=this.latest())
             if this.fetched + 1 == this.total:
                 self._see_the_end(this)
         except Exception as error:
@@ -245,6 +329,7 @@ class Hub(Reception):
                 self._fail(this, error)
             return True
         with self._news:
+            self._note_given_back(this)
             seat = next_seat(self._seats, this, self._in_turn)
             this.fetched += 1
             seat.dealt += 1
@@ -256,6 +341,13 @@ class Hub(Reception):
                     self._serve(seat)
             self._news.notify_all()
         return True
+
+    def _note_given_back(self, this: Round) -> None:
+        slots = this.source.arena.given_back
+        while slots:
+            place = this.arena, slots.pop()
+            for seat in self._seats:
+                seat.given_back.add(place)
 
     def _see_the_end(self, this: Round) -> None:
         """Let the engine end the pass, before its last batch is handed out."""

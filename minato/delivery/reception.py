@@ -8,7 +8,7 @@ from typing import Any
 
 from minato.assembler.arena import Arena
 from minato.delivery.channel import Channel
-from minato.delivery.seats import FAREWELL, Greeting, Round, Seat, refusal
+from minato.delivery.seats import FAREWELL, Greeting, Round, Seat, misfit, refusal
 
 __all__ = ["Reception"]
 
@@ -49,10 +49,14 @@ class Reception:
             if seat.arena != this.arena:
                 seat.arena, segment = this.arena, self._arenas[this.arena].segment
                 self._send(seat.channel, ("arena", this.arena, segment.nbytes), segment.descriptor)
+            if seat.given_back:  # before a batch can lie there
+                self._send(seat.channel, ("given back", tuple(seat.given_back)))
+                seat.given_back.clear()
             packed = seat.inbox.popleft()
             seat.wants -= 1
             seat.leases[this.arena, packed.parcel.slot.start] = packed.lease
-            self._send(seat.channel, ("batch", this.number, this.arena, packed.parcel))
+            message = ("batch", this.number, this.arena, packed.parcel, packed.portion)
+            self._send(seat.channel, message)
         if seat.inbox or not seat.wants:
             return
         if seat.dealt == this.quota:
@@ -87,7 +91,7 @@ class Reception:
             this = self._round
             here = this is not None and this.number == number
             if kind == "enter":
-                seat.entering = number, more
+                seat.entering = number, *more
                 self._admit(seat)
             elif kind == "next" and here and seat.state == "in":
                 self._ask(seat)
@@ -112,21 +116,18 @@ class Reception:
         """Let another rank take part in the pass that it waits for, if that is open."""
         if seat.entering is None:
             return
-        number, epoch = seat.entering
+        number, epoch, before = seat.entering
         this = self._round
         if self._broken is not None:
             self._send(seat.channel, ("broken", self._broken))
         elif this is not None and this.number == number:
             seat.entering = None
-            if this.epoch == epoch:
+            why = misfit(seat.name, epoch, before is not None, this.epoch, this.resumed)
+            if why is None:
                 seat.state = "in"
                 seat.wants = FAREWELL if self._generous else 0
                 self._send(seat.channel, ("open", number))
             else:
-                why = (
-                    f"this is epoch {epoch} here and {this.epoch} for local rank 0: with shared_pool=True call "
-                    "set_epoch() alike in all ranks"
-                )
                 self._send(seat.channel, ("refused", why))
 
     def _lost(self, channel: Channel) -> None:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from minato.assembler.arena import Arena
+from minato.assembler.arena import Arena, Slot
 from minato.assembler.parcels import Packed
 from minato.delivery.channel import Channel
 
-__all__ = ["AHEAD", "FAREWELL", "Greeting", "Round", "Seat", "Source", "next_seat", "refusal"]
+__all__ = [
+    "AHEAD",
+    "FAREWELL",
+    "Greeting",
+    "Round",
+    "Seat",
+    "Source",
+    "misfit",
+    "next_seat",
+    "refusal",
+]
 
 
 AHEAD = 2
@@ -50,9 +61,11 @@ class Round:
     Args:
         number: Of the pass, from 0.
         epoch: As the host numbers it.
-        quota: Batches that each rank gets.
+        quota: Batches that each rank gets, in earlier runs and this one.
         seats: Number of ranks.
         arena: Number of the engine's arena.
+        latest: Tells what was in the batch that the engine gave last.
+        done: Batches that all ranks together had of it in earlier runs; None: it begins at the beginning.
 
     Attributes:
         fetched: Batches that the engine has given.
@@ -61,13 +74,23 @@ class Round:
     """
 
     def __init__(
-        self, source: Source, number: int, epoch: int, quota: int, seats: int, arena: int
+        self,
+        source: Source,
+        number: int,
+        epoch: int,
+        quota: int,
+        seats: int,
+        arena: int,
+        latest: Callable[[], Any],
+        done: int | None = None,
     ) -> None:
         self.source = source
         self.number = number
         self.epoch = epoch
         self.quota = quota
-        self.total = quota * seats
+        self.latest = latest
+        self.resumed = done is not None
+        self.total = quota * seats - (done or 0)
         self.arena = arena
         self.fetched = 0
         self.exhausted = False
@@ -83,11 +106,12 @@ class Seat:
         state: ``away``: it has not begun the pass; ``in``; or ``out``: it is through with it.
         inbox: Batches for it.
         wants: How many more it has asked for.
-        dealt: How many it was given, those in the inbox included.
+        dealt: How many it was given of the pass, those in the inbox and those of earlier runs included.
         turn: When it asked.
         leases: What keeps the slots of batches that it holds, by arena and start.
         arena: Number of the arena that it was told of last.
-        entering: Number and epoch of the pass that it waits for.
+        given_back: Slots whose pages were given back, by the number of their arena, of which it is still to be told.
+        entering: Number and epoch of the pass that it waits for, and what it had of that in earlier runs.
         gone: Why it will not come again.
     """
 
@@ -101,7 +125,8 @@ class Seat:
         self.turn = 0
         self.leases: dict[tuple[int, int], Any] = {}
         self.arena = -1
-        self.entering: tuple[int, int] | None = None
+        self.given_back: set[tuple[int, Slot]] = set()
+        self.entering: tuple[int, int, Any] | None = None
         self.gone: str | None = None
 
     @property
@@ -110,10 +135,10 @@ class Seat:
         process = "" if self.channel is None else f" (process {self.channel.pid})"
         return f"local rank {self.rank}{process}"
 
-    def reset(self) -> None:
-        """Begin a pass."""
+    def reset(self, dealt: int = 0) -> None:
+        """Begin a pass, of which it had so many batches in earlier runs."""
         self.state = "away" if self.gone is None else "out"
-        self.wants = self.dealt = 0
+        self.wants, self.dealt = 0, dealt
 
     def leave(self) -> None:
         """Be through with it."""
@@ -142,15 +167,35 @@ def next_seat(seats: list[Seat], this: Round, in_turn: bool) -> Seat:
     """Whom the next batch of a pass is for.
 
     Args:
-        in_turn: Batch k is rank k mod n's. Otherwise it is for whoever has waited longest, as long as each gets as many
-            in the end; if nobody waits, for any that is due one.
+        in_turn: Batch k of the whole pass is rank k mod n's. Otherwise it is for whoever has waited longest, as long as
+            each gets as many in the end; if nobody waits, for any that is due one.
     """
     if in_turn:
-        return seats[this.fetched % len(seats)]
+        return min(seats, key=lambda seat: (seat.dealt, seat.rank))
     due = [seat for seat in seats if seat.dealt < this.quota]
     places = {"in": 0, "away": 1, "out": 2}
     return min(
         due, key=lambda seat: (places[seat.state], len(seat.inbox), not seat.wants, seat.turn)
+    )
+
+
+def misfit(name: str, epoch: int, resumed: bool, host_epoch: int, host_resumed: bool) -> str | None:
+    """Why a rank cannot take part in a pass with the host; None if it can.
+
+    Args:
+        resumed, host_resumed: Whether they begin in the middle, each by the state that it has loaded.
+    """
+    if (epoch, resumed) == (host_epoch, host_resumed):
+        return None
+    if not (resumed or host_resumed):
+        return (
+            f"this is epoch {epoch} here and {host_epoch} for local rank 0: with shared_pool=True call set_epoch() "
+            "alike in all ranks"
+        )
+    where = {True: "in the middle, by the state that it has loaded", False: "at the beginning"}
+    return (
+        f"{name} begins epoch {epoch} {where[resumed]}, and local rank 0 begins epoch {host_epoch} "
+        f"{where[host_resumed]}: with shared_pool=True load in each rank the state that it saved, all at the same step"
     )
 
 

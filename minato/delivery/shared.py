@@ -2,26 +2,104 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sized
 from typing import Any, Protocol
 
+from minato._core.segment import Segment
+from minato.assembler.arena import Slot
 from minato.assembler.page_locks import PageLocker
-from minato.assembler.parcels import opened
+from minato.assembler.parcels import Shipment, opened
 from minato.assembler.transport import SharedStore
 from minato.delivery.attached import Link
 from minato.delivery.hub import Hub
 from minato.delivery.iterator import BatchSource
 from minato.delivery.seats import Source
 
-__all__ = ["AttachedSource", "HostSource"]
+__all__ = ["AttachedSource", "HostSource", "RankSource"]
+
+
+class Part(Protocol):
+    """The account of what a rank has been handed of a pass."""
+
+    before: Any
+
+    def handed(self, portion: Any) -> None:
+        """Note a batch that the program gets."""
+
+    def ended(self) -> None:
+        """Note that there is no other."""
+
+
+class RankSource(ABC):
+    """Batches of one rank, which may be taken before they are opened.
+
+    Attributes:
+        part: Told what the program gets; whoever takes a batch by himself has to tell it.
+    """
+
+    part: Part
+
+    def __init__(self) -> None:
+        self._number = -1
+        self._leave: Callable[[], Any] = lambda: None
+
+    @property
+    @abstractmethod
+    def over(self) -> bool:
+        """Whether the pass has no more batches for this rank."""
+
+    @property
+    @abstractmethod
+    def has_next(self) -> bool:
+        """Whether ``take`` would not wait."""
+
+    @abstractmethod
+    def begin(
+        self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
+    ) -> bool:
+        """Start a pass of all ranks."""
+
+    def next(self) -> Any:
+        """The next batch for this rank."""
+        shipment = self.take()
+        self.part.handed(shipment.portion)
+        return shipment.open()
+
+    def take(self) -> Shipment:
+        """The same, to be opened."""
+        try:
+            return self._take()
+        except StopIteration:
+            self.part.ended()
+            raise
+
+    @abstractmethod
+    def _take(self) -> Shipment:
+        """The same; raises StopIteration where there is none."""
+
+    @abstractmethod
+    def given_back(self) -> list[tuple[Segment, Slot]]:
+        """Slots whose pages were given back; whoever has them locked must unlock them before the next batch there."""
+
+    def shut_down(self) -> None:
+        """Leave the pass; the workers end when all ranks have, unless they persist."""
+        self._leave()
+
+    def _leave_at_the_end(self, leave: Callable[[int], None]) -> None:
+        """Leave the present pass once: when it is asked for, or when this source is dropped."""
+        finalizer = weakref.finalize(self, leave, self._number)
+        finalizer.atexit = False  # then the hub itself takes care
+        self._leave = finalizer
 
 
 class _Engine(BatchSource, Source, Protocol):
     """What the host has."""
 
 
-class HostSource:
+class HostSource(RankSource):
     """Batches of the rank that hosts the pool (see :class:`minato.delivery.iterator.BatchSource`).
 
     Args:
@@ -30,11 +108,10 @@ class HostSource:
     """
 
     def __init__(self, hub: Hub, engine: _Engine, sampler: Sized) -> None:
+        super().__init__()
         self._hub = hub
         self._engine = engine
         self._sampler = sampler
-        self._number = -1
-        self._leave: Callable[[], Any] = lambda: None
         self._store = SharedStore(engine.arena.segment)
 
     @property
@@ -42,71 +119,81 @@ class HostSource:
         """Whether the pass has no more batches for this rank."""
         return not self._hub.is_in(self._number)
 
-    def begin(self, batches: Any, epoch: int, *rest: Any) -> bool:
+    @property
+    def has_next(self) -> bool:
+        """Whether a batch is there."""
+        return self._hub.has_next(self._number)
+
+    def begin(
+        self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
+    ) -> bool:
         """Start a pass of all ranks, as soon as they are through with the last one."""
         self._leave()
+        self.part = progress.part
         self._number, begun = self._hub.open(
             self._engine,
             epoch,
             len(self._sampler),
-            lambda: self._engine.begin(batches, epoch, *rest),
+            lambda: self._engine.begin(batches, epoch, seed, expected, progress, size),
+            progress.latest,
+            self.part.before is not None,
         )
-        self._leave = _at_the_end(self, self._hub.leave, self._number)
+        self._leave_at_the_end(self._hub.leave)
         return begun
 
-    def next(self) -> Any:
-        """The next batch for this rank."""
-        parcel, lease = self._hub.next(self._number)
-        return opened(parcel, self._engine.arena.segment, self._store, lease)
+    def _take(self) -> Shipment:
+        parcel, lease, portion = self._hub.next(self._number)
+        segment = self._engine.arena.segment
+        give = functools.partial(opened, parcel, segment, self._store, lease)
+        return Shipment(segment, parcel, portion, give)
+
+    def given_back(self) -> list[tuple[Segment, Slot]]:
+        """Slots whose pages the engine has given back."""
+        return self._hub.given_back()
 
     def pinned(self, duration_ns: int) -> None:
         """Of no use here: what is measured is measured for all ranks."""
 
     def lock_pages(self, locker: PageLocker) -> None:
-        """Nothing: pages that are given back for one rank would still be locked by another."""
-
-    def shut_down(self) -> None:
-        """Leave the pass; the workers end when all ranks have, unless they persist."""
-        self._leave()
+        """Nothing: what consumers of one rank copy, torch pins for them."""
 
 
-class AttachedSource:
+class AttachedSource(RankSource):
     """Batches of a rank that the host provides for."""
 
     def __init__(self, link: Link) -> None:
+        super().__init__()
         self._link = link
-        self._number = -1
-        self._leave: Callable[[], Any] = lambda: None
 
     @property
     def over(self) -> bool:
         """Whether the pass has no more batches for this rank."""
         return not self._link.is_in(self._number)
 
-    def begin(self, batches: Any, epoch: int, *rest: Any) -> bool:
+    @property
+    def has_next(self) -> bool:
+        """Whether a batch is there."""
+        return self._link.has_next(self._number)
+
+    def begin(
+        self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
+    ) -> bool:
         """Take part in the host's next pass; what this rank's sampler gives, the host's copy of it does."""
         self._leave()
-        self._number = self._link.enter(epoch)
-        self._leave = _at_the_end(self, self._link.leave, self._number)
+        self.part = progress.part
+        self._number = self._link.enter(epoch, self.part.before)
+        self._leave_at_the_end(self._link.leave)
         return True
 
-    def next(self) -> Any:
-        """The next batch for this rank."""
+    def _take(self) -> Shipment:
         return self._link.next(self._number)
+
+    def given_back(self) -> list[tuple[Segment, Slot]]:
+        """Slots whose pages the host has given back."""
+        return self._link.given_back()
 
     def pinned(self, duration_ns: int) -> None:
         """As with the host."""
 
     def lock_pages(self, locker: PageLocker) -> None:
         """As with the host."""
-
-    def shut_down(self) -> None:
-        """Leave the pass."""
-        self._leave()
-
-
-def _at_the_end(source: Any, leave: Callable[[int], None], number: int) -> Callable[[], Any]:
-    """What leaves a pass, once: when it is called, or when the source is dropped."""
-    finalizer = weakref.finalize(source, leave, number)
-    finalizer.atexit = False  # then the hub itself takes care
-    return finalizer

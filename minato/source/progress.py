@@ -9,16 +9,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import index as as_integer
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minato._core.arrivals import Arrivals, sum_of_hashes
 from minato.errors import CoverageError
 from minato.source.replay import OrderRecord
 from minato.stats.lateness import Lateness
 
-__all__ = ["Coverage", "Done", "Progress", "Tally", "number_of", "rest_of"]
+if TYPE_CHECKING:
+    from minato.source.parts import Part
+
+__all__ = ["Coverage", "Done", "Portion", "Progress", "Tally", "merged", "number_of", "rest_of"]
 
 _MODULUS = 1 << 64
+
+Portion = tuple[list[tuple[int, int]], int, int]
+"""Of one batch: the ordinals of its keys as ranges, how many they are, and the sum of their hashes."""
 
 
 class Tally(NamedTuple):
@@ -30,6 +36,11 @@ class Tally(NamedTuple):
 
     samples: int
     hash: int
+
+    @classmethod
+    def of(cls, samples: int, hashes: int) -> Tally:
+        """Of so many keys, by the sum of their hashes."""
+        return cls(samples, hashes % _MODULUS)
 
 
 _NOTHING = Tally(0, 0)
@@ -84,14 +95,17 @@ class Done:
     @property
     def expected(self) -> Tally:
         """Tally of all keys that are done."""
-        count, total = (sum(pair) for pair in zip(self.delivered, self.skipped, strict=True))
-        return Tally(count, total % _MODULUS)
+        return Tally.of(*(sum(pair) for pair in zip(self.delivered, self.skipped, strict=True)))
 
     def extended(self, numbers: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """The ranges with more of them: ``[first, end)`` of the ordinals that are left, numbered from 0."""
+        return merged([*self.ranges, *self.placed(numbers)])
+
+    def placed(self, numbers: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The ordinals themselves of what is numbered so, as ranges."""
         gaps = list(itertools.pairwise((0, *itertools.chain(*self.ranges))))[::2]
         gaps.append((self.end, 1 << 63))
-        found = list(self.ranges)
+        found = []
         waiting = deque(numbers)
         number = 0  # of the gap's first ordinal
         for start, stop in gaps:
@@ -102,13 +116,18 @@ class Done:
                 if inside < end:
                     waiting.appendleft((inside, end))
             number += stop - start
-        merged: list[tuple[int, int]] = []
-        for first, end in sorted(item for item in found if item[0] < item[1]):
-            if merged and first <= merged[-1][1]:
-                merged[-1] = merged[-1][0], end
-            else:
-                merged.append((first, end))
-        return tuple(merged)
+        return found
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges ``[first, end)`` in ascending order, those that touch made one."""
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(item for item in ranges if item[0] < item[1]):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((first, end))
+    return tuple(found)
 
 
 class Progress:
@@ -131,7 +150,11 @@ class Progress:
         """Where the order of the batches is written down."""
         self.length: Callable[[], int | None] = lambda: None
         """Tells how many batches are left of the pass when it begins; None if nobody knows."""
+        self.part: Part | None = None
+        """What this rank has had of it, where it is shared by several: that is what a state is about."""
         self._before = done or Done()
+        self._latest: tuple[list[int], int] = [], 0
+        self._told = self._before.delivered
         self._arrivals = Arrivals(
             number_of, self._before.expected, self._before.delivered, self._before.skipped
         )
@@ -163,8 +186,20 @@ class Progress:
         self._arrivals.deliver(positions, start)
         self.lateness.delivered(positions, start, num_slow, samples)
         self.batches += 1
+        if self.part is not None:
+            self._latest = positions, start
         if self.record is not None:
             self.record.delivered([position - start for position in positions])
+
+    def latest(self) -> Portion:
+        """What lay in the batch that was delivered last, of a shared pass; to be asked after each of them."""
+        positions, start = self._latest
+        numbers = [position - start for position in positions if position >= 0]
+        runs = [(number, number + 1) for number in numbers]
+        if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            runs = [(numbers[0], numbers[-1] + 1)]  # as they nearly always are
+        before, self._told = self._told, Tally(*self._arrivals.delivered)
+        return self._before.placed(merged(runs)), *_less(self._told, before)
 
     def skipped(self, positions: list[int], start: int) -> None:
         """Note samples that were given up; those that lie in a batch are to be named before it is delivered."""
@@ -240,8 +275,8 @@ def rest_of(
     keys_left: deque[Any] = deque()
     sizes: deque[int] = deque()
     ranges = deque(done.ranges)
-    count = total = number = ordinal = 0
-    while ordinal < done.end:
+    count = total = number = ordinal = first_keys = largest = 0
+    while ordinal < done.end or (mixes and number < done.batches):
         keys = next(batches, None)
         if keys is None:
             raise ValueError(_ANOTHER_ORDER)
@@ -249,7 +284,10 @@ def rest_of(
         count += len(finished)
         total += sum_of_hashes(finished, number_of)
         keys_left.extend(left)
-        if number >= done.batches:
+        largest = max(largest, len(keys))
+        if number < done.batches:
+            first_keys += len(keys)
+        else:
             sizes.append(len(keys))
         if not whole:
             whole_batches.append(keys)
@@ -258,7 +296,8 @@ def rest_of(
     if (count, total % _MODULUS) != done.expected:
         raise ValueError(_ANOTHER_ORDER)
     if mixes:
-        return _cut_anew(batches, keys_left, sizes, drop_last)
+        # Of batches that several ranks share, short ones may be done while full ones are left.
+        return _cut_anew(batches, keys_left, sizes, drop_last, largest, first_keys - count)
     return itertools.chain(whole_batches, batches)
 
 
@@ -287,11 +326,20 @@ def _parted(
 
 
 def _cut_anew(
-    batches: Iterator[Any], keys: deque[Any], sizes: deque[int], drop_last: bool
+    batches: Iterator[Any],
+    keys: deque[Any],
+    sizes: deque[int],
+    drop_last: bool,
+    largest: int,
+    surplus: int,
 ) -> Iterator[list[Any]]:
     while True:
-        while sizes and len(keys) >= sizes[0]:
-            yield [keys.popleft() for _ in range(sizes.popleft())]
+        while sizes:
+            more = min(largest - sizes[0], surplus) if surplus > 0 else 0
+            if len(keys) < sizes[0] + more:
+                break
+            surplus -= more
+            yield [keys.popleft() for _ in range(sizes.popleft() + more)]
         drawn = next(batches, None)
         if drawn is None:
             break

@@ -215,11 +215,26 @@ class Course:
         twin._loaded = None
         return twin
 
-    def open(self, loader: Any, replay: RecordedOrder | None) -> tuple[Run, Any]:
-        """Begin the next run; returns it and the states of the workers' datasets to begin with, or None."""
+    @property
+    def resumes(self) -> tuple[int, Done] | None:
+        """The epoch in the middle of which the next run begins, and what is done of it; None: it begins with one."""
+        if self._loaded is None or self._loaded["finished"]:
+            return None
+        return self._loaded["epoch"], done_of(self._loaded["done"])
+
+    def open(
+        self, loader: Any, replay: RecordedOrder | None, done: Done | None = None
+    ) -> tuple[Run, Any]:
+        """Begin the next run; returns it and the states of the workers' datasets to begin with, or None.
+
+        Args:
+            done: What is done of the pass that is resumed, if that is not what the loaded state says.
+        """
         sampler, loaded = loader._index_sampler, self._loaded
         replicas = loaded and loaded["replicas"]
         if loaded is not None and not loaded["finished"]:
+            if done is not None:
+                loaded = {**loaded, "done": plain_done(done)}
             self.epoch = loaded["epoch"]
             if loaded["draw"]["epoch"] is not None:
                 tell_epoch(sampler, loaded["draw"]["epoch"])
@@ -247,19 +262,20 @@ class Course:
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         last, draw = self.last, Draw(loader.generator, loader._index_sampler)
+        account = None if last is None else last.progress.part or last.progress
         state = {
             "loader": signature(loader, is_stream(loader), draw.sources),
             "epoch": self.epoch,
-            "finished": last is None or last.progress.finished,
+            "finished": account is None or account.finished,
         }
-        if last is None or last.progress.finished:
+        if last is None or account is None or account.finished:
             kept = None if last is None or last.replicas is None else last.replicas.between()
             return {**state, "draw": draw.between(), "replicas": _with_own(loader, kept)}
         kept = None if last.replicas is None else last.replicas.plain()
         return {
             **state,
             "base_seed": last.base_seed,
-            "done": plain_done(last.progress.done()),
+            "done": plain_done(account.done()),
             "draw": last.draw.plain(),
             "replicas": _with_own(loader, kept),
         }

@@ -14,6 +14,7 @@ __all__ = ["checked", "done_of", "plain_done", "signature"]
 _VERSION = 1
 _FAMILY = "minato.DataLoader"
 _WORDS = {
+    "place": "its place among ranks that share a pool",
     "dataset_length": "len(dataset)",
     "sampler": "the sampler's type",
     "sampler_length": "the number of batches",
@@ -33,6 +34,7 @@ def signature(loader: Any, is_stream: bool, sources: tuple[int, int]) -> dict[st
     return {
         "kind": _FAMILY,
         "version": _VERSION,
+        "place": None if loader._sharing is None else loader._sharing.place,
         "dataset_length": None if is_stream else length_of(loader.dataset),
         "sampler": " of ".join(type(one).__qualname__ for one in nested(sampler)),
         "sampler_length": length_of(sampler),

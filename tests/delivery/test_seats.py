@@ -15,7 +15,7 @@ def seats_of(*states: str) -> tuple[list[Seat], Round]:
     seats = [Seat(rank) for rank in range(len(states))]
     for seat, state in zip(seats, states, strict=True):
         seat.state = state
-    return seats, Round(Nothing(), 0, 0, 3, len(seats), 0)  # type: ignore[arg-type]
+    return seats, Round(Nothing(), 0, 0, 3, len(seats), 0, tuple)  # type: ignore[arg-type]
 
 
 def deal(seats: list[Seat], this: Round, in_turn: bool) -> int:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 import minato
+from tests.delivery.recorder import Recorder
 from tests.integrations.models import Indexed, Model, Stream, noisy
 from tests.integrations.ranks import engines, rank_and_count
 
@@ -46,6 +47,38 @@ def shared() -> dict[str, Any]:
             data, 4, shuffle=True, num_workers=1, order=order, seed=5, shared_pool=True
         )
     )
+
+
+def resumed() -> dict[str, Any]:
+    """The same, each rank with a device that is played, broken off and gone on with in the middle of an epoch."""
+    recorder = Recorder()
+    minato.sharing.accelerator_of = lambda device: recorder  # type: ignore[assignment]
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+
+    def make(order: str) -> Any:
+        return minato.DataLoader(
+            Indexed(40), 4, shuffle=True, num_workers=1, order=order, seed=5, shared_pool=True,
+            device="meta",
+        )  # fmt: skip
+
+    for order in ("strict", "arrival"):
+        loader = make(order)
+        batches = iter(loader)
+        kept = [next(batches)["index"] for _ in range(2)]
+        state = loader.state_dict()
+        dist.barrier()
+        del batches, loader
+        loader = make(order)
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        kept += [batch["index"] for batch in loader]
+        recorder.run()
+        found[order] = [[index.tolist() for index in kept]]
+        kept = [batch["index"] for batch in loader]
+        recorder.run()
+        found[order].append([index.tolist() for index in kept])
+    dist.destroy_process_group()
+    return found
 
 
 def _trained(make_loader: Callable[[Any, Any, str], Any]) -> dict[str, Any]:
@@ -164,8 +197,8 @@ def lightning() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    programs = {"ddp": ddp, "shared": shared, "accelerated": accelerated, "lightning": lightning}
-    program = programs[sys.argv[1]]
+    programs = ddp, shared, resumed, accelerated, lightning
+    program = next(each for each in programs if each.__name__ == sys.argv[1])
     with engines() as seen:
         result = program()
     print(json.dumps({**result, "engines": seen()}))

@@ -47,6 +47,13 @@ def test_one_pool_for_all_ranks() -> None:
         check([rank[order] for rank in ranks], 40, shuffled=True)
 
 
+def test_one_pool_gone_on_with_in_mid_epoch_and_a_device_for_each_rank() -> None:
+    ranks = run_ranks("resumed")
+    for order in ("strict", "arrival"):
+        assert [[len(epoch) for epoch in rank[order]] for rank in ranks] == [[5, 5]] * 2
+        check([rank[order] for rank in ranks], 40, shuffled=True)
+
+
 @pytest.fixture(scope="module")
 def accelerated() -> list[dict[str, Any]]:
     pytest.importorskip("accelerate", "1.0")
