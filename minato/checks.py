@@ -246,7 +246,7 @@ def check_sharing(shared_pool: object, on_rank_death: object, given: dict[str, b
         given: Arguments with their values that do not go with it, and whether they were given.
     """
     check_choice("shared_pool", shared_pool, (True, False))
-    check_choice("on_rank_death", on_rank_death, ("raise", "continue"))
+    check_choice("on_rank_death", on_rank_death, ("raise", "continue", "wait"))
     if not shared_pool and on_rank_death != "raise":
         raise ValueError(
             f"on_rank_death={on_rank_death!r} has no meaning without shared_pool=True: leave it out"

@@ -112,8 +112,9 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         prefetch_to_device: How many batches are sent there before their turn (2), as far as they are complete.
         shared_pool: Under torchrun the ranks of a node share the workers of all of them: each sample goes to whichever
             is free. Each rank gets its part of the dataset, and as many batches as every other.
-        on_rank_death: What the other ranks do if the process of one ends in between: ``"raise"`` a RuntimeError, or
-            ``"continue"`` without its part of the dataset. Without local rank 0, which hosts the workers, none goes on.
+        on_rank_death: What the other ranks do if the process of one ends in between: ``"raise"`` a RuntimeError,
+            ``"continue"`` without its part of the dataset, or ``"wait"``: go on, and before the next epoch wait until
+            another process has taken its place. Without local rank 0, which hosts the workers, none goes on.
         ray_options: What Ray is told of each actor (``ActorClass.options``); by default that it takes one core.
 
     Raises:

@@ -110,7 +110,7 @@ class Options:
         device: Where batches go, or None for main memory.
         prefetch_to_device: How many batches go there before their turn.
         shared_pool: Whether the ranks of a node share their workers.
-        on_rank_death: ``raise`` or ``continue``.
+        on_rank_death: ``raise``, ``continue`` or ``wait``.
         ray_options: What Ray is told of each actor, or None.
     """
 

@@ -81,20 +81,20 @@ class Sharing:
 
     Args:
         place: Of this process among the ranks.
-        raises: Whether the end of one rank is an error for all.
+        on_rank_death: What the others do when one ends.
     """
 
-    def __init__(self, place: Place, raises: bool) -> None:
+    def __init__(self, place: Place, on_rank_death: str) -> None:
         self._place = place
-        self._raises = raises
+        self._on_rank_death = on_rank_death
         self._number = next(_numbers)
         self._owner = os.getpid()
         self._hub: Hub | None = None
         self._link: Link | None = None
         self._dock: Dock | None = None
 
-    def __reduce__(self) -> tuple[type[Sharing], tuple[Place, bool]]:
-        return Sharing, (self._place, self._raises)
+    def __reduce__(self) -> tuple[type[Sharing], tuple[Place, str]]:
+        return Sharing, (self._place, self._on_rank_death)
 
     @classmethod
     def of(cls, options: Options) -> Sharing | None:
@@ -110,7 +110,7 @@ class Sharing:
             raise ValueError(
                 f"shared_pool=True needs sockets of Linux, and this is {sys.platform}: leave it out"
             )
-        return cls(place, options.on_rank_death == "raise")
+        return cls(place, options.on_rank_death)
 
     @property
     def place(self) -> str:
@@ -277,7 +277,9 @@ class Sharing:
             in_turn = loader._options.order == "strict"
             count = self._place.local_count
             try:
-                self._hub = Hub(self._address, self._greeting(loader), count, in_turn, self._raises)
+                self._hub = Hub(
+                    self._address, self._greeting(loader), count, in_turn, self._on_rank_death
+                )
             except OSError as error:
                 raise RuntimeError(
                     f"the ranks of this node cannot meet: {error}. Another job with the same MASTER_ADDR, MASTER_PORT "

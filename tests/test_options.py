@@ -162,8 +162,8 @@ def test_what_a_shared_pool_does_not_go_with(given: dict[str, Any], words: str) 
 def test_what_becomes_of_ranks_needs_a_shared_pool() -> None:
     with pytest.raises(ValueError, match="on_rank_death='continue' has no meaning without"):
         options(on_rank_death="continue")
-    with pytest.raises(ValueError, match="on_rank_death='wait' is not possible: choose one of"):
-        options(on_rank_death="wait", shared_pool=True, num_workers=2)
+    with pytest.raises(ValueError, match="on_rank_death='never' is not possible: choose one of"):
+        options(on_rank_death="never", shared_pool=True, num_workers=2)
     with pytest.raises(ValueError, match="shared_pool=3 is not possible"):
         options(shared_pool=3)
     assert options(shared_pool=True, num_workers=2).shared_pool

@@ -57,7 +57,7 @@ class Link:
         _LINKS.add(self)
         self._say("hello", 0, me)
         try:
-            self._hear("welcome")
+            _, self._rounds = self._hear("welcome")
         except BaseException:
             self.close()
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import sys
 import threading
@@ -49,14 +48,15 @@ class Hub(Reception):
         me: What the others must resemble.
         count: Number of ranks.
         in_turn: Whether batch k is rank k mod n's, or whoever's asks.
-        raises: Whether the end of one rank is an error for all.
+        on_rank_death: What the others do when one ends.
     """
 
-    def __init__(self, address: str, me: Greeting, count: int, in_turn: bool, raises: bool) -> None:
-        super().__init__(me, count, raises)
+    def __init__(
+        self, address: str, me: Greeting, count: int, in_turn: bool, on_rank_death: str
+    ) -> None:
+        super().__init__(me, count, on_rank_death)
         self._in_turn = in_turn
         self._owner = os.getpid()
-        self._rounds = itertools.count()
         self._done_before = [0] * count
         self._switchboard = Switchboard(address, self._said, self._lost)
         self._thread = threading.Thread(target=self._run, name="minato-hub", daemon=True)
@@ -133,7 +133,8 @@ class Hub(Reception):
             if source.arena not in self._arenas:
                 self._arenas.append(source.arena)
                 source.arena.given_back = []
-            arena, number = self._arenas.index(source.arena), next(self._rounds)
+            arena, number = self._arenas.index(source.arena), self._begun
+            self._begun += 1
             done = sum(self._done_before) if resumed else None
             count = len(self._seats)
             self._round = Round(source, number, epoch, quota, count, arena, latest, done)
@@ -155,10 +156,16 @@ class Hub(Reception):
             self._seats[0].leave()
             self._news.notify_all()
             self._wait_for(
-                lambda: self._round is None,
-                lambda: [seat.name for seat in self._seats if seat.state != "out"],
-                "is not through with the last epoch",
+                lambda: self._round is None and not self._missing(),
+                lambda: (
+                    [seat.name for seat in self._seats if seat.state != "out"] or self._missing()
+                ),
+                "is not through with the last epoch, or has ended and not come again, for the next one",
             )
+
+    def _missing(self) -> list[str]:
+        """Ranks that have ended, and in whose place another process is awaited."""
+        return [seat.name for seat in self._seats if seat.gone is not None and self._waits]
 
     def _wait_for(self, done: Callable[[], bool], late: Callable[[], list[str]], what: str) -> None:
         """Wait until something is done, for which some ranks are late.

@@ -19,12 +19,15 @@ class Reception:
     Args:
         me: What they must resemble.
         count: Number of ranks, the host included.
-        raises: Whether the end of one rank is an error for all.
+        on_rank_death: When one of them ends, ``raise`` an error in all others, let them ``continue`` without it, or let
+            them ``wait`` before the next pass until another process has taken its place.
     """
 
-    def __init__(self, me: Greeting, count: int, raises: bool) -> None:
+    def __init__(self, me: Greeting, count: int, on_rank_death: str) -> None:
         self._me = me
-        self._raises = raises
+        self._raises = on_rank_death == "raise"
+        self._waits = on_rank_death == "wait"
+        self._begun = 0  # passes
         # Re-entrant: the garbage collector may drop a source in the middle of anything.
         self._news = threading.Condition()
         self._seats = [Seat(rank) for rank in range(count)]
@@ -107,10 +110,14 @@ class Reception:
         return next((seat for seat in self._seats if seat.channel is channel), None)
 
     def _greet(self, channel: Channel, who: Greeting) -> None:
-        why = refusal(self._seats, self._me, who)
-        if why is None:
-            self._seats[who.local_rank].channel = channel
-        self._send(channel, ("welcome",) if why is None else ("refused", why))
+        why = refusal(self._seats, self._me, who, self._waits)
+        if why is not None:
+            self._send(channel, ("refused", why))
+            return
+        seat = self._seats[who.local_rank]
+        seat.channel, seat.gone = channel, None
+        is_awaited = self._round is not None and seat.state == "away"
+        self._send(channel, ("welcome", self._begun - is_awaited))
 
     def _admit(self, seat: Seat) -> None:
         """Let another rank take part in the pass that it waits for, if that is open."""

@@ -150,6 +150,7 @@ class Seat:
         self.leave()
         self.gone = self.gone or why
         self.channel = None
+        self.arena = -1
         self.entering = None
         self.leases.clear()
 
@@ -199,8 +200,12 @@ def misfit(name: str, epoch: int, resumed: bool, host_epoch: int, host_resumed: 
     )
 
 
-def refusal(seats: list[Seat], host: Greeting, who: Greeting) -> str | None:
-    """Why a rank that has come gets no seat; None if it does."""
+def refusal(seats: list[Seat], host: Greeting, who: Greeting, waits: bool) -> str | None:
+    """Why a rank that has come gets no seat; None if it does.
+
+    Args:
+        waits: Whether the place of a rank that has ended is free.
+    """
     if who.loader != host.loader:
         return (
             f"this loader is not the one that local rank 0 has in its place: {who.loader} is not {host.loader}. "
@@ -211,5 +216,10 @@ def refusal(seats: list[Seat], host: Greeting, who: Greeting) -> str | None:
         return (
             f"LOCAL_RANK={who.local_rank} with RANK={who.rank} is taken, or not possible where local rank 0 has "
             f"RANK={host.rank} and there are {len(seats)} ranks: start the ranks of a node by torchrun"
+        )
+    if seats[who.local_rank].gone is not None and not waits:
+        return (
+            f"{seats[who.local_rank].gone}, and the others do without it: on_rank_death='wait' lets another process "
+            "take its place"
         )
     return None

@@ -35,20 +35,30 @@ class Job:
     def __init__(
         self, program: Callable[[int, Any], Any], count: int = 2, local: int | None = None
     ):
-        name = f"{os.getpid()}-{next(_jobs)}"
         self.count = local or count
-        barrier = _FORK.Barrier(self.count)
-        self.processes = []
+        self._program = program
+        self._ranks = count
+        self._name = f"{os.getpid()}-{next(_jobs)}"
+        self._barrier = _FORK.Barrier(self.count)
+        self.processes: list[Any] = []
         self._results: list[Connection[Any, Any]] = []
         for rank in range(self.count):
-            received, sent = _FORK.Pipe()
-            places = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank}
-            places["LOCAL_WORLD_SIZE"] = self.count
-            arguments = (program, rank, barrier, sent, places, name)
-            self.processes.append(_FORK.Process(target=_run, args=arguments))
-            self._results.append(received)
-            self.processes[-1].start()
-            sent.close()
+            self.start(rank)
+
+    def start(self, rank: int) -> None:
+        """Start the process of a rank, or another one in its place."""
+        received, sent = _FORK.Pipe()
+        places = {"RANK": rank, "WORLD_SIZE": self._ranks, "LOCAL_RANK": rank}
+        places["LOCAL_WORLD_SIZE"] = self.count
+        arguments = (self._program, rank, self._barrier, sent, places, self._name)
+        process = _FORK.Process(target=_run, args=arguments)
+        if rank < len(self.processes):
+            self.processes[rank].close()
+            self._results[rank].close()
+        self.processes[rank : rank + 1] = [process]
+        self._results[rank : rank + 1] = [received]
+        process.start()
+        sent.close()
 
     def result(self, rank: int) -> Any:
         """What a rank returned.

@@ -65,6 +65,16 @@ def test_those_that_are_there_come_first() -> None:
 )
 def test_who_gets_a_seat(who: Greeting, words: str | None) -> None:
     seats, _ = seats_of("out", "out")
-    why = refusal(seats, Greeting(0, 4, (8,)), who)
+    why = refusal(seats, Greeting(0, 4, (8,)), who, waits=False)
     assert (why is None) == (words is None)
     assert words is None or words in str(why)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_whose_process_has_ended_may_come_again(waits: bool) -> None:
+    seats, _ = seats_of("out", "out")
+    seats[1].gone = "local rank 1 (process 7) has ended"
+    why = refusal(seats, Greeting(0, 4, (8,)), Greeting(1, 5, (8,)), waits)
+    assert (
+        why is None if waits else "process 7) has ended, and the others do without it" in str(why)
+    )

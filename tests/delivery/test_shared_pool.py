@@ -403,6 +403,30 @@ def test_the_end_of_a_rank_may_be_one_for_it_alone() -> None:
         assert job.result(2) == theirs[2]
 
 
+def test_another_process_may_take_the_place_of_a_rank(tmp_path: Any) -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(
+            Numbers(40), 2, on_rank_death="wait", persistent_workers=True, shuffle=True
+        )
+        if (tmp_path / "ended").exists():
+            loader.set_epoch(1)
+            return [indices(loader) for _ in range(2)]
+        batches = iter(loader)
+        first = next(batches).tolist()
+        together.wait(20)
+        if rank == 1:
+            (tmp_path / "ended").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [[first, *indices(batches)], *(indices(loader) for _ in range(2))]
+
+    with Job(program) as job:
+        job.processes[1].join(20)
+        job.start(1)
+        theirs = expected(40, 2, 2, 3)
+        assert job.result(0) == theirs[0]
+        assert job.result(1) == theirs[1][1:]
+
+
 def test_the_end_of_the_host_is_an_error_for_the_others() -> None:
     def program(rank: int, together: Any) -> Any:
         loader = loader_of(Sleepy(400, 0.005), 2)
