@@ -62,16 +62,25 @@ class Cuda:
 
     def lock(self, address: int, nbytes: int) -> None:
         """Register pages with ``cudaHostRegister``."""
-        status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        with self._current():
+            status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+            if status:
+                # CUDA keeps the error and would let the program's next kernel raise it.
+                with suppress(RuntimeError):
+                    torch.ones(1, device="cuda")
         if status:
-            # CUDA keeps the error and would let the program's next kernel raise it.
-            with suppress(RuntimeError):
-                torch.ones(1, device="cuda")
             raise OSError(f"cudaHostRegister of {nbytes} bytes gave CUDA's error {status}")
 
     def unlock(self, address: int) -> None:
         """Unregister them."""
-        torch.cuda.cudart().cudaHostUnregister(address)
+        with self._current():
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+    def _current(self) -> AbstractContextManager[Any]:
+        # Else CUDA would begin to use the first device, which is another rank's, and takes memory there for that.
+        if self._device is None or self._device.index is None:
+            return nullcontext()
+        return torch.cuda.device(self._device)
 
     @contextmanager
     def copying(self) -> Iterator[None]:

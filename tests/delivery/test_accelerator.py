@@ -77,6 +77,14 @@ class Machine:
 
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(said, f"side {device}"))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+        @contextmanager
+        def device_of(device: torch.device) -> Iterator[None]:
+            said.append(("current", device.index))
+            yield
+            said.append(("no longer", device.index))
+
+        monkeypatch.setattr(torch.cuda, "device", device_of)
         monkeypatch.setattr(torch.cuda, "stream", on)
         monkeypatch.setattr(torch.cuda, "current_stream", current)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -188,6 +196,16 @@ def test_locking_says_why_it_fails(machine: Machine, monkeypatch: pytest.MonkeyP
     locker.unlock(4096)
     assert machine.said == [
         ("register", 4096, 8192, 1), ("register", 16384, 4096, 1), ("kernel",), ("unregister", 4096)
+    ]  # fmt: skip
+
+
+def test_memory_is_locked_by_way_of_the_device_that_reads_it(machine: Machine) -> None:
+    locker = Cuda(torch.device("cuda", 1))
+    locker.lock(4096, 8192)
+    locker.unlock(4096)
+    assert machine.said == [
+        ("current", 1), ("register", 4096, 8192, 1), ("no longer", 1),
+        ("current", 1), ("unregister", 4096), ("no longer", 1),
     ]  # fmt: skip
 
 
