@@ -171,6 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
         "",
         f"Written by `python -m bench.gpu{' --short' if options.short else ''} --out docs/benchmarks`. {where}",
         "",
+        "Samples are not the papers' data: random arrays, filtered in rounds whose number has a heavy tail.",
         f"{how} Loaders in turn, each with {options.workers} workers. *Waited*: steps whose `next()` took more than",
         f"{1e3 * WAITED_S:.0f} ms. *Idle*: share of the time in which no kernel ran (NVML, 10 Hz). *Beside*: share",
         "of the time of copies to the GPU in which a kernel ran (trace).",

@@ -194,12 +194,17 @@ class Progress:
     def latest(self) -> Portion:
         """What lay in the batch that was delivered last, of a shared pass; to be asked after each of them."""
         positions, start = self._latest
-        numbers = [position - start for position in positions if position >= 0]
-        runs = [(number, number + 1) for number in numbers]
-        if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-            runs = [(numbers[0], numbers[-1] + 1)]  # as they nearly always are
+        first, count = min(positions, default=-1), len(positions)
+        numbers: Iterable[tuple[int, int]]
+        if first >= 0 and positions == list(
+            range(first, first + count)
+        ):  # as they nearly always are
+            numbers = [(first - start, first - start + count)]
+        else:
+            found = (position - start for position in positions if position >= 0)
+            numbers = merged((number, number + 1) for number in found)
         before, self._told = self._told, Tally(*self._arrivals.delivered)
-        return self._before.placed(merged(runs)), *_less(self._told, before)
+        return self._before.placed(numbers), *_less(self._told, before)
 
     def skipped(self, positions: list[int], start: int) -> None:
         """Note samples that were given up; those that lie in a batch are to be named before it is delivered."""
