@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import mmap
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from minato import DataLoader, sharing
+from minato._core.segment import Segment
+from minato.assembler.arena import Slot
+from minato.assembler.parcels import Parcel, Shipment
+from minato.delivery.dock import Dock
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Pair, flat
 from tests.delivery.jobs import run, until
 from tests.delivery.recorder import Mark, Recorder
@@ -115,6 +120,18 @@ def test_what_a_rank_holds_is_read_before_it_lets_go_at_the_end() -> None:
     first, second = run(program)
     assert flat(first) == list(range(0, 18, 2))
     assert flat(second) == list(range(1, 18, 2))
+
+
+def test_a_dock_ends_when_the_device_has_read() -> None:
+    recorder, segment, slot = Recorder(), Segment(1 << 20), Slot(mmap.PAGESIZE, 3 * mmap.PAGESIZE)
+    values = torch.from_numpy(segment.array[slot.start : slot.start + 100])
+    parcel = Parcel(slot, 0, (0, 0), False, (), 100)
+    dock = Dock(recorder, 2)
+    sent, _ = dock.send(Shipment(segment, parcel, None, lambda: values))
+    values[:] = 5
+    assert recorder.ran == 0
+    del dock
+    assert sent.tolist() == [5] * 100
 
 
 def test_pages_that_the_host_gives_back_are_unlocked_by_all() -> None:
