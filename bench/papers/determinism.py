@@ -15,7 +15,7 @@ from bench.macro.suite import Spread
 from bench.macro.trial import WrongDeliveryError
 from bench.macro.work import straggler_costs_s
 from bench.papers.naps import Naps
-from bench.papers.page import Section, Settings
+from bench.papers.page import Section, Settings, prose
 from bench.papers.trial import BATCH_ORDER, LOADERS, ROUND_ROBIN, build, check, timed
 
 WORKERS, BATCH_SIZE = 12, 8
@@ -126,8 +126,13 @@ def sequences(settings: Settings) -> str:
         marked = [f"*{n}*" if yes else n for n, yes in zip(counts, promised, strict=True)]
         same = results[0].sequence == found["torch"][0].sequence
         rows.append([name, *marked, "yes" if same else "no"])
-    about = _SEQUENCE.format(
-        runs=runs, samples=samples, workers=WORKERS, batch=BATCH_SIZE, delay=1e3 * DELAY_S
+    about = prose(
+        _SEQUENCE,
+        runs=runs,
+        samples=samples,
+        workers=WORKERS,
+        batch=BATCH_SIZE,
+        delay=1e3 * DELAY_S,
     )
     return f"{about}\n{table(['loader', *Digests._fields, 'as torch'], rows)}"
 
@@ -168,7 +173,8 @@ def throughput(settings: Settings) -> str:
     rows = [
         [name, *(spread_text(Spread.of(found[name, load]), 2) for load in loads)] for name in NAMES
     ]
-    about = _THROUGHPUT.format(
+    about = prose(
+        _THROUGHPUT,
         samples=samples,
         workers=WORKERS,
         batch=BATCH_SIZE,

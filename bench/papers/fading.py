@@ -13,7 +13,7 @@ import minato
 from bench.macro.report import spread_text, table
 from bench.macro.suite import Spread
 from bench.papers.far import ABOUT, Pictures, bound_per_s, far_store
-from bench.papers.page import Section, Settings
+from bench.papers.page import Section, Settings, prose
 from bench.papers.trial import build, check
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def run(settings: Settings) -> Section:
         for label, (_, reads, _) in contenders.items()
     ]
     head = ["loader", "bound, samples/s", "trimmed", "of the bound", "whole"]
-    text = _TEXT.format(
+    text = prose(
+        _TEXT,
         about=ABOUT,
         workers=WORKERS,
         batch=BATCH_SIZE,

@@ -23,7 +23,7 @@ CAP_PER_S = 800
 """Pictures that the link passes in a second, for all connections together."""
 ABOUT = (
     f"Pictures of {NBYTES / 1000:.0f} kB in a Redis server behind the proxy of [remote data](remote.md): "
-    f"a round trip of {1e3 * RTT_S:.0f} ms,\nand a link that passes {CAP_PER_S} of them in a second"
+    f"a round trip of {1e3 * RTT_S:.0f} ms, and a link that passes {CAP_PER_S} of them in a second"
 )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bench.macro.report import spread_text, table
 from bench.macro.suite import Spread
 from bench.papers.far import ABOUT, Pictures, bound_per_s, far_store
-from bench.papers.page import COLOURS, Section, Settings
+from bench.papers.page import COLOURS, Section, Settings, prose
 from bench.papers.trial import timed
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def run(settings: Settings) -> Section:
                 found[cell].append(_per_s(cell, port, count))
     rows = [_row(cell, found[cell]) for cell in grid]
     head = ["workers", "loader", "reads", "bound, samples/s", "samples/s", "of the bound"]
-    text = _TEXT.format(about=ABOUT, batch=BATCH_SIZE, run_s=run_s, least=least)
+    text = prose(_TEXT, about=ABOUT, batch=BATCH_SIZE, run_s=run_s, least=least)
 
     def draw(axes: Axes) -> None:
         for name in ("torch", "torch, in_order=False", "minato"):

@@ -12,7 +12,7 @@ from bench.macro.report import spread_text, table
 from bench.macro.suite import Spread
 from bench.papers.far import ABOUT, Picture, Pictures, bound_per_s, far_store
 from bench.papers.grid import BATCH_SIZE, RUN_S, SHORT_RUN_S, samples_of
-from bench.papers.page import Section, Settings
+from bench.papers.page import Section, Settings, prose
 from bench.papers.trial import check, timed
 
 SIZES, SHORT_SIZES = (1, 4, 10, 20, 40, 60), (1, 3)
@@ -29,7 +29,7 @@ _dataset: Pictures | None = None
 def run(settings: Settings) -> Section:
     """Time a pool and loaders of each size, in turn."""
     sizes = SHORT_SIZES if settings.short else SIZES
-    run_s, least = (SHORT_RUN_S, 1) if settings.short else (RUN_S, 4)
+    run_s, least = (SHORT_RUN_S, 1) if settings.short else (RUN_S, 2)
     contenders: dict[str, Callable[[Pictures, int], float]] = {
         "pool": pool_s,
         "torch": _loader("torch"),
@@ -51,7 +51,7 @@ def run(settings: Settings) -> Section:
         + [spread_text(Spread.of(found[size, name]), 0) for name in names]
         for size in sizes
     ]
-    text = _TEXT.format(about=ABOUT, workers=WORKERS, batch=BATCH_SIZE, run_s=run_s)
+    text = prose(_TEXT, about=ABOUT, workers=WORKERS, batch=BATCH_SIZE, run_s=run_s)
     title = "Pools of requests (ConcurrentDataloader, figure 12)"
     return Section(title, f"{text}\n{table(['requests at once', 'bound', *names], rows)}")
 

@@ -12,7 +12,7 @@ from bench.gpu.work import resnet
 from bench.macro.report import spread_text, table
 from bench.macro.suite import Spread
 from bench.papers.far import ABOUT, Pictures, bound_per_s, far_store
-from bench.papers.page import Section, Settings
+from bench.papers.page import Section, Settings, prose
 from bench.papers.trial import build, check
 
 WORKERS, READS, BATCH_SIZE = 4, 16, 16
@@ -21,9 +21,10 @@ WIDTH_ON_GPU, WIDTH_ON_CPU = 64, 4
 _TEXT = """\
 {about}. {workers} workers and {batches} batches of {batch} for a small residual network on {device}. Theirs
 (tables 2 and 5): batches of 256 pictures of ImageNet, 4 workers, 16 fetchers, ResNet-18 on a GPU. Median
-milliseconds of a run: *get batch*, how long `next()` took; *to device*, the copy{copied}; *train step*,
-forward, backward and the optimiser. *Samples/s*: all samples by the runtime, start of the workers included.
-*Bound*: what the requests under way bring, or the steps alone take.
+milliseconds of a run: *get batch*, how long `next()` took, and its *mean*, for where workers end their batches
+at the same time most of them wait for nothing; *to device*, the copy{copied}; *train step*, forward, backward
+and the optimiser. *Samples/s*: all samples by the runtime, start of the workers included. *Bound*: what the
+requests under way bring, or the steps alone take.
 """
 _NO_GPU = ", within memory, for there was no GPU"
 
@@ -33,11 +34,13 @@ class Stages(NamedTuple):
 
     Attributes:
         medians_ms: Of getting a batch, of copying it and of a step.
+        waited_ms: For a batch, in the mean.
         steps_s: All steps together.
         whole_s: The run, from before the loader was built.
     """
 
     medians_ms: list[float]
+    waited_ms: float
     steps_s: float
     whole_s: float
 
@@ -63,7 +66,8 @@ def run(settings: Settings) -> Section:
         _row(label, found[label], count, bound_per_s(WORKERS * reads))
         for label, (_, reads) in contenders.items()
     ]
-    text = _TEXT.format(
+    text = prose(
+        _TEXT,
         about=ABOUT,
         workers=WORKERS,
         batches=count // BATCH_SIZE,
@@ -71,7 +75,7 @@ def run(settings: Settings) -> Section:
         device=torch.cuda.get_device_name() if device.type == "cuda" else "the processor",
         copied="" if device.type == "cuda" else _NO_GPU,
     )
-    head = ["loader", "get batch", "to device", "train step", "samples/s", "bound"]
+    head = ["loader", "get batch", "mean", "to device", "train step", "samples/s", "bound"]
     title = "Stages of a step (ConcurrentDataloader, figure 14)"
     return Section(title, f"{text}\n{table(head, rows)}")
 
@@ -111,7 +115,7 @@ def train(name: str, reads: int, pictures: Pictures, device: torch.device) -> St
     check(name, came, order)
     get_s, copy_s, step_s = zip(*spans_s, strict=True)
     medians_ms = [1e3 * statistics.median(each) for each in (get_s, copy_s, step_s)]
-    return Stages(medians_ms, sum(step_s), whole_s)
+    return Stages(medians_ms, 1e3 * statistics.fmean(get_s), sum(step_s), whole_s)
 
 
 def _row(label: str, runs: list[Stages], count: int, read_per_s: float) -> list[str]:
@@ -121,4 +125,5 @@ def _row(label: str, runs: list[Stages], count: int, read_per_s: float) -> list[
     ]
     bound = min(read_per_s, count / min(one.steps_s for one in runs))
     per_s = spread_text(Spread.of([count / one.whole_s for one in runs]), 0)
-    return [label, *medians, per_s, f"{bound:.0f}"]
+    waited = spread_text(Spread.of([one.waited_ms for one in runs]), 1)
+    return [label, medians[0], waited, *medians[1:], per_s, f"{bound:.0f}"]

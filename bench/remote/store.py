@@ -18,6 +18,7 @@ from minato.sources.redis import Redis
 OBJECT_NBYTES = 100_000
 COUNT = 3000
 _PATIENCE_S = 10.0
+_AT_ONCE = 100
 
 
 class Store:
@@ -53,8 +54,9 @@ class Store:
                     raise
                 time.sleep(0.02)
         noise = np.random.default_rng(1).bytes(self._nbytes)
-        for i in range(COUNT):
-            client.set(name(i), i.to_bytes(8, "little") + noise[8:])
+        for first in range(0, COUNT, _AT_ONCE):
+            some = range(first, min(first + _AT_ONCE, COUNT))
+            client.mset({name(i): i.to_bytes(8, "little") + noise[8:] for i in some})
         client.close()
         return self
 
