@@ -121,7 +121,7 @@ def record(name: str, port: int, count: int, reads: int, slow_start: int | None)
     for batch in build(
         name, dataset, [], order, batch_size=BATCH_SIZE, num_workers=WORKERS, **options
     ):
-        came += batch.index.tolist()
+        came += batch.key.tolist()
         begun_s += batch.begun_s.tolist()
         ended_s += batch.ended_s.tolist()
     whole_s = time.perf_counter() - start_s

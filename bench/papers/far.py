@@ -31,12 +31,12 @@ class Picture(NamedTuple):
     """A sample.
 
     Attributes:
-        index: Which one.
+        key: Which one.
         begun_s, ended_s: When the worker began and ended to read it, by the clock that all processes share.
         image: ``(3, SIDE, SIDE)``, uint8.
     """
 
-    index: int
+    key: int
     begun_s: float
     ended_s: float
     image: torch.Tensor

@@ -76,7 +76,7 @@ def _enter(dataset: Pictures) -> None:
 def _index_of(index: int) -> int:
     assert _dataset is not None
     sample: Picture = _dataset[index]
-    return sample.index
+    return sample.key
 
 
 def _loader(name: str) -> Callable[[Pictures, int], float]:

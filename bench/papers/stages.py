@@ -107,7 +107,7 @@ def train(name: str, reads: int, pictures: Pictures, device: torch.device) -> St
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        came += batch.index.tolist()
+        came += batch.key.tolist()
         done_s = now_s()
         spans_s.append((got_s - asked_s, copied_s - got_s, done_s - copied_s))
         asked_s = now_s()

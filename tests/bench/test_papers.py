@@ -266,7 +266,7 @@ def test_requests_under_way_or_the_link_are_the_bound():
 def test_a_store_and_its_pictures():
     with far.far_store() as port:
         sample = far.Pictures(port, 9)[7]
-    assert sample.index == 7
+    assert sample.key == 7
     assert sample.image.shape == (3, 58, 58)
     assert sample.ended_s - sample.begun_s >= far.RTT_S
 
