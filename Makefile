@@ -86,7 +86,7 @@ bench: build  ## compare with torch's loader, and the compiled with the pure cor
 data: $(INSTALLED)  ## fetch real volumes, photographs and recordings into build/data (0.5 GB; pip, apt-get)
 	$(PY) -m bench.workloads
 
-bench-papers: build data  ## the papers' experiments on real input, in about ten minutes (SHORT=1: smoke run)
+bench-papers: build data  ## the papers' experiments on real input, in about twenty minutes (SHORT=1: smoke run)
 	$(PY) -m bench.papers $(if $(SHORT),--short,--out docs/benchmarks)
 
 bench-peers: build  ## compare with other projects' loaders, installed in build/peers (9 GB)

@@ -19,6 +19,8 @@ from minato.assembler.page_locks import PageLocker
 from minato.assembler.reader import BatchReader
 from minato.assembler.transport import LocalStore, SharedStore
 from minato.chain.plans import planner
+from minato.delivery.ahead import AheadReader
+from minato.delivery.pinning import Pin, PinnedReader
 from minato.delivery.staging import onto_device
 from minato.errors import ErrorBudgetError
 from minato.experience import Experience
@@ -65,6 +67,7 @@ class Engine:
         arena: Where the batches lie; that of an earlier engine has warm pages.
         experience: What earlier engines have learned of the samples; this one adds to it.
         make_reader: Makes what batches are, of full slots.
+        pin: Copies batches to memory that the device can read by itself: they come as :class:`Pinned`, then.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Engine:
         arena: Arena,
         experience: Experience,
         make_reader: type[BatchReader] = BatchReader,
+        pin: Pin | None = None,
     ) -> None:
         self.arena = arena
         self._memory = None if plan.profile is None else Memory(plan.profile, plan)
@@ -123,9 +127,13 @@ class Engine:
         self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths)
         reader = make_reader(self.ledger, self.arena, store)
         self._journal, staged_reader, dispatcher = parts_of(plan, experience.journal)
-        self._staging = onto_device(plan.device, reader, self.ledger, self.arena, staged_reader)
-        self._reader = self._staging or reader
         self._ahead = plan.prefetch_to_device
+        self._staging: AheadReader | None = onto_device(
+            plan.device, reader, self.ledger, self.arena, staged_reader
+        )
+        if pin is not None:
+            self._staging, self._ahead = PinnedReader(reader, self.ledger, pin), 1
+        self._reader = self._staging or reader
         self._experience = experience
         self._foresight: Foresight | None = None
         if plan.foresees:

@@ -365,10 +365,12 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         if self.num_workers > 0 and self._options.worker_method != "ray":
             self.check_worker_number_rationality()
         self._open_views()
-        make: Callable[[int], BatchSource] = self._make_engine
+        make: Callable[..., BatchSource] = self._make_engine
         if self._sharing is not None:
             make = functools.partial(self._sharing.source, self)
-        return BatchIterator(self, make, type(self)._new_pass, self._options.target is None)
+        may_pin, pins_ahead = self._options.target is None, self.num_workers > 0
+        new_pass = type(self)._new_pass
+        return BatchIterator(self, make, new_pass, may_pin, pins_ahead and self._sharing is None)
 
     def _refuse_data_pipes(self, what: str) -> None:
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):

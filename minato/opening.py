@@ -9,6 +9,7 @@ from minato._stateful import is_stateful
 from minato.assembler.arena import SpareArenas
 from minato.assembler.reader import BatchReader
 from minato.chain.chain import Chain
+from minato.delivery.pinning import Pin
 from minato.engine import Engine
 from minato.experience import Experience
 from minato.options import Options
@@ -76,13 +77,15 @@ class Opening:
     def _in_threads(self) -> bool:
         return self.num_workers > 0 and self._options.worker_method != "process"
 
-    def _make_engine(self, base_seed: int, reader: type[BatchReader] = BatchReader) -> Engine:
+    def _make_engine(
+        self, base_seed: int, reader: type[BatchReader] = BatchReader, pin: Pin | None = None
+    ) -> Engine:
         arena = self._spare_arenas.take(shared=self.num_workers > 0 and not self._in_threads)
         num_workers = most_workers = self.num_workers
         if self._experience.staffing is not None:
             num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
         plan = Plan.of(self, base_seed, num_workers, most_workers)
-        engine = Engine(plan, arena, self._experience, reader)
+        engine = Engine(plan, arena, self._experience, reader, pin)
         # The next iterator writes to this one's warm pages.
         weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
         if self._trace is not None and plan.lanes is not None:

@@ -8,7 +8,7 @@ from time import perf_counter
 import numpy as np
 
 from bench.macro.rows import Row
-from bench.macro.work import SleepingWork, StoredRows, StoredTensors, Work
+from bench.macro.work import SleepingWork, StoredTensors, Work
 
 ROUNDS = 3
 
@@ -31,17 +31,15 @@ def bound_of(row: Row, work: Work) -> Bound:
 
     Sleeping work: all sleep split evenly over the workers, or the consumer's own sleep if longer.
     Tensors: a copy of every sample to its place in one recycled, warm batch, by one process.
-    Table rows: the calls of ``dataset[i]`` alone, split over the workers.
+    All others, such as table rows: the calls of ``dataset[i]`` alone, split over the workers.
     """
     if isinstance(work, SleepingWork):
         batches = -(-len(work) // row.batch_size)
         return Bound(max(work.total_s / row.workers, row.pause_s * batches))
     if isinstance(work, StoredTensors):
         return Bound(_memcpy_epoch_s(row, work))
-    if isinstance(work, StoredRows):
-        call_s = _call_s(work)
-        return Bound(call_s * len(work) / max(row.workers, 1), call_s)
-    raise TypeError(f"no bound known for {type(work).__name__}")
+    call_s = _call_s(work)
+    return Bound(call_s * len(work) / max(row.workers, 1), call_s)
 
 
 def _memcpy_epoch_s(row: Row, work: StoredTensors) -> float:

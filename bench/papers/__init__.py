@@ -1,1 +1,1 @@
-"""The experiments of the MinatoLoader paper, as far as they need no GPU, on real input and with other baselines."""
+"""The experiments of papers about data loaders, as far as they need no GPU, on real input and with other baselines."""

@@ -15,10 +15,16 @@ from bench import record
 from bench.papers import (
     accuracy,
     autoorder,
+    determinism,
+    fading,
+    grid,
     memory,
+    pool,
     prefetch,
     scaling,
     size,
+    speedy,
+    stages,
     throughput,
     variability,
 )
@@ -35,8 +41,14 @@ EXPERIMENTS: dict[str, Callable[[Settings], Section]] = {
     "scaling": scaling.run,
     "memory": memory.run,
     "accuracy": accuracy.run,
+    "speedy": speedy.run,
+    "grid": grid.run,
+    "pool": pool.run,
+    "fading": fading.run,
+    "stages": stages.run,
+    "determinism": determinism.run,
 }
-STUCK_AFTER_S = 1800.0
+STUCK_AFTER_S = 3600.0
 """If all takes longer, the program shows its stacks and ends."""
 REPEATS = 3
 _HEAD = """\
@@ -44,7 +56,8 @@ _HEAD = """\
 
 Written by `python -m bench.papers --out docs/benchmarks`, with the data that `make data` fetches. The workloads are
 the MinatoLoader paper's, in `bench/workloads`, on other data: volumes of the head, photographs and spoken phrases
-that packages ship; a GPU is replaced by a loop that sleeps. All loaders get the same dataset object, the same
+that packages ship; a GPU is replaced by a loop that sleeps. After its experiments come those of SpeedyLoader and of
+ConcurrentDataloader, scaled down as each section states. All loaders get the same dataset object, the same
 transforms, workers and order; each sample must come exactly once, and in order where that is promised, or the
 program fails. Times are medians of {repeats} runs, loaders in turn, with the least and the greatest in brackets.
 `minato` is in strict order.
@@ -53,7 +66,7 @@ program fails. Times are medians of {repeats} runs, loaders in turn, with the le
 
 def main(arguments: list[str] | None = None) -> int:
     """Run experiments; returns the exit status."""
-    about = "Repeat the MinatoLoader paper's experiments on real input, without a GPU."
+    about = "Repeat the experiments of papers about data loaders, without a GPU."
     parser = record.options_of("bench.papers", about, REPEATS)
     parser.add_argument(
         "--experiment", choices=EXPERIMENTS, action="append", help="only this one; may be repeated"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK = "#444444"
+_WIDTH = 118
 COLOURS = {
     "torch": "#c9ced6",
     "torch, in_order=False": "#8f99a8",
@@ -47,6 +49,12 @@ class Section:
     title: str
     text: str
     panels: tuple[Callable[[Axes], None], ...] = ()
+
+
+def prose(text: str, **values: Any) -> str:
+    """A paragraph with values in it, wrapped anew."""
+    filled = " ".join(text.format(**values).split())
+    return textwrap.fill(filled, _WIDTH, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def draw(section: Section, path: Path) -> None:

@@ -11,6 +11,7 @@ from scipy import stats
 
 from bench.macro.report import table
 from bench.papers.costs import Measured, Times, measured
+from bench.papers.decisions import decided_ms
 from bench.papers.page import Section, Settings
 from bench.papers.variability import NAMES
 
@@ -65,7 +66,7 @@ def share_between(costs_s: Times) -> float:
 
 def decided(samples: int, epochs: int) -> str:
     """The comparison on costs that decisions make."""
-    costs_ms = decision_costs_ms(samples, epochs, np.random.default_rng(0))
+    costs_ms = decided_ms(samples, epochs, np.random.default_rng(0)).sum(2)
     slow = costs_ms[1:] > costs_ms.mean()
     past_ms = np.cumsum(costs_ms, 0)[:-1] / np.arange(1, epochs)[:, None]
     dearest = past_ms >= np.quantile(past_ms, 1 - slow.mean(), axis=1, keepdims=True)
@@ -83,18 +84,6 @@ def decided(samples: int, epochs: int) -> str:
 
 def _hits(flagged: npt.NDArray[np.bool_], slow: npt.NDArray[np.bool_]) -> list[str]:
     return [f"{100 * flagged[slow].mean():.0f} %", f"{100 * slow[flagged].mean():.0f} %"]
-
-
-def decision_costs_ms(samples: int, epochs: int, rng: np.random.Generator) -> Times:
-    """SpeedyLoader's table 1 as costs, ``(epochs, samples)``."""
-    shape = (epochs, samples)
-    crop = np.where(rng.random(shape) < 0.4, 965.0, 0.172)
-    flip = np.where((rng.random((*shape, 3)) < 1 / 3).any(2), 32.0, 0.003)
-    noise = np.where(rng.random(shape) < 0.1, 149.0, 0.002)
-    brightness = np.where(rng.random(shape) < 0.1, 6.0, 0.001)
-    jitter = rng.normal(1.0, 0.03, shape)
-    costs_ms: Times = jitter * (crop + flip + noise + brightness + 3.0)
-    return costs_ms
 
 
 def _scatter(name: str, one: Measured) -> Callable[[Axes], None]:

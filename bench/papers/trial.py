@@ -21,7 +21,13 @@ LOADERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "minato": (DataLoader, {}),
     "minato, arrival": (DataLoader, {"order": "arrival"}),
 }
-IN_ORDER = {"torch", "minato"}
+ROUND_ROBIN, BATCH_ORDER = "minato, round_robin", "minato, order='batch'"
+MORE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    ROUND_ROBIN: (DataLoader, {"schedule": "round_robin"}),
+    BATCH_ORDER: (DataLoader, {"order": "batch"}),
+}
+"""For experiments about order itself."""
+IN_ORDER = {"torch", "minato", ROUND_ROBIN}
 FEW_CORES = "This DataLoader will create"
 """torch's warning: more workers than cores, which sleeping work is about."""
 
@@ -50,7 +56,7 @@ def build(
     name: str, dataset: Any, chain: list[Callable[[Any], Any]], sampler: Any, **options: Any
 ) -> Any:
     """A loader by its name; torch's get the chain behind ``dataset[i]``."""
-    make, own = LOADERS[name]
+    make, own = {**LOADERS, **MORE}[name]
     if make is TorchLoader:
         dataset = Mapped(dataset, chain) if chain else dataset
     elif chain:
@@ -72,7 +78,7 @@ def timed(
     """Build a loader, and go through its epochs with a step of ``step_s`` for each batch.
 
     Args:
-        name: Of ``LOADERS``.
+        name: Of ``LOADERS`` or ``MORE``.
         dataset: Its samples are tuples that begin with their index.
         chain: Transforms.
         order: The indices of an epoch.

@@ -13,16 +13,17 @@ from typing import Any
 from bench import record
 from bench.macro.bounds import bound_of
 from bench.macro.loaders import Contender
-from bench.macro.rows import ALL_ROWS, Row
+from bench.macro.rows import Row
 from bench.macro.suite import RowResult
 from bench.macro.trial import Trial
 from bench.macro.work import StoredTensors
 from bench.peers import report
 from bench.peers.adapters import PEERS, adapter
 from bench.peers.environments import PeerMissingError, interpreter
+from bench.peers.rows import PEER_ROWS
 from bench.peers.trial import MARK
 
-ROWS = ("stragglers", "lognormal", "bimodal-35", "image", "vector")
+ROWS = tuple(PEER_ROWS)
 _TRIAL_S = 180.0
 """A run that takes longer is not waited for."""
 _DEFAULT_OUT = record.ROOT / "docs" / "benchmarks"
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         except PeerMissingError as error:
             notes[peer] = f"could not be installed: {error}"
         print(f"{peer}: {notes.get(peer, 'ready')}", flush=True)
-    rows = [row for row in ALL_ROWS if row.name in options.rows]
+    rows = [row for name, row in PEER_ROWS.items() if name in options.rows]
     versions: dict[str, str] = {}
     results = [
         _measure(row, pythons, options.repeats, options.short, versions, notes) for row in rows

@@ -29,8 +29,10 @@ processes: twelve forks take about 70 ms here, also where the processes are bare
 has threads as well, and takes processes by default, as torch does, because most transforms hold the lock.
 
 WebDataset and LitData read formats of their own through the worker processes of torch's `DataLoader` and schedule as
-it does: for a map-style dataset there is nothing of theirs to measure. Ray Data takes part in one row only, because
-it starts a process for each worker that imports everything anew, which takes minutes on two cores.
+it does: for a map-style dataset there is nothing of theirs to measure. `shards` is WebDataset's format, tar files
+that it reads from front to back; the others ask for single samples of the same files, so that they can shuffle them.
+LitData's format nobody else reads, so it would be measured on other files. Ray Data takes part in one row only,
+because it starts a process for each worker that imports everything anew, which takes minutes on two cores.
 """
 
 

@@ -9,9 +9,9 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from bench.macro.rows import ALL_ROWS
 from bench.macro.trial import run_trial
 from bench.peers.adapters import adapter
+from bench.peers.rows import PEER_ROWS
 
 MARK = "TRIAL "
 """Begins the line with the readings; peers may print others."""
@@ -20,7 +20,7 @@ MARK = "TRIAL "
 def main(peer: str, contender: str, row_name: str, seed: str, short: str) -> None:
     """Run one trial and print what was measured, and with which versions."""
     module = adapter(peer)
-    row = next(row for row in ALL_ROWS if row.name == row_name)
+    row = PEER_ROWS[row_name]
     if short == "short":
         row = row.short()
     chosen = next(one for one in module.CONTENDERS if one.name == contender)

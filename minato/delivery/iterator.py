@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from operator import methodcaller
 from typing import Any, Protocol
 
 from torch.autograd import profiler
@@ -12,6 +14,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from minato._core.clock import now_ns
 from minato._ranges import in_profile
 from minato.assembler.page_locks import PageLocker
+from minato.delivery.pinning import Pin
 
 __all__ = ["BatchIterator", "BatchSource", "Pass"]
 
@@ -85,17 +88,20 @@ class BatchIterator(_BaseDataLoaderIter):
     """Iterates over a loader's batches; the torch class it extends is what trainers look for.
 
     Args:
-        source: Made for this iterator; its workers end when the iterator is exhausted, unless they persist.
+        make_source: Called with torch's draw for the workers. The source is this iterator's own; its workers end when
+            the iterator is exhausted, unless they persist.
         new_pass: Called with the loader once per pass, before anything is drawn for it; holds no loader itself.
         may_pin: Whether batches come in main memory, where they can be pinned.
+        pins_ahead: Whether the source takes ``pin=``, and then gives batches as ``pinning.Pinned``.
     """
 
     def __init__(
         self,
         loader: Any,
-        make_source: Callable[[int], BatchSource],
+        make_source: Callable[..., BatchSource],
         new_pass: Callable[[Any], Pass],
         may_pin: bool = True,
+        pins_ahead: bool = False,
     ) -> None:
         self._new_pass = new_pass
         self._pass = new_pass(loader)
@@ -111,7 +117,13 @@ class BatchIterator(_BaseDataLoaderIter):
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._pin_memory = self._pin_memory and may_pin
         self._base_seed = self._pass.seeded(int(self._base_seed))
-        self._source: BatchSource | None = make_source(self._base_seed)
+        self._pin: Pin = functools.partial(
+            _utils.pin_memory.pin_memory, device=self._pin_memory_device
+        )
+        ahead = {"pin": self._pin} if self._pin_memory and pins_ahead else {}
+        self._source: BatchSource | None = make_source(self._base_seed, **ahead)
+        if ahead:
+            self._pin = methodcaller("result")
         self._begin()
 
     def _begin(self) -> None:
@@ -153,7 +165,7 @@ class BatchIterator(_BaseDataLoaderIter):
         if self._pin_memory:
             begun_ns = now_ns()
             with in_profile("minato: pin memory"):
-                batch = _utils.pin_memory.pin_memory(batch, self._pin_memory_device)
+                batch = self._pin(batch)
             self._source.pinned(now_ns() - begun_ns)
         return batch
 

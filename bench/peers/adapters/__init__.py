@@ -1,8 +1,8 @@
 """One file for each peer: what it needs, and how its documentation would have it load a map-style dataset.
 
-A file defines ``REQUIREMENTS``, what pip installs beside torch; ``IMPORTS``, what is imported before the clock starts;
-``CONTENDERS``; and, where a peer is too slow for the rest, ``ROWS``. It imports the peer only while a loader is built,
-because the process that makes the report has none of them.
+A file defines ``REQUIREMENTS``, what pip installs beside torch; ``IMPORTS``, what is imported before the clock
+starts; ``CONTENDERS``; and, where a peer is too slow for the rest or of no use there, ``ROWS``. It imports the peer
+only while a loader is built, because the process that makes the report has none of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-PEERS = ("torch", "minato", "torchdata", "spdl", "grain", "tfdata", "ray", "dali")
+PEERS = ("torch", "minato", "torchdata", "spdl", "grain", "tfdata", "webdataset", "ray", "dali")
 
 
 def adapter(peer: str) -> ModuleType:

@@ -1,0 +1,77 @@
+"""Readers that begin with a batch before its turn has come."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from minato._core.codes import ENDED, ERROR_BLOB, FAILED, KIND_MASK, SKIPPED
+from minato._core.ledger import Ledger
+from minato.assembler.arena import Slot
+from minato.assembler.reader import BatchReader
+
+__all__ = ["AheadReader", "Upcoming"]
+
+
+class Upcoming(Protocol):
+    """A complete batch whose turn comes."""
+
+    record: int
+    slot: Slot
+
+
+class AheadReader(ABC):
+    """Reads batches as a :class:`BatchReader`, and does more with them, beforehand with those whose turn comes next.
+
+    These count as open all the while: neither the loader's state nor the memory budget takes them for delivered.
+
+    Args:
+        reader: Reads them from their slots.
+    """
+
+    def __init__(self, reader: BatchReader, ledger: Ledger) -> None:
+        self._reader = reader
+        self._ledger = ledger
+        self._begun: dict[
+            int, Any
+        ] = {}  # by the ledger's record: what was begun, or the error that this raised
+
+    def read(self, record: int, slot: Slot) -> Any:
+        """The batch.
+
+        Raises:
+            Exception: What a sample of the batch, its collation, or what is done with it raised.
+        """
+        begun = self._begun.pop(record, None)
+        if isinstance(begun, Exception):
+            raise begun
+        return self._finish(self._begin(record, slot) if begun is None else begun)
+
+    def state(self, record: int) -> tuple[int, Any, Any, bool] | None:
+        """As :meth:`BatchReader.state`."""
+        return self._reader.state(record)
+
+    def discard(self, record: int, slot: Slot) -> None:
+        """Drop a batch that nobody wants any more."""
+        if self._begun.pop(record, None) is None:
+            self._reader.discard(record, slot)
+
+    def stage(self, upcoming: Iterable[Upcoming]) -> None:
+        """Begin with batches whose turn comes next; what goes wrong is raised when it has come."""
+        for item in upcoming:
+            flags, _, result, *_ = self._ledger.contents(item.record)
+            plain = not flags & (FAILED | ENDED | SKIPPED) and result & KIND_MASK != ERROR_BLOB
+            if plain and item.record not in self._begun:
+                try:
+                    self._begun[item.record] = self._begin(item.record, item.slot)
+                except Exception as error:
+                    self._begun[item.record] = error
+
+    @abstractmethod
+    def _begin(self, record: int, slot: Slot) -> Any:
+        """Read a batch and begin with it; returns what ``_finish`` needs."""
+
+    @abstractmethod
+    def _finish(self, begun: Any) -> Any:
+        """The batch."""
