@@ -21,8 +21,11 @@ _PROBES = 16
 """Samples that are watched for draws at first."""
 _WORTH_BINDING_NS = 50_000
 """Samples that cost more are always bound: it takes about a microsecond."""
-_WORTH_MEASURING_NS = 1_000_000
-"""The stages of dearer samples are always timed, which takes about three microseconds."""
+_WORTH_MEASURING_NS, _FOR_EACH_STAGE_NS = 1_000_000, 150_000
+"""Samples that cost more, and as much again for each transform, are all timed stage by stage.
+
+It takes three microseconds, but up to a dozen where samples have emptied the processor's caches: half a per cent.
+"""
 _MEASURE_EVERY = 32
 """Of cheaper samples, so many leases have one whose stages are."""
 _FIRST_GUESS_NS = 4e6
@@ -78,6 +81,8 @@ class Runner:
         """Partials among them."""
         self.ahead_ns = 0
         """What the next sample has cost before it is run, because it was read while others were."""
+        num_steps = 0 if stepper is None else len(meters.steps)
+        self._worth_measuring_ns = _WORTH_MEASURING_NS + num_steps * _FOR_EACH_STAGE_NS
         self.draws: bool | None = False if make_randomness is None else None
         """Whether samples draw random numbers that are bound to them; None while this is not known."""
         self._watched = 0
@@ -130,7 +135,7 @@ class Runner:
             return self.run(position, epoch, keys, plain)
         stepper.slow_ns = slow_ns
         self._runs += 1
-        if self.usual_ns >= _WORTH_MEASURING_NS:
+        if self.usual_ns >= self._worth_measuring_ns:
             return self.run(position, epoch, keys, stepper.measured)
         fetch = stepper.straight if slow_ns else plain
         return self.run(position, epoch, keys, fetch, self._runs % _MEASURE_EVERY == 0)
@@ -250,8 +255,9 @@ class Runner:
     def _record(self, samples: list[Any], keys: list[Any], epoch: int) -> None:
         """Record what complete samples have cost."""
         durations, total = self.durations, self.meters.total
-        durations[0] += self.ahead_ns
-        self.ahead_ns = 0
+        if self.ahead_ns:
+            durations[0] += self.ahead_ns
+            self.ahead_ns = 0
         if not self.left:
             self.longest_ns = total.record_all(durations, len(samples))
         else:
