@@ -67,6 +67,7 @@ class Runner:
         self._randomness: SampleRandomness | None = None
         self.meters = meters
         """What it measures."""
+        self._total, self._slowest = meters.total, meters.slowest
         self._stepper = stepper
         self._failure = failure
         self.in_line = in_line
@@ -254,7 +255,7 @@ class Runner:
 
     def _record(self, samples: list[Any], keys: list[Any], epoch: int) -> None:
         """Record what complete samples have cost."""
-        durations, total = self.durations, self.meters.total
+        durations, total, slowest = self.durations, self._total, self._slowest
         if self.ahead_ns:
             durations[0] += self.ahead_ns
             self.ahead_ns = 0
@@ -265,12 +266,12 @@ class Runner:
             for i, sample in enumerate(samples):
                 if type(sample) is not Partial:
                     total.record(durations[i])
-        if self._watches_slowest and self.longest_ns > self.meters.slowest.floor_ns:
+        if self._watches_slowest and self.longest_ns > slowest.floor_ns:
             self._note_slowest(samples, keys, epoch)
 
     def _note_slowest(self, samples: list[Any], keys: list[Any], epoch: int) -> None:
         """Keep those that took longer than what is kept; one of them did."""
-        durations, slowest = self.durations, self.meters.slowest
+        durations, slowest = self.durations, self._slowest
         # If some were measured, they are the last ones.
         stages = [] if self._stepper is None else self._stepper.dearest
         for i in reversed(range(len(samples))):
