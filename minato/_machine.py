@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ __all__ = [
     "machine_usage",
     "memory_kills",
     "memory_limit_bytes",
+    "memory_of_late_bytes",
 ]
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -29,6 +32,16 @@ def available_memory_bytes() -> int:
     """Memory that can still be taken, within the limits of the control groups if there are any."""
     left = [limit - used for limit, used in _memory_of_groups()]
     return max(min([int(psutil.virtual_memory().available), *left]), 0)
+
+
+def memory_of_late_bytes() -> int:
+    """Available memory as of this second, for who asks many times in one."""
+    return _memory_in_second(int(time.monotonic()))
+
+
+@functools.lru_cache(1)
+def _memory_in_second(second: int) -> int:
+    return available_memory_bytes()
 
 
 def memory_limit_bytes() -> int:

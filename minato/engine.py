@@ -53,8 +53,9 @@ _LOOK_EVERY_NS = 10_000_000
 _LOOK_SHARE = 500
 """Costs are looked at again after so long, and after so many times as long as the last look took."""
 _BATCH_RECORDS = 2048
+_BATCH_RECORDS_IN_LINE = 64
 _POSITIONS = 1 << 16
-"""Batches and samples that can be in flight: 4 MiB of ledger that is only touched as far as it is used."""
+"""Batches and samples that can be in flight: 4 MiB of ledger, of which only the batches' part is touched at once."""
 
 
 class Engine:
@@ -78,7 +79,8 @@ class Engine:
         if self._memory is not None and experience.costs is None:
             experience.costs = self._memory.costs()
         positions = max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
-        sizes = (max(plan.all_workers, 1), _BATCH_RECORDS, positions)
+        records = _BATCH_RECORDS if plan.num_workers else _BATCH_RECORDS_IN_LINE
+        sizes = (max(plan.all_workers, 1), records, positions)
         ledger_nbytes = -(-Ledger.nbytes(*sizes) // 64) * 64
         in_processes = plan.num_workers > 0 and plan.worker_method == "process"
         meters_nbytes = sizes[0] * Meters.nbytes(len(plan.chain))
@@ -96,6 +98,7 @@ class Engine:
             traffic_offset,
             self.arena.segment,
             store,
+            habits=experience.habits if plan.num_workers == 0 else None,
             policy=plan.policy,
         )
         workplace.furnish()
@@ -116,7 +119,7 @@ class Engine:
             plan.fetching.slow_start,
         )
         settles = plan.policy is not None and plan.policy.on_error != "raise"
-        deaths = Deaths(plan.restarts, settles, Shortage(window))
+        deaths = Deaths(plan.restarts, settles, Shortage(window) if in_processes else None)
         self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths)
         reader = make_reader(self.ledger, self.arena, store)
         self._journal, staged_reader, dispatcher = parts_of(plan, experience.journal)

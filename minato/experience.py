@@ -11,6 +11,7 @@ from minato.chain.chain import Chain
 from minato.options import Options
 from minato.scheduler.foresight import CostModel, Record
 from minato.scheduler.policy import Decision, TimeoutPolicy
+from minato.scheduler.runner import Habits
 from minato.scheduler.scaling import Staffing
 from minato.source.prediction import CostByIndex, Predictor
 from minato.stats.journal import Journal
@@ -34,6 +35,7 @@ class Experience:
         foresight: How good the expectations were.
         costs: Service times in ns of late.
         decision: Which samples are slow, as of the last look.
+        habits: What the worker in line has learned.
         staffing: How many workers help; None: all of them work.
         journal: What reports are made from; None: nothing is noted.
         engine: The newest one, while it is in use.
@@ -43,6 +45,7 @@ class Experience:
     foresight: Record = field(default_factory=Record)
     costs: Histogram | None = None
     decision: Decision = TimeoutPolicy().decision
+    habits: Habits = field(default_factory=Habits)
     staffing: Staffing | None = None
     journal: Journal | None = None
     engine: Callable[[], Engine | None] = _nobody

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from minato._core.seeding import mix
-from minato._machine import available_memory_bytes
+from minato._machine import memory_of_late_bytes
 from minato.cached import behind
 from minato.chain.chain import Chain
 from minato.fetching import Fetching
@@ -152,8 +152,7 @@ class Plan:
             seeds_samples=options.rng == "sample" and not streams,
             order=Order(options.order, options.max_lag),
             window_batches=window,
-            budget_bytes=options.memory_budget_bytes
-            or available_memory_bytes() // _SHARE_OF_MEMORY,
+            budget_bytes=options.memory_budget_bytes or memory_of_late_bytes() // _SHARE_OF_MEMORY,
             largest_batch=largest_batch(loader._index_sampler, loader._auto_collation),
             timeout_s=loader.timeout,
             persistent=loader.persistent_workers,

@@ -31,6 +31,7 @@ from minato.scheduler.overdue import StackFile
 from minato.scheduler.parking import Parking
 from minato.scheduler.reads import Reads, reads_of
 from minato.scheduler.roster import Roster
+from minato.scheduler.runner import Habits
 from minato.scheduler.standby import Standby
 from minato.scheduler.stepper import Stepper
 from minato.scheduler.traced import PLAIN, traced_parts
@@ -58,6 +59,7 @@ class Workplace:
         written_plan: Where in the arena the pickled plan lies, if it was written there.
         stacks: Where stuck workers write their stacks.
         rooms: Where slow samples lie while they go from one worker to another; None: they stay.
+        habits: What the worker in line has learned, kept for the next engine's.
         policy: What to do about failures; not in the written plan, because only a starting child can be given its log.
     """
 
@@ -71,6 +73,7 @@ class Workplace:
     rooms: SharedRooms | LocalRooms | None = None
     written_plan: tuple[int, int] | None = None
     stacks: StackFile | None = None
+    habits: Habits | None = None
     policy: ErrorPolicy | None = None
 
     def furnish(self) -> None:
@@ -234,6 +237,7 @@ class Workplace:
             in_line,
             catches,
             plan.measure,
+            self.habits,
         )
         leniency: Leniency | None = None
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):

@@ -170,6 +170,26 @@ def bound_draws(seed: int, epoch: int, index: int, draw: Callable[[], float]) ->
         return draw(), draw()
 
 
+class Later(Numbers):
+    """Draws from some time on."""
+
+    begun = False
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [float(index), *(draw() for draw in (random.random,) * 2 if self.begun)]
+
+
+def test_in_line_what_the_last_epoch_has_taught_is_not_relied_on() -> None:
+    dataset = Later(200)
+    loader = DataLoader(dataset, 50, collate_fn=uncollated, seed=4)
+    for epoch in range(3):
+        dataset.begun = epoch == 2
+        (samples,) = contents(loader, 1)
+        for index, sample in samples.items():
+            drawn = bound_draws(4, epoch, index, random.random) if dataset.begun else ()
+            assert sample == (index, *drawn)
+
+
 class Reseeds(Numbers):
     """Seeds the global generators itself, in some samples, as some augmentations do."""
 

@@ -109,7 +109,7 @@ class Layout:
         """
         if collate.default_collate_fn_map != _COLLATE_FN_MAP:
             return None
-        if torch.get_default_device().type != "cpu":
+        if torch._C._len_torch_function_stack() and torch.get_default_device().type != "cpu":
             return None
         spec = _infer(sample, _MAX_DEPTH)
         if spec is None:

@@ -156,7 +156,9 @@ class NumpyInMemory:
         self._gauss_address = id(generator) + gauss_offset
         self._kept_alive = generator, generator._bit_generator
         self.blocks = [(self._words_address, WORDS, NUMPY_STREAM, 4)]
-        self.cells = [(self._words_address + 4 * WORDS, 0), (self._gauss_address, 0)]
+        position, gauss = self._words_address + 4 * WORDS, self._gauss_address
+        # Whether a normal is kept, and both halves of it: get_state() shows it even where it does not count.
+        self.cells = [(position, 0), (gauss, 0), (gauss + 8, 0), (gauss + 12, 0)]
 
     def publish(self) -> None:
         """Nothing is left to do."""

@@ -90,7 +90,7 @@ class ConcurrentWorker(Worker):
         self._resting = False
         self._underway: dict[Read, int] = {}  # with each one's position; the oldest first
         self._lease = self._ledger.lease_words(self._number)
-        self._runner.draws = True  # a sample costs far more than binding it does
+        self._runner.habits.draws = True  # a sample costs far more than binding it does
 
     @property
     def idle(self) -> bool:

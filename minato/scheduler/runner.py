@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from time import thread_time_ns
 from typing import Any
 
@@ -15,14 +16,16 @@ from minato.scheduler.stepper import Partial, Stepper
 from minato.stats.profile import Meters
 from minato.stats.slowest import UNKNOWN
 
-__all__ = ["Runner"]
+__all__ = ["Habits", "Runner"]
 
 _PROBES = 16
 """Samples that are watched for draws at first."""
 _WORTH_BINDING_NS = 50_000
 """Samples that cost more are always bound: it takes about a microsecond."""
-_WORTH_MEASURING_NS, _FOR_EACH_STAGE_NS = 1_000_000, 150_000
-"""Samples that cost more, and as much again for each transform, are all timed stage by stage.
+_WORTH_WATCHING = 8
+"""So many samples are bound in the time that it takes to watch a run for draws."""
+_WORTH_MEASURING_NS, _FOR_EACH_STEP_NS = 1_000_000, 150_000
+"""Samples that cost more than the sum, with its second part for each transform, are all timed stage by stage.
 
 It takes three microseconds, but up to a dozen where samples have emptied the processor's caches: half a per cent.
 """
@@ -34,6 +37,21 @@ _RISE, _FALL = 0.2, 0.7
 
 Fetch = Callable[[Any], Any]
 Bind = Callable[[int, Any], None]
+
+
+@dataclass
+class Habits:
+    """What a worker has learned of the samples that it runs.
+
+    Attributes:
+        usual_ns: Mean cost per sample of late.
+        draws: Whether samples draw random numbers that are bound to them; None while this is not known.
+        watched: How many have been watched for it.
+    """
+
+    usual_ns: float = _FIRST_GUESS_NS
+    draws: bool | None = None
+    watched: int = 0
 
 
 class Runner:
@@ -48,6 +66,7 @@ class Runner:
         in_line: Samples run in the consumer's thread, which must find its generators as it left them.
         catches: What a sample may raise without ending the worker.
         watches_slowest: Keep the samples that take longest.
+        habits: Those of an earlier worker on the same samples.
     """
 
     def __init__(
@@ -60,6 +79,7 @@ class Runner:
         in_line: bool,
         catches: type[BaseException],
         watches_slowest: bool = True,
+        habits: Habits | None = None,
     ) -> None:
         self._watches_slowest = watches_slowest
         self._lease = lease
@@ -72,8 +92,9 @@ class Runner:
         self._failure = failure
         self.in_line = in_line
         self._catches = catches
-        self.usual_ns = _FIRST_GUESS_NS
-        """Mean cost per sample of late."""
+        self.habits = habits or Habits()
+        if make_randomness is None:
+            self.habits.draws = False
         self.durations = array("q", bytes(8))
         """Active time in ns of each sample that ``run`` or ``resume`` returned last."""
         self.longest_ns = 0
@@ -83,17 +104,15 @@ class Runner:
         self.ahead_ns = 0
         """What the next sample has cost before it is run, because it was read while others were."""
         num_steps = 0 if stepper is None else len(meters.steps)
-        self._worth_measuring_ns = _WORTH_MEASURING_NS + num_steps * _FOR_EACH_STAGE_NS
-        self.draws: bool | None = False if make_randomness is None else None
-        """Whether samples draw random numbers that are bound to them; None while this is not known."""
-        self._watched = 0
+        self._worth_measuring_ns = _WORTH_MEASURING_NS + num_steps * _FOR_EACH_STEP_NS
         self._runs = 0
 
     def observe(self, cost_ns: float) -> None:
         """Learn what a sample of a lease cost on average."""
         # Down at once, up slowly: the first samples of a run are often the dearest, and a straggler is no trend.
-        weight = _RISE if cost_ns > self.usual_ns else _FALL
-        self.usual_ns += weight * (cost_ns - self.usual_ns)
+        habits = self.habits
+        weight = _RISE if cost_ns > habits.usual_ns else _FALL
+        habits.usual_ns += weight * (cost_ns - habits.usual_ns)
 
     @property
     def seed(self) -> int:
@@ -136,7 +155,7 @@ class Runner:
             return self.run(position, epoch, keys, plain)
         stepper.slow_ns = slow_ns
         self._runs += 1
-        if self.usual_ns >= self._worth_measuring_ns:
+        if self.habits.usual_ns >= self._worth_measuring_ns:
             return self.run(position, epoch, keys, stepper.measured)
         fetch = stepper.straight if slow_ns else plain
         return self.run(position, epoch, keys, fetch, self._runs % _MEASURE_EVERY == 0)
@@ -155,39 +174,42 @@ class Runner:
             self.durations = array("q", bytes(8 * len(keys)))
         if self._failure is not None:
             return [], self._failure
-        randomness = self._randomness
+        randomness, habits = self._randomness, self.habits
 
         def run(bind: Bind | None, bound: bool = True) -> tuple[list[Any], BaseException | None]:
             return self._run(position, epoch, keys, fetch, probes, bind, bound)
 
         if randomness is None:
             samples, error = run(None)
-        elif self.draws is False and self.usual_ns < _WORTH_BINDING_NS:
+        elif habits.draws is False and self._are_cheap(len(keys)):
             # Binding would cost as much as these samples do, and they do not seem to draw. Should one draw after all,
             # these few are run again, bound, and so are all later ones.
             randomness.mark()
             samples, error = run(None, bound=False)
             if randomness.drawn():
-                self.draws = True
+                habits.draws = True
                 randomness.rewind()
                 self._forget()
                 with self._guard(randomness):
                     samples, error = run(randomness.bind)
-        elif self.draws is None and len(keys) == 1:
+        elif habits.draws is None and len(keys) == 1:
             with self._guard(randomness):
                 randomness.bind(epoch, keys[0])
                 randomness.mark(unbind=False)
                 samples, error = run(None)
-                self._watched += 1
+                habits.watched += 1
                 if randomness.drawn():
-                    self.draws = True
-                elif self._watched == _PROBES:
-                    self.draws = not randomness.watches
+                    habits.draws = True
+                elif habits.watched == _PROBES:
+                    habits.draws = not randomness.watches
         else:
             with self._guard(randomness):
                 samples, error = run(randomness.bind)
         self._record(samples, keys, epoch)
         return samples, error
+
+    def _are_cheap(self, count: int) -> bool:
+        return self.longest_ns < _WORTH_BINDING_NS and count >= _WORTH_WATCHING
 
     def resume(self, partial: Partial, epoch: int) -> tuple[list[Any], BaseException | None]:
         """Go on with a sample that was left: returns it, or its next partial; or no sample and what it raised."""

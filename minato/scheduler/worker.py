@@ -219,7 +219,7 @@ class Worker:
         slow_ns = self._ledger.slow_ns if can_leave else 0
         runner = self._runner
         samples, error = runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
-        is_dear = runner.usual_ns >= _WORTH_NOTING_NS
+        is_dear = runner.habits.usual_ns >= _WORTH_NOTING_NS
         if is_dear or 0 < self._ledger.slow_ns < runner.longest_ns:
             self._ledger.note_costs(position, runner.durations, len(samples))
         self._park()
@@ -247,8 +247,8 @@ class Worker:
     def _longest_run(self) -> int:
         if self._whole_batches or self._sink.holds:
             return _WHOLE_BATCH
-        runner = self._runner
-        return 1 if runner.draws is None else int(self._run_ns / runner.usual_ns) or 1
+        habits = self._runner.habits
+        return 1 if habits.draws is None else int(self._run_ns / habits.usual_ns) or 1
 
     def _run_lenient(
         self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]

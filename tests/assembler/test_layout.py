@@ -192,7 +192,6 @@ SAMPLES: dict[str, list[Any]] = {
     "dict": [{"x": k, "y": np.ones(3) * k} for k in range(3)],
     "keys": [{1: k, "1": k, b"1": k, None: k, True - 2: k} for k in range(3)],
     "keys that are bool": [{True: 1, 0: 2}, {True: 3, 0: 4}],
-    "keys in another order": [{"x": 1, "y": 2}, {"y": 4, "x": 3}],
     "empty containers": [([], (), {}), ([], (), {})],
     "nested": [{"a": [(k, {"b": Point([k], {"c": torch.ones(2) * k})})]} for k in range(3)],
     "one sample": [(torch.ones(2), "a")],
@@ -214,9 +213,7 @@ def test_samples_are_restored(case: str) -> None:
     buffer = region(layout, n)
     texts = pack(layout, buffer, samples, n)
     for k, sample in enumerate(samples):
-        restored = layout.sample(buffer, SHIFT, n, k, texts[k])
-        if case != "keys in another order":
-            assert_same(restored, sample)
+        assert_same(layout.sample(buffer, SHIFT, n, k, texts[k]), sample)
     rebuilt = [layout.sample(buffer, SHIFT, n, k, texts[k]) for k in range(len(samples))]
     assert_same(default_collate(rebuilt), quietly(lambda: default_collate(samples)))
 
@@ -344,6 +341,7 @@ def test_batches_stay_on_the_cpu_whatever_the_default_device() -> None:
 
 
 LATER_MISFITS: dict[str, tuple[Any, Any]] = {
+    "keys in another order": ({"x": 1, "y": 2}, {"y": 4, "x": 3}),
     "int after bool": (True, 2),
     "bool after int": (2, True),
     "int after float": (1.0, 2),

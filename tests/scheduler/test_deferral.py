@@ -179,8 +179,8 @@ class Case:
 
         stepper.may_leave = may_leave
         runner = Runner(lease, SampleRandomness, self.meters, stepper, None, False, Exception)
-        runner.usual_ns = usual_ns
-        runner.draws = False if usual_ns < 1000 else None
+        runner.habits.usual_ns = usual_ns
+        runner.habits.draws = False if usual_ns < 1000 else None
         worker = Worker(
             number,
             ledger,
