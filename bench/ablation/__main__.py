@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from bench import record
-from bench.ablation.work import FEW, LOADS, InTurn, Load
+from bench.ablation.work import FEW, LOADS, PHOTOGRAPHS, InTurn, Load, real_loads
 from minato import DataLoader
 from minato.chain.chain import Chain
 from minato.plan import Plan
@@ -263,14 +263,17 @@ only the time of an epoch says something.
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__)
-    names = ",".join([*(load.name for load in LOADS), FEW[0].name])
+    loads = (*LOADS, *real_loads())
+    names = ",".join([*(load.name for load in loads), FEW[0].name])
     parser.add_argument("--loads", default=names, metavar="NAME,…")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
     parser.add_argument("--out", type=Path, default=None, metavar="FOLDER")
     options = parser.parse_args(arguments)
     conditions = record.environment()
     parts = [HEAD.format(repeats=options.repeats, standby=STANDBY, most=MOST)]
-    for load in (load for load in LOADS if load.name in options.loads.split(",")):
+    if all(load.name != PHOTOGRAPHS for load in loads):
+        print(f"no {PHOTOGRAPHS}: 'make data' fetches them", file=sys.stderr)
+    for load in (load for load in loads if load.name in options.loads.split(",")):
         readings: dict[str, list[Reading]] = {step.label: [] for step in STEPS}
         for repeat in range(options.repeats):
             for step in STEPS[repeat % len(STEPS) :] + STEPS[: repeat % len(STEPS)]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from bench import record
 from bench.macro.work import bimodal_costs_s, lognormal_costs_s, straggler_costs_s
 
 NUM_STEPS = 4
@@ -145,6 +146,39 @@ class Load:
     in_turn: bool = False
 
 
+class Corner:
+    """Cuts a picture's corner off, so that all are of one size, and gives its key beside it."""
+
+    def __init__(self, side: int) -> None:
+        self.side = side
+
+    def __call__(self, picture: Any) -> Any:
+        return picture.image[:, : self.side, : self.side].clone(), picture.key
+
+
+def real_loads() -> tuple[Load, ...]:
+    """Work on data from packages; nothing while ``make data`` has not fetched it."""
+    folder = record.ROOT / "build" / "data" / PHOTOGRAPHS
+    if not folder.is_dir():
+        return ()
+    from bench.workloads.detection import Photographs, detection_chain  # needs Pillow
+
+    count = len(Photographs(folder))
+    return (
+        Load(
+            PHOTOGRAPHS,
+            f"{count} photographs, each {TIMES} times: decode, resize for Mask R-CNN, flip, to tensor, normalize, cut; "
+            "batch 4, 2 workers",
+            lambda: Photographs(folder, TIMES * count),
+            (*detection_chain(), Corner(SIDE)),
+            4,
+            2,
+            2,
+        ),
+    )
+
+
+PHOTOGRAPHS, TIMES, SIDE = "photographs", 2, 480
 SLEEPS = (SleepsShare(),) * NUM_STEPS
 LOADS = (
     Load(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import mmap
 import multiprocessing
 import random
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,38 +24,61 @@ from minato.scheduler import worker
 from minato.scheduler.runner import Runner
 from minato.scheduler.usage import process_usage
 
-ROUNDS, PAIRS = 12, 20
+ROUNDS, PAIRS = 12, 40
 BATCH_SIZE = 32
 RESAMPLES = 1000
+NEVER_NS = 1 << 62
+WARM_UPS = 3
 
 
 @contextmanager
-def unmeasured() -> Iterator[None]:
-    """Workers that start here record nothing of what their samples cost, and their consumer looks at nothing of it."""
+def switchable() -> Iterator[mmap.mmap]:
+    """Let a byte that all processes share say whether a worker measures its samples, and its consumer uses that.
 
-    def run_steps(
+    One loader can then do both in turn: two of them would differ by more than what is looked for, since where its
+    memory lies makes one process quicker than another.
+    """
+    measures = mmap.mmap(-1, 1)
+    run_steps, note, mark_slow = Runner.run_steps, Runner._record, Engine._mark_slow
+    worth_noting_ns = worker._WORTH_NOTING_NS
+
+    def run(
         runner: Runner, position: int, epoch: int, keys: list[Any], plain: Any, slow_ns: int
     ) -> Any:
+        if measures[0]:
+            worker._WORTH_NOTING_NS = worth_noting_ns
+            return run_steps(runner, position, epoch, keys, plain, slow_ns)
+        worker._WORTH_NOTING_NS = NEVER_NS
+        runner.longest_ns = 0
         return runner.run(position, epoch, keys, plain)
 
-    def nothing(*_: Any) -> None:
-        pass
+    def unless_off(method: Callable[..., None]) -> Callable[..., None]:
+        def called(*arguments: Any) -> None:
+            if measures[0]:
+                method(*arguments)
+
+        return called
 
     with (
-        mock.patch.object(Runner, "run_steps", run_steps),
-        mock.patch.object(Runner, "_record", nothing),
-        mock.patch.object(worker, "_WORTH_NOTING_NS", float("inf")),
-        mock.patch.object(Engine, "_mark_slow", nothing),
+        mock.patch.object(Runner, "run_steps", run),
+        mock.patch.object(Runner, "_record", unless_off(note)),
+        mock.patch.object(Engine, "_mark_slow", unless_off(mark_slow)),
     ):
-        yield
+        yield measures
 
 
 class Measured:
-    """A loader with one worker that stays, and the processor time that its epochs take."""
+    """A loader with one worker that stays, and the processor time that its epochs take.
 
-    def __init__(self, load: Load, speed: float) -> None:
+    Args:
+        measures: The switch of ``switchable``.
+    """
+
+    def __init__(self, load: Load, speed: float, measures: mmap.mmap) -> None:
         dataset, transforms = load.make(speed)
         self.samples = load.samples
+        self._measures = measures
+        self._slow_ns = 0
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
             BATCH_SIZE,
@@ -65,17 +89,30 @@ class Measured:
             multiprocessing_context="fork",
         )
         others = {child.pid for child in multiprocessing.active_children()}
-        self.epoch_ns()
+        for _ in range(WARM_UPS):
+            self.epoch_ns(True)
         children = {child.pid for child in multiprocessing.active_children()}
         self.pids = [pid for pid in children - others if pid is not None]
 
-    def epoch_ns(self) -> int:
+    @property
+    def watches(self) -> bool:
+        """Whether costs differ so much that the samples of the latest measured epoch were watched for slow ones."""
+        return self._slow_ns > 0
+
+    def epoch_ns(self, measured: bool) -> int:
         """Processor time of an epoch: the worker's and that of this process."""
+        self._measures[0] = measured
+        engine = self.loader._experience.engine()
+        if engine is not None:
+            engine.ledger.slow_ns = self._slow_ns if measured else 0
         begun_ns = self._used_ns()
         count = sum(len(batch) for batch in self.loader)
+        used_ns = self._used_ns() - begun_ns
         if count != self.samples:
             raise RuntimeError(f"{count} samples came, not {self.samples}")
-        return self._used_ns() - begun_ns
+        if engine is not None and measured:
+            self._slow_ns = engine.ledger.slow_ns
+        return used_ns
 
     def _used_ns(self) -> int:
         return time.process_time_ns() + process_usage(getattr(self, "pids", ())).ran_ns
@@ -85,22 +122,23 @@ def compare(load: Load, rounds: int, pairs: int, speed: float) -> str:
     """The row of the report, after epochs with and without the profiler in turn."""
     added: list[float] = []
     bare_ns: list[int] = []
+    watched = 0
     for _ in range(rounds):
-        # Where its memory lies makes one process quicker than another by more than what is looked for.
-        usual = Measured(load, speed)
-        with unmeasured():
-            bare = Measured(load, speed)
         shares = []
-        for pair in range(pairs):
-            first_ns = usual.epoch_ns() if pair % 2 else 0
-            with unmeasured():
-                bare_ns.append(bare.epoch_ns())
-            shares.append(100 * ((first_ns or usual.epoch_ns()) / bare_ns[-1] - 1))
-        added.append(statistics.median(shares))
+        with switchable() as measures:
+            loader = Measured(load, speed, measures)
+            for pair in range(pairs):
+                first, second = bool(pair % 2), not pair % 2
+                used_ns = {first: loader.epoch_ns(first), second: loader.epoch_ns(second)}
+                bare_ns.append(used_ns[False])
+                shares.append(used_ns[True] / used_ns[False] - 1)
+                watched += loader.watches
+        added.append(100 * statistics.median(shares))
     least, most = interval(added)
+    bare_us, mean = statistics.median(bare_ns) / 1e3 / load.samples, statistics.fmean(added)
     return (
-        f"| {load.cost_us:g} | {load.steps} | {statistics.median(bare_ns) / 1e3 / load.samples:.1f} "
-        f"| {statistics.fmean(added):+.2f} % | {least:+.2f} % to {most:+.2f} % |"
+        f"| {load.cost_us:g} | {load.steps} | {bare_us:.1f} | {bare_us * mean / 100:+.2f} | {mean:+.2f} % "
+        f"| {least:+.2f} % to {most:+.2f} % | {100 * watched / (rounds * pairs):.0f} % |"
     )
 
 
@@ -129,13 +167,16 @@ def main(arguments: list[str] | None = None) -> int:
         "",
         "Written by `python -m bench.profiler --out docs/benchmarks`. One worker process loads the same samples with",
         "and without its measurements (histograms of the whole, the dataset, each transform, bytes and processor time,",
-        f"and what is made of them), in turn: {rounds} pairs of processes, {pairs} epochs of each. The figure is the",
-        "processor time of worker and training process together: it says what is spent, while the time on the clock",
-        "would say who else used the machine. What measuring adds is the median over the epochs of a pair, then the",
-        "mean over the pairs, with the 95 % interval of that mean by resampling.",
+        f"and what is made of them), epoch by epoch in turn: {pairs} epochs of each in {rounds} processes one",
+        "after the other. The figure is the processor time of worker and training process together: it says what is",
+        "spent, while the time on the clock would say who else used the machine. What measuring adds is the median",
+        "over the pairs of epochs of a process, then the mean over the processes, with the 95 % interval of that mean",
+        "by resampling. Where other programs interrupt the worker, samples seem to differ in cost, and what each one",
+        "has cost is learned: the last column has the share of the epochs in which it was.",
         "",
-        "| cost of a sample, µs | transforms | processor time per sample, µs | measuring adds | 95 % interval |",
-        "|---|---|---|---|---|",
+        "| cost of a sample, µs | transforms | processor time per sample, µs | measuring adds, µs | measuring adds "
+        "| 95 % interval | watched |",
+        "|---|---|---|---|---|---|---|",
     ]
     for load in LOADS:
         lines.append(compare(load, rounds, pairs, speed))

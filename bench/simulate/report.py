@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -169,8 +170,32 @@ def introduction() -> str:
     return _INTRODUCTION
 
 
-def draw(moments: Sequence[Moment], path: Path) -> None:
-    """Draw what the corrected controller and the timeout policy did over a drift, as a PNG."""
+class Standing(Protocol):
+    """How a loader stood at one moment."""
+
+    @property
+    def at_s(self) -> float:
+        """When."""
+
+    @property
+    def threshold_s(self) -> float:
+        """From which cost on samples were slow."""
+
+    @property
+    def slow_share(self) -> float:
+        """How many were."""
+
+    @property
+    def ready(self) -> int:
+        """Batches that lay ready."""
+
+    @property
+    def workers(self) -> int:
+        """Those that worked."""
+
+
+def draw(moments: Sequence[Standing], path: Path, title: str, time_label: str) -> None:
+    """Draw what the controller and the timeout policy did over time, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -189,12 +214,8 @@ def draw(moments: Sequence[Moment], path: Path) -> None:
         panel.set_ylabel(label, fontsize=9)
         panel.set_ylim(bottom=0)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_title(
-        "Costs double in the middle third; the consumer is four times as slow from 450 s on",
-        fontsize=10,
-        loc="left",
-    )
-    panels[-1].set_xlabel("virtual time, s", fontsize=9)
+    panels[0].set_title(title, fontsize=10, loc="left")
+    panels[-1].set_xlabel(time_label, fontsize=9)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)

@@ -24,8 +24,11 @@ _WORTH_BINDING_NS = 50_000
 """Samples that cost more are always bound: it takes about a microsecond."""
 _WORTH_WATCHING = 8
 """So many samples are bound in the time that it takes to watch a run for draws."""
-_WORTH_MEASURING_NS = 1_000_000
-"""The stages of dearer samples are always timed, which takes about three microseconds."""
+_WORTH_MEASURING_NS, _FOR_EACH_STEP_NS = 1_000_000, 150_000
+"""Samples that cost more than the sum, with its second part for each transform, are all timed stage by stage.
+
+It takes three microseconds, but up to a dozen where samples have emptied the processor's caches: half a per cent.
+"""
 _MEASURE_EVERY = 32
 """Of cheaper samples, so many leases have one whose stages are."""
 _FIRST_GUESS_NS = 4e6
@@ -84,6 +87,7 @@ class Runner:
         self._randomness: SampleRandomness | None = None
         self.meters = meters
         """What it measures."""
+        self._total, self._slowest = meters.total, meters.slowest
         self._stepper = stepper
         self._failure = failure
         self.in_line = in_line
@@ -99,6 +103,8 @@ class Runner:
         """Partials among them."""
         self.ahead_ns = 0
         """What the next sample has cost before it is run, because it was read while others were."""
+        num_steps = 0 if stepper is None else len(meters.steps)
+        self._worth_measuring_ns = _WORTH_MEASURING_NS + num_steps * _FOR_EACH_STEP_NS
         self._runs = 0
 
     def observe(self, cost_ns: float) -> None:
@@ -149,7 +155,7 @@ class Runner:
             return self.run(position, epoch, keys, plain)
         stepper.slow_ns = slow_ns
         self._runs += 1
-        if self.habits.usual_ns >= _WORTH_MEASURING_NS:
+        if self.habits.usual_ns >= self._worth_measuring_ns:
             return self.run(position, epoch, keys, stepper.measured)
         fetch = stepper.straight if slow_ns else plain
         return self.run(position, epoch, keys, fetch, self._runs % _MEASURE_EVERY == 0)
@@ -271,9 +277,10 @@ class Runner:
 
     def _record(self, samples: list[Any], keys: list[Any], epoch: int) -> None:
         """Record what complete samples have cost."""
-        durations, total = self.durations, self.meters.total
-        durations[0] += self.ahead_ns
-        self.ahead_ns = 0
+        durations, total, slowest = self.durations, self._total, self._slowest
+        if self.ahead_ns:
+            durations[0] += self.ahead_ns
+            self.ahead_ns = 0
         if not self.left:
             self.longest_ns = total.record_all(durations, len(samples))
         else:
@@ -281,12 +288,12 @@ class Runner:
             for i, sample in enumerate(samples):
                 if type(sample) is not Partial:
                     total.record(durations[i])
-        if self._watches_slowest and self.longest_ns > self.meters.slowest.floor_ns:
+        if self._watches_slowest and self.longest_ns > slowest.floor_ns:
             self._note_slowest(samples, keys, epoch)
 
     def _note_slowest(self, samples: list[Any], keys: list[Any], epoch: int) -> None:
         """Keep those that took longer than what is kept; one of them did."""
-        durations, slowest = self.durations, self.meters.slowest
+        durations, slowest = self.durations, self._slowest
         # If some were measured, they are the last ones.
         stages = [] if self._stepper is None else self._stepper.dearest
         for i in reversed(range(len(samples))):

@@ -67,6 +67,7 @@ class Setting:
         collated: Batches must be collated; "whole": by who ran all their samples, where one did.
         owned: Batch k is for worker k mod n.
         any_order: Batches are delivered when they are ready.
+        offers: Workers set samples aside and offer them to each other: for ``Sharing``.
         leave_after: Batches that are delivered of a pass that is abandoned.
     """
 
@@ -82,6 +83,7 @@ class Setting:
     collated: str = ""
     owned: bool = False
     any_order: bool = False
+    offers: bool = False
     leave_after: int = 0
     kills: int = 1
     buffered: bool = False
@@ -309,8 +311,9 @@ class Ledger:
             yield from self.release_places(worker, base, tail)
         for seq in range(base, tail):
             word = yield load(self.ticket[self.at(seq)])
-            if word & STATE != CLAIMED or (word >> 4) & 3 != worker:
+            if word & STATE != CLAIMED or not self.is_of(word, worker):
                 continue
+            yield from self.empty_room(seq)
             place = word & NUMBER
             if place:
                 kept = yield from self.is_kept(seq, place - 1)
@@ -325,6 +328,14 @@ class Ledger:
         yield from self.release_batches(worker, live)
         yield add(self.stranded, 1)
         yield from self.notify(self.work, EVERYBODY)
+
+    def is_of(self, word: int, worker: int) -> bool:
+        """Whether a ticket is this worker's, and not offered to the others."""
+        return (word >> 4) & 3 == worker
+
+    def empty_room(self, seq: int) -> Steps:
+        """Free the room that a sample lies in which the dead worker had taken; here nobody has one."""
+        yield from ()
 
     def is_kept(self, seq: int, place: int) -> Steps:
         word = yield load(self.place[self.at(place)])
@@ -341,7 +352,7 @@ class Ledger:
             if (
                 position == seq
                 and word & STATE == CLAIMED
-                and (word >> 4) & 3 == worker
+                and self.is_of(word, worker)
                 and word & NUMBER != place + 1
             ):
                 yield from self.give_back(place + 1, seq)
@@ -653,13 +664,16 @@ class Ledger:
             return True
         seq, end = first + k, first + k + count
         while seq < end:
-            place = yield from self.reserve(number, seq)
-            yield from self.write(seq, place)
-            outcome, there = yield from self.fill(number, seq, place)
-            if outcome == MUST_COLLATE:
-                yield from self.set_ready(there)
+            yield from self.run_unbound(number, seq)
             seq += 1
         return True
+
+    def run_unbound(self, number: int, seq: int) -> Steps:
+        place = yield from self.reserve(number, seq)
+        yield from self.write(seq, place)
+        outcome, there = yield from self.fill(number, seq, place)
+        if outcome == MUST_COLLATE:
+            yield from self.set_ready(there)
 
     def run_bound(self, number: int, index: int, first: int, k: int, count: int) -> Steps:
         seq, end = first + k, first + k + count
