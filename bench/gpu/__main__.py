@@ -8,13 +8,15 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from bench import record
 from bench.gpu.watch import Utilisation, copies_beside_kernels
-from bench.gpu.work import ON_CPU, ON_GPU, Augmented, Training
+from bench.gpu.work import Training, trainings
+from bench.workloads.packages import FOLDER
 from minato import DataLoader
 
 TorchLoader = torch.utils.data.DataLoader
@@ -56,19 +58,23 @@ class Run(NamedTuple):
 class Trainer:
     """A network that is trained from one loader, epoch after epoch."""
 
-    def __init__(self, training: Training, contender: Contender, size: int, workers: int) -> None:
+    def __init__(
+        self, training: Training, contender: Contender, dataset: Any, workers: int
+    ) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.on_gpu = self.device.type == "cuda"
         torch.manual_seed(0)
         self.model = training.make(training.width).to(self.device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
-        self.size = size
+        self.size = len(dataset)
+        self.volumes = training.volumes
         where: dict[str, Any] = (
             {"device": self.device} if contender.own else {"pin_memory": self.on_gpu}
         )
         self.loader = contender.make(
-            Augmented(size, training.shape, training.rounds),
+            dataset,
             batch_size=training.batch_size,
+            collate_fn=training.collate,
             shuffle=True,
             num_workers=workers,
             persistent_workers=True,
@@ -85,7 +91,8 @@ class Trainer:
             if batch is None:
                 return
             waited_s = time.perf_counter() - begun_s
-            inputs, labels = (each.to(self.device, non_blocking=True) for each in batch)
+            labels, images = (each.to(self.device, non_blocking=True) for each in batch[:2])
+            inputs = images.unsqueeze(1) if self.volumes else images
             loss = (self.model(inputs).flatten(1).mean(1) - labels / self.size).square().mean()
             self.optimizer.zero_grad()
             loss.backward()
@@ -104,9 +111,11 @@ class Trainer:
         return taken_s, [waited_s for waited_s, _ in steps]
 
 
-def measure(training: Training, contender: Contender, size: int, workers: int, epochs: int) -> Run:
+def measure(
+    training: Training, contender: Contender, dataset: Any, workers: int, epochs: int
+) -> Run:
     """A first epoch that warms up, some that count, and on a GPU the trace of another one's first steps."""
-    trainer = Trainer(training, contender, size, workers)
+    trainer = Trainer(training, contender, dataset, workers)
     trainer.epoch()
     if not trainer.on_gpu:
         results = [trainer.epoch() for _ in range(epochs)]
@@ -152,6 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--workers", type=int, default=max(record.usable_cores() - 1, 1), metavar="N"
     )
+    parser.add_argument("--data", type=Path, default=FOLDER, help="what 'make data' has filled")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", "This DataLoader will create")
     on_gpu = torch.cuda.is_available()
@@ -165,13 +175,14 @@ def main(arguments: list[str] | None = None) -> int:
         if options.short
         else f"Medians of {repeats} runs of {epochs} whole epochs of {batches} batches, after one that warms up."
     )
+    what, chosen = trainings(on_gpu, options.data)
     conditions = record.environment()
     lines = [
         "# Loaders in front of a GPU",
         "",
         f"Written by `python -m bench.gpu{' --short' if options.short else ''} --out docs/benchmarks`. {where}",
         "",
-        "Samples are not the papers' data: random arrays, filtered in rounds whose number has a heavy tail.",
+        what,
         f"{how} Loaders in turn, each with {options.workers} workers. *Waited*: steps whose `next()` took more than",
         f"{1e3 * WAITED_S:.0f} ms. *Idle*: share of the time in which no kernel ran (NVML, 10 Hz). *Beside*: share",
         "of the time of copies to the GPU in which a kernel ran (trace).",
@@ -180,11 +191,11 @@ def main(arguments: list[str] | None = None) -> int:
         "|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
-    for training in ON_GPU if on_gpu else ON_CPU:
+    for training in chosen:
+        dataset = training.load(batches * training.batch_size, options.data)
         runs: dict[Contender, list[Run]] = {each: [] for each in CONTENDERS}
         for _, contender in itertools.product(range(repeats), CONTENDERS):
-            size = batches * training.batch_size
-            runs[contender].append(measure(training, contender, size, options.workers, epochs))
+            runs[contender].append(measure(training, contender, dataset, options.workers, epochs))
         for contender in CONTENDERS:
             lines.append(row(training, contender, runs[contender]))
             print(lines[-1], flush=True)

@@ -1,8 +1,9 @@
-"""Small networks, and volumes and images whose augmentations cost processor time with a heavy tail."""
+"""Small networks, and what they are trained on: the papers' chains on real data, or arrays where there are none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,12 +11,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from bench.workloads.detection import Photographs, detection_chain, padded_pictures
+from bench.workloads.mapped import Mapped
+from bench.workloads.packages import SCANS
+from bench.workloads.segmentation import Scans, segmentation_chain
+
 SPREAD = 0.9
 """Standard deviation of the logarithm of a sample's rounds of filtering: one in a hundred takes 8 times the median."""
 
 
 class Augmented(torch.utils.data.Dataset[Any]):
-    """Random arrays that are filtered in rounds, as many as the index says; labelled by their index."""
+    """Random arrays that are filtered in rounds, as many as the index says; each comes behind its index."""
 
     def __init__(self, size: int, shape: tuple[int, ...], rounds: float) -> None:
         self.size, self.shape = size, shape
@@ -25,12 +31,12 @@ class Augmented(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray[Any, Any], int]:
+    def __getitem__(self, index: int) -> tuple[int, np.ndarray[Any, Any]]:
         array = np.random.default_rng(index).random(self.shape, np.float32)
         for _ in range(self.rounds[index]):
-            for axis in range(1, len(self.shape)):
+            for axis in (-2, -1):
                 array = (array + np.roll(array, 1, axis) + np.roll(array, -1, axis)) / 3
-        return array, index
+        return index, array
 
 
 def unet(width: int) -> nn.Module:
@@ -81,23 +87,55 @@ class _Residual(nn.Module):
 
 
 class Training(NamedTuple):
-    """A network and its data."""
+    """A network and its data.
+
+    Attributes:
+        load: ``(samples, folder of the data) -> dataset``, whose batches begin with the indices and the images.
+        volumes: Images are volumes without a dimension for the channel.
+    """
 
     name: str
-    shape: tuple[int, ...]
-    rounds: float
-    """Median rounds of filtering."""
+    load: Callable[[int, Path], torch.utils.data.Dataset[Any]]
+    collate: Callable[[list[Any]], Any] | None
     batch_size: int
     make: Callable[[int], nn.Module]
     width: int
+    volumes: bool
 
 
-ON_GPU = (
-    Training("3D U-Net", (1, 64, 64, 64), 4, 4, unet, 32),
-    Training("ResNet", (3, 224, 224), 4, 64, resnet, 64),
-)
-ON_CPU = (
-    Training("3D U-Net", (1, 16, 16, 16), 4, 4, unet, 4),
-    Training("ResNet", (3, 64, 64), 4, 16, resnet, 8),
-)
+def _segmentation(side: int, batch_size: int, width: int) -> Training:
+    def load(size: int, folder: Path) -> torch.utils.data.Dataset[Any]:
+        return Mapped(Scans(folder / SCANS, size), segmentation_chain((side, side, side)))
+
+    return Training("3D U-Net", load, None, batch_size, unet, width, True)
+
+
+def _detection(shortest: int, longest: int, batch_size: int, width: int) -> Training:
+    def load(size: int, folder: Path) -> torch.utils.data.Dataset[Any]:
+        pictures = Photographs(folder / "photographs", size)
+        return Mapped(pictures, detection_chain(shortest, longest))
+
+    return Training("ResNet", load, padded_pictures, batch_size, resnet, width, False)
+
+
+def _drawn(training: Training, shape: tuple[int, ...]) -> Training:
+    return training._replace(
+        load=lambda size, folder: Augmented(size, shape, rounds=4.0), collate=None
+    )
+
+
+ON_GPU = _segmentation(128, 3, 32), _detection(800, 1333, 4, 64)
+"""With the papers' patches, sizes and segmentation's batches."""
+ON_CPU = _segmentation(16, 3, 4), _detection(64, 96, 4, 8)
 """Small enough for a processor, which has the workers to serve besides."""
+DRAWN_ON_GPU = _drawn(ON_GPU[0], (64, 64, 64)), _drawn(ON_GPU[1], (3, 224, 224))
+DRAWN_ON_CPU = _drawn(ON_CPU[0], (16, 16, 16)), _drawn(ON_CPU[1], (3, 64, 64))
+
+
+def trainings(on_gpu: bool, data: Path) -> tuple[str, tuple[Training, ...]]:
+    """What to train here, and words for it."""
+    if (data / SCANS).is_dir() and (data / "photographs").is_dir():
+        words = "The papers' chains on real data: volumes of the head for segmentation, photographs for detection."
+        return words, ON_GPU if on_gpu else ON_CPU
+    words = "Without `make data`, samples are random arrays, filtered in rounds whose number has a heavy tail."
+    return words, DRAWN_ON_GPU if on_gpu else DRAWN_ON_CPU
