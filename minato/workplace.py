@@ -172,7 +172,7 @@ class Workplace:
         failure: BaseException | None,
         catches: type[BaseException],
         in_line: bool = False,
-        hired: tuple[Any, Callable[[], None]] | None = None,
+        hired: tuple[Any, Callable[[], None], Callable[[], bool]] | None = None,
     ) -> Worker:
         """Worker ``number``.
 
@@ -181,7 +181,7 @@ class Workplace:
             failure: What ``worker_init_fn`` raised.
             catches: What a sample or the ``collate_fn`` may raise without ending the worker.
             in_line: It runs in the consumer's thread.
-            hired: An actor that runs its samples, and what ends that.
+            hired: An actor that runs its samples, what ends it, and what tells whether it can be asked.
         """
         plan = self.plan
 

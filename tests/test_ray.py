@@ -31,6 +31,7 @@ pytestmark = pytest.mark.timeout(180)
 
 SIZE = 1000
 BAD, STRANGE, DEADLY, FLAKY = 900, 901, 902, 903
+HELD = range(500, 620)
 EPOCH = 7
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
 _PATIENCE_S = 60.0
@@ -57,7 +58,10 @@ class StrangeError(Exception):
 
 
 class Everything(Numbers):
-    """Samples that draw, and tell who ran them; some raise, two do harm only while there is no file ``mark``."""
+    """Samples that draw, and tell who ran them.
+
+    Some raise, two do harm only while there is no file ``mark``, and some wait for a file ``mark.left``.
+    """
 
     def __init__(self, mark: str) -> None:
         super().__init__(SIZE)
@@ -75,10 +79,19 @@ class Everything(Numbers):
             if index == FLAKY:
                 raise OSError("connection reset")
             os.kill(os.getpid(), signal.SIGKILL)
+        if index in HELD:
+            wait_for(Path(f"{self.mark}.left").exists)
         info = get_worker_info()
         assert info is not None
         who = [info.id, info.num_workers, info.dataset.prepared, os.getpid()]
         return [float(index), np.array(three_draws()), minato.numpy_rng().random(), who]
+
+
+def wait_for(event: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not event():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def prepare(number: int) -> None:
@@ -140,6 +153,13 @@ def until_both_work(loader: DataLoader[Any]) -> list[Any]:
         if len(crew(batches)) == 2:
             return batches
         assert time.monotonic() < deadline, "one of the actors never began"
+
+
+def is_there(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def adopt() -> None:
@@ -377,15 +397,17 @@ def test_a_dataset_that_cannot_be_made_there_is_an_error(rig: Rig) -> None:
 
 
 @needs_ray
-def test_a_node_leaves_in_mid_epoch(rig: Rig) -> None:
+def test_a_node_leaves_in_mid_epoch(rig: Rig, mark: str) -> None:
     """Stands behind those that need it: the node does not come back."""
     rig.keys.now = list(range(40))
-    until_both_work(rig.loader)
-    rig.keys.now = list(range(160))
+    actors = [psutil.Process(pid) for pid in crew(until_both_work(rig.loader))]
+    rig.keys.now = [*range(40), *HELD]
     batches = iter(rig.loader)
     found = indices([next(batches) for _ in range(10)])
     [node] = rig.cluster.worker_nodes
     rig.cluster.remove_node(node, allow_graceful=False)
+    wait_for(lambda: not all(map(is_there, actors)))
+    Path(f"{mark}.left").touch()
     with pytest.warns(RuntimeWarning, match="is lost on .* Another worker takes its place"):
         found += indices(batches)
     assert found == rig.keys.now

@@ -47,14 +47,23 @@ class ActorReads(FinishedReads):
     Args:
         actor: Handle of a :class:`minato.scheduler.remote.SampleServer`.
         end: Ends it.
+        connected: Tells whether there is a connection to the cluster.
         lease: The worker's lease words, the third of which names the transform that ran.
         meters: Receive what the stages cost.
     """
 
-    def __init__(self, actor: Any, end: Callable[[], None], lease: Any, meters: Meters) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        end: Callable[[], None],
+        connected: Callable[[], bool],
+        lease: Any,
+        meters: Meters,
+    ) -> None:
         super().__init__(0)
         self._actor = actor
         self._end = end
+        self._connected = connected
         self._lease = lease
         self._meters = meters
         self._usual_ns = self._way_ns = 0.0
@@ -87,6 +96,8 @@ class ActorReads(FinishedReads):
         future.add_done_callback(functools.partial(self._answered, read))
 
     def _ask(self, key: Any, epoch: int, seed: int | None) -> Any:
+        if not self._connected():  # the call would open another one
+            raise ConnectionError("the connection to the cluster is closed")
         return self._actor.sample.remote(key, epoch, seed).future()
 
     def _answered(self, read: Read, future: Any) -> None:

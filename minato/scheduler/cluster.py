@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import inspect
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,6 +31,7 @@ class Crew:
         self._work = work
         self._options = options
         self._ray: Any = None
+        self._job = ""
         self._hire: Callable[[int], Any] | None = None
         self._actors: dict[int, Any] = {}
         self._lock = threading.Lock()
@@ -38,23 +41,37 @@ class Crew:
         ray = self._ray = importlib.import_module("ray")
         if not ray.is_initialized():
             ray.init()
+        self._job = ray.get_runtime_context().get_job_id()
         server = ray.remote(SampleServer).options(**{"num_cpus": 1, **self._options})
         work = ray.put(self._work)
         self._hire = lambda number: server.remote(number, work)
 
     def check(self) -> None:
         """Raise if the actors cannot be reached any more."""
-        if not self._ray.is_initialized():
+        if not self._connected():
             raise RuntimeError(
                 "Ray was shut down while a loader with worker_method='ray' was in use"
             )
 
-    def hire(self, number: int) -> tuple[Any, Callable[[], None]]:
-        """A new actor for worker ``number``, and what ends it; it begins when the cluster has room for it."""
+    def _connected(self) -> bool:
+        # Ray connects anew, as another job, where anybody calls an actor after the connection was closed.
+        try:
+            if not self._ray.is_initialized():
+                return False
+            job: str = self._ray.get_runtime_context().get_job_id()
+            return job == self._job
+        except Exception:  # in the middle of either
+            return False
+
+    def hire(self, number: int) -> tuple[Any, Callable[[], None], Callable[[], bool]]:
+        """A new actor for worker ``number``, what ends it, and what tells whether it can be asked.
+
+        It begins when the cluster has room for it.
+        """
         assert self._hire is not None
         with self._lock:
             actor = self._actors[number] = self._hire(number)
-        return actor, functools.partial(self._end, actor)
+        return actor, functools.partial(self._end, actor), self._ray.is_initialized
 
     def dismiss(self) -> None:
         """End all actors."""
@@ -65,8 +82,10 @@ class Crew:
             self._end(actor)
 
     def _end(self, actor: Any) -> None:
-        if self._ray.is_initialized():  # otherwise they have ended with the connection
-            self._ray.kill(actor)
+        # The function inside: ray.kill connects anew where the program has closed the connection a moment ago.
+        kill = inspect.unwrap(self._ray.kill)
+        with contextlib.suppress(Exception):  # then the actor has ended with the connection
+            kill(actor)
 
 
 class ActorPool(ThreadPool):
