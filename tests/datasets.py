@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -69,22 +70,29 @@ class Samples(Dataset[Any]):
         return sample() if callable(sample) else sample
 
 
+_ROWS = 64
+"""Threads with consecutive numbers that a journal tells apart."""
+
+
 class Journal(Numbers):
     """As ``Numbers``, and counts how often each sample was begun, for threads and forked processes."""
 
     def __init__(self, size: int, seconds: float = 0.0) -> None:
         super().__init__(size)
         self.seconds = seconds
-        self._counts = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
+        # A row for each thread: two may begin an index at once, for two epochs, and neither count may be lost.
+        memory = mmap.mmap(-1, _ROWS * max(size, 1))
+        self._counts = np.frombuffer(memory, np.uint8).reshape(_ROWS, -1)
 
     def __getitem__(self, index: int) -> int:
-        self._counts[index] += 1
+        self._counts[threading.get_native_id() % _ROWS, index] += 1
         time.sleep(self.seconds)
         return index
 
     def begun(self) -> list[int]:
         """Indices that were begun, as often as they were."""
-        return [i for i in range(self.size) for _ in range(int(self._counts[i]))]
+        counts = self._counts.sum(0)
+        return [i for i in range(self.size) for _ in range(int(counts[i]))]
 
 
 class Draws(Numbers):
