@@ -17,6 +17,7 @@ __all__ = [
     "memory_kills",
     "memory_limit_bytes",
     "memory_of_late_bytes",
+    "text_of",
 ]
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -55,7 +56,7 @@ def memory_kills() -> int:
     for folder, _, _, events in _MEMORY:
         for group in set(_groups(folder)):
             try:
-                lines = _text(f"{_CGROUP}/{folder}/{group}/{events}").splitlines()
+                lines = text_of(f"{_CGROUP}/{folder}/{group}/{events}").splitlines()
             except OSError:
                 continue
             kills += sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
@@ -67,7 +68,7 @@ def _memory_of_groups() -> Iterator[tuple[int, int]]:
     for folder, limit, used, _ in _MEMORY:
         for at in _around(folder):
             try:
-                yield int(_text(f"{at}/{limit}")), int(_text(f"{at}/{used}"))
+                yield int(text_of(f"{at}/{limit}")), int(text_of(f"{at}/{used}"))
             except (OSError, ValueError):
                 continue  # no such group or version, or "max"
 
@@ -110,9 +111,9 @@ def _quotas() -> Iterator[float]:
     ):
         for at in _around(folder):
             try:
-                words = _text(f"{at}/{quota}").split()
+                words = text_of(f"{at}/{quota}").split()
                 if period is not None:
-                    words += _text(f"{at}/{period}").split()
+                    words += text_of(f"{at}/{period}").split()
                 allowed = int(words[0]) / int(words[1])
             except (OSError, ValueError, IndexError, ZeroDivisionError):
                 continue  # no such group or version, or "max"
@@ -135,7 +136,7 @@ def _groups(controllers: str) -> Iterator[str]:
     """Paths of this process's groups in a hierarchy, and its root, which a container may see as its own."""
     yield ""
     try:
-        lines = _text(_OWN_GROUPS).splitlines()
+        lines = text_of(_OWN_GROUPS).splitlines()
     except OSError:
         return
     for line in lines:
@@ -145,6 +146,11 @@ def _groups(controllers: str) -> Iterator[str]:
             yield path.lstrip("/")
 
 
-def _text(path: str | Path) -> str:
-    with open(path) as file:
-        return file.read()
+def text_of(path: str | Path) -> str:
+    """What the system tells in a file of its own; some are read a hundred times a second, hence the plain bytes.
+
+    Raises:
+        OSError: There is no such file, or it may not be read.
+    """
+    with open(path, "rb", buffering=0) as file:
+        return file.read().decode()

@@ -299,7 +299,7 @@ class Engine:
             if self._scaler is not None:
                 self._scaler.look()
             if self._works_ahead:
-                self._dispatcher.refill()
+                self._dispatcher.top_up()
             if self._staging is not None:
                 self._staging.stage(self._dispatcher.upcoming(self._ahead))
             self.arena.trim(self._dispatcher.num_open)

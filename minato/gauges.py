@@ -24,7 +24,8 @@ __all__ = ["EngineGauges"]
 
 
 _LOOK_NS = 100_000_000
-"""What workers get of the cores is looked at no more often than this."""
+_LOOK_SHARE = 200
+"""What workers get of the cores is looked at no more often than this, nor for more than a 200th of the time."""
 
 
 @dataclass
@@ -45,13 +46,14 @@ class EngineGauges:
     failures: FailureCount | None
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
     """Processor time of the workers when it was last looked at: they may be gone by now."""
-    _looked_ns: int = 0
+    _look_due_ns: int = 0
 
     def look(self, usage: Callable[[], Usage]) -> None:
         """Ask for the workers' processor time, if that was not done of late."""
         now = now_ns()
-        if now - self._looked_ns >= _LOOK_NS:
-            self._looked_ns, self.usage = now, usage()
+        if now >= self._look_due_ns:
+            self.usage = usage()
+            self._look_due_ns = now + max(_LOOK_NS, _LOOK_SHARE * (now_ns() - now))
 
     def readings(self) -> Readings:
         """All counters and histograms now."""

@@ -54,7 +54,8 @@ class PinnedReader(AheadReader):
         self._pin = pin
         thread = ThreadPoolExecutor(1, "minato-pin", _enter_thread, (_current_device(),))
         self._submit = thread.submit
-        weakref.finalize(self, thread.shutdown, cancel_futures=True)
+        # Not waiting: the last reference may go in the thread itself.
+        weakref.finalize(self, thread.shutdown, wait=False, cancel_futures=True)
 
     def read(self, record: int, slot: Slot) -> Pinned:
         """The batch; one that the thread has not been given is for the caller to pin."""
@@ -89,6 +90,5 @@ def _enter_thread(device: int) -> None:
     accelerator: Any = torch.accelerator
     choose = getattr(accelerator, "set_device_index", None) or accelerator.set_device_idx
     choose(device)
-    torch.set_num_threads(
-        1
-    )  # in this thread, as torch: copying shall not take the training's cores
+    # For this thread, as torch: copying shall not take the training's cores.
+    torch.set_num_threads(1)

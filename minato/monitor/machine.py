@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 
 from minato._core.clock import now_ns
-from minato._machine import available_memory_bytes, machine_usage, memory_limit_bytes
+from minato._machine import machine_usage, memory_limit_bytes, memory_of_late_bytes
 from minato.monitor.gpus import GpuWatch
 from minato.stats.glance import Machine
 
@@ -43,7 +43,7 @@ def look(gpus: GpuWatch | None) -> Machine:
     if gpus is not None:
         counts.update(gpus.counts())
     names = () if gpus is None else gpus.gpus()
-    return Machine(counts, available_memory_bytes(), _limit_bytes(), names)
+    return Machine(counts, memory_of_late_bytes(), _limit_bytes(), names)
 
 
 @functools.cache

@@ -206,9 +206,10 @@ class Dispatcher:
         """
         deadline = time.monotonic() + self._timeout_s if self._timeout_s else None
         while True:
-            self.refill()
             seen = self._gate.events
             found = self._ready()
+            if found is None:
+                self.refill()
             if self._flow.watched:
                 self._flow.ending, self._flow.ready = self._dry, self.num_ready
             if found is not None:
@@ -318,6 +319,11 @@ class Dispatcher:
                 return
             (self._ahead if self._foretold else self._open).append(self._publish(keys, owner))
 
+    def top_up(self) -> None:
+        """Refill, but not for each single batch where the window leaves the choice."""
+        if self._window.is_low(self.num_open):
+            self.refill()
+
     def _run_dry(self) -> None:
         if not self._dry:
             self._dry = True
@@ -370,18 +376,9 @@ class Dispatcher:
             self._start = self._ledger.describe(record)[1]
         if self._foresight is not None:
             self._foresight.published(record, keys)
+        progress = None if self._foretold else self._progress
         item = InFlight(
-            record,
-            keys,
-            slot,
-            keys_slot,
-            offset,
-            index,
-            epoch,
-            seed,
-            owner,
-            self._start,
-            None if self._foretold else self._progress,
+            record, keys, slot, keys_slot, offset, *self._pass, owner, self._start, progress
         )
         if not self._order.bound:
             self._recent.append(item)

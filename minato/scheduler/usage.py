@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
+
+from minato._machine import text_of
 
 __all__ = ["Usage", "process_usage", "thread_usage"]
 
@@ -29,21 +30,22 @@ def process_usage(pids: Iterable[int]) -> Usage:
 
 def thread_usage(native_ids: Iterable[int]) -> Usage:
     """The sum over threads of this process."""
-    return _total(Path(f"/proc/self/task/{native_id}") for native_id in native_ids)
+    return _total(f"/proc/self/task/{native_id}" for native_id in native_ids)
 
 
-def _tasks(pid: int) -> list[Path]:
+def _tasks(pid: int) -> list[str]:
+    folder = f"/proc/{pid}/task"
     try:
-        return list(Path(f"/proc/{pid}/task").iterdir())
+        return [f"{folder}/{name}" for name in os.listdir(folder)]
     except OSError:
         return []
 
 
-def _total(tasks: Iterable[Path]) -> Usage:
+def _total(tasks: Iterable[str]) -> Usage:
     ran_ns = queued_ns = 0
     for task in tasks:
         try:
-            ran, queued, _ = (task / "schedstat").read_text().split()
+            ran, queued, _ = text_of(f"{task}/schedstat").split()
         except (OSError, ValueError):
             ran, queued = _ticks(task), "0"
         ran_ns += int(ran)
@@ -51,10 +53,10 @@ def _total(tasks: Iterable[Path]) -> Usage:
     return Usage(ran_ns, queued_ns)
 
 
-def _ticks(task: Path) -> str:
+def _ticks(task: str) -> str:
     """Time on a core from a kernel without scheduler statistics, to a hundredth of a second."""
     try:
-        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        fields = text_of(f"{task}/stat").rpartition(")")[2].split()
         ticks = int(fields[11]) + int(fields[12])
         return str(ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):

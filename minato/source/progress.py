@@ -196,9 +196,8 @@ class Progress:
         positions, start = self._latest
         first, count = min(positions, default=-1), len(positions)
         numbers: Iterable[tuple[int, int]]
-        if first >= 0 and positions == list(
-            range(first, first + count)
-        ):  # as they nearly always are
+        in_a_row = list(range(first, first + count))  # as they nearly always are
+        if first >= 0 and positions == in_a_row:
             numbers = [(first - start, first - start + count)]
         else:
             found = (position - start for position in positions if position >= 0)

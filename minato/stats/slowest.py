@@ -83,13 +83,10 @@ class Slowest:
 
     def read(self) -> list[SlowSample]:
         """What is kept, in no order."""
+        rows = self._rows.copy()
         return [
-            SlowSample(
-                int(row["number"]) if not row["text"] else row["text"].decode(errors="replace"),
-                *(int(row[name]) for name in ("cost_ns", "epoch", "stage", "stage_ns")),
-            )
-            for row in self._rows.copy()
-            if row["cost_ns"]
+            SlowSample(text.decode(errors="replace") if text else number, cost_ns, *rest)
+            for cost_ns, *rest, number, text in rows[rows["cost_ns"] > 0].tolist()
         ]
 
 

@@ -100,6 +100,34 @@ def test_no_more_batches_are_open_than_the_window_allows() -> None:
     assert bench.dispatcher.num_open == 3
 
 
+def test_batches_are_opened_several_at_once_but_never_while_the_consumer_waits() -> None:
+    bench = Bench(fixed=None, workers=8)
+    bench.begin([[i] for i in range(40)])
+    counts = []
+    for _ in range(4):
+        bench.work(1)
+        bench.take()
+        bench.dispatcher.top_up()
+        counts.append(bench.dispatcher.num_open)
+    assert counts == [15, 16, 15, 16]  # an eighth of sixteen
+    bench.work(1)
+    bench.take()
+    waiting = []
+    bench.pool.script = [lambda: (waiting.append(bench.dispatcher.num_open), bench.work(1))]
+    bench.take()
+    assert waiting == [16]
+
+
+def test_a_fixed_window_is_kept_full() -> None:
+    bench = Bench(fixed=16)
+    bench.begin([[i] for i in range(40)])
+    for _ in range(4):
+        bench.work(1)
+        bench.take()
+        bench.dispatcher.top_up()
+        assert bench.dispatcher.num_open == 16
+
+
 def test_the_window_grows_when_everything_is_claimed_and_the_consumer_waits() -> None:
     bench = Bench(fixed=None, workers=1)
     bench.begin([[i] for i in range(12)])
