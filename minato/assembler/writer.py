@@ -284,25 +284,29 @@ class BatchWriter:
         packing = self._open.get(batch)
         if packing is not None and packing.generation == generation:
             return packing
-        if not offset:
-            layout = Layout.infer(sample)
-            if layout is None:
+        if offset:
+            fields, _, layout = read_layout(self._segment, offset)
+        else:
+            inferred = Layout.infer(sample)
+            if inferred is None:
                 return None
-            fields = self._ledger.allocate(batch, layout.fields_nbytes(count))
-            offset = self._publish(batch, layout, fields, count)
-        fields, _, layout = read_layout(self._segment, offset)
+            fields = self._ledger.allocate(batch, inferred.fields_nbytes(count))
+            fields, layout = self._publish(batch, inferred, fields, count)
         packing = _Packing(generation, layout, layout.packer(count), fields, count)
         self._open[batch] = packing
         return packing
 
-    def _publish(self, batch: int, layout: Layout, fields: int, count: int) -> int:
-        """Offer a layout and its fields for the batch; returns the offset of the layout that holds."""
+    def _publish(self, batch: int, layout: Layout, fields: int, count: int) -> tuple[int, Layout]:
+        """Offer a layout and its fields for the batch; returns those that hold: the first that were offered."""
         data = layout.to_bytes()
         offset = self._ledger.allocate(batch, _LAYOUT_HEAD.size + len(data))
         start = offset + _LAYOUT_HEAD.size
         _LAYOUT_HEAD.pack_into(self._segment.array, offset, fields, count, len(data))
         self._segment.array[start : start + len(data)] = np.frombuffer(data, np.uint8)
-        return self._ledger.publish_layout(batch, offset)
+        holding = self._ledger.publish_layout(batch, offset)
+        if holding != offset:
+            fields, _, layout = read_layout(self._segment, holding)
+        return fields, layout
 
     def _attach(self, batch: int, place: int, value: Any, kind: int) -> None:
         try:

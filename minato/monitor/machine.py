@@ -15,8 +15,8 @@ from minato.stats.glance import Machine
 
 __all__ = ["look", "looker"]
 
-_RECENT_NS = 20_000_000
-"""The kernel counts in steps of half as much."""
+_RECENT_NS = 100_000_000
+"""The kernel counts in steps of a tenth of it."""
 
 
 def looker(gpus: GpuWatch | None) -> Callable[[], Machine]:
