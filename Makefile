@@ -79,9 +79,11 @@ docs: build  ## build docs/_build/html; a warning is an error
 demo: build  ## train a small model on real data, with torch's loader and with minato
 	$(PY) -m demo
 
-bench: build  ## compare with torch's loader, and the compiled with the pure core (SHORT=1: smoke run)
+bench: build  ## compare with torch's loader, in about three quarters of an hour (SHORT=1: smoke run of the first two)
 	$(PY) -m bench.macro $(if $(SHORT),--short)
 	$(PY) -m bench.micro $(if $(SHORT),--short)
+	$(if $(SHORT),,$(PY) -m bench.ablation --out docs/benchmarks)
+	$(if $(SHORT),,$(PY) -m bench.growth)
 
 data: $(INSTALLED)  ## fetch real volumes, photographs and recordings into build/data (0.5 GB; pip, apt-get)
 	$(PY) -m bench.workloads
