@@ -64,8 +64,9 @@ LOADS = (
     Load(100, 400, 3),
     Load(250, 160, 3),
     Load(600, 80, 10),
-    Load(1_600, 40, 3),
-    Load(2_800, 32, 10),
+    Load(2_000, 32, 10),
+    Load(3_900, 24, 3),
+    Load(8_100, 12, 10),
 )
 """The last two cost just so much that all their samples are timed stage by stage."""
 

@@ -24,10 +24,10 @@ _WORTH_BINDING_NS = 50_000
 """Samples that cost more are always bound: it takes about a microsecond."""
 _WORTH_WATCHING = 8
 """So many samples are bound in the time that it takes to watch a run for draws."""
-_WORTH_MEASURING_NS, _FOR_EACH_STEP_NS = 1_000_000, 150_000
+_WORTH_MEASURING_NS, _FOR_EACH_STEP_NS = 2_000_000, 600_000
 """Samples that cost more than the sum, with its second part for each transform, are all timed stage by stage.
 
-It takes three microseconds, but up to a dozen where samples have emptied the processor's caches: half a per cent.
+It takes three microseconds, but six for each transform where samples have emptied the processor's caches.
 """
 _MEASURE_EVERY = 32
 """Of cheaper samples, so many leases have one whose stages are."""
