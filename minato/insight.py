@@ -140,8 +140,8 @@ class Insight(Opening):
         except OSError as error:
             self._measured().watchers.remove(exported)
             words = (
-                f"the metrics of a loader cannot be told at {host}:{port}: {error.strerror}; use another port, or 0 "
-                "for any that is free"
+                f"the metrics of a loader cannot be told at {host}:{port}: {error.strerror}; use another port, or "
+                "metrics_port=0 for any that is free"
             )
             if self._options.metrics_port is not None:
                 raise OSError(error.errno, words) from None

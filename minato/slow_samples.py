@@ -44,7 +44,8 @@ class SlowSamples:
         shares: Of each batch of that epoch, as they were delivered, the share of its samples that were slow.
         prediction: How good the latest expectations were. Rank correlation, from -1 to 1: whether dearer samples were
             expected to be dearer. Hit rate: the share of the slow samples that were expected to be slow. Precision: the
-            share of those expected to be slow that were. All of it 0 in a first epoch, unless transforms plan.
+            share of those expected to be slow that were. All of it 0 in a first epoch, unless transforms plan or
+            the dataset has ``size_of``.
         running: Slow samples that are being worked on, the longest first; empty with iterable datasets.
     """
 
