@@ -7,12 +7,12 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-
-import psutil
+from typing import Any
 
 __all__ = [
     "available_cores",
     "available_memory_bytes",
+    "disk_read_bytes",
     "machine_usage",
     "memory_kills",
     "memory_limit_bytes",
@@ -29,10 +29,17 @@ _MEMORY = (
 """Files of both versions of control groups: limit, use, and what was ended for it."""
 
 
+def _psutil() -> Any:
+    """The library: imported late, as it takes a tenth of a second, and workers have no use for it."""
+    import psutil
+
+    return psutil
+
+
 def available_memory_bytes() -> int:
     """Memory that can still be taken, within the limits of the control groups if there are any."""
     left = [limit - used for limit, used in _memory_of_groups()]
-    return max(min([int(psutil.virtual_memory().available), *left]), 0)
+    return max(min([int(_psutil().virtual_memory().available), *left]), 0)
 
 
 def memory_of_late_bytes() -> int:
@@ -47,7 +54,9 @@ def _memory_in_second(second: int) -> int:
 
 def memory_limit_bytes() -> int:
     """Memory that this process and those around it may take together."""
-    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _memory_of_groups())])
+    return min(
+        [int(_psutil().virtual_memory().total), *(limit for limit, _ in _memory_of_groups())]
+    )
 
 
 def memory_kills() -> int:
@@ -75,11 +84,20 @@ def _memory_of_groups() -> Iterator[tuple[int, int]]:
 
 def machine_usage() -> tuple[float, float]:
     """Seconds that all cores together were in use since the machine's start, and were there."""
-    times = psutil.cpu_times()
+    times = _psutil().cpu_times()
     idle_s = times.idle + getattr(times, "iowait", 0.0)
     # The guests' time is contained in the users'.
     whole_s = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return whole_s - idle_s, whole_s
+
+
+def disk_read_bytes() -> int:
+    """Bytes that all disks together have read since the machine's start; 0 where a container hides them."""
+    try:
+        disks = _psutil().disk_io_counters(nowrap=False)
+    except (OSError, RuntimeError):
+        return 0
+    return 0 if disks is None else int(disks.read_bytes)
 
 
 def available_cores(whole_node: bool = False) -> float:

@@ -60,6 +60,11 @@ _POSITIONS = 1 << 16
 """Batches and samples that can be in flight: 4 MiB of ledger, of which only the batches' part is touched at once."""
 
 
+def _end(shut_down: Callable[[], bool], arena: Arena) -> None:
+    if shut_down():
+        arena.take_back()
+
+
 class Engine:
     """Workers, their shared memory, and the consumer's end of it.
 
@@ -198,6 +203,7 @@ class Engine:
         self._failures = None
         if plan.policy is not None:
             self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
+        self._late_error: Exception | None = None
         self._started = False
         self._works_ahead = plan.num_workers > 0
         self._started_ns = now_ns()
@@ -224,7 +230,7 @@ class Engine:
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
             workplace.write_plan(self.arena)
-        self.shut_down = weakref.finalize(self, self._pool.shut_down)
+        self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, self.arena)
         """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
         if experience.journal is not None:
             weakref.finalize(self, experience.journal.settle, self._gauges).atexit = False
@@ -269,6 +275,8 @@ class Engine:
         if journal is not None:
             journal.enter()
         try:
+            if self._late_error is not None:
+                self._raise_late()
             if self._failures is not None:
                 self._failures.check()
             item = self._dispatcher.next()
@@ -294,18 +302,33 @@ class Engine:
             return self._reader.read(item.record, item.slot)
         finally:
             self._dispatcher.done(item, used_bytes)
-            if self._parts_slow:
-                self._mark_slow()
-            if self._scaler is not None:
-                self._scaler.look()
-            if self._works_ahead:
-                self._dispatcher.top_up()
+            self._look_ahead()
             if self._staging is not None:
                 self._staging.stage(self._dispatcher.upcoming(self._ahead))
             self.arena.trim(self._dispatcher.num_open)
             if journal is not None:
                 samples = item.keys[0] if self._streams else len(item.keys)
                 journal.leave(samples, used_bytes, self._standing)
+
+    def _look_ahead(self) -> None:
+        """See to what the workers do next; what goes wrong is raised by the next call: this one has a batch."""
+        try:
+            if self._parts_slow:
+                self._mark_slow()
+            if self._scaler is not None:
+                self._scaler.look()
+            if self._works_ahead:
+                self._dispatcher.top_up()
+        except Exception as error:
+            self._late_error = error
+
+    def _raise_late(self) -> None:
+        error, self._late_error = self._late_error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
 
     def _standing(self) -> Standing:
         if not isinstance(self._pool, InlinePool):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from minato._stateful import is_stateful
-from minato.assembler.arena import SpareArenas
+from minato.assembler.arena import Arena, SpareArenas
 from minato.assembler.reader import BatchReader
 from minato.chain.chain import Chain
 from minato.delivery.pinning import Pin
@@ -22,6 +23,12 @@ from minato.source.run import Course, Run, is_stream
 from minato.trace.lanes import Trace
 
 __all__ = ["Opening"]
+
+
+def _put_by(end: Callable[[], Any], spare: SpareArenas, arena: Arena) -> None:
+    """Keep an arena, whose pages are warm, for the next engine, once nobody writes to it for this one."""
+    end()
+    spare.append(arena)
 
 
 class Opening:
@@ -86,8 +93,9 @@ class Opening:
             num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
         plan = Plan.of(self, base_seed, num_workers, most_workers)
         engine = Engine(plan, arena, self._experience, reader, pin)
-        # The next iterator writes to this one's warm pages.
-        weakref.finalize(engine, self._spare_arenas.append, arena).atexit = False
+        weakref.finalize(
+            engine, _put_by, engine.shut_down, self._spare_arenas, arena
+        ).atexit = False
         if self._trace is not None and plan.lanes is not None:
             weakref.finalize(engine, self._trace.give_back, plan.lanes).atexit = False
         return engine

@@ -19,6 +19,7 @@ import torch
 from minato import DataLoader
 from minato.scheduler import dispatcher, shortage
 from minato.scheduler.deaths import Deaths
+from minato.scheduler.in_hand import InHand
 from minato.scheduler.window import Window
 
 
@@ -187,6 +188,28 @@ def test_a_sample_that_kills_three_workers_is_named() -> None:
     assert "index 37. 3 workers died there" in str(caught.value.__cause__)
 
 
+class DeadlyAlone(Deadly):
+    """The same, asked for lists or tensors too."""
+
+    def __getitem__(self, key: Any) -> Any:
+        first = key[0] if isinstance(key, list) else int(key)
+        return super().__getitem__(first)
+
+
+@pytest.mark.parametrize(
+    "keys", [[[0], [37], [2]], torch.tensor([0, 37, 2])], ids=["lists", "tensors"]
+)
+def test_keys_that_cannot_be_told_apart_by_hash(keys: Any) -> None:
+    loader = DataLoader(DeadlyAlone(80), None, sampler=keys, num_workers=1)
+    with (
+        pytest.warns(RuntimeWarning, match="Another worker takes its place"),
+        pytest.raises(RuntimeError, match="exited unexpectedly") as caught,
+    ):
+        list(loader)
+    assert "37" in str(caught.value.__cause__)
+    assert "3 workers died there" in str(caught.value.__cause__)
+
+
 def test_workers_with_state_are_not_replaced() -> None:
     """Round-robin workers hold random streams that a new one would not have."""
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
@@ -197,14 +220,14 @@ def test_deaths_before_any_sample_add_up() -> None:
     deaths = Deaths(restarts=True)
     for _ in range(2):
         with pytest.warns(RuntimeWarning, match="killed by signal: Killed .* between samples"):
-            deaths.report(7, -signal.SIGKILL, (), 0)
+            deaths.report(7, -signal.SIGKILL, None, 0)
     with pytest.raises(RuntimeError, match=r"pid\(s\) 7"):
-        deaths.report(7, -signal.SIGKILL, (), 0)
+        deaths.report(7, -signal.SIGKILL, None, 0)
 
 
 def test_a_start_that_fails_by_an_exception_is_not_tried_again() -> None:
     with pytest.raises(RuntimeError, match=r"pid\(s\) 7") as caught:
-        Deaths(restarts=True).report(7, 1, (), 0)
+        Deaths(restarts=True).report(7, 1, None, 0)
     assert "exited with code 1 before its first sample" in str(caught.value.__cause__)
 
 
@@ -212,7 +235,7 @@ def test_deaths_between_samples_do_not_add_up_while_work_goes_on() -> None:
     deaths = Deaths(restarts=True)
     for progress in range(10):
         with pytest.warns(RuntimeWarning, match="Segmentation fault"):
-            deaths.report(7, -signal.SIGSEGV, (), progress)
+            deaths.report(7, -signal.SIGSEGV, None, progress)
     assert deaths.total == 10
 
 
@@ -224,8 +247,9 @@ def test_less_is_loaded_ahead_after_memory_ran_out(monkeypatch: pytest.MonkeyPat
     deaths = Deaths(restarts=True, shortage=shortage.Shortage(window))
 
     def die(sample: int) -> str:
+        in_hand = InHand(sample, sample, 0, 0, None, 0)
         with pytest.warns(RuntimeWarning) as caught:
-            assert deaths.report(7, -signal.SIGKILL, (0, sample), 0) is None
+            assert deaths.report(7, -signal.SIGKILL, in_hand, 0) is None
         return str(caught[0].message)
 
     assert "Memory ran out" not in die(1)  # somebody killed it

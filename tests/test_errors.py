@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,6 +29,30 @@ WORKERS = {
 }
 each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
 PROCESSES = WORKERS["2-processes"]
+
+
+class Torn:
+    """A sampler that fails after 20 indices."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(20)
+        raise LookupError("torn list")
+
+
+@each
+def test_what_a_sampler_raises_takes_no_batch_with_it(workers: dict[str, Any]) -> None:
+    ahead = {"prefetch_factor": 2} if workers["num_workers"] else {}
+    loader = DataLoader(Numbers(100), 2, sampler=Torn(), **ahead, **workers)
+    iterator, got, raised = iter(loader), [], 0
+    while True:
+        try:
+            got += next(iterator).tolist()
+        except LookupError:
+            raised += 1
+            assert loader.coverage().delivered.samples == len(got)
+        except StopIteration:
+            break
+    assert (got, raised) == (list(range(20)), 1)
 
 
 class TwoPartsError(Exception):

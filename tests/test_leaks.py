@@ -126,6 +126,11 @@ def test_a_second_interrupt_leaves_nothing_either(kind: str) -> None:
     assert all("KeyboardInterrupt" in one for one in tracebacks)
 
 
+@pytest.mark.slow
+def test_training_in_a_thread_outlives_the_main_one() -> None:
+    assert run("outliving.py") == "780\n"
+
+
 WAYS = [
     "break",
     "exception",
@@ -135,6 +140,7 @@ WAYS = [
     "in a thread",
     "os.fork",
     "Ctrl-C",
+    "consumer's exception",
 ]
 NESTED = ["nested", "inside workers"]
 
@@ -164,6 +170,7 @@ def test_nothing_is_left_and_no_garbage_is_collected(kind: str, ways: list[str])
         (signal.SIGKILL, "waiting"),
         (signal.SIGKILL, "computing"),
         (signal.SIGKILL, "busy"),
+        (signal.SIGKILL, "far ahead"),
         (signal.SIGTERM, "computing"),
     ],
 )

@@ -148,6 +148,18 @@ def test_next_iterator_uses_the_memory_of_the_last(workers: dict[str, Any]) -> N
     assert len(set().union(*places)) <= 8
 
 
+@each
+def test_epochs_that_are_broken_off_leave_no_memory_behind(workers: dict[str, Any]) -> None:
+    ahead = {"prefetch_factor": 2} if workers["num_workers"] else {}
+    loader = DataLoader(Filled(40, 1000), 2, **ahead, **workers)
+    for _ in range(6):
+        iterator = iter(loader)
+        next(iterator)
+        arena = arena_of(iterator)
+        del iterator
+    assert arena.num_slots <= 8
+
+
 def pages_of(iterator: Any) -> int:
     """Bytes of memory that an iterator's arena takes."""
     return os.fstat(arena_of(iterator).segment.descriptor).st_blocks * 512

@@ -62,16 +62,19 @@ def markdown(results: Results, conditions: Mapping[str, str], repeats: int) -> s
     for curve in CURVES:
         parts.append(f"## {curve.name[0].upper()}{curve.name[1:]}\n")
         parts.append(f"Microseconds per {curve.unit}.\n")
-        lines: dict[int, list[str]] = {}
+        cells: dict[int, dict[str, str]] = {}
         exponents = ["*exponent*"]
         for loader in LOADERS:
             points = results.curves[curve.name, loader]
             for size, one in points:
                 scaled = Spread(*(1e6 * value for value in (one.least, one.median, one.greatest)))
-                lines.setdefault(size, [f"{size:,}"]).append(spread_text(scaled, 2))
+                cells.setdefault(size, {})[loader] = spread_text(scaled, 2)
             exponents.append(f"{slope([(size, one.median) for size, one in points]):.2f}")
-        rows = [line + [""] * (len(LOADERS) + 1 - len(line)) for line in lines.values()]
-        if len(lines) > 3:
+        rows = [
+            [f"{size:,}", *(found.get(loader, "") for loader in LOADERS)]
+            for size, found in cells.items()
+        ]
+        if len(rows) > 3:
             rows.append(exponents)
         parts.append(table([curve.name, *LOADERS], rows))
     parts.append("## Cold first batch\n")
@@ -82,7 +85,9 @@ def markdown(results: Results, conditions: Mapping[str, str], repeats: int) -> s
     parts.append("## Memory\n")
     parts.append(
         "MiB (proportional set size) that an epoch of 2048 samples takes at most in the training process and its 4 "
-        "workers, beyond what was there before; batches of 32, and a consumer that takes 5 ms for each.\n"
+        "workers, beyond what was there before; batches of 32, and a consumer that takes 5 ms for each. "
+        "minato's is largely memory that it keeps for the next batches, already in place: of as many as were in "
+        "flight, and of four more.\n"
     )
     parts.append(_pairs(results.memory, ["bytes of a sample"], 0))
     return "\n".join(parts)

@@ -56,6 +56,7 @@ class Arena:
         self._largest = 0
         self._warm: deque[Slot] = deque()
         self._cold: deque[Slot] = deque()
+        self._taken: set[Slot] = set()  # neither free nor leased
         self._leases: dict[int, weakref.ref[Any]] = {}  # by the slot's start
         self._needed = 0.0
         self.num_slots = 0
@@ -75,11 +76,11 @@ class Arena:
         """
         if self.locks is not None:
             for slot, used_bytes in self.locks.recycled():
-                self.release(slot, used_bytes)
-        for free in (self._warm, self._cold):
-            if free:
-                return free.pop()
-        return self._carve()
+                self._free(slot, used_bytes)
+        free = self._warm or self._cold
+        slot = free.pop() if free else self._carve()
+        self._taken.add(slot)
+        return slot
 
     def _carve(self) -> Slot:
         if self.num_slots >= _ROOMY_SLOTS:
@@ -96,9 +97,19 @@ class Arena:
         return Slot(start, end)
 
     def release(self, slot: Slot, used_bytes: int = 0) -> None:
-        """Give a slot back; ``used_bytes`` of it were written."""
+        """Give a slot back that was not leased, unless all were taken back; ``used_bytes`` of it were written."""
+        if slot in self._taken:
+            self._taken.remove(slot)
+            self._free(slot, used_bytes)
+
+    def _free(self, slot: Slot, used_bytes: int) -> None:
         self._largest = max(self._largest, used_bytes)
         self._warm.append(slot)
+
+    def take_back(self) -> None:
+        """Give all slots back that are neither free nor leased: nobody writes to them any more, or ever reads them."""
+        for slot in list(self._taken):
+            self.release(slot)
 
     def lease(self, slot: Slot, used_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """A view of the slot, shape (bytes,), uint8; once it and all made from it are gone, the slot is free.
@@ -112,10 +123,11 @@ class Arena:
         def returned(reference: weakref.ref[Any]) -> None:
             self._leases.pop(slot.start, None)
             if self.locks is None:
-                self.release(slot, used_bytes)
+                self._free(slot, used_bytes)
             else:
                 self.locks.returned(slot, used_bytes)
 
+        self._taken.discard(slot)
         self._leases[slot.start] = weakref.ref(view, returned)
         return view
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from minato._core.codes import ENDED, ERROR_BLOB, FAILED, KIND_MASK, SKIPPED
+from minato._core.codes import ENDED, ERROR_BLOB, FAILED, KIND_MASK, SKIPPED, STATES
 from minato._core.ledger import Ledger
 from minato.assembler.arena import Slot
 from minato.assembler.reader import BatchReader
@@ -33,9 +33,10 @@ class AheadReader(ABC):
     def __init__(self, reader: BatchReader, ledger: Ledger) -> None:
         self._reader = reader
         self._ledger = ledger
-        self._begun: dict[
-            int, Any
-        ] = {}  # by the ledger's record: what was begun, or the error that this raised
+        # By the ledger's record: what was begun, or the error that this raised.
+        self._begun: dict[int, Any] = {}
+        # A batch that is on its way may have left its slot, where this lay, to others.
+        self._states: dict[int, tuple[int, Any, Any, bool] | None] = {}
 
     def read(self, record: int, slot: Slot) -> Any:
         """The batch.
@@ -44,16 +45,21 @@ class AheadReader(ABC):
             Exception: What a sample of the batch, its collation, or what is done with it raised.
         """
         begun = self._begun.pop(record, None)
+        self._states.pop(record, None)
         if isinstance(begun, Exception):
-            raise begun
+            try:
+                raise begun
+            finally:
+                del begun  # its traceback holds this frame
         return self._finish(self._begin(record, slot) if begun is None else begun)
 
     def state(self, record: int) -> tuple[int, Any, Any, bool] | None:
         """As :meth:`BatchReader.state`."""
-        return self._reader.state(record)
+        return self._states[record] if record in self._states else self._reader.state(record)
 
     def discard(self, record: int, slot: Slot) -> None:
         """Drop a batch that nobody wants any more."""
+        self._states.pop(record, None)
         if self._begun.pop(record, None) is None:
             self._reader.discard(record, slot)
 
@@ -64,6 +70,8 @@ class AheadReader(ABC):
             plain = not flags & (FAILED | ENDED | SKIPPED) and result & KIND_MASK != ERROR_BLOB
             if plain and item.record not in self._begun:
                 try:
+                    if flags & STATES:
+                        self._states[item.record] = self._reader.state(item.record)
                     self._begun[item.record] = self._begin(item.record, item.slot)
                 except Exception as error:
                     self._begun[item.record] = error

@@ -127,9 +127,14 @@ class Group:
             finally:
                 self._waiting.remove(seat)
             outcome = seat.inbox.popleft()
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.batch
+        batch, error = outcome
+        del outcome
+        if error is None:
+            return batch
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
 
     def _fetch(self) -> None:
         """Fetch a batch for whoever has waited longest."""
@@ -151,6 +156,7 @@ class Group:
         else:
             # Whoever was given one may not have woken up yet; the one that fetches has none.
             next(seat for seat in self._waiting if not seat.inbox).inbox.append(outcome)
+            del outcome  # an error's traceback holds this frame
 
     def leave(self, seat: _Seat) -> None:
         """Give up a seat; what the epoch still holds is for the others."""

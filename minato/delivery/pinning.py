@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -60,7 +60,7 @@ class PinnedReader(AheadReader):
     def read(self, record: int, slot: Slot) -> Pinned:
         """The batch; one that the thread has not been given is for the caller to pin."""
         if record in self._begun:
-            begun: Future[Any] = super().read(record, slot)
+            begun: Pinned = super().read(record, slot)
             return begun
         return _Unpinned(self._pin, self._reader.read(record, slot))
 
@@ -72,10 +72,14 @@ class PinnedReader(AheadReader):
         *_, used_bytes = self._ledger.contents(record)
         return used_bytes >= _WORTH_A_THREAD_BYTES
 
-    def _begin(self, record: int, slot: Slot) -> Future[Any]:
-        return self._submit(self._pin, self._reader.read(record, slot))
+    def _begin(self, record: int, slot: Slot) -> Pinned:
+        batch = self._reader.read(record, slot)
+        try:
+            return self._submit(self._pin, batch)
+        except RuntimeError:  # no more threads: the main one has ended, and another trains on
+            return _Unpinned(self._pin, batch)
 
-    def _finish(self, begun: Future[Any]) -> Future[Any]:
+    def _finish(self, begun: Pinned) -> Pinned:
         return begun
 
 

@@ -6,10 +6,13 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 
-import psutil
-
 from minato._core.clock import now_ns
-from minato._machine import machine_usage, memory_limit_bytes, memory_of_late_bytes
+from minato._machine import (
+    disk_read_bytes,
+    machine_usage,
+    memory_limit_bytes,
+    memory_of_late_bytes,
+)
 from minato.monitor.gpus import GpuWatch
 from minato.stats.glance import Machine
 
@@ -38,7 +41,7 @@ def look(gpus: GpuWatch | None) -> Machine:
     counts = Counter(
         cores_used_ns=round(1e9 * used_s),
         cores_there_ns=round(1e9 * there_s),
-        disk_read_bytes=_disk_read_bytes(),
+        disk_read_bytes=disk_read_bytes(),
     )
     if gpus is not None:
         counts.update(gpus.counts())
@@ -49,11 +52,3 @@ def look(gpus: GpuWatch | None) -> Machine:
 @functools.cache
 def _limit_bytes() -> int:
     return memory_limit_bytes()
-
-
-def _disk_read_bytes() -> int:
-    try:
-        disks = psutil.disk_io_counters(nowrap=False)
-    except (OSError, RuntimeError):  # a container may hide them
-        return 0
-    return 0 if disks is None else int(disks.read_bytes)

@@ -38,7 +38,7 @@ class Burial:
     policy: ErrorPolicy | None
 
     def __post_init__(self) -> None:
-        self._timeouts: Counter[Any] = Counter()
+        self._timeouts: Counter[int] = Counter()
 
     def __call__(self, number: int, pid: int | None, exit_code: int | Loss | None) -> None:
         """Bury worker number ``number``.
@@ -47,18 +47,18 @@ class Burial:
             RuntimeError: It shall not be replaced.
         """
         sample = sample_in_hand(self.ledger, self.read_keys, self.names, number)
-        where = () if sample is None else (sample.epoch, sample.key)
         error: Exception | None = None if self.overdue is None else self.overdue.cause(number)
         attempts = 0
         if error is not None:
-            self._timeouts[where] += 1
-            attempts = self._timeouts[where]
+            if sample is not None:
+                self._timeouts[sample.position] += 1
+                attempts = self._timeouts[sample.position]
             if self.policy is not None and attempts <= self.policy.retries:
                 error = None
         else:
             progress = sum(self.ledger.activity(worker)[0] for worker in range(self.num_workers))
-            error = self.deaths.report(pid, exit_code, where, progress)
-            attempts = self.deaths.at(where)
+            error = self.deaths.report(pid, exit_code, sample, progress)
+            attempts = 0 if sample is None else self.deaths.at(sample)
         if error is not None and sample is not None:
             self._give_up(number, sample, error, attempts)
         self.ledger.release(number)

@@ -128,12 +128,12 @@ class ActorPool(ThreadPool):
         # The loss was noted before the thread ended.
         return [number for number in super()._gone() if number not in self._lost]
 
-    def shut_down(self) -> None:
-        """End the actors, and with them what the threads wait for."""
+    def shut_down(self) -> bool:
+        """End the actors, and with them what the threads wait for; returns whether there are no threads any more."""
         if self._is_owner:
             self._stop()
             self._crew.dismiss()
-        super().shut_down()
+        return super().shut_down()
 
 
 def wrapped_in_actor(number: int) -> Callable[[BaseException], ExceptionWrapper]:

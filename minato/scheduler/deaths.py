@@ -6,9 +6,9 @@ import signal
 import warnings
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 from minato.errors import WorkerDiedError
+from minato.scheduler.in_hand import InHand
 from minato.scheduler.shortage import Shortage
 
 __all__ = ["Deaths", "Loss"]
@@ -54,17 +54,18 @@ class Deaths:
         self._restarts = restarts
         self._shortage = shortage
         self._settles = settles
-        self._by_sample: Counter[Any] = Counter()
+        # By the sample's position, as keys may be of any kind; else by how far all had come.
+        self._by_place: Counter[tuple[int | None, int | None]] = Counter()
         self.total = 0
         """Workers that have died."""
 
     def report(
-        self, pid: int | None, exit_code: int | Loss | None, sample: tuple[Any, ...], progress: int
+        self, pid: int | None, exit_code: int | Loss | None, sample: InHand | None, progress: int
     ) -> WorkerDiedError | None:
         """Take note of a death; returns if the worker shall be replaced, after a warning that says what happened.
 
         Args:
-            sample: ``(epoch, key)`` of the sample it was on, empty if it was on none.
+            sample: The sample it was on; None: it was on none.
             progress: How many samples have been run: deaths on none of them only add up while nothing is run.
 
         Returns:
@@ -74,11 +75,11 @@ class Deaths:
             RuntimeError: torch's, with the cause in words.
         """
         self.total += 1
-        place = sample or progress
+        place = (None, progress) if sample is None else (sample.position, None)
         # All workers of a machine may be lost at once, in the middle of nothing.
         elsewhere = isinstance(exit_code, Loss) and exit_code.blameless and not sample
-        self._by_sample[place] += not elsewhere
-        times = self._by_sample[place]
+        self._by_place[place] += not elsewhere
+        times = self._by_place[place]
         # An exception on the way to the first sample, which the next worker would meet too.
         if isinstance(exit_code, Loss):
             unable = exit_code.unable
@@ -86,7 +87,7 @@ class Deaths:
             unable = not sample and not progress and exit_code is not None and exit_code > 0
         on = "before its first sample, see what it wrote to stderr" if unable else "between samples"
         if sample:
-            on = f"while it ran the sample with index {sample[1]!r}"
+            on = f"while it ran the sample with index {sample.key!r}"
         what = f"DataLoader worker (pid {pid}) {_in_words(exit_code)} {on}."
         if self._shortage is not None:
             what += self._shortage.relieve()
@@ -105,9 +106,9 @@ class Deaths:
             f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
         ) from RuntimeError(what)
 
-    def at(self, sample: tuple[Any, ...]) -> int:
+    def at(self, sample: InHand) -> int:
         """How many workers died on a sample."""
-        return self._by_sample[sample]
+        return self._by_place[sample.position, None]
 
 
 def _in_words(exit_code: int | Loss | None) -> str:

@@ -64,12 +64,14 @@ class ThreadPool:
         )
 
     def _run(self, number: int) -> None:
-        consumer = threading.main_thread()
+        def process_lives() -> bool:
+            return True  # whatever has become of its main thread: another one may train
+
         try:
-            worker = self._make_worker(number, consumer.is_alive)
+            worker = self._make_worker(number, process_lives)
             if worker is not None:
                 try:
-                    worker.loop(consumer.is_alive)
+                    worker.loop(process_lives)
                 finally:
                     worker.close()
         finally:
@@ -94,14 +96,15 @@ class ThreadPool:
         # A forked child of the user's holds a copy of this pool, but no threads.
         return os.getpid() == self._owner
 
-    def shut_down(self) -> None:
-        """Ask the threads to leave and wait a while for them."""
+    def shut_down(self) -> bool:
+        """Ask the threads to leave and wait a while for them; returns whether there are none any more."""
         if not self._is_owner:
-            return
+            return False
         self._stop()
         for thread in self.threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(_GRACE_S)
+        return not any(thread.is_alive() for thread in self.threads)
 
 
 class InlinePool:
@@ -138,10 +141,13 @@ class InlinePool:
     def check(self) -> None:
         """Nobody can die here."""
 
-    def shut_down(self) -> None:
-        """End what the worker has begun in other threads."""
-        if self._worker is not None and os.getpid() == self._owner:
+    def shut_down(self) -> bool:
+        """End what the worker has begun in other threads; returns whether this was that worker's process."""
+        if os.getpid() != self._owner:
+            return False
+        if self._worker is not None:
             self._worker.close()
+        return True
 
 
 def wrapped_in_thread(number: int) -> Callable[[BaseException], ExceptionWrapper]:

@@ -136,10 +136,14 @@ class ProcessPool:
         self._start(number)
         self._watch.run()
 
-    def shut_down(self) -> None:
-        """End all workers: by request, and by signals if they do not follow it, or if this is interrupted."""
+    def shut_down(self) -> bool:
+        """End all workers: by request, and by signals if they do not follow it, or if this is interrupted.
+
+        Returns:
+            Whether there are none any more.
+        """
         if os.getpid() != self._owner:
-            return  # a forked child of the user's holds a copy of this pool
+            return False  # a forked child of the user's holds a copy of this pool
         left = [process for process in self.processes if process.pid is not None]
         try:
             self._stop()
@@ -153,6 +157,7 @@ class ProcessPool:
             for process in left:
                 process.join()
             self._watch.close()
+        return True
 
 
 _POOLS: weakref.WeakSet[ProcessPool] = weakref.WeakSet()

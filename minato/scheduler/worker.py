@@ -23,8 +23,8 @@ _RUN_NS = 1_000_000
 """A worker claims about so much work at a time: dispatch then costs a per cent, and nobody hoards."""
 _LONG_RUN_NS = 4_000_000
 """The same where batches are collated by a function, as samples of one worker need no transport, and in line."""
-_PATIENCE_S = 1.0
-"""How long a worker sleeps at most before it looks whether its parent lives."""
+_PATIENCE_S, _PATIENCE_NS = 1.0, 1_000_000_000
+"""How long a worker sleeps, or works, at most before it looks whether its parent lives."""
 _WHOLE_BATCH = 1 << 31
 _WORTH_NOTING_NS = 100_000
 """What dearer samples have cost is written down for the next epoch."""
@@ -82,6 +82,7 @@ class Worker:
     def loop(self, parent_lives: Callable[[], bool]) -> None:
         """Work until the loader shuts down or its process is gone."""
         ledger, gate, roster = self._ledger, self._gate, self._roster
+        asked_ns = now_ns()
         while True:
             if roster is not None and roster.rests(self._number):
                 self._resume_all()
@@ -97,6 +98,10 @@ class Worker:
             # Asked before the look: what was published last would otherwise be left to nobody.
             draining = ledger.draining
             if self.step():
+                if now_ns() - asked_ns > _PATIENCE_NS:
+                    if not parent_lives():
+                        return
+                    asked_ns = now_ns()
                 continue
             if draining and self.idle:
                 return

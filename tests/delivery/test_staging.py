@@ -424,6 +424,20 @@ def test_a_stream_with_a_state_goes_on_behind_the_last_batch_handed_out(
     assert sorted(together(batch.tolist() for batch in batches)) == list(range(40))
 
 
+def test_a_stream_whose_batches_leave_their_slots_before_their_turn(recorder: Recorder) -> None:
+    """There is nothing in them for the device, so that others soon write where they, and the state, lay."""
+    loader = make(Counting(), num_workers=2, collate_fn=list)
+    iterator, batches = iter(loader), []
+    for _ in range(6):
+        until(lambda: all_ready(iterator))
+        batches.append(next(iterator))
+        recorder.run()
+    rest = make(Counting(), num_workers=2, collate_fn=list)
+    rest.load_state_dict(loader.state_dict())
+    batches += rest
+    assert sorted(together(batches)) == list(range(40))
+
+
 class Rows(NamedTuple):
     first: Any
     second: Any

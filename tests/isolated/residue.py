@@ -81,6 +81,16 @@ def sample_raises() -> None:
     raise AssertionError("no error")
 
 
+def consumer_raises() -> None:
+    """A thread that shares the loader with others; here it is alone."""
+    [consumer] = DataLoader(Numbers(bad=True), 2, **OPTIONS).consumers(1)
+    try:
+        list(consumer)
+    except ValueError:
+        return
+    raise AssertionError("no error")
+
+
 def deletes() -> None:
     loader = DataLoader(Numbers(), 2, **OPTIONS)
     iterator = iter(loader)
@@ -153,6 +163,7 @@ CASES: dict[str, Callable[[], None]] = {
     "inside workers": inside_workers,
     "os.fork": forks,
     "Ctrl-C": is_interrupted,
+    "consumer's exception": consumer_raises,
 }
 
 

@@ -32,8 +32,9 @@ class Slow:
 
 
 def main(kind: str, where: str) -> None:
-    seconds = {"waiting": 0.5, "computing": 0.001, "busy": 0.001}[where]
-    iterator = iter(DataLoader(Slow(seconds), 2, **KIND[kind]))
+    seconds = {"waiting": 0.5, "computing": 0.001, "busy": 0.001, "far ahead": 0.1}[where]
+    ahead = {"prefetch_factor": 200} if where == "far ahead" else {}
+    iterator = iter(DataLoader(Slow(seconds), 2, **ahead, **KIND[kind]))
     for number, _ in enumerate(iterator):
         if number == 2:
             children = [child.pid for child in psutil.Process().children()]

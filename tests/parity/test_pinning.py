@@ -282,6 +282,23 @@ def test_who_pins(accelerator: None, monkeypatch: pytest.MonkeyPatch, dataset: A
             assert threads == [here] * 6
 
 
+@pytest.mark.parametrize("accelerator", ["ahead"], indirect=True)
+def test_batches_are_pinned_where_there_can_be_no_more_threads(
+    accelerator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the main thread has ended, and training goes on in another."""
+
+    def submit(*_: Any) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(pinning.ThreadPoolExecutor, "submit", submit)
+    iterator = iter(minato.DataLoader(Tensors(8), 2, num_workers=2, pin_memory=True))
+    for number in range(4):
+        wait_for_a_ready_batch(iterator)
+        batch = next(iterator)
+        assert [int(sample.flatten()[0]) for sample in batch] == [2 * number, 2 * number + 1]
+
+
 def test_what_is_pinned_ahead_has_not_been_delivered(accelerator: None) -> None:
     loader = minato.DataLoader(Tensors(20), 2, num_workers=2, pin_memory=True)
     iterator = iter(loader)
