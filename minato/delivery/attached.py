@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections import deque
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ class Link:
     Args:
         address: Where the host is found.
         me: Who this is.
-        patience_s: How long to wait until it is there.
+        patience_s: How long to wait until it is there, and until it begins a pass.
 
     Raises:
         RuntimeError: It is not there in time, has another loader in this place, or has ended.
@@ -37,6 +38,7 @@ class Link:
     """
 
     def __init__(self, address: str, me: Greeting, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
         self._owner = os.getpid()
         self._turn = threading.RLock()
         self._dropped: deque[tuple[int, int]] = deque()
@@ -57,7 +59,8 @@ class Link:
         _LINKS.add(self)
         self._say("hello", 0, me)
         try:
-            _, self._rounds = self._hear("welcome")
+            late = "has not given this rank its place in the pool of this loader"
+            _, self._rounds = self._hear("welcome", late=late)
         except BaseException:
             self.close()
             raise
@@ -69,14 +72,15 @@ class Link:
             before: What this rank has had of the pass that is resumed; None: it begins at the beginning.
 
         Raises:
-            RuntimeError: The host, or another rank, has ended, or the host is in another epoch.
+            RuntimeError: The host, or another rank, has ended, or the host does not come, or is in another epoch. The
+                next call is for the same pass.
         """
         with self._turn:
             self.leave(self._round)
-            number, self._rounds = self._rounds, self._rounds + 1
-            self._round = number
+            number = self._rounds
             self._say("enter", number, (epoch, before))
-            self._hear("open")
+            self._hear("open", late="has not begun the next epoch of this loader")
+            self._round, self._rounds = number, number + 1
             for _ in range(AHEAD):
                 self._say("next", number)
             return number
@@ -163,8 +167,13 @@ class Link:
         finally:
             self._sending = False
 
-    def _hear(self, *kinds: str) -> tuple[Any, ...]:
-        """The next message of these kinds."""
+    def _hear(self, *kinds: str, late: str | None = None) -> tuple[Any, ...]:
+        """The next message of these kinds.
+
+        Args:
+            late: What the host has not done, if it lives and they do not come in time; None: they may take any time.
+        """
+        deadline = time.monotonic() + self._patience_s
         while True:
             while (message := self._first()) is not None:
                 self._channel.received.popleft()
@@ -178,6 +187,12 @@ class Link:
                 raise RuntimeError(
                     f"local rank 0 (process {self._channel.pid}), which loads for all ranks of this node, has ended "
                     "or dropped this loader"
+                )
+            if late is not None and time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"local rank 0 (process {self._channel.pid}) {late}, for which this rank has waited "
+                    f"{self._patience_s:.0f} s: with shared_pool=True all ranks must iterate as often, and none may "
+                    "keep the others waiting for so long"
                 )
             self._channel.wait(_LIVENESS_S)
 
@@ -198,6 +213,8 @@ class Link:
                     self._dropped.append((arena, slot.start))
                 case ("end" | "failed", int(number), *_) if number != self._round:
                     pass
+                case ("open", int(number)) if number != self._rounds:
+                    pass  # the second answer to whoever asked twice
                 case _:
                     first: tuple[Any, ...] = message
                     return first

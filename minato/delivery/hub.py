@@ -131,6 +131,7 @@ class Hub(Reception):
         begun = begin()
         with self._news:
             if source.arena not in self._arenas:
+                self._seats[0].arenas.add(len(self._arenas))
                 self._arenas.append(source.arena)
                 source.arena.given_back = []
             arena, number = self._arenas.index(source.arena), self._begun
@@ -354,7 +355,8 @@ class Hub(Reception):
         while slots:
             place = this.arena, slots.pop()
             for seat in self._seats:
-                seat.given_back.add(place)
+                if this.arena in seat.arenas:  # else it has nothing locked there
+                    seat.given_back.add(place)
 
     def _see_the_end(self, this: Round) -> None:
         """Let the engine end the pass, before its last batch is handed out."""

@@ -49,8 +49,9 @@ class Reception:
         if this is None or seat.channel is None or seat.state != "in":
             return
         while seat.wants and seat.inbox:
-            if seat.arena != this.arena:
-                seat.arena, segment = this.arena, self._arenas[this.arena].segment
+            if this.arena not in seat.arenas:
+                seat.arenas.add(this.arena)
+                segment = self._arenas[this.arena].segment
                 self._send(seat.channel, ("arena", this.arena, segment.nbytes), segment.descriptor)
             if seat.given_back:  # before a batch can lie there
                 self._send(seat.channel, ("given back", tuple(seat.given_back)))

@@ -109,8 +109,9 @@ class Seat:
         dealt: How many it was given of the pass, those in the inbox and those of earlier runs included.
         turn: When it asked.
         leases: What keeps the slots of batches that it holds, by arena and start.
-        arena: Number of the arena that it was told of last.
-        given_back: Slots whose pages were given back, by the number of their arena, of which it is still to be told.
+        arenas: Numbers of the arenas whose memory it has.
+        given_back: Slots there whose pages were given back, by the number of their arena, of which it is still to be
+            told.
         entering: Number and epoch of the pass that it waits for, and what it had of that in earlier runs.
         gone: Why it will not come again.
     """
@@ -124,7 +125,7 @@ class Seat:
         self.dealt = 0
         self.turn = 0
         self.leases: dict[tuple[int, int], Any] = {}
-        self.arena = -1
+        self.arenas: set[int] = set()
         self.given_back: set[tuple[int, Slot]] = set()
         self.entering: tuple[int, int, Any] | None = None
         self.gone: str | None = None
@@ -150,7 +151,8 @@ class Seat:
         self.leave()
         self.gone = self.gone or why
         self.channel = None
-        self.arena = -1
+        self.arenas.clear()
+        self.given_back.clear()
         self.entering = None
         self.leases.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -59,6 +60,7 @@ class Switchboard:
             finally:
                 for channel in channels:
                     channel.close()
+                self._listener.shutdown(socket.SHUT_RDWR)  # for forked children that hold it too
                 self._listener.close()
                 os.close(self._woken)
 

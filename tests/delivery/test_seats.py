@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from minato.assembler.arena import Slot
 from minato.delivery.seats import Greeting, Round, Seat, next_seat, refusal
 
 
@@ -78,3 +79,11 @@ def test_whose_process_has_ended_may_come_again(waits: bool) -> None:
     assert (
         why is None if waits else "process 7) has ended, and the others do without it" in str(why)
     )
+
+
+def test_the_memory_of_a_rank_goes_with_its_process() -> None:
+    seat = Seat(1)
+    seat.arenas.add(0)
+    seat.given_back.add((0, Slot(4096, 8192)))
+    seat.end("local rank 1 has ended")
+    assert (seat.arenas, seat.given_back) == (set(), set())
