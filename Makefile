@@ -41,11 +41,11 @@ LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/test_laten
     tests/bench/test_papers.py tests/bench/test_workloads.py
 
 define run_tests
-	$(1) $(PY) -m pytest $(LARGE_IMPORTS:%=--ignore=%)
-	$(1) $(PY) -m pytest $(LARGE_IMPORTS)
+	$(1) $(PY) -m pytest -m "not stress" $(LARGE_IMPORTS:%=--ignore=%)
+	$(1) $(PY) -m pytest -m "not stress" $(LARGE_IMPORTS)
 endef
 
-test: build  ## run the whole test-suite
+test: build  ## run the whole test-suite; random kills have a target of their own: stress
 	$(call run_tests)
 
 test-pure: install  ## the whole test-suite again, with the pure-Python core
