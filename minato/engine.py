@@ -249,6 +249,7 @@ class Engine:
         Args:
             size: Tells how many samples it has, or None if nobody knows.
         """
+        self._late_error = None  # of a pass that was broken off
         if self._journal is not None:
             self._journal.begin(epoch, progress, self._gauges)
         if self._failures is not None:

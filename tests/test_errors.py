@@ -34,9 +34,12 @@ PROCESSES = WORKERS["2-processes"]
 class Torn:
     """A sampler that fails after 20 indices."""
 
+    fails = True
+
     def __iter__(self) -> Iterator[int]:
         yield from range(20)
-        raise LookupError("torn list")
+        if self.fails:
+            raise LookupError("torn list")
 
 
 @each
@@ -53,6 +56,18 @@ def test_what_a_sampler_raises_takes_no_batch_with_it(workers: dict[str, Any]) -
         except StopIteration:
             break
     assert (got, raised) == (list(range(20)), 1)
+
+
+def test_what_a_sampler_raised_in_an_epoch_that_was_broken_off_is_not_told_in_the_next() -> None:
+    torn = Torn()
+    loader = DataLoader(
+        Numbers(100), 2, sampler=torn, num_workers=2, prefetch_factor=2, persistent_workers=True
+    )
+    iterator = iter(loader)
+    for _ in range(7):  # four batches ahead, the sampler has failed
+        next(iterator)
+    torn.fails = False
+    assert [batch.tolist() for batch in loader] == [[i, i + 1] for i in range(0, 20, 2)]
 
 
 class TwoPartsError(Exception):
