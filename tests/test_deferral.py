@@ -15,6 +15,7 @@ from torch.utils.data import get_worker_info
 
 from minato import DataLoader
 from minato.engine import Engine
+from minato.scheduler import runner
 from tests.datasets import TOO_MANY_WORKERS, Numbers, three_draws
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
@@ -45,8 +46,11 @@ class Tally:
 class Pause:
     """A transform that takes its time."""
 
+    def __init__(self, seconds: float = 0.0005) -> None:
+        self.seconds = seconds
+
     def __call__(self, sample: Any) -> Any:
-        time.sleep(0.0005)
+        time.sleep(self.seconds)
         return sample
 
 
@@ -196,17 +200,28 @@ def test_an_idle_worker_goes_on_with_what_a_busy_one_has_set_aside(dies: int | N
 
 
 def test_what_samples_cost_is_measured_in_all_workers() -> None:
-    chain = [Pause(), Pause(), Pause(), square]
+    chain = [Pause(0.004), square]
     iterator: Any = iter(DataLoader(Arrays(SIZE), 4, transforms=chain, num_workers=2))
     engine = iterator._source
     assert len(list(iterator)) == SIZE // 4
     profile = engine.profile()
     assert profile.run["total"].count == SIZE
-    assert profile.run["0 Pause"].count == profile.run["3 square"].count == SIZE
+    assert profile.run["0 Pause"].count == profile.run["1 square"].count == SIZE
     assert profile.run["dataset"].count == profile.run["cpu"].count == SIZE
     assert profile.run["bytes"].total == SIZE * 5 * 8
-    assert 500_000 <= profile.run["0 Pause"].percentile(0.5) <= profile.run["total"].max
-    assert profile.run["3 square"].total < profile.run["0 Pause"].total
+    assert 4_000_000 <= profile.run["0 Pause"].percentile(0.5) <= profile.run["total"].max
+    assert profile.run["1 square"].total < profile.run["0 Pause"].total
+
+
+def test_of_rather_dear_samples_every_eighth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_WORTH_MEASURING_NS", 1 << 60)
+    monkeypatch.setattr(runner, "_RATHER_DEAR", 1 << 60)  # however long they take on this machine
+    iterator: Any = iter(DataLoader(Arrays(400), 4, transforms=[Pause(0.001)], num_workers=1))
+    engine = iterator._source
+    assert len(list(iterator)) == 100
+    profile = engine.profile()
+    assert profile.run["total"].count == 400
+    assert profile.run["0 Pause"].count == 400 // 8
 
 
 def test_of_cheap_samples_few_are_measured() -> None:

@@ -51,8 +51,8 @@ WIRING = {
     "telling",
     "workplace",
 }
-OPTIONAL = {"diskcache", "matplotlib", "nilearn", "pynvml", "rich"}
-"""Packages of extras, and one that only a side process needs: no others may be imported inside a function."""
+OPTIONAL = {"diskcache", "matplotlib", "nilearn", "psutil", "pynvml", "rich"}
+"""Packages of extras, and two that workers do not need: no others may be imported inside a function."""
 
 
 class Import(NamedTuple):
