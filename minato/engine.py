@@ -14,6 +14,7 @@ from minato._core.codes import FAILED, STATES
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
+from minato._postponed import Postponed
 from minato.assembler.arena import Arena
 from minato.assembler.page_locks import PageLocker
 from minato.assembler.reader import BatchReader
@@ -203,7 +204,7 @@ class Engine:
         self._failures = None
         if plan.policy is not None:
             self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
-        self._late_error: Exception | None = None
+        self._late: Postponed | None = None
         self._started = False
         self._works_ahead = plan.num_workers > 0
         self._started_ns = now_ns()
@@ -249,7 +250,7 @@ class Engine:
         Args:
             size: Tells how many samples it has, or None if nobody knows.
         """
-        self._late_error = None  # of a pass that was broken off
+        self._late = None  # of a pass that was broken off
         if self._journal is not None:
             self._journal.begin(epoch, progress, self._gauges)
         if self._failures is not None:
@@ -276,8 +277,9 @@ class Engine:
         if journal is not None:
             journal.enter()
         try:
-            if self._late_error is not None:
-                self._raise_late()
+            if self._late is not None:
+                late, self._late = self._late, None
+                late.reraise()
             if self._failures is not None:
                 self._failures.check()
             item = self._dispatcher.next()
@@ -321,15 +323,7 @@ class Engine:
             if self._works_ahead:
                 self._dispatcher.top_up()
         except Exception as error:
-            self._late_error = error
-
-    def _raise_late(self) -> None:
-        error, self._late_error = self._late_error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # its traceback holds this frame
+            self._late = Postponed(error)
 
     def _standing(self) -> Standing:
         if not isinstance(self._pool, InlinePool):

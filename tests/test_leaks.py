@@ -141,6 +141,7 @@ WAYS = [
     "os.fork",
     "Ctrl-C",
     "consumer's exception",
+    "sampler's exception",
 ]
 NESTED = ["nested", "inside workers"]
 

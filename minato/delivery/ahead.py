@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from minato._core.codes import ENDED, ERROR_BLOB, FAILED, KIND_MASK, SKIPPED, STATES
 from minato._core.ledger import Ledger
+from minato._postponed import Postponed
 from minato.assembler.arena import Slot
 from minato.assembler.reader import BatchReader
 
@@ -46,11 +47,8 @@ class AheadReader(ABC):
         """
         begun = self._begun.pop(record, None)
         self._states.pop(record, None)
-        if isinstance(begun, Exception):
-            try:
-                raise begun
-            finally:
-                del begun  # its traceback holds this frame
+        if isinstance(begun, Postponed):
+            begun.reraise()
         return self._finish(self._begin(record, slot) if begun is None else begun)
 
     def state(self, record: int) -> tuple[int, Any, Any, bool] | None:
@@ -74,7 +72,7 @@ class AheadReader(ABC):
                         self._states[item.record] = self._reader.state(item.record)
                     self._begun[item.record] = self._begin(item.record, item.slot)
                 except Exception as error:
-                    self._begun[item.record] = error
+                    self._begun[item.record] = Postponed(error)
 
     @abstractmethod
     def _begin(self, record: int, slot: Slot) -> Any:

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -91,6 +91,22 @@ def consumer_raises() -> None:
     raise AssertionError("no error")
 
 
+class Torn:
+    """A sampler that fails after 20 indices."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(20)
+        raise LookupError("torn list")
+
+
+def sampler_raises_unheard() -> None:
+    """With workers it has been asked too far ahead, and nobody waits for what it raised."""
+    ahead = {"prefetch_factor": 2} if OPTIONS["num_workers"] else {}
+    iterator = iter(DataLoader(Numbers(), 2, sampler=Torn(), **ahead, **OPTIONS))
+    for _ in range(7):
+        next(iterator)
+
+
 def deletes() -> None:
     loader = DataLoader(Numbers(), 2, **OPTIONS)
     iterator = iter(loader)
@@ -164,6 +180,7 @@ CASES: dict[str, Callable[[], None]] = {
     "os.fork": forks,
     "Ctrl-C": is_interrupted,
     "consumer's exception": consumer_raises,
+    "sampler's exception": sampler_raises_unheard,
 }
 
 
