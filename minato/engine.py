@@ -84,6 +84,7 @@ class Engine:
         make_reader: type[BatchReader] = BatchReader,
         pin: Pin | None = None,
     ) -> None:
+        self.plan = plan
         self.arena = arena
         self._memory = None if plan.profile is None else Memory(plan.profile, plan)
         if self._memory is not None and experience.costs is None:
@@ -199,7 +200,6 @@ class Engine:
             functools.partial(workplace.read_keys, self.ledger),
             plan.chain.names,
         )
-        experience.engine = weakref.ref(self)
         self._by_reference = not in_processes
         self._failures = None
         if plan.policy is not None:
@@ -251,6 +251,7 @@ class Engine:
             size: Tells how many samples it has, or None if nobody knows.
         """
         self._late = None  # of a pass that was broken off
+        self._experience.engine = weakref.ref(self)
         if self._journal is not None:
             self._journal.begin(epoch, progress, self._gauges)
         if self._failures is not None:
@@ -386,6 +387,11 @@ class Engine:
                 for name in ("dataset", "collate_fn", "worker_init_fn"):
                     _pickling.check_picklable(name, getattr(self._sent, name))
             raise
+
+    def rest(self) -> None:
+        """Let go of a pass that is over and of the worker in line; ``begin`` may follow."""
+        self._dispatcher.abandon()
+        self._started = False
 
     def cancel(self) -> None:
         """Abandon what is in flight."""

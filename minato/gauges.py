@@ -58,7 +58,7 @@ class EngineGauges:
     def readings(self) -> Readings:
         """All counters and histograms now."""
         self.profile.update(self.meters)
-        readings = Readings(histograms=dict(self.profile.run))
+        readings = Readings(histograms=self.profile.run)
         counts = readings.counts
         counts.update(
             slept_ns=self.flow.waited_ns,

@@ -79,28 +79,29 @@ class Profile:
         """Of all histograms: those that every worker has, then ``0 First``, ``1 Second`` …"""
         self.run = dict.fromkeys(self.names, NOTHING)
         """Since the start."""
-        self.window = dict.fromkeys(self.names, NOTHING)
-        """Between the last two updates."""
+        self._before = self.run
 
     def update(self, workers: Iterable[Meters]) -> None:
         """Take over what all workers have measured; what is new since the last update is the window."""
+        self._before, self.run = self.run, self.run.copy()
         columns = zip(*(worker.all for worker in workers), strict=True)
         for name, column in zip(self.names, columns, strict=True):
-            if sum(map(_COUNT, column)) == self.run[name].count:
-                self.window[name] = NOTHING
-                continue
-            now = merged(column)
-            self.window[name] = now.subtract(self.run[name])
-            self.run[name] = now
+            if sum(map(_COUNT, column)) != self.run[name].count:
+                self.run[name] = merged(column)
+
+    @property
+    def window(self) -> dict[str, Histogram]:
+        """Between the last two updates."""
+        return {name: values.subtract(self._before[name]) for name, values in self.run.items()}
 
     def summary(self) -> dict[str, dict[str, dict[str, float]]]:
         """Figures by name, for the ``run`` and for the last ``window``: what is written to a report."""
         return {
             name: {
                 "run": Summary.of(self.run[name]).as_dict(),
-                "window": Summary.of(self.window[name]).as_dict(),
+                "window": Summary.of(window).as_dict(),
             }
-            for name in self.names
+            for name, window in self.window.items()
         }
 
     def save(
@@ -138,7 +139,7 @@ class Profile:
             profile = cls()
             profile.names = tuple(content["names"])
             profile.run = {name: from_words(content["run"][name]) for name in profile.names}
-            profile.window = dict.fromkeys(profile.names, NOTHING)
+            profile._before = profile.run
             return profile, from_words(content["recent"])
         except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
             return None
