@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -178,7 +179,7 @@ class Plan:
             ray_options=options.ray_options or {},
         )
 
-    @property
+    @functools.cached_property
     def can_rest(self) -> bool:
         """Whether the same engine will do for a later iterator, because nothing of an earlier one is left in it."""
         keeps = (self.policy, self.replicas, self.profile, self.lanes, self.device)

@@ -300,7 +300,7 @@ class Dispatcher:
 
     def refill(self, most: int | None = None) -> None:
         """Open as many batches as the window allows, or so many whatever it says."""
-        start = self.num_open
+        start = 0 if most is None else self.num_open
         while (
             self._window.has_room(self.num_open) if most is None else self.num_open < start + most
         ):

@@ -25,7 +25,7 @@ class Order:
     name: str
     max_lag: int
 
-    @property
+    @functools.cached_property
     def bound(self) -> bool:
         """Whether each sample has its own place.
 

@@ -36,10 +36,14 @@ class Readings:
         return Readings(counts, histograms)
 
     def __add__(self, other: Readings) -> Readings:
-        whole = Readings(Counter(self.counts), {})
-        for name, count in other.counts.items():
-            whole.counts[name] += count
-        for part in (self, other):
-            for name, values in part.histograms.items():
-                whole.histograms.setdefault(name, Histogram()).merge(values)
+        whole = Readings()
+        whole += self
+        whole += other
         return whole
+
+    def __iadd__(self, other: Readings) -> Readings:
+        """Add other readings to a sum, which owns its histograms."""
+        self.counts.update(other.counts)
+        for name, values in other.histograms.items():
+            self.histograms.setdefault(name, Histogram()).merge(values)
+        return self
