@@ -4,6 +4,7 @@ All three are Mersenne Twisters: 624 words and a position. Calling their ``seed`
 costs microseconds, so a fresh state is written instead: torch's through ``set_state``, the other
 two where they keep it. Where that is, is found out on private instances and verified in both
 directions, once per process; if that fails, their ``setstate`` gives the same numbers slowly.
+Whether anybody has drawn is seen in the memory of all three.
 
 A state is written with its position at the *start* of the fresh words: the first 624 draws are
 these words, tempered, and need no twist. A position inside the words is also harmless to a thread
@@ -36,9 +37,17 @@ class GlobalGenerator(Protocol):
     blocks: list[tuple[int, int, int, int]]
     """``(address, words, stream, width)``, as ``StateWriter`` takes them."""
     cells: list[tuple[int, int]]
+    spans: list[tuple[int, int]]
+    """``(address, nbytes)`` of the memory that holds the state, as ``Snapshot`` takes them."""
 
     def publish(self) -> None:
         """Make the filled memory the generator's state."""
+
+    def save_rest(self) -> Any:
+        """Return a copy of what of the state is in no span, which can be compared."""
+
+    def load_rest(self, saved: Any) -> None:
+        """Return to what :meth:`save_rest` returned in this process."""
 
     def save(self) -> Any:
         """Return a copy of the whole state, which can be pickled and compared."""
@@ -80,9 +89,16 @@ class PythonInMemory:
         self._address = id(generator) + position_offset
         self.blocks = [(self._address + 4, WORDS, PYTHON_STREAM, 4)]
         self.cells = [(self._address, 0)]
+        self.spans = [(self._address, 4 + 4 * WORDS)]
 
     def publish(self) -> None:
         self._generator.gauss_next = None
+
+    def save_rest(self) -> Any:
+        return self._generator.gauss_next
+
+    def load_rest(self, saved: Any) -> None:
+        self._generator.gauss_next = saved
 
     def save(self) -> Any:
         return ctypes.string_at(self._address, 4 + 4 * WORDS), self._generator.gauss_next
@@ -100,6 +116,7 @@ class PythonByCall:
         self._words = np.zeros(WORDS, np.uint32)
         self.blocks = [(self._words.ctypes.data, WORDS, PYTHON_STREAM, 4)]
         self.cells: list[tuple[int, int]] = []
+        self.spans: list[tuple[int, int]] = []
 
     def publish(self) -> None:
         self._generator.setstate((3, (*self._words.tolist(), 0), None))
@@ -109,6 +126,8 @@ class PythonByCall:
 
     def load(self, saved: Any) -> None:
         self._generator.setstate(saved)
+
+    save_rest, load_rest = save, load
 
 
 def python_generator() -> GlobalGenerator:
@@ -159,9 +178,16 @@ class NumpyInMemory:
         position, gauss = self._words_address + 4 * WORDS, self._gauss_address
         # Whether a normal is kept, and both halves of it: get_state() shows it even where it does not count.
         self.cells = [(position, 0), (gauss, 0), (gauss + 8, 0), (gauss + 12, 0)]
+        self.spans = [(self._words_address, 4 * WORDS + 4), (gauss, _SAVED_GAUSS.size)]
 
     def publish(self) -> None:
         """Nothing is left to do."""
+
+    def save_rest(self) -> None:
+        """Nothing is elsewhere."""
+
+    def load_rest(self, saved: Any) -> None:
+        """Nothing is elsewhere."""
 
     def save(self) -> Any:
         words = ctypes.string_at(self._words_address, 4 * WORDS + 4)
@@ -183,6 +209,7 @@ class NumpyByCall:
         words = WORDS if self._twister else 8
         self.blocks = [(self._words.ctypes.data, words, NUMPY_STREAM, 4)]
         self.cells: list[tuple[int, int]] = []
+        self.spans: list[tuple[int, int]] = []
 
     def publish(self) -> None:
         if self._twister:
@@ -196,6 +223,8 @@ class NumpyByCall:
 
     def load(self, saved: Any) -> None:
         self._generator.set_state(pickle.loads(saved))
+
+    save_rest, load_rest = save, load
 
 
 def numpy_generator() -> GlobalGenerator:
@@ -215,7 +244,11 @@ def numpy_generator() -> GlobalGenerator:
 
 # Of get_state(): the_initial_seed, left, seeded, next; then the words; then cached normals.
 _TORCH_HEADER = struct.Struct("=QiiQ")
+_TORCH_NORMALS = struct.Struct("=8xd8xi4xf?3x")
 _TORCH_STATE_BYTES = 5056
+# The same in memory, somewhere in the first bytes of an object; padding is left as it was.
+_TORCH_HEAD_BYTES = 512
+_TORCH_KEPT = struct.Struct(f"=Qi?3xI{WORDS}I4xf?3xd?7x")
 
 
 @functools.cache
@@ -227,6 +260,33 @@ def _torch_layout_is_known() -> bool:
     words: bytes = reference.get_state()[1].astype(np.uint64).tobytes()
     expected = _TORCH_HEADER.pack(seed, 1, 1, 0) + words
     return state == expected.ljust(_TORCH_STATE_BYTES, b"\0")
+
+
+@functools.cache
+def _torch_state_offset() -> int | None:
+    """Return how far behind its ``_cdata`` a generator keeps all that ``get_state`` tells."""
+    if not _torch_layout_is_known() or not hasattr(torch.Generator, "_cdata"):
+        return None
+    probe: Any = torch.Generator()
+    offsets = []
+    for n in (0x1234567, 0x2345678):
+        words = range(n, n + WORDS)
+        header, normals = (n << 33 | n, n % 89 + 1, True, n % 97), (n % 99, True, n / 4, True)
+        state = _TORCH_HEADER.pack(*header) + struct.pack(f"={WORDS}Q", *words)
+        state += _TORCH_NORMALS.pack(n / 4, True, n % 99, True)
+        probe.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        kept = *header, *words, *normals
+        offsets.append(_find_torch_state(probe._cdata, kept))
+    return offsets[0] if offsets[0] == offsets[1] else None
+
+
+def _find_torch_state(address: int, kept: tuple[Any, ...]) -> int | None:
+    seed = struct.pack("=Q", kept[0])
+    for offset in range(0, _TORCH_HEAD_BYTES, 8):
+        if ctypes.string_at(address + offset, 8) == seed:
+            memory = ctypes.string_at(address + offset, _TORCH_KEPT.size)
+            return offset if _TORCH_KEPT.unpack(memory) == kept else None
+    return None
 
 
 class TorchByState:
@@ -241,6 +301,11 @@ class TorchByState:
             (self._memory.ctypes.data + _TORCH_HEADER.size, WORDS, TORCH_STREAM, 8),
         ]
         self.cells: list[tuple[int, int]] = []
+        self.spans: list[tuple[int, int]] = []
+        offset = _torch_state_offset()
+        if offset is not None:
+            address = torch.default_generator._cdata + offset  # type: ignore[attr-defined]
+            self.spans.append((address, _TORCH_KEPT.size))
 
     def adopt_initial_seed(self) -> None:
         """Let later states answer ``initial_seed()`` as the generator does now."""
@@ -258,6 +323,13 @@ class TorchByState:
         state = torch.frombuffer(bytearray(saved), dtype=torch.uint8)
         self._generator.set_state(state)
 
+    def save_rest(self) -> Any:
+        return None if self.spans else self.save()
+
+    def load_rest(self, saved: Any) -> None:
+        if not self.spans:
+            self.load(saved)
+
 
 class TorchBySeed(TorchByState):
     """For a torch that keeps its state otherwise: seeded, hence with numbers of its own."""
@@ -267,6 +339,7 @@ class TorchBySeed(TorchByState):
         self._words = np.zeros(1, np.uint64)
         self.blocks = [(self._words.ctypes.data, 2, TORCH_STREAM, 4)]
         self.cells = []
+        self.spans = []
 
     def adopt_initial_seed(self) -> None:
         """Nothing to do: here the initial seed is that of the sample."""
@@ -284,4 +357,4 @@ def examine() -> None:
     """Find out where this process's generators keep their states: once here, not once in each forked worker."""
     _python_position_offset()
     _numpy_gauss_offset()
-    _torch_layout_is_known()
+    _torch_state_offset()
