@@ -152,6 +152,13 @@ cdef class Packer:
         PyMem_Free(self.nodes)
         PyMem_Free(self.axes)
 
+    def fits(self, sample) -> bool:
+        """Whether :meth:`pack` could write this sample; nothing is written."""
+        try:
+            return self.write(0, sample, NULL, 0, [], None, NULL) >= 0
+        except Exception:  # only what an unusual sample raises when it is looked at
+            return False
+
     def pack(self, sample, address, Py_ssize_t k) -> list | tuple | None:
         """Write a sample to its place in the region, and nowhere else.
 
@@ -227,10 +234,11 @@ cdef class Packer:
     ) except -2:
         """Write from node i on; return the node that follows, or -1 if x does not fit.
 
-        What is not written goes to the list ``aside``; what will be moved stays alive in ``held``.
+        Without a base it is only looked at. What is not written goes to the list ``aside``; what will be moved stays
+        alive in ``held``.
         """
         cdef const Node *node = self.nodes + i
-        cdef char *place = base + node.offset + k * node.nbytes
+        cdef char *place = NULL if base is NULL else base + node.offset + k * node.nbytes
         cdef Py_ssize_t child
         cdef Py_ssize_t cursor = 0
         cdef PyObject *found_key

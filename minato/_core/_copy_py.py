@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any, final
 
 import numpy as np
@@ -65,9 +66,24 @@ class Packer:
     """
 
     def __init__(self, spec: tuple[Any, ...], n: int) -> None:
-        self._has_texts = any(node.tag == "text" for node in flatten(spec))
+        nodes = flatten(spec)
+        self._has_texts = any(node.tag == "text" for node in nodes)
+        ends = [
+            node.offset + math.prod(node.shape) * node.dtype.itemsize
+            for node in nodes
+            if node.dtype is not None
+        ]
+        self._item_nbytes = max(ends, default=0)
         self._spec = spec
         self._n = n
+
+    def fits(self, sample: Any) -> bool:
+        """Whether :meth:`pack` could write this sample; nothing is written."""
+        room = np.empty(self._item_nbytes, np.uint8)
+        try:
+            return _write(self._spec, sample, room.ctypes.data, 0, [], None)
+        except Exception:  # only what an unusual sample raises when it is looked at
+            return False
 
     def pack(self, sample: Any, address: int, k: int) -> list[Any] | tuple[()] | None:
         """Write a sample to its place in the region, and nowhere else.

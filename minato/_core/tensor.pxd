@@ -135,6 +135,6 @@ cdef inline bint write_tensor(
         moves.next.src = <char *> view.data + view.byte_offset
         moves.next.nbytes = node.nbytes
         moves.next += 1
-    elif node.nbytes:
+    elif node.nbytes and place is not NULL:
         write_described(node, &view, place)
     return True

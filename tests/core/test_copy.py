@@ -296,6 +296,7 @@ def test_pack_writes_its_place_only(copy: ModuleType, case: str, k: int) -> None
     spec, sample, item, texts = FITS[case]
     item = b"" if item is None else np.asarray(item).tobytes()
     region = Region(64 + N * len(item))
+    assert copy.Packer(spec, N).fits(sample)
     assert copy.Packer(spec, N).pack(sample, region.address, k) == texts
     place = 64 + k * len(item)
     assert region.bytes[place : place + len(item)].tobytes() == item
@@ -408,6 +409,7 @@ MISFITS: dict[str, tuple[Any, Any]] = {
 def test_pack_refuses_what_does_not_fit(copy: ModuleType, case: str) -> None:
     spec, sample = MISFITS[case]
     region = Region(N * 64)
+    assert not copy.Packer(spec, N).fits(sample)
     assert copy.Packer(spec, N).pack(sample, region.address, 1) is None
     own = range(8, 16)  # only ints in containers were met before what did not fit
     assert set(region.written()) <= set(own)
@@ -485,6 +487,8 @@ def test_pack_keeps_no_references(copy: ModuleType) -> None:
         for _ in range(100):
             assert packer.pack(sample, region.address, 1) == [text]
             assert packer.pack(misfit, region.address, 1) is None
+            assert packer.fits(sample)
+            assert not packer.fits(misfit)
     del misfit
     assert [sys.getrefcount(x) for x in (sample, array, tensor, text, list)] == counts
 
@@ -578,7 +582,9 @@ def test_twins_agree(spec: Any, sample: Any) -> None:
         region = Region(1024)
         packer = load(half).Packer(spec, N)
         run = packer.pack_run([sample, sample], region.address, 0, 8)
-        results.append((packer.pack(sample, region.address, 1), region, run))
+        packed = packer.pack(sample, region.address, 1)
+        assert packer.fits(sample) is (packed is not None)
+        results.append((packed, region, run))
     (pure, one, run), (compiled, other, other_run) = results
     assert repr(run) == repr(other_run)
     assert pure == compiled
