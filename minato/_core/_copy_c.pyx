@@ -22,6 +22,7 @@ from minato._core.tensor cimport (
 import numpy as np
 import torch
 
+from minato._core import tensor_memory
 from minato._core.sample_spec import flatten
 
 __all__ = ["Packer", "copy_array"]
@@ -82,8 +83,13 @@ cdef describe_t find_describe() except? NULL:
     return api.describe if api.major == 1 else NULL
 
 cdef object Tensor = torch.Tensor, strided = torch.strided
-cdef Torch TORCH = Torch(find_describe(), <PyObject *> Tensor, <PyObject *> strided)
+cdef Torch TORCH
+TORCH.describe, TORCH.Tensor, TORCH.strided = find_describe(), <PyObject *> Tensor, <PyObject *> strided
 
+cdef object memory = tensor_memory.find()
+if memory is not None:
+    TORCH.impl, TORCH.keys, TORCH.plain_keys = memory.impl, memory.keys, memory.plain_keys
+    TORCH.gradient, TORCH.dtype = memory.gradient, memory.dtype
 
 cdef dict KINDS = {
     "tensor": TENSOR, "array": ARRAY, "scalar": SCALAR, "float": FLOAT, "int": INT, "bool": BOOL,
@@ -143,7 +149,10 @@ cdef class Packer:
             self.has_texts = self.has_texts or node.kind == TEXT
             if row.dtype is None:
                 continue
-            node.type_num = row.dtype.num if node.kind == ARRAY else -1
+            if node.kind == ARRAY:
+                node.type_num = row.dtype.num
+            elif node.kind == TENSOR and memory is not None:
+                node.type_num = memory.dtypes[row.dtype]
             node.is_complex = node.kind == TENSOR and row.dtype.is_complex
             set_item(node, row.dtype.itemsize, row.shape, self.axes + next_axis)
             next_axis += 2 * node.ndim

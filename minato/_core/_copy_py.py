@@ -154,13 +154,11 @@ def _write(
     """
     match spec:
         case ("tensor", dtype, shape, offset):
-            fits = _is_dense(x) and x.dtype is getattr(torch, dtype) and x.shape == shape
+            fits = _is_plain(x) and x.dtype is getattr(torch, dtype) and x.shape == shape
             if fits and kept_nbytes is not None and x.nbytes >= kept_nbytes:
                 aside.append(x)
                 return True
-            return (
-                fits and not x.is_neg() and not x.is_conj() and _put_tensor(x, address + offset, k)
-            )
+            return fits and _put_tensor(x, address + offset, k)
         case ("array", dtype, shape, offset):
             return (
                 type(x) is np.ndarray
@@ -208,13 +206,15 @@ def _write(
     raise AssertionError(spec)
 
 
-def _is_dense(x: Any) -> bool:
-    """Tell whether it is an ordinary tensor in main memory that needs no gradient."""
+def _is_plain(x: Any) -> bool:
+    """Tell whether it is an ordinary tensor, needs no gradient, and is what stands in main memory."""
     return (
         type(x) is torch.Tensor
         and x.layout is torch.strided
         and x.is_cpu
         and not x.requires_grad
+        and not x.is_neg()
+        and not x.is_conj()
         and (x.data_ptr() != 0 or x.numel() == 0)
     )
 

@@ -27,7 +27,7 @@ cdef enum Kind:
 
 cdef struct Node:
     Kind kind
-    int type_num         # numpy's number of the item's dtype
+    int type_num         # numpy's number of the item's dtype, or torch's
     int ndim             # of the item
     bint is_complex
     Py_ssize_t *shape    # of the item
