@@ -1,6 +1,7 @@
 """Keys of samples, and the words of a generator's state grown from a key."""
 
 cimport cython
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.long cimport PyLong_AsUnsignedLongLongMask
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
@@ -150,7 +151,7 @@ cdef struct Span:
 
 @cython.final
 cdef class Snapshot:
-    """A copy of some memory, to see whether anything in it changes and to undo that.
+    """A copy of some memory, to see whether anything in it changes.
 
     Args:
         spans: ``(address, nbytes)`` of each part.
@@ -198,9 +199,11 @@ cdef class Snapshot:
             copy += span.nbytes
         return True
 
-    def put_back(self) -> None:
-        """Make each part again what it was."""
+    def copies(self) -> list:
+        """The parts as they were then, each as bytes."""
         cdef const char *copy = self.copy
+        found = []
         for span in self.spans[:self.count]:
-            memcpy(span.address, copy, span.nbytes)
+            found.append(PyBytes_FromStringAndSize(copy, span.nbytes))
             copy += span.nbytes
+        return found

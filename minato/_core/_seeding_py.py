@@ -130,7 +130,7 @@ class StateWriter:
 
 @final
 class Snapshot:
-    """A copy of some memory, to see whether anything in it changes and to undo that.
+    """A copy of some memory, to see whether anything in it changes.
 
     Args:
         spans: ``(address, nbytes)`` of each part.
@@ -151,10 +151,9 @@ class Snapshot:
         """Whether each part still is as it was when the copy was taken."""
         return self._copies == self._now()
 
-    def put_back(self) -> None:
-        """Make each part again what it was."""
-        for (address, nbytes), copy in zip(self._spans, self._copies, strict=True):
-            ctypes.memmove(address, copy, nbytes)
+    def copies(self) -> list[bytes]:
+        """The parts as they were then, each as bytes."""
+        return [*self._copies]
 
     def _now(self) -> list[bytes]:
         return [ctypes.string_at(address, nbytes) for address, nbytes in self._spans]

@@ -20,6 +20,7 @@ import pickle
 import random
 import struct
 import sys
+from itertools import starmap
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,8 +47,8 @@ class GlobalGenerator(Protocol):
     def save_rest(self) -> Any:
         """Return a copy of what of the state is in no span, which can be compared."""
 
-    def load_rest(self, saved: Any) -> None:
-        """Return to what :meth:`save_rest` returned in this process."""
+    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+        """Return to the state whose spans and rest were these, in this process."""
 
     def save(self) -> Any:
         """Return a copy of the whole state, which can be pickled and compared."""
@@ -97,8 +98,8 @@ class PythonInMemory:
     def save_rest(self) -> Any:
         return self._generator.gauss_next
 
-    def load_rest(self, saved: Any) -> None:
-        self._generator.gauss_next = saved
+    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+        self.load((*copies, rest))
 
     def save(self) -> Any:
         return ctypes.string_at(self._address, 4 + 4 * WORDS), self._generator.gauss_next
@@ -127,7 +128,10 @@ class PythonByCall:
     def load(self, saved: Any) -> None:
         self._generator.setstate(saved)
 
-    save_rest, load_rest = save, load
+    save_rest = save
+
+    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+        self.load(rest)
 
 
 def python_generator() -> GlobalGenerator:
@@ -186,8 +190,8 @@ class NumpyInMemory:
     def save_rest(self) -> None:
         """Nothing is elsewhere."""
 
-    def load_rest(self, saved: Any) -> None:
-        """Nothing is elsewhere."""
+    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+        self.load(copies)
 
     def save(self) -> Any:
         words = ctypes.string_at(self._words_address, 4 * WORDS + 4)
@@ -224,7 +228,10 @@ class NumpyByCall:
     def load(self, saved: Any) -> None:
         self._generator.set_state(pickle.loads(saved))
 
-    save_rest, load_rest = save, load
+    save_rest = save
+
+    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+        self.load(rest)
 
 
 def numpy_generator() -> GlobalGenerator:
@@ -246,9 +253,10 @@ def numpy_generator() -> GlobalGenerator:
 _TORCH_HEADER = struct.Struct("=QiiQ")
 _TORCH_NORMALS = struct.Struct("=8xd8xi4xf?3x")
 _TORCH_STATE_BYTES = 5056
-# The same in memory, somewhere in the first bytes of an object; padding is left as it was.
+# The same in memory, somewhere in the first bytes of an object: spans between which nothing is told, and their content.
 _TORCH_HEAD_BYTES = 512
-_TORCH_KEPT = struct.Struct(f"=Qi?3xI{WORDS}I4xf?3xd?7x")
+_TORCH_SPANS = (0, 13), (16, 4 + 4 * WORDS), (2520, 5), (2528, 9)
+_TORCH_KEPT = struct.Struct(f"=Qi?I{WORDS}If?d?")
 
 
 @functools.cache
@@ -270,21 +278,35 @@ def _torch_state_offset() -> int | None:
     probe: Any = torch.Generator()
     offsets = []
     for n in (0x1234567, 0x2345678):
-        words = range(n, n + WORDS)
         header, normals = (n << 33 | n, n % 89 + 1, True, n % 97), (n % 99, True, n / 4, True)
-        state = _TORCH_HEADER.pack(*header) + struct.pack(f"={WORDS}Q", *words)
-        state += _TORCH_NORMALS.pack(n / 4, True, n % 99, True)
-        probe.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        kept = *header, *words, *normals
+        kept = *header, *range(n, n + WORDS), *normals
+        probe.set_state(torch.frombuffer(bytearray(_torch_state(kept)), dtype=torch.uint8))
         offsets.append(_find_torch_state(probe._cdata, kept))
     return offsets[0] if offsets[0] == offsets[1] else None
+
+
+def _torch_state(kept: tuple[Any, ...]) -> bytes:
+    """Return what ``get_state`` tells of a state that stands in memory so."""
+    seed, left, seeded, position, *words, normal_float, has_float, normal, has_normal = kept
+    # Another thread that draws without the GIL may have been seen between two of its steps.
+    left = max(left, 1)
+    position = min(position, WORDS + 1 - left)
+    return (
+        _TORCH_HEADER.pack(seed, left, seeded, position)
+        + struct.pack(f"={WORDS}Q", *words)
+        + _TORCH_NORMALS.pack(normal, has_normal, normal_float, has_float)
+    )
+
+
+def _torch_spans(address: int) -> list[tuple[int, int]]:
+    return [(address + start, nbytes) for start, nbytes in _TORCH_SPANS]
 
 
 def _find_torch_state(address: int, kept: tuple[Any, ...]) -> int | None:
     seed = struct.pack("=Q", kept[0])
     for offset in range(0, _TORCH_HEAD_BYTES, 8):
         if ctypes.string_at(address + offset, 8) == seed:
-            memory = ctypes.string_at(address + offset, _TORCH_KEPT.size)
+            memory = b"".join(starmap(ctypes.string_at, _torch_spans(address + offset)))
             return offset if _TORCH_KEPT.unpack(memory) == kept else None
     return None
 
@@ -305,7 +327,7 @@ class TorchByState:
         offset = _torch_state_offset()
         if offset is not None:
             address = torch.default_generator._cdata + offset  # type: ignore[attr-defined]
-            self.spans.append((address, _TORCH_KEPT.size))
+            self.spans = _torch_spans(address)
 
     def adopt_initial_seed(self) -> None:
         """Let later states answer ``initial_seed()`` as the generator does now."""
@@ -326,9 +348,8 @@ class TorchByState:
     def save_rest(self) -> Any:
         return None if self.spans else self.save()
 
-    def load_rest(self, saved: Any) -> None:
-        if not self.spans:
-            self.load(saved)
+    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+        self.load(_torch_state(_TORCH_KEPT.unpack(b"".join(copies))) if copies else rest)
 
 
 class TorchBySeed(TorchByState):

@@ -141,9 +141,9 @@ class SampleRandomness:
     def rewind(self) -> None:
         """Undo all draws since ``mark``."""
         _this_thread.binding, _this_thread.generators_made, rests = self._before
-        self._snapshot.put_back()
+        copies = iter(self._snapshot.copies())
         for generator, rest in zip(self._all, rests, strict=True):
-            generator.load_rest(rest)
+            generator.load_copies([next(copies) for _ in generator.spans], rest)
 
     def _rests(self) -> tuple[Any, ...]:
         """What is in no memory that the snapshot is of."""

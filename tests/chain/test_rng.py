@@ -601,3 +601,18 @@ def test_every_draw_is_seen_and_undone(twin: str, access: str, change: Callable[
     found = draws()
     randomness.rewind()
     assert draws() == found
+
+
+@pytest.mark.parametrize("left", [0, 1, 300, 624])
+@pytest.mark.parametrize("position", [0, 1, 325, 624])
+def test_a_state_seen_in_the_middle_of_a_draw_is_a_state(left: int, position: int) -> None:
+    """Another thread may be drawing without the GIL: torch must neither refuse nor read behind the words."""
+    kept = 7, left, True, position, *range(generators.WORDS), 0, False, 0.0, False
+    generators.torch_generator().load(generators._torch_state(kept))
+    state = torch.get_rng_state().numpy()
+    new_left, new_position = state[8:12].view(np.int32)[0], state[16:24].view(np.uint64)[0]
+    assert 0 < new_left <= 624
+    assert new_left + new_position <= 625
+    if 0 < left and left + position <= 625:
+        assert (new_left, new_position) == (left, position)
+    torch.rand(1000)

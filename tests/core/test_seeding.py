@@ -183,11 +183,10 @@ def test_a_state_writer_fills_every_block_and_cell(
     changed=st.integers(0, 79),
     bit=st.integers(0, 7),
 )
-def test_a_snapshot_sees_each_change_and_undoes_it(
+def test_a_snapshot_sees_each_change(
     twin: ModuleType, parts: list[bytes], changed: int, bit: int
 ) -> None:
     memory = np.frombuffer(b"".join(part.ljust(20, b"-") for part in parts) + b"-", np.uint8).copy()
-    before = memory.tobytes()
     snapshot = twin.Snapshot(
         [(memory.ctypes.data + 20 * i, len(part)) for i, part in enumerate(parts)]
     )
@@ -195,9 +194,7 @@ def test_a_snapshot_sees_each_change_and_undoes_it(
     part, place = divmod(changed % len(memory), 20)
     watched = part < len(parts) and place < len(parts[part])
     assert snapshot.holds() is not watched
-    snapshot.put_back()
-    assert snapshot.holds()
-    assert (memory.tobytes() == before) is watched
+    assert snapshot.copies() == parts
     memory[:] = 7
     snapshot.take()
     assert snapshot.holds()
