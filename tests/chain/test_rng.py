@@ -613,6 +613,6 @@ def test_a_state_seen_in_the_middle_of_a_draw_is_a_state(left: int, position: in
     new_left, new_position = state[8:12].view(np.int32)[0], state[16:24].view(np.uint64)[0]
     assert 0 < new_left <= 624
     assert new_left + new_position <= 625
-    if 0 < left and left + position <= 625:
+    if left > 0 and left + position <= 625:
         assert (new_left, new_position) == (left, position)
     torch.rand(1000)
