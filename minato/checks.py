@@ -13,6 +13,7 @@ from minato._machine import available_cores
 from minato.fetching import Fetching
 
 __all__ = [
+    "IN_PLACE",
     "as_path",
     "check_choice",
     "check_device",
@@ -29,12 +30,15 @@ __all__ = [
     "worker_range",
 ]
 
+IN_PLACE = "in_place"
+"""The value of ``pin_memory`` with which batches are pinned where the workers write them."""
 _UNSHARED = {
     "an iterable dataset": "whose samples have no indices to divide: use a map-style dataset",
     "num_workers": "with which there are no workers to share: use 1 or more",
     "worker_method": "whose batches other processes cannot see: use 'process'",
     "schedule": "where each batch is one worker's: use 'dynamic'",
     "on_error": "with which ranks might get different numbers of batches: use 'raise' or 'retry'",
+    "pin_memory": "as torch alone knows when all ranks' copies are over: use device=, or pin_memory=True",
     "record_order": "as each rank has only a part of the batches: leave it out",
     "replay_order": "as each rank has only a part of the batches: leave it out",
 }

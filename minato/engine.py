@@ -38,6 +38,7 @@ from minato.scheduler.in_hand import InHand, sample_in_hand
 from minato.scheduler.local import InlinePool
 from minato.scheduler.parties import Progress
 from minato.scheduler.policy import TimeoutPolicy
+from minato.scheduler.process import ProcessPool
 from minato.scheduler.replicas import Replicas
 from minato.scheduler.roster import Roster
 from minato.scheduler.scaling import Scaler, WatchedPool
@@ -193,6 +194,7 @@ class Engine:
             flow,
         )
         self._replicas = plan.replicas
+        self._as_needed = plan.starts_as_needed
         self._in_hand = functools.partial(
             sample_in_hand,
             self.ledger,
@@ -377,7 +379,10 @@ class Engine:
     def _start(self) -> None:
         self._started = True
         try:
-            self._pool.start()
+            if isinstance(self._pool, ProcessPool):
+                self._pool.start(lambda: self._as_needed and bool(self._dispatcher.upcoming(1)))
+            else:
+                self._pool.start()
         except Exception as error:
             self.shut_down()
             if self._sent is not None:

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch.utils.data import IterableDataset, Sampler
@@ -49,6 +49,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
     (https://docs.pytorch.org/docs/stable/data.html); the following are minato's own.
 
     Args:
+        pin_memory: Also ``"in_place"``: pinned where the workers wrote it, without torch's copy. Its memory is used
+            again once the stream that is current when a batch is dropped has done all it was told until then.
         transforms: Callables applied one after the other to ``dataset[i]``, or an object with such a list in its
             attribute ``transforms`` (torchvision's ``Compose``).
         order: ``"strict"``: batches as torch's, in torch's order (default). ``"batch"``: batches as torch's, each as
@@ -133,7 +135,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool = False,
+        pin_memory: bool | Literal["in_place"] = False,
         drop_last: bool = False,
         timeout: float = 0,
         worker_init_fn: Callable[[int], None] | None = None,
@@ -189,6 +191,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             in_order=in_order,
             has_batch_sampler=batch_sampler is not None,
             is_stream=isinstance(dataset, IterableDataset),
+            pin_memory=pin_memory,
             order=order,
             max_lag=max_lag,
             seed=seed,
@@ -247,7 +250,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             batch_sampler,
             num_workers,
             collate_fn,
-            pin_memory,
+            cast(bool, pin_memory),
             drop_last,
             timeout,
             worker_init_fn,

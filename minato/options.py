@@ -11,6 +11,7 @@ import torch
 
 from minato._machine import available_cores
 from minato.checks import (
+    IN_PLACE,
     as_path,
     check_choice,
     check_device,
@@ -164,6 +165,7 @@ class Options:
         in_order: bool,
         has_batch_sampler: bool,
         is_stream: bool,
+        pin_memory: bool | str,
         order: str | None,
         max_lag: int | None,
         seed: int | None,
@@ -225,6 +227,8 @@ class Options:
                 )
         check_slow(slow_percentile, slow_after_s)
         place = check_device(device)
+        if isinstance(pin_memory, str):
+            check_choice("pin_memory", pin_memory, (False, True, IN_PLACE))
         check_whole("prefetch_to_device", prefetch_to_device, 0)
         if prefetch_to_device is not None and place is None:
             raise ValueError(
@@ -329,6 +333,7 @@ class Options:
                 f"on_error={on_error!r}": on_error not in ("raise", "retry"),
                 f"record_order={record_order!r}": record_order is not None,
                 f"replay_order={replay_order!r}": replay_order is not None,
+                f"pin_memory={pin_memory!r}": pin_memory == IN_PLACE,
             },
         )
         check_ray_options(ray_options, worker_method)

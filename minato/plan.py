@@ -179,6 +179,12 @@ class Plan:
         )
 
     @property
+    def starts_as_needed(self) -> bool:
+        """Whether workers may be started later than others: their number is fixed, and nothing is for a certain one."""
+        is_fixed = self.num_workers == self.most_workers
+        return is_fixed and not self.round_robin and self.replicas is None
+
+    @property
     def all_workers(self) -> int:
         """Numbers of workers: standby workers come last."""
         return self.most_workers + self.standby_workers

@@ -109,6 +109,7 @@ def make_pool(
         stop,
         lambda number: ledger.draining and ledger.lease(number)[0] is None,
         buried,
+        lambda: ledger.unclaimed() > 0,
         overdue,
         plan.standby_workers,
     )

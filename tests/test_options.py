@@ -17,6 +17,7 @@ def options(**given: Any) -> Options:
         "in_order": True,
         "has_batch_sampler": False,
         "is_stream": False,
+        "pin_memory": False,
         "order": None,
         "max_lag": None,
         "seed": None,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bench import record
-from bench.gpu.watch import Utilisation, copies_beside_kernels
+from bench.gpu.watch import Copies, Utilisation, copies_of, plain_copies
 from bench.gpu.work import Training, trainings
 from bench.workloads.packages import FOLDER
 from minato import DataLoader
@@ -32,16 +32,17 @@ class Contender(NamedTuple):
     name: str
     make: Callable[..., Any]
     in_order: bool
-    own: bool
-    """It hands them out there itself."""
+    pin: bool | str | None
+    """``pin_memory``; None: it hands them out on the device itself."""
 
 
 CONTENDERS = (
-    Contender("torch", TorchLoader, True, False),
-    Contender("torch, out of order", TorchLoader, False, False),
-    Contender("minato, pinned", DataLoader, True, False),
-    Contender("minato", DataLoader, True, True),
-    Contender("minato, out of order", DataLoader, False, True),
+    Contender("torch", TorchLoader, True, True),
+    Contender("torch, out of order", TorchLoader, False, True),
+    Contender("minato, pinned", DataLoader, True, True),
+    Contender("minato, pinned in place", DataLoader, True, "in_place"),
+    Contender("minato", DataLoader, True, None),
+    Contender("minato, out of order", DataLoader, False, None),
 )
 
 
@@ -51,8 +52,8 @@ class Run(NamedTuple):
     epoch_s: float
     waited_share: float
     idle_share: float
-    overlap: float
-    peak_bytes: int
+    copies: Copies
+    peak_bytes: float
 
 
 class Trainer:
@@ -69,7 +70,9 @@ class Trainer:
         self.size = len(dataset)
         self.volumes = training.volumes
         where: dict[str, Any] = (
-            {"device": self.device} if contender.own else {"pin_memory": self.on_gpu}
+            {"device": self.device}
+            if contender.pin is None
+            else {"pin_memory": self.on_gpu and contender.pin}
         )
         self.loader = contender.make(
             dataset,
@@ -119,7 +122,7 @@ def measure(
     trainer.epoch()
     if not trainer.on_gpu:
         results = [trainer.epoch() for _ in range(epochs)]
-        return _run_of(results, float("nan"), float("nan"), 0)
+        return _run_of(results, float("nan"), Copies(float("nan"), float("nan")), float("nan"))
     torch.cuda.reset_peak_memory_stats()
     with Utilisation(torch.cuda.current_device()) as watched:
         results = [trainer.epoch() for _ in range(epochs)]
@@ -129,29 +132,38 @@ def measure(
         for _ in itertools.islice(trainer.steps(), _TRACED_STEPS):
             pass
 
-    return _run_of(results, watched.idle_share, copies_beside_kernels(first_steps), peak)
+    return _run_of(results, watched.idle_share, copies_of(first_steps), peak)
 
 
 def _run_of(
-    results: list[tuple[float, list[float]]], idle: float, overlap: float, peak: int
+    results: list[tuple[float, list[float]]], idle: float, copies: Copies, peak: float
 ) -> Run:
     waits = [wait_s for _, epoch in results for wait_s in epoch]
     waited = sum(wait_s > WAITED_S for wait_s in waits) / len(waits)
-    return Run(statistics.median(taken for taken, _ in results), waited, idle, overlap, peak)
+    return Run(statistics.median(taken for taken, _ in results), waited, idle, copies, peak)
+
+
+def _batch_bytes(training: Training, dataset: Any) -> int:
+    """What the images of a first batch take."""
+    batch = next(iter(TorchLoader(dataset, training.batch_size, collate_fn=training.collate)))
+    return int(batch[1].nbytes)
 
 
 def row(training: Training, contender: Contender, runs: list[Run]) -> str:
     """A line of the table: medians of the runs."""
-    epoch_s, waited, idle, overlap, peak = (
-        statistics.median(each) for each in zip(*runs, strict=True)
-    )
+    epoch_s = statistics.median(run.epoch_s for run in runs)
+    waited = statistics.median(run.waited_share for run in runs)
+    idle = statistics.median(run.idle_share for run in runs)
+    beside = statistics.median(run.copies.beside for run in runs)
+    rate = statistics.median(run.copies.rate for run in runs)
+    peak = statistics.median(run.peak_bytes for run in runs)
 
-    def percent(share: float) -> str:
-        return "–" if share != share else f"{100 * share:.0f} %"
+    def shown(value: float, factor: float, digits: int = 0) -> str:
+        return f"{value * factor:.{digits}f}" if value == value else "–"
 
     return (
-        f"| {training.name} | {contender.name} | {epoch_s:.2f} | {percent(waited)} | {percent(idle)} | "
-        f"{percent(overlap)} | {f'{peak / 2**20:.0f}' if peak else '–'} |"
+        f"| {training.name} | {contender.name} | {epoch_s:.2f} | {100 * waited:.0f} | {shown(idle, 100)} | "
+        f"{shown(beside, 100)} | {shown(rate, 1e-9, 1)} | {shown(peak, 2**-20)} |"
     )
 
 
@@ -185,10 +197,11 @@ def main(arguments: list[str] | None = None) -> int:
         what,
         f"{how} Loaders in turn, each with {options.workers} workers. *Waited*: steps whose `next()` took more than",
         f"{1e3 * WAITED_S:.0f} ms. *Idle*: share of the time in which no kernel ran (NVML, 10 Hz). *Beside*: share",
-        "of the time of copies to the GPU in which a kernel ran (trace).",
+        "of the time of copies to the GPU in which a kernel ran; *rate*: bytes copied in that time (trace). *Plain*:",
+        "the rate of nothing but copies of as much as such a batch holds, from memory that torch has pinned.",
         "",
-        "| network | loader | epoch (s) | waited | idle | beside | memory on the GPU (MiB) |",
-        "|---|---|---|---|---|---|---|",
+        "| network | loader | epoch (s) | waited (%) | idle (%) | beside (%) | rate (GB/s) | memory on the GPU (MiB) |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
     for training in chosen:
@@ -198,6 +211,12 @@ def main(arguments: list[str] | None = None) -> int:
             runs[contender].append(measure(training, contender, dataset, options.workers, epochs))
         for contender in CONTENDERS:
             lines.append(row(training, contender, runs[contender]))
+            print(lines[-1], flush=True)
+        if on_gpu:
+            copies = plain_copies(_batch_bytes(training, dataset), torch.device("cuda"))
+            lines.append(
+                f"| {training.name} | *plain* | – | – | – | – | {1e-9 * copies.rate:.1f} | – |"
+            )
             print(lines[-1], flush=True)
     record.finish(lines, conditions, options.out and options.out / "gpu.md")
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -103,11 +103,13 @@ class Cuda:
             value = value.pin_memory()
         return _moved(value, self._beside.stream.device)
 
-    def mark(self) -> _All:
+    def mark(self) -> Mark:
         """Events on the current stream of each device in use; inside ``copying``, on the side stream."""
         side = None if self._beside is None else self._beside.stream
         if side is not None and torch.cuda.current_stream(side.device) == side:
             return _All([side.record_event()])
+        if torch.cuda.is_current_stream_capturing():
+            return _AfterCapture(self.mark)  # an event would become a part of the program's graph
         in_use = filter(_has_context, range(torch.cuda.device_count()))
         return _All([torch.cuda.current_stream(index).record_event() for index in in_use])
 
@@ -145,6 +147,26 @@ class _All:
     def synchronize(self) -> None:
         for event in self.events:
             event.synchronize()
+
+
+class _AfterCapture:
+    """A mark that is set when it is first asked for after a CUDA graph has been captured.
+
+    Args:
+        mark: Sets it.
+    """
+
+    def __init__(self, mark: Callable[[], Mark]) -> None:
+        self._make = mark
+        self._mark: Mark | None = None
+
+    def query(self) -> bool:
+        if self._mark is None and not torch.cuda.is_current_stream_capturing():
+            self._mark = self._make()
+        return self._mark is not None and self._mark.query()
+
+    def synchronize(self) -> None:
+        (self._mark or self._make()).synchronize()
 
 
 def _has_context(index: int) -> bool:

@@ -14,6 +14,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from minato._core.clock import now_ns
 from minato._ranges import in_profile
 from minato.assembler.page_locks import PageLocker
+from minato.checks import IN_PLACE
+from minato.delivery.accelerator import page_locker
 from minato.delivery.pinning import Pin
 
 __all__ = ["BatchIterator", "BatchSource", "Pass"]
@@ -120,8 +122,11 @@ class BatchIterator(_BaseDataLoaderIter):
         self._pin: Pin = functools.partial(
             _utils.pin_memory.pin_memory, device=self._pin_memory_device
         )
-        ahead = {"pin": self._pin} if self._pin_memory and pins_ahead else {}
+        locker = page_locker() if self._pin_memory and loader.pin_memory == IN_PLACE else None
+        ahead = {"pin": self._pin} if self._pin_memory and pins_ahead and locker is None else {}
         self._source: BatchSource | None = make_source(self._base_seed, **ahead)
+        if locker is not None:  # then torch finds that there is nothing to copy
+            self._source.lock_pages(locker)
         if ahead:
             self._pin = methodcaller("result")
         self._begin()

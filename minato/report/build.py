@@ -96,7 +96,7 @@ def setup_of(loader: Any, fetch_concurrency: int, may_fetch_more: bool, bounded:
         may_fetch_more,
         int(loader.prefetch_factor) if bounded and loader.prefetch_factor else None,
         loader.persistent_workers,
-        loader.pin_memory,
+        bool(loader.pin_memory),
         available_cores(whole_node=loader.shared_pool),
     )
 

@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import random
 import weakref
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import thread as executor
 from multiprocessing import process as process_module
 from multiprocessing.process import BaseProcess
@@ -42,13 +43,14 @@ class ProcessPool:
     Args:
         context: A multiprocessing context; its start method is used.
         num_workers: How many there can be.
-        at_first: How many are started at first; with ``fork`` all are, because later it may be unsafe.
+        at_first: How many are to be started at first; with ``fork`` all are, because much later it may be unsafe.
         target: Run in each worker as ``target(number, *args)``.
         stop: Tells the workers to leave.
         may_leave: Whether worker number i may have left by itself.
+        has_work: Whether one more worker would have something to do.
         overdue: Ends workers that are stuck.
         buried: Called with ``(number, pid, exit code)`` of a dead worker; gives its samples out again, or raises.
-        standbys: How many of the last ones are started at first, too.
+        standbys: How many of the last ones are, too.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ProcessPool:
         stop: Callable[[], None],
         may_leave: Callable[[int], bool],
         buried: Callable[[int, int | None, int | None], None],
+        has_work: Callable[[], bool],
         overdue: Overdue | None = None,
         standbys: int = 0,
     ) -> None:
@@ -73,9 +76,13 @@ class ProcessPool:
         self._ready = ready
         self._stop = stop
         self._may_leave = may_leave
+        self._has_work = has_work
         self._owner = os.getpid()
-        self._at_first = num_workers if context.get_start_method() == "fork" else at_first
-        self._standbys = standbys
+        if context.get_start_method() == "fork":
+            at_first = num_workers
+        last = max(num_workers - standbys, at_first)
+        self._to_start = deque([*range(at_first), *range(last, num_workers)])
+        self._unwatched = False
         self._watch = ExitWatch(context, ready.notify)
         self.processes = [self._make(number) for number in range(num_workers)]
         _POOLS.add(self)
@@ -86,33 +93,51 @@ class ProcessPool:
         )
         return process
 
-    def start(self) -> None:
-        """Start one process after the other; each works as soon as it can."""
-        count = len(self.processes)
-        self._start_all([*range(self._at_first), *range(count - self._standbys, count)])
+    def start(self, enough: Callable[[], bool] = lambda: False) -> None:
+        """Start one process after the other; each works as soon as it can.
+
+        Args:
+            enough: Asked in between. Once it holds, the others are left to ``wait``.
+        """
+        while self._to_start and not enough():
+            self._start_next()
+        if not self._to_start:
+            self._watch_all()
 
     def grow(self, count: int) -> None:
         """Start those of the first ``count`` processes that have not been started."""
-        self._start_all(range(count))
-
-    def _start_all(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
+        for number in range(count):
             if self.processes[number].pid is None:
                 self._start(number)
-        self._watch.run()  # afterwards, for it is a thread
+        self._watch_all()
+
+    def _start_next(self) -> None:
+        self._start(self._to_start[0])
+        self._to_start.popleft()
 
     def _start(self, number: int) -> None:
         process = self.processes[number]
         if process.pid is None:
             process.start()
         self._watch.add(number, process)
+        self._unwatched = True
+
+    def _watch_all(self) -> None:
+        # After processes are started, not between, for it is a thread.
+        self._watch.run()
+        self._unwatched = False
 
     def usage(self) -> Usage:
         """Processor time of all workers."""
         return process_usage(process.pid for process in self.processes if process.pid is not None)
 
     def wait(self, seen: int, timeout_s: float) -> None:
-        """Sleep until the ready gate has had an event since ``seen``."""
+        """Sleep until the ready gate has had an event since ``seen``, or start a process that was left to start."""
+        if self._to_start and self._has_work():
+            self._start_next()
+            return
+        if self._unwatched:
+            self._watch_all()
         if self._overdue is not None:
             timeout_s = min(timeout_s, self._overdue.interval_s)
         with in_profile("minato: wait for workers"):
@@ -134,7 +159,7 @@ class ProcessPool:
             self._buried(number, dead.pid, code)
             self.processes[number] = self._make(number)
         self._start(number)
-        self._watch.run()
+        self._watch_all()
 
     def shut_down(self) -> bool:
         """End all workers: by request, and by signals if they do not follow it, or if this is interrupted.

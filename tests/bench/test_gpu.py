@@ -11,22 +11,25 @@ import torch
 from PIL import Image
 
 from bench.gpu import __main__ as gpu
-from bench.gpu.watch import overlap_of
+from bench.gpu.watch import copies_among
 from bench.workloads import segmentation
 from bench.workloads.packages import SCANS
 
 
-def event(cat: str, name: str, start: float, end: float) -> dict[str, object]:
-    return {"cat": cat, "name": name, "ts": start, "dur": end - start}
+def event(cat: str, name: str, start: float, end: float, nbytes: int = 0) -> dict[str, object]:
+    return {"cat": cat, "name": name, "ts": start, "dur": end - start, "args": {"bytes": nbytes}}
 
 
-def test_overlap_is_the_share_of_copying_beside_kernels():
+def test_copies_have_a_rate_and_run_beside_kernels_or_not():
     copy = "Memcpy HtoD (Pinned -> Device)"
     kernels = [event("kernel", "one", 0, 10), event("kernel", "two", 8, 12)]
-    assert overlap_of([*kernels, event("gpu_memcpy", copy, 10, 14)]) == pytest.approx(0.5)
-    assert overlap_of([*kernels, event("gpu_memcpy", copy, 2, 9)]) == pytest.approx(1)
-    assert overlap_of([*kernels, event("gpu_memcpy", copy, 20, 30), {"name": "mark"}]) == 0
-    assert math.isnan(overlap_of([*kernels, event("gpu_memcpy", "Memcpy DtoH", 0, 9)]))
+    copies = copies_among([*kernels, event("gpu_memcpy", copy, 10, 14, 8000)])
+    assert copies == (pytest.approx(0.5), pytest.approx(2e9))
+    assert copies_among([*kernels, event("gpu_memcpy", copy, 2, 9)]).beside == pytest.approx(1)
+    apart = copies_among([*kernels, event("gpu_memcpy", copy, 20, 30), {"name": "mark"}])
+    assert apart == (0, 0)
+    none = copies_among([*kernels, event("gpu_memcpy", "Memcpy DtoH", 0, 9)])
+    assert all(map(math.isnan, none))
 
 
 def made_up(folder: Path) -> Path:

@@ -89,6 +89,7 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "current_stream", current)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self.runtime)
         monkeypatch.setattr(
             torch._C, "_cuda_hasPrimaryContext", lambda index: index == 0, raising=False
@@ -131,6 +132,22 @@ def test_memory_is_written_again_behind_all_that_the_training_was_told(machine: 
 def test_outside_of_copying_a_mark_is_behind_all_devices_in_use(machine: Machine) -> None:
     Cuda().mark()
     assert machine.said == [("training", "event")]
+
+
+def test_a_mark_that_is_set_while_a_graph_is_captured_comes_behind_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    mark, other = Cuda().mark(), Cuda().mark()
+    assert not mark.query()
+    assert machine.said == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert not mark.query()
+    assert machine.said == [("training", "event")]
+    mark.synchronize()
+    assert mark.query()
+    other.synchronize()
+    assert machine.said == [("training", "event")] * 2
 
 
 def test_loaders_that_copy_to_one_device_share_the_stream_and_wait_for_all_readers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -14,13 +15,15 @@ OURS = ["BatchIterator"]
 class Indexed(Dataset[dict[str, Any]]):
     """Samples of two numbers, with their index."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, duration_s: float = 0) -> None:
         self.size = size
+        self.duration_s = duration_s
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(self.duration_s)
         return {"x": torch.tensor([index / self.size, 1.0]), "index": index}
 
 

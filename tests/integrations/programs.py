@@ -6,8 +6,11 @@ Each epoch is the list of its batches, each batch the list of its indices.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -79,6 +82,37 @@ def resumed() -> dict[str, Any]:
         found[order].append([index.tolist() for index in kept])
     dist.destroy_process_group()
     return found
+
+
+def bereaved() -> dict[str, Any]:
+    """One pool, and one of the ranks is killed between two steps."""
+    return _without_one("raise")
+
+
+def bereaved_and_going_on() -> dict[str, Any]:
+    """The same, and the others do without it."""
+    return _without_one("continue")
+
+
+def _without_one(on_rank_death: str) -> dict[str, Any]:
+    rank, count = rank_and_count()
+    dist.init_process_group("gloo")
+    loader = minato.DataLoader(
+        Indexed(160, 0.01), 4, num_workers=1, shared_pool=True, on_rank_death=on_rank_death
+    )
+    batches, kept = iter(loader), []
+    while True:
+        try:
+            batch = next(batches, None)
+        except RuntimeError as error:
+            return {"indices": kept, "error": str(error)}
+        if batch is None:
+            return {"indices": kept, "error": None}
+        kept += batch["index"].tolist()
+        if rank == count - 1 and len(kept) == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with suppress(RuntimeError):  # gloo finds out, too
+            dist.all_reduce(torch.ones(1))
 
 
 def _trained(make_loader: Callable[[Any, Any, str], Any]) -> dict[str, Any]:
@@ -197,7 +231,7 @@ def lightning() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    programs = ddp, shared, resumed, accelerated, lightning
+    programs = ddp, shared, resumed, bereaved, bereaved_and_going_on, accelerated, lightning
     program = next(each for each in programs if each.__name__ == sys.argv[1])
     with engines() as seen:
         result = program()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,12 @@ PROGRAMS = Path(__file__).parent / "programs.py"
 TIMEOUT_S = 50
 
 
-def run_ranks(program: str, num_ranks: int = 2) -> list[dict[str, Any]]:
-    """What each rank of a program returns; ranks that fail or hang are ended and shown."""
+def run_ranks(program: str, num_ranks: int = 2, killed: Container[int] = ()) -> list[Any]:
+    """What each rank of a program returns; ranks that fail or hang are ended and shown.
+
+    Args:
+        killed: Ranks that are to be killed meanwhile: theirs is None.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -54,9 +59,14 @@ def run_ranks(program: str, num_ranks: int = 2) -> list[dict[str, Any]]:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    failed = [err for rank, (_, err) in zip(ranks, ends, strict=True) if rank.returncode]
+    wanted = [-signal.SIGKILL if number in killed else 0 for number in range(num_ranks)]
+    ended = zip(ranks, wanted, ends, strict=True)
+    failed = [err for rank, code, (_, err) in ended if rank.returncode != code]
     assert not failed, "\n".join(failed)
-    return [json.loads(out.splitlines()[-1]) for out, _ in ends]
+    return [
+        None if code else json.loads(out.splitlines()[-1])
+        for code, (out, _) in zip(wanted, ends, strict=True)
+    ]
 
 
 @contextmanager

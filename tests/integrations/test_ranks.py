@@ -1,4 +1,4 @@
-"""Two processes over gloo: every rank has the same number of batches, and every index comes once."""
+"""Two processes or more over gloo: every rank has the same number of batches, and every index comes once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_distributed_data_parallel() -> None:
 
 
 def test_one_pool_for_all_ranks() -> None:
-    ranks = run_ranks("shared")
+    ranks = run_ranks("shared", 4)
     for rank in ranks:
         assert [list(chain(*epoch)) for epoch in rank["strict"]] == rank["expected"]
     for order in ("strict", "arrival"):
@@ -52,6 +52,20 @@ def test_one_pool_gone_on_with_in_mid_epoch_and_a_device_for_each_rank() -> None
     for order in ("strict", "arrival"):
         assert [[len(epoch) for epoch in rank[order]] for rank in ranks] == [[5, 5]] * 2
         check([rank[order] for rank in ranks], 40, shuffled=True)
+
+
+def test_one_pool_whose_ranks_learn_that_one_was_killed() -> None:
+    *others, killed = run_ranks("bereaved", 4, killed=[3])
+    assert killed is None
+    for rank in others:
+        assert "local rank 3" in rank["error"]
+        assert len(rank["indices"]) < 40
+
+
+def test_one_pool_without_the_rank_that_was_killed() -> None:
+    *others, _ = run_ranks("bereaved_and_going_on", 4, killed=[3])
+    for number, rank in enumerate(others):
+        assert rank == {"engines": OURS, "error": None, "indices": [*range(number, 160, 4)]}
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ class Stage:
         self.segment = Segment(4096)
         self.ready = Gate(self.segment.array, 0)
         self.left = False
+        self.has_work = True
         self.deaths: list[tuple[Any, ...]] = []
 
     def stop(self) -> None:
@@ -41,8 +42,9 @@ class Stage:
 
     def processes(self, work: Any) -> ProcessPool:
         return ProcessPool(
-            FORK, 2, 2, work, (self,), self.ready, self.stop, lambda number: self.left, self.bury
-        )
+            FORK, 2, 2, work, (self,), self.ready, self.stop, lambda number: self.left, self.bury,
+            lambda: self.has_work,
+        )  # fmt: skip
 
 
 def obedient(number: int, stage: Stage) -> None:
@@ -258,8 +260,27 @@ def test_a_forked_copy_of_a_pool_ends_nobody() -> None:
     pool.shut_down()
 
 
+def test_what_is_not_needed_yet_is_started_while_the_consumer_waits() -> None:
+    stage = Stage()
+    pool = stage.processes(mortal)
+    pool.start(lambda: pool.processes[0].pid is not None)
+    stage.has_work = False
+    pool.wait(stage.ready.events, 0.01)
+    assert pool.processes[1].pid is None
+    stage.has_work = True
+    seen = stage.ready.events
+    pool.wait(seen, 60)  # does not sleep
+    assert pool.processes[1].pid is not None
+    pool.wait(seen, 10)  # until one ends: from now on somebody watches
+    assert stage.ready.events != seen
+    checks(pool, lambda: stage.deaths)
+    assert stage.deaths[0][::2] == (1, 7)
+    pool.shut_down()
+
+
 def test_waiting_ends_with_an_event() -> None:
     stage = Stage()
+    stage.has_work = False
     pool = stage.processes(obedient)
     seen = stage.ready.events
     start = time.monotonic()

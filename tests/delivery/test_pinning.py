@@ -1,0 +1,100 @@
+"""``pin_memory="in_place"``: nothing is copied, and nothing is written to what the device still reads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minato import DataLoader
+from minato.delivery import iterator
+from tests.datasets import Filled
+from tests.delivery.recorder import Recorder, watch_slots
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """torch believes that it has an accelerator, and copies to pin what that does not hold locked."""
+    return accelerated(Recorder(), monkeypatch)
+
+
+def accelerated(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        if recorder.holds(tensor):
+            return tensor
+        recorder.pageable.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(iterator, "page_locker", lambda: recorder)
+    return recorder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 0},
+        {"num_workers": 2, "prefetch_factor": 2},
+        {"num_workers": 2, "worker_method": "thread"},
+        {"num_workers": 1, "persistent_workers": True},
+    ],
+    ids=str,
+)
+def test_slots_wait_for_the_copies_of_the_program(
+    options: dict[str, Any], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = watch_slots(recorder, monkeypatch)
+    loader = DataLoader(Filled(60, 20, 30), 3, pin_memory="in_place", **options)
+    assert loader.pin_memory == "in_place"
+    for _ in range(2):
+        on_device = []
+        for number, batch in enumerate(loader):
+            assert recorder.holds(batch)
+            on_device.append(recorder.queue(batch))
+            del batch
+            if number % 4 == 3:  # the device is some batches behind
+                recorder.run(len(recorder.copies) - 3)
+        recorder.run()
+        assert [batch[:, 0, 0].tolist() for batch in on_device] == [
+            [first, first + 1, first + 2] for first in range(0, 60, 3)
+        ]
+    assert len(set(taken)) < len(taken), "no slot was ever used again"
+    assert recorder.pageable == []
+
+
+def test_no_thread_pins(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minato.delivery.pinning._WORTH_A_THREAD_BYTES", 0)
+    loader = DataLoader(Filled(12, 20, 30), 3, num_workers=1, pin_memory="in_place")
+    for _ in loader:
+        assert not any(thread.name.startswith("minato-pin") for thread in threading.enumerate())
+
+
+def test_other_tensors_are_pinned_by_torch(recorder: Recorder) -> None:
+    def doubled(samples: list[np.ndarray[Any, Any]]) -> torch.Tensor:
+        return torch.from_numpy(2 * np.stack(samples))
+
+    loader = DataLoader(Filled(4, 3), 2, collate_fn=doubled, pin_memory="in_place")
+    assert [batch[:, 0].tolist() for batch in loader] == [[0, 2], [4, 6]]
+    assert len(recorder.pageable) == 2
+
+
+def test_where_nothing_can_be_locked_torch_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = accelerated(Recorder(fails=True), monkeypatch)
+    loader = DataLoader(Filled(4, 3), 2, num_workers=1, pin_memory="in_place")
+    with pytest.warns(RuntimeWarning, match="cannot be page-locked"):
+        assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3]]
+    assert len(recorder.pageable) == 2
+
+
+def test_what_torch_would_take_for_true_is_refused() -> None:
+    with pytest.raises(ValueError, match="pin_memory='inplace' is not possible: choose one of"):
+        DataLoader(Filled(4, 3), pin_memory="inplace")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="shared_pool=True does not go with pin_memory='in_place'"):
+        DataLoader(Filled(4, 3), num_workers=1, shared_pool=True, pin_memory="in_place")
