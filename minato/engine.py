@@ -85,6 +85,7 @@ class Engine:
         make_reader: type[BatchReader] = BatchReader,
         pin: Pin | None = None,
     ) -> None:
+        self.plan = plan
         self.arena = arena
         self._memory = None if plan.profile is None else Memory(plan.profile, plan)
         if self._memory is not None and experience.costs is None:
@@ -193,29 +194,24 @@ class Engine:
             self._foresight,
             flow,
         )
-        self._replicas = plan.replicas
-        self._as_needed = plan.starts_as_needed
         self._in_hand = functools.partial(
             sample_in_hand,
             self.ledger,
             functools.partial(workplace.read_keys, self.ledger),
             plan.chain.names,
         )
-        experience.engine = weakref.ref(self)
         self._by_reference = not in_processes
         self._failures = None
         if plan.policy is not None:
             self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
         self._late: Postponed | None = None
         self._started = False
-        self._works_ahead = plan.num_workers > 0
         self._started_ns = now_ns()
         self.timeouts = TimeoutPolicy(plan.slow, experience.costs)
         """Decides which samples are slow."""
         experience.decision = self.timeouts.decision
         self.ledger.slow_ns = experience.decision.threshold_ns
         self._look_due_ns = self._started_ns + _LOOK_EVERY_NS
-        self._streams = plan.streams
         self._gauges = EngineGauges(
             self.ledger,
             self.meters,
@@ -253,6 +249,7 @@ class Engine:
             size: Tells how many samples it has, or None if nobody knows.
         """
         self._late = None  # of a pass that was broken off
+        self._experience.engine = weakref.ref(self)
         if self._journal is not None:
             self._journal.begin(epoch, progress, self._gauges)
         if self._failures is not None:
@@ -260,7 +257,7 @@ class Engine:
         foretold = self._dispatcher.begin(batches, epoch, seed, expected, progress)
         if self._scaler is not None:
             self._scaler.restart()
-        if self._works_ahead:
+        if self.plan.num_workers > 0:
             self._dispatcher.refill()
         if not self._started:
             self._start()
@@ -302,8 +299,8 @@ class Engine:
             self._foresight.learn(item.record)
         flags, *_, used_bytes = self.ledger.contents(item.record)
         try:
-            if self._replicas is not None and flags & (STATES | FAILED):
-                self._note_state(self._replicas, item.record)
+            if self.plan.replicas is not None and flags & (STATES | FAILED):
+                self._note_state(self.plan.replicas, item.record)
             return self._reader.read(item.record, item.slot)
         finally:
             self._dispatcher.done(item, used_bytes)
@@ -312,7 +309,7 @@ class Engine:
                 self._staging.stage(self._dispatcher.upcoming(self._ahead))
             self.arena.trim(self._dispatcher.num_open)
             if journal is not None:
-                samples = item.keys[0] if self._streams else len(item.keys)
+                samples = item.keys[0] if self.plan.streams else len(item.keys)
                 journal.leave(samples, used_bytes, self._standing)
 
     def _look_ahead(self) -> None:
@@ -322,7 +319,7 @@ class Engine:
                 self._mark_slow()
             if self._scaler is not None:
                 self._scaler.look()
-            if self._works_ahead:
+            if self.plan.num_workers > 0:
                 self._dispatcher.top_up()
         except Exception as error:
             self._late = Postponed(error)
@@ -352,7 +349,7 @@ class Engine:
 
     def running(self, least_ns: int) -> list[tuple[int, InHand, int]]:
         """Number, sample and its time in ns so far of each worker that has been on a sample for so long."""
-        if self._streams:
+        if self.plan.streams:
             return []
         workers, now = range(len(self.meters)), now_ns()
         held = ((worker, sample) for worker in workers if (sample := self._in_hand(worker)))
@@ -380,7 +377,8 @@ class Engine:
         self._started = True
         try:
             if isinstance(self._pool, ProcessPool):
-                self._pool.start(lambda: self._as_needed and bool(self._dispatcher.upcoming(1)))
+                as_needed = self.plan.starts_as_needed
+                self._pool.start(lambda: as_needed and bool(self._dispatcher.upcoming(1)))
             else:
                 self._pool.start()
         except Exception as error:
@@ -391,6 +389,11 @@ class Engine:
                 for name in ("dataset", "collate_fn", "worker_init_fn"):
                     _pickling.check_picklable(name, getattr(self._sent, name))
             raise
+
+    def rest(self) -> None:
+        """Let go of a pass that is over and of the worker in line; ``begin`` may follow."""
+        self._dispatcher.abandon()
+        self._started = False
 
     def cancel(self) -> None:
         """Abandon what is in flight."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,22 +59,20 @@ class EngineGauges:
     def readings(self) -> Readings:
         """All counters and histograms now."""
         self.profile.update(self.meters)
-        readings = Readings(histograms=dict(self.profile.run))
-        counts = readings.counts
-        counts.update(
+        worked = [self.ledger.activity(worker) for worker in range(len(self.meters))]
+        counts = Counter(
             slept_ns=self.flow.waited_ns,
             deaths=self.deaths.total,
             ran_ns=self.usage.ran_ns,
             queued_ns=self.usage.queued_ns,
+            busy_ns=sum(busy_ns for _, busy_ns, _ in worked),
+            idle_ns=sum(idle_ns for _, _, idle_ns in worked),
         )
-        for worker in range(len(self.meters)):
-            _, busy_ns, idle_ns = self.ledger.activity(worker)
-            counts.update(busy_ns=busy_ns, idle_ns=idle_ns)
         if self.failures is not None:
             self.failures.look()
             counts.update(self.failures.totals)
             counts["retries"] = self.failures.retries
-        return readings
+        return Readings(counts, self.profile.run)
 
     def standing(self, in_flight: int, ready: int) -> Standing:
         """How things stand now, with so many batches open or ready, and so many ready."""

@@ -19,11 +19,12 @@ from minato.assembler.arena import SpareArenas
 from minato.cached import check_cache
 from minato.caching.base import Cache
 from minato.chain.chain import Chain
-from minato.delivery.iterator import BatchIterator, BatchSource
+from minato.delivery.iterator import BatchIterator
 from minato.distribution import Distribution
 from minato.fetching import Fetching
 from minato.insight import Insight
 from minato.integrations.lightning import counts_batches
+from minato.opening import RestingEngine
 from minato.options import Options, PaperController
 from minato.plan import Unbound
 from minato.scheduler.failures import SampleFailure
@@ -233,6 +234,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         self._course = Course()
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._spare_arenas = SpareArenas()
+        self._resting_engine = RestingEngine()
         self._trace = None if trace is None else Trace(os.fspath(trace))
         self._sharing = Sharing.of(self._options)
         if self._sharing is not None:
@@ -329,8 +331,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy must not write to the same arenas; what was measured is not worth sending.
-        fresh = self._fresh_experience()
-        return {**self.__dict__, "_spare_arenas": SpareArenas(), "_experience": fresh}
+        fresh = {"_spare_arenas": SpareArenas(), "_resting_engine": RestingEngine()}
+        return {**self.__dict__, **fresh, "_experience": self._fresh_experience()}
 
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
         """A loader with torch's arguments as given, and all others as this one's.
@@ -368,12 +370,14 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         if self.num_workers > 0 and self._options.worker_method != "ray":
             self.check_worker_number_rationality()
         self._open_views()
-        make: Callable[..., BatchSource] = self._make_engine
+        may_pin, new_pass = self._options.target is None, type(self)._new_pass
         if self._sharing is not None:
             make = functools.partial(self._sharing.source, self)
-        may_pin, pins_ahead = self._options.target is None, self.num_workers > 0
-        new_pass = type(self)._new_pass
-        return BatchIterator(self, make, new_pass, may_pin, pins_ahead and self._sharing is None)
+            return BatchIterator(self, make, new_pass, may_pin)
+        put_by = self._resting_engine.put_by
+        return BatchIterator(
+            self, self._make_engine, new_pass, may_pin, self.num_workers > 0, put_by
+        )
 
     def _refuse_data_pipes(self, what: str) -> None:
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,13 +24,41 @@ from minato.source.replay import RecordedOrder
 from minato.source.run import Course, Run, is_stream
 from minato.trace.lanes import Trace
 
-__all__ = ["Opening"]
+__all__ = ["Opening", "RestingEngine"]
 
 
 def _put_by(end: Callable[[], Any], spare: SpareArenas, arena: Arena) -> None:
     """Keep an arena, whose pages are warm, for the next engine, once nobody writes to it for this one."""
     end()
     spare.append(arena)
+
+
+class RestingEngine:
+    """The engine of an iterator that has come to its end, for the loader's next one.
+
+    Where the work is done in line, an engine takes as long to make as several small batches, and its ledger's pages
+    would be cold.
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[Engine] = deque(maxlen=1)
+
+    def put_by(self, engine: Any) -> bool:
+        """Keep an engine whose pass is over, if it can serve again."""
+        if not engine.plan.can_rest:
+            return False
+        engine.rest()
+        self._kept.append(engine)
+        return True
+
+    def take(self, loader: Any) -> Engine | None:
+        """The engine, if there is one that suits the loader as it is now, in this process."""
+        try:
+            engine = self._kept.pop()  # at once: another thread may ask, too
+        except IndexError:
+            return None
+        suits = engine.arena.owner == os.getpid() and engine.plan.suits(loader)
+        return engine if suits else None
 
 
 class Opening:
@@ -45,6 +75,7 @@ class Opening:
     _experience: Experience
     _replay: RecordedOrder | None
     _spare_arenas: SpareArenas
+    _resting_engine: RestingEngine
     _trace: Trace | None
     _sharing: Sharing | None
 
@@ -87,6 +118,8 @@ class Opening:
     def _make_engine(
         self, base_seed: int, reader: type[BatchReader] = BatchReader, pin: Pin | None = None
     ) -> Engine:
+        if (resting := self._resting_engine.take(self)) is not None:
+            return resting
         arena = self._spare_arenas.take(shared=self.num_workers > 0 and not self._in_threads)
         num_workers = most_workers = self.num_workers
         if self._experience.staffing is not None:

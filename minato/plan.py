@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -176,6 +177,30 @@ class Plan:
             device=options.target,
             prefetch_to_device=options.prefetch_to_device,
             ray_options=options.ray_options or {},
+        )
+
+    @functools.cached_property
+    def can_rest(self) -> bool:
+        """Whether the same engine will do for a later iterator, because nothing of an earlier one is left in it."""
+        keeps = (self.policy, self.replicas, self.profile, self.lanes, self.device)
+        return (
+            self.num_workers == 0
+            and all(part is None for part in keeps)
+            and not self.fetching.at_once
+        )
+
+    def suits(self, loader: Any) -> bool:
+        """Whether a loader's next iterator would get the same plan, if this one can rest, but for the seed."""
+        options, batched = loader._options, loader._auto_collation
+        return bool(
+            loader.num_workers == 0
+            and loader._course.last.replicas is None
+            and self.dataset is loader.dataset
+            and self.collate_fn is loader.collate_fn
+            and self.order == Order(options.order, options.max_lag)
+            and (self.batched, self.drop_last) == (batched, loader.drop_last)
+            and self.timeout_s == loader.timeout
+            and self.largest_batch == largest_batch(loader._index_sampler, batched)
         )
 
     @property

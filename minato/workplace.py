@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch._utils import ExceptionWrapper
@@ -75,6 +75,7 @@ class Workplace:
     stacks: StackFile | None = None
     habits: Habits | None = None
     policy: ErrorPolicy | None = None
+    _meters: dict[int, Meters] = field(default_factory=dict)
 
     def furnish(self) -> None:
         """Give each worker room for a sample that another one shall go on with, where they set any aside."""
@@ -105,7 +106,7 @@ class Workplace:
         plan = None
         if not self.written_plan:
             plan = dataclasses.replace(self.plan, context=None, policy=None)
-        return {**self.__dict__, "plan": plan}
+        return {**self.__dict__, "plan": plan, "_meters": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -128,10 +129,12 @@ class Workplace:
 
     def meters(self, number: int) -> Meters:
         """Where worker ``number`` keeps what it measures."""
-        num_steps = len(self.plan.chain)
-        nbytes = Meters.nbytes(num_steps)
-        start = self.meters_offset + number * nbytes
-        return Meters(num_steps, self.segment.array[start : start + nbytes])
+        if number not in self._meters:
+            num_steps = len(self.plan.chain)
+            nbytes = Meters.nbytes(num_steps)
+            start = self.meters_offset + number * nbytes
+            self._meters[number] = Meters(num_steps, self.segment.array[start : start + nbytes])
+        return self._meters[number]
 
     def roster(self, ledger: Ledger, number: int = 0) -> Roster:
         """Which workers work, as worker ``number`` sees it."""

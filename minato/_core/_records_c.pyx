@@ -1,6 +1,7 @@
 """The shared memory that a ledger lies in (compiled)."""
 
 from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
@@ -178,6 +179,20 @@ cdef class Records:
             record.keys_nbytes,
             record.pass_index,
         )
+
+    @staticmethod
+    def can_hold(keys):
+        """Whether keys can stand here as they are: some of them, in a list, integers of 64 bits and no other type."""
+        cdef int overflow = 0
+        if type(keys) is not list:
+            return False
+        for key in <list>keys:
+            if not PyLong_CheckExact(key):
+                return False
+            PyLong_AsLongLongAndOverflow(key, &overflow)
+            if overflow:
+                return False
+        return len(<list>keys) > 0
 
     def keys(self, uint32_t batch, uint32_t k, uint32_t count):
         """The integer keys of samples k … k+count-1."""

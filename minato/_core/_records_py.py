@@ -34,6 +34,7 @@ _MAGIC = 0x6F74616E696D
 _VERSION = 3
 _HINTS, _MOST_AHEAD = 256, 65535
 STOPPING, DRAINING = 1, 2
+_INT64 = 1 << 63
 _MAX_WORKERS = 4096
 """As many as have a number in the state of a batch."""
 
@@ -244,6 +245,12 @@ class Records:
                 int(record["keys_nbytes"]),
                 int(record["pass_index"]),
             )
+
+    @staticmethod
+    def can_hold(keys: Any) -> bool:
+        """Whether keys can stand here as they are: some of them, in a list, integers of 64 bits and no other type."""
+        integers = type(keys) is list and set(map(type, keys)) == {int}
+        return integers and min(keys) >= -_INT64 and max(keys) < _INT64
 
     def keys(self, batch: int, k: int, count: int) -> list[int]:
         """The integer keys of samples k … k+count-1."""

@@ -95,6 +95,7 @@ class BatchIterator(_BaseDataLoaderIter):
         new_pass: Called with the loader once per pass, before anything is drawn for it; holds no loader itself.
         may_pin: Whether batches come in main memory, where they can be pinned.
         pins_ahead: Whether the source takes ``pin=``, and then gives batches as ``pinning.Pinned``.
+        put_by: Called with a source that is exhausted, before its workers are ended: True if it is kept as it is.
     """
 
     def __init__(
@@ -104,7 +105,9 @@ class BatchIterator(_BaseDataLoaderIter):
         new_pass: Callable[[Any], Pass],
         may_pin: bool = True,
         pins_ahead: bool = False,
+        put_by: Callable[[Any], bool] = lambda source: False,
     ) -> None:
+        self._put_by = put_by
         self._new_pass = new_pass
         self._pass = new_pass(loader)
         super().__init__(loader)
@@ -165,6 +168,8 @@ class BatchIterator(_BaseDataLoaderIter):
         except StopIteration:
             # A sample may have raised it; then there are batches left, as with torch.
             if self._source.over and not self._persistent_workers:
+                if self._put_by(self._source):
+                    self._source = None
                 self._shutdown_workers()
             raise
         if self._pin_memory:

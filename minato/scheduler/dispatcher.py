@@ -24,7 +24,6 @@ _LIVENESS_S = 1.0
 """How long the consumer sleeps at most; whatever it waits for wakes it at once."""
 _SETTLING_S = 0.01
 """How often it looks whether abandoned samples have ended, of which nobody tells."""
-_INT64 = 1 << 63
 _EVERYBODY = (1 << 31) - 1
 
 
@@ -281,9 +280,12 @@ class Dispatcher:
 
     def _ready(self) -> InFlight | None:
         # Where membership is free, the oldest batch is waited for: overtaking it would break max_lag.
-        oldest_only = self._order.name != "batch"
-        candidates = itertools.islice(self._open, 1 if oldest_only else None)
-        return next((item for item in candidates if self._ledger.state(item.record) == READY), None)
+        for item in self._open:
+            if self._ledger.state(item.record) == READY:
+                return item
+            if self._order.name != "batch":
+                break
+        return None
 
     def upcoming(self, most: int) -> list[InFlight]:
         """Complete batches, so many at most, of those that come next; no other will come before them now."""
@@ -298,7 +300,7 @@ class Dispatcher:
 
     def refill(self, most: int | None = None) -> None:
         """Open as many batches as the window allows, or so many whatever it says."""
-        start = self.num_open
+        start = 0 if most is None else self.num_open
         while (
             self._window.has_room(self.num_open) if most is None else self.num_open < start + most
         ):
@@ -352,8 +354,7 @@ class Dispatcher:
         self._filled_up = False
         slot = self._slots.acquire()
         count = len(keys) or 1  # an empty batch has a place too: for what is collated of nothing
-        integers = type(keys) is list and set(map(type, keys)) == {int}
-        plain = integers and min(keys) >= -_INT64 and max(keys) < _INT64
+        plain = self._ledger.can_hold(keys)
         keys_slot, offset, nbytes = None, 0, 0
         if not plain:
             keys_slot = self._slots.acquire()

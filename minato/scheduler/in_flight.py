@@ -25,7 +25,7 @@ class Order:
     name: str
     max_lag: int
 
-    @property
+    @functools.cached_property
     def bound(self) -> bool:
         """Whether each sample has its own place.
 
@@ -129,8 +129,10 @@ class Leavings:
                 self._retire(item)
         # Samples of a cancelled pass may take places in any of its batches, so it ends as a whole; and not before those
         # samples have run whose own batch is delivered.
+        if not self.cancelled:
+            return
         running = {item.pass_index for item in self.delivered}
-        if self.cancelled and all(
+        if all(
             item.pass_index not in running
             and self._ledger.settled(item.record)
             and self._ledger.close(item.record)

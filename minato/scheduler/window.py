@@ -60,9 +60,9 @@ class Window:
 
     def has_room(self, in_flight: int) -> bool:
         """Whether another batch may be opened; the first always may."""
-        if in_flight >= self.limit or not self._has_started(in_flight):
+        if in_flight >= self.limit:
             return False
-        return not in_flight or self._fits(in_flight + 1)
+        return not in_flight or (self._has_started(in_flight) and self._fits(in_flight + 1))
 
     def is_low(self, in_flight: int) -> bool:
         """Whether batches are to be opened again. Several at once take a third of the time that they take one by one.

@@ -318,9 +318,8 @@ def _standing(loader: Any, epoch: int, done: Done | None = None) -> Standing:
     progress = Progress(epoch, done)
     counted = loader.dataset if is_stream(loader) else loader._index_sampler
     parts = loader.batch_size or 1 if is_stream(loader) else 1
-    progress.length = functools.partial(
-        _length, counted, parts, loader.drop_last, progress.done().batches
-    )
+    batches = 0 if done is None else done.batches
+    progress.length = functools.partial(_length, counted, parts, loader.drop_last, batches)
     return Standing(epoch, progress, Draw(loader.generator, loader._index_sampler))
 
 

@@ -260,10 +260,7 @@ class Journal:
         )
         lateness = self._progress.lateness
         notes.readings.histograms.update(
-            wait=notes.waits.snapshot(),
-            step=notes.steps.snapshot(),
-            lag=lateness.latest.snapshot(),
-            late=lateness.late.snapshot(),
+            wait=notes.waits, step=notes.steps, lag=lateness.latest, late=lateness.late
         )
         self.slow = slowest_of([*self.slow, *gauges.slowest()])
         self.skipped.update(gauges.skipped())

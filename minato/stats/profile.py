@@ -9,6 +9,7 @@ import os
 import platform
 import types
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from minato._core.histogram import NBYTES, Histogram
 from minato.stats.size import length_of
 from minato.stats.slowest import NBYTES as SLOWEST_NBYTES
 from minato.stats.slowest import Slowest
-from minato.stats.summary import Summary, from_words, merged, to_words
+from minato.stats.summary import NOTHING, Summary, from_words, merged, to_words
 
 __all__ = ["Meters", "Profile", "fingerprint"]
 
 _FIXED = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "aside", "room", "stand_in")
 _FORMAT = 1
+_COUNT = attrgetter("count")
 _PLAIN = (str, int, float, bool, type(None))
 _LONGEST_TEXT = 1000
 """A longer text is the content of something, not its settings."""
@@ -75,27 +77,31 @@ class Profile:
         steps = (f"{number} {name}" for number, name in enumerate(step_names))
         self.names = (*_FIXED, *steps)
         """Of all histograms: those that every worker has, then ``0 First``, ``1 Second`` …"""
-        self.run = {name: Histogram() for name in self.names}
+        self.run = dict.fromkeys(self.names, NOTHING)
         """Since the start."""
-        self.window = {name: Histogram() for name in self.names}
-        """Between the last two updates."""
+        self._before = self.run
 
     def update(self, workers: Iterable[Meters]) -> None:
         """Take over what all workers have measured; what is new since the last update is the window."""
+        self._before, self.run = self.run, self.run.copy()
         columns = zip(*(worker.all for worker in workers), strict=True)
         for name, column in zip(self.names, columns, strict=True):
-            now = merged(column)
-            self.window[name] = now.subtract(self.run[name])
-            self.run[name] = now
+            if sum(map(_COUNT, column)) != self.run[name].count:
+                self.run[name] = merged(column)
+
+    @property
+    def window(self) -> dict[str, Histogram]:
+        """Between the last two updates."""
+        return {name: values.subtract(self._before[name]) for name, values in self.run.items()}
 
     def summary(self) -> dict[str, dict[str, dict[str, float]]]:
         """Figures by name, for the ``run`` and for the last ``window``: what is written to a report."""
         return {
             name: {
                 "run": Summary.of(self.run[name]).as_dict(),
-                "window": Summary.of(self.window[name]).as_dict(),
+                "window": Summary.of(window).as_dict(),
             }
-            for name in self.names
+            for name, window in self.window.items()
         }
 
     def save(
@@ -133,7 +139,7 @@ class Profile:
             profile = cls()
             profile.names = tuple(content["names"])
             profile.run = {name: from_words(content["run"][name]) for name in profile.names}
-            profile.window = {name: Histogram() for name in profile.names}
+            profile._before = profile.run
             return profile, from_words(content["recent"])
         except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
             return None

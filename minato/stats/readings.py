@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from minato._core.histogram import Histogram
+from minato.stats.summary import NOTHING
 
 __all__ = ["Readings"]
 
@@ -16,7 +17,7 @@ class Readings:
 
     Attributes:
         counts: By name, with the unit in the name.
-        histograms: By name.
+        histograms: By name; to be read only.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -25,18 +26,24 @@ class Readings:
     def since(self, older: Readings) -> Readings:
         """What has been added since an older reading of the same counters."""
         counts = Counter({name: count - older.counts[name] for name, count in self.counts.items()})
-        nothing = Histogram()
-        histograms = {
-            name: values.subtract(older.histograms.get(name, nothing))
-            for name, values in self.histograms.items()
-        }
+        histograms = {}
+        for name, values in self.histograms.items():
+            before = older.histograms.get(name, NOTHING)
+            if before is values:
+                histograms[name] = NOTHING
+            else:
+                histograms[name] = values.subtract(before) if before.count else values
         return Readings(counts, histograms)
 
     def __add__(self, other: Readings) -> Readings:
-        whole = Readings(Counter(self.counts), {})
-        for name, count in other.counts.items():
-            whole.counts[name] += count
-        for part in (self, other):
-            for name, values in part.histograms.items():
-                whole.histograms.setdefault(name, Histogram()).merge(values)
+        whole = Readings()
+        whole += self
+        whole += other
         return whole
+
+    def __iadd__(self, other: Readings) -> Readings:
+        """Add other readings to a sum, which owns its histograms."""
+        self.counts.update(other.counts)
+        for name, values in other.histograms.items():
+            self.histograms.setdefault(name, Histogram()).merge(values)
+        return self

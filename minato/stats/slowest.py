@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Final
-
-import numpy as np
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
 __all__ = ["KEPT", "NBYTES", "UNKNOWN", "SlowSample", "Slowest", "slowest_of"]
 
@@ -16,22 +15,14 @@ UNKNOWN: Final = -2
 """The stage of a sample whose stages were not timed; -1 is the dataset, from 0 on the transforms."""
 _TEXT = 64
 _INT64 = 1 << 63
-_ROW = np.dtype(
-    [
-        ("cost_ns", np.int64),
-        ("epoch", np.int64),
-        ("stage", np.int64),
-        ("stage_ns", np.int64),
-        ("number", np.int64),
-        ("text", f"S{_TEXT}"),  # of a key that is no integer; empty for one that is
-    ]
-)
-NBYTES: Final = KEPT * _ROW.itemsize
+_ROW = struct.Struct(f"5q{_TEXT}s")
+"""Cost in ns, epoch, stage, its time in ns, key; and the text of a key that is no integer, empty for one that is."""
+_ROW_WORDS = _ROW.size // 8
+NBYTES: Final = KEPT * _ROW.size
 """Bytes of one worker's rows."""
 
 
-@dataclass(frozen=True)
-class SlowSample:
+class SlowSample(NamedTuple):
     """What one sample took.
 
     Attributes:
@@ -57,47 +48,59 @@ class Slowest:
     """
 
     def __init__(self, buffer: Any = None) -> None:
-        memory = bytearray(NBYTES) if buffer is None else buffer
-        self._rows = np.frombuffer(memory, _ROW)
-        self._shared_costs = self._rows["cost_ns"]
+        self._memory = memoryview(bytearray(NBYTES) if buffer is None else buffer).cast("B")
+        self._shared = self._memory.cast("q")
         self._costs: list[int] = []  # the writer's own copy, which is quicker to look at
         self._names: list[tuple[int, bytes]] = []
+        self._row_of: dict[tuple[int, bytes], int] = {}
         self.floor_ns = 0
         """What a sample must exceed to be kept; of use to the writer only."""
 
     def offer(self, key: Any, epoch: int, cost_ns: int, stage: int, stage_ns: int) -> None:
         """Keep a sample if it is among the slowest."""
-        costs, names, name = self._costs, self._names, _named(key)
-        if not costs:  # a worker that has died may have left some
-            costs += self._shared_costs.tolist()
-            names += zip(self._rows["number"].tolist(), self._rows["text"].tolist(), strict=True)
-        row = next((i for i in range(KEPT) if names[i] == name and costs[i]), -1)
-        if row < 0:
-            row = costs.index(min(costs))
-        if cost_ns > costs[row]:
-            self._shared_costs[row] = 0  # whoever reads now does not find half a row
-            self._rows[row] = (0, epoch, stage, stage_ns, *name)
-            self._shared_costs[row] = costs[row] = cost_ns
-            names[row] = name
+        if not self._costs:
+            self._take_over()
+        costs, name = self._costs, _named(key)
+        row = self._row_of.get(name)
+        if row is None:
+            row = costs.index(self.floor_ns)
+        if cost_ns <= costs[row]:
+            return
+        self._shared[row * _ROW_WORDS] = 0  # whoever reads now does not find half a row
+        _ROW.pack_into(self._memory, row * _ROW.size, 0, epoch, stage, stage_ns, *name)
+        self._shared[row * _ROW_WORDS] = cost_ns
+        if costs[row]:
+            del self._row_of[self._names[row]]
+        self._row_of[name], self._names[row], costs[row] = row, name, cost_ns
         self.floor_ns = min(costs)
+
+    def _take_over(self) -> None:
+        """Go on with the rows that an earlier worker has left, perhaps one that has died."""
+        for row, (cost_ns, _, _, _, number, text) in enumerate(_ROW.iter_unpack(self._memory)):
+            name = number, text.rstrip(b"\0")
+            self._costs.append(cost_ns)
+            self._names.append(name)
+            if cost_ns:
+                self._row_of[name] = row
+        self.floor_ns = min(self._costs)
 
     def read(self) -> list[SlowSample]:
         """What is kept, in no order."""
-        rows = self._rows.copy()
         return [
-            SlowSample(text.decode(errors="replace") if text else number, cost_ns, *rest)
-            for cost_ns, *rest, number, text in rows[rows["cost_ns"] > 0].tolist()
+            SlowSample(
+                text.rstrip(b"\0").decode(errors="replace") if text[0] else number, cost_ns, *rest
+            )
+            for cost_ns, *rest, number, text in _ROW.iter_unpack(bytes(self._memory))
+            if cost_ns > 0
         ]
 
 
 def slowest_of(samples: Iterable[SlowSample]) -> list[SlowSample]:
     """The slowest of several workers and epochs, each key once, the slowest first."""
     found: dict[int | str, SlowSample] = {}
-    for sample in samples:
-        known = found.get(sample.key)
-        if known is None or sample.cost_ns > known.cost_ns:
-            found[sample.key] = sample
-    return sorted(found.values(), key=lambda sample: -sample.cost_ns)[:KEPT]
+    for sample in sorted(samples, key=attrgetter("cost_ns"), reverse=True):
+        found.setdefault(sample.key, sample)
+    return list(found.values())[:KEPT]
 
 
 def _named(key: Any) -> tuple[int, bytes]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from minato._core.histogram import NBYTES, Histogram
 
-__all__ = ["Summary", "from_words", "merged", "share_above", "to_words"]
+__all__ = ["NOTHING", "Summary", "from_words", "merged", "share_above", "to_words"]
+
+NOTHING: Final = Histogram()
+"""An empty one, to be read: whoever has many that stay empty need not take six kilobytes for each."""
 
 _HALVINGS = 12
 """A share is found to 1 / 2**12."""

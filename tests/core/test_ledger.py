@@ -6,7 +6,9 @@ import array
 import importlib
 import mmap
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 
 from minato._core import _records_py as spec
@@ -168,6 +170,21 @@ def test_unclaimed_counts_what_is_left(desk: Desk) -> None:
     assert desk.ledger.unclaimed() == 3
     desk.ledger.release(0)
     assert desk.ledger.unclaimed() == 6
+
+
+@pytest.mark.parametrize("keys", [[0], [5, 4, -1], [-(2**63), 2**63 - 1]])
+def test_plain_integers_can_stand_in_the_ledger(desk: Desk, keys: list[int]) -> None:
+    assert desk.ledger.can_hold(keys)
+    batch = desk.ledger.publish(keys, len(keys), SLOT, 0, 0, 0, True)
+    assert desk.ledger.keys(batch, 0, len(keys)) == keys
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [[], (1, 2), range(2), [1, 2**63], [-(2**63) - 1], [2**200, 1], [1, True], [1, np.int64(2)], [1, "2"], None],
+)  # fmt: skip
+def test_all_other_keys_cannot(desk: Desk, keys: Any) -> None:
+    assert not desk.ledger.can_hold(keys)
 
 
 def test_a_worker_learns_what_it_has_claimed(desk: Desk) -> None:

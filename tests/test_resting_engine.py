@@ -1,0 +1,170 @@
+"""Without workers, the next epoch goes on with the engine of the last one, and with nothing else of it."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from minato import DataLoader
+from tests.datasets import ORDERS, Numbers, flat, indices
+
+FIRST = [[0, 1], [2, 3], [4]]
+
+
+def engine_of(iterator: Any) -> Any:
+    return iterator._source
+
+
+def times_ten(samples: list[int]) -> torch.Tensor:
+    """A ``collate_fn``."""
+    return torch.tensor(samples) * 10
+
+
+@pytest.mark.parametrize(
+    "options", [*({"order": order} for order in ORDERS), {"schedule": "round_robin"}]
+)
+def test_epochs_follow_one_another_on_one_engine(options: dict[str, Any]) -> None:
+    loader = DataLoader(Numbers(50), 4, **options)
+    seen = set()
+    for _ in range(4):
+        iterator = iter(loader)
+        seen.add(id(engine_of(iterator)))
+        assert sorted(flat(indices(iterator))) == list(range(50))
+        assert loader.coverage().complete
+        assert loader.coverage().delivered.samples == 50
+    assert len(seen) == 1
+
+
+def test_two_iterators_at_once_have_engines_of_their_own() -> None:
+    loader = DataLoader(Numbers(5), 2)
+    for _ in range(3):
+        one, other = iter(loader), iter(loader)
+        assert engine_of(one) is not engine_of(other)
+        assert [indices(pair) for pair in zip(one, other, strict=True)] == [[b, b] for b in FIRST]
+
+
+def test_an_epoch_that_is_broken_off_leaves_no_engine() -> None:
+    loader = DataLoader(Numbers(5), 2)
+    assert indices(loader) == FIRST
+    iterator = iter(loader)
+    next(iterator)
+    broken = weakref.ref(engine_of(iterator))
+    del iterator
+    assert broken() is None
+    assert indices(loader) == FIRST
+
+
+def test_an_error_in_one_epoch_is_not_in_the_next() -> None:
+    class Fails(Numbers):
+        """Raises as long as it is told to."""
+
+        fails = True
+
+        def __getitem__(self, index: int) -> int:
+            if self.fails and index == 2:
+                raise KeyError(index)
+            return index
+
+    dataset = Fails(5)
+    loader = DataLoader(dataset, 2)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == FIRST[0]
+    with pytest.raises(KeyError):
+        next(iterator)
+    assert indices(iterator) == FIRST[2:]
+    dataset.fails = False
+    assert indices(loader) == FIRST
+
+
+def change_collate_fn(loader: Any) -> None:
+    loader.collate_fn = times_ten
+
+
+def change_dataset(loader: Any) -> None:
+    loader.dataset.__class__ = type(
+        "Lists", (Numbers,), {"__getitems__": lambda self, keys: [10 * key for key in keys]}
+    )
+
+
+@pytest.mark.parametrize("change", [change_collate_fn, change_dataset])
+def test_what_was_changed_between_two_epochs_counts(change: Callable[[Any], None]) -> None:
+    loader = DataLoader(Numbers(5), 2)
+    assert indices(loader) == FIRST
+    change(loader)
+    assert indices(loader) == [[0, 10], [20, 30], [40]]
+
+
+def test_another_order_and_larger_batches_count_too() -> None:
+    loader = DataLoader(Numbers(5), 2)
+    first = iter(loader)
+    kept = weakref.ref(engine_of(first))
+    assert indices(first) == FIRST
+    loader.in_order = False
+    iterator = iter(loader)
+    assert kept() is None
+    assert indices(iterator) == FIRST
+    assert isinstance(loader.batch_sampler, torch.utils.data.BatchSampler)
+    loader.batch_sampler.batch_size = 5
+    assert indices(loader) == [[0, 1, 2, 3, 4]]
+
+
+def test_each_epoch_has_the_random_numbers_of_its_thread() -> None:
+    class Draws(Numbers):
+        """Samples that are random numbers."""
+
+        def __getitem__(self, index: int) -> int:
+            return random.getrandbits(32)
+
+    def epoch() -> None:
+        list(loader)
+        states.append(random.getstate())
+
+    loader = DataLoader(Draws(20), 2, seed=3)
+    states = [random.getstate()]
+    epoch()
+    thread = threading.Thread(target=epoch)
+    thread.start()
+    thread.join()
+    assert states[0] == states[1]  # the main thread finds its generators as they were
+    assert states[2] != states[1]  # any other draws from them
+
+
+def test_a_report_tells_each_epoch_apart() -> None:
+    loader = DataLoader(Numbers(40), 4)
+    for _ in range(3):
+        list(loader)
+    for notes in loader._measured().past:
+        assert notes.readings.counts["samples"] == 40
+        assert notes.readings.counts["batches"] == 10
+        assert notes.readings.histograms["total"].count == 40
+
+
+def test_a_loader_that_is_dropped_leaves_no_engine() -> None:
+    loader = DataLoader(Numbers(5), 2)
+    iterator = iter(loader)
+    engine = weakref.ref(engine_of(iterator))
+    assert indices(iterator) == FIRST
+    assert engine() is not None
+    gc.disable()
+    try:
+        del loader, iterator
+        assert engine() is None
+    finally:
+        gc.enable()
+
+
+def test_a_copy_of_a_loader_has_an_engine_of_its_own() -> None:
+    loader = DataLoader(Numbers(5), 2)
+    list(loader)
+    twin = pickle.loads(pickle.dumps(loader))
+    one, other = iter(loader), iter(twin)
+    assert engine_of(one) is not engine_of(other)
+    assert indices(one) == indices(other) == FIRST
