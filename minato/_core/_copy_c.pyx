@@ -22,6 +22,7 @@ from minato._core.tensor cimport (
 import numpy as np
 import torch
 
+from minato._core import tensor_memory
 from minato._core.sample_spec import flatten
 
 __all__ = ["Packer", "copy_array"]
@@ -82,8 +83,13 @@ cdef describe_t find_describe() except? NULL:
     return api.describe if api.major == 1 else NULL
 
 cdef object Tensor = torch.Tensor, strided = torch.strided
-cdef Torch TORCH = Torch(find_describe(), <PyObject *> Tensor, <PyObject *> strided)
+cdef Torch TORCH
+TORCH.describe, TORCH.Tensor, TORCH.strided = find_describe(), <PyObject *> Tensor, <PyObject *> strided
 
+cdef object memory = tensor_memory.find()
+if memory is not None:
+    TORCH.impl, TORCH.keys, TORCH.plain_keys = memory.impl, memory.keys, memory.plain_keys
+    TORCH.gradient, TORCH.dtype = memory.gradient, memory.dtype
 
 cdef dict KINDS = {
     "tensor": TENSOR, "array": ARRAY, "scalar": SCALAR, "float": FLOAT, "int": INT, "bool": BOOL,
@@ -143,7 +149,10 @@ cdef class Packer:
             self.has_texts = self.has_texts or node.kind == TEXT
             if row.dtype is None:
                 continue
-            node.type_num = row.dtype.num if node.kind == ARRAY else -1
+            if node.kind == ARRAY:
+                node.type_num = row.dtype.num
+            elif node.kind == TENSOR and memory is not None:
+                node.type_num = memory.dtypes[row.dtype]
             node.is_complex = node.kind == TENSOR and row.dtype.is_complex
             set_item(node, row.dtype.itemsize, row.shape, self.axes + next_axis)
             next_axis += 2 * node.ndim
@@ -151,6 +160,13 @@ cdef class Packer:
     def __dealloc__(self):
         PyMem_Free(self.nodes)
         PyMem_Free(self.axes)
+
+    def fits(self, sample) -> bool:
+        """Whether :meth:`pack` could write this sample; nothing is written."""
+        try:
+            return self.write(0, sample, NULL, 0, [], None, NULL) >= 0
+        except Exception:  # only what an unusual sample raises when it is looked at
+            return False
 
     def pack(self, sample, address, Py_ssize_t k) -> list | tuple | None:
         """Write a sample to its place in the region, and nowhere else.
@@ -227,10 +243,11 @@ cdef class Packer:
     ) except -2:
         """Write from node i on; return the node that follows, or -1 if x does not fit.
 
-        What is not written goes to the list ``aside``; what will be moved stays alive in ``held``.
+        Without a base it is only looked at. What is not written goes to the list ``aside``; what will be moved stays
+        alive in ``held``.
         """
         cdef const Node *node = self.nodes + i
-        cdef char *place = base + node.offset + k * node.nbytes
+        cdef char *place = NULL if base is NULL else base + node.offset + k * node.nbytes
         cdef Py_ssize_t child
         cdef Py_ssize_t cursor = 0
         cdef PyObject *found_key

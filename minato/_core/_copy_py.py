@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any, final
 
 import numpy as np
@@ -65,9 +66,24 @@ class Packer:
     """
 
     def __init__(self, spec: tuple[Any, ...], n: int) -> None:
-        self._has_texts = any(node.tag == "text" for node in flatten(spec))
+        nodes = flatten(spec)
+        self._has_texts = any(node.tag == "text" for node in nodes)
+        ends = [
+            node.offset + math.prod(node.shape) * node.dtype.itemsize
+            for node in nodes
+            if node.dtype is not None
+        ]
+        self._item_nbytes = max(ends, default=0)
         self._spec = spec
         self._n = n
+
+    def fits(self, sample: Any) -> bool:
+        """Whether :meth:`pack` could write this sample; nothing is written."""
+        room = np.empty(self._item_nbytes, np.uint8)
+        try:
+            return _write(self._spec, sample, room.ctypes.data, 0, [], None)
+        except Exception:  # only what an unusual sample raises when it is looked at
+            return False
 
     def pack(self, sample: Any, address: int, k: int) -> list[Any] | tuple[()] | None:
         """Write a sample to its place in the region, and nowhere else.
@@ -138,13 +154,11 @@ def _write(
     """
     match spec:
         case ("tensor", dtype, shape, offset):
-            fits = _is_dense(x) and x.dtype is getattr(torch, dtype) and x.shape == shape
+            fits = _is_plain(x) and x.dtype is getattr(torch, dtype) and x.shape == shape
             if fits and kept_nbytes is not None and x.nbytes >= kept_nbytes:
                 aside.append(x)
                 return True
-            return (
-                fits and not x.is_neg() and not x.is_conj() and _put_tensor(x, address + offset, k)
-            )
+            return fits and _put_tensor(x, address + offset, k)
         case ("array", dtype, shape, offset):
             return (
                 type(x) is np.ndarray
@@ -192,13 +206,15 @@ def _write(
     raise AssertionError(spec)
 
 
-def _is_dense(x: Any) -> bool:
-    """Tell whether it is an ordinary tensor in main memory that needs no gradient."""
+def _is_plain(x: Any) -> bool:
+    """Tell whether it is an ordinary tensor, needs no gradient, and is what stands in main memory."""
     return (
         type(x) is torch.Tensor
         and x.layout is torch.strided
         and x.is_cpu
         and not x.requires_grad
+        and not x.is_neg()
+        and not x.is_conj()
         and (x.data_ptr() != 0 or x.numel() == 0)
     )
 

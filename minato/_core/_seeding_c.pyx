@@ -1,9 +1,11 @@
 """Keys of samples, and the words of a generator's state grown from a key."""
 
 cimport cython
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.long cimport PyLong_AsUnsignedLongLongMask
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memcmp, memcpy
 
 
 cdef extern from "seeding.h" nogil:
@@ -12,7 +14,7 @@ cdef extern from "seeding.h" nogil:
     bint mn_cpu_has_avx2()
 
 
-__all__ = ["StateWriter", "fill", "mix"]
+__all__ = ["Snapshot", "StateWriter", "fill", "mix"]
 
 cdef bint WIDE_VECTORS = mn_cpu_has_avx2()
 
@@ -140,3 +142,68 @@ cdef class StateWriter:
             )
         for i in range(self.cell_count):
             self.cells[i].address[0] = self.cells[i].value
+
+
+cdef struct Span:
+    char *address
+    Py_ssize_t nbytes
+
+
+@cython.final
+cdef class Snapshot:
+    """A copy of some memory, to see whether anything in it changes.
+
+    Args:
+        spans: ``(address, nbytes)`` of each part.
+
+    The memory must outlive the snapshot.
+    """
+
+    cdef Span *spans
+    cdef char *copy  # of all spans, one after the other
+    cdef Py_ssize_t count
+
+    def __cinit__(self, list spans):
+        cdef Py_ssize_t i, total = 0
+        cdef uintptr_t where
+        self.spans = <Span *>PyMem_Calloc(len(spans) + 1, sizeof(Span))
+        if self.spans is NULL:
+            raise MemoryError
+        for i, (address, nbytes) in enumerate(spans):
+            where = address
+            self.spans[i] = Span(<char *>where, nbytes)
+            total += self.spans[i].nbytes
+        self.copy = <char *>PyMem_Calloc(total + 1, 1)
+        if self.copy is NULL:
+            raise MemoryError
+        self.count = len(spans)
+        self.take()
+
+    def __dealloc__(self):
+        PyMem_Free(self.spans)
+        PyMem_Free(self.copy)
+
+    def take(self) -> None:
+        """Copy all parts as they are now."""
+        cdef char *copy = self.copy
+        for span in self.spans[:self.count]:
+            memcpy(copy, span.address, span.nbytes)
+            copy += span.nbytes
+
+    def holds(self) -> bool:
+        """Whether each part still is as it was when the copy was taken."""
+        cdef const char *copy = self.copy
+        for span in self.spans[:self.count]:
+            if memcmp(copy, span.address, span.nbytes) != 0:
+                return False
+            copy += span.nbytes
+        return True
+
+    def copies(self) -> list:
+        """The parts as they were then, each as bytes."""
+        cdef const char *copy = self.copy
+        found = []
+        for span in self.spans[:self.count]:
+            found.append(PyBytes_FromStringAndSize(copy, span.nbytes))
+            copy += span.nbytes
+        return found

@@ -8,7 +8,7 @@ from typing import final
 
 import numpy as np
 
-__all__ = ["StateWriter", "fill", "mix"]
+__all__ = ["Snapshot", "StateWriter", "fill", "mix"]
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -126,3 +126,34 @@ class StateWriter:
                 array[:] = row[: len(array)]
         for cell, value in self._cells:
             cell.value = value
+
+
+@final
+class Snapshot:
+    """A copy of some memory, to see whether anything in it changes.
+
+    Args:
+        spans: ``(address, nbytes)`` of each part.
+
+    The memory must outlive the snapshot.
+    """
+
+    def __init__(self, spans: list[tuple[int, int]]) -> None:
+        self._spans = [(as_integer(address), as_integer(nbytes)) for address, nbytes in spans]
+        self._copies: list[bytes] = []
+        self.take()
+
+    def take(self) -> None:
+        """Copy all parts as they are now."""
+        self._copies = self._now()
+
+    def holds(self) -> bool:
+        """Whether each part still is as it was when the copy was taken."""
+        return self._copies == self._now()
+
+    def copies(self) -> list[bytes]:
+        """The parts as they were then, each as bytes."""
+        return [*self._copies]
+
+    def _now(self) -> list[bytes]:
+        return [ctypes.string_at(address, nbytes) for address, nbytes in self._spans]

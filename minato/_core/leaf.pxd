@@ -27,7 +27,7 @@ cdef enum Kind:
 
 cdef struct Node:
     Kind kind
-    int type_num         # numpy's number of the item's dtype
+    int type_num         # numpy's number of the item's dtype, or torch's
     int ndim             # of the item
     bint is_complex
     Py_ssize_t *shape    # of the item
@@ -82,7 +82,7 @@ cdef inline bint write_array(const Node *node, object x, char *place) except -1:
         if array.shape[i] != node.shape[i] or stride < 0 or stride % node.itemsize:
             return False
         mn_nest_add(&nest, node.shape[i], node.steps[i], stride)
-    if node.nbytes:
+    if node.nbytes and place is not NULL:
         run(&nest, place, cnp.PyArray_BYTES(array), node.nbytes)
     return True
 
@@ -91,17 +91,18 @@ cdef inline bint write_number(const Node *node, object x, char *place) except -1
     cdef int64_t room[2]  # numpy stores as the dtype is aligned, which the place might not be
     cdef double as_double
     cdef long long as_int64
-    cdef int overflow
+    cdef int overflow = 0
     if <PyObject *> Py_TYPE(x) is not node.exact:
         return False
-    if node.kind == FLOAT:
+    if node.kind == INT:
+        as_int64 = PyLong_AsLongLongAndOverflow(x, &overflow)
+    if overflow or place is NULL:
+        return not overflow
+    if node.kind == INT:
+        memcpy(place, &as_int64, 8)
+    elif node.kind == FLOAT:
         as_double = PyFloat_AS_DOUBLE(x)
         memcpy(place, &as_double, 8)
-    elif node.kind == INT:
-        as_int64 = PyLong_AsLongLongAndOverflow(x, &overflow)
-        if overflow:
-            return False
-        memcpy(place, &as_int64, 8)
     elif node.kind == BOOL:
         place[0] = x is True
     else:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from minato._core import USE_EXTENSIONS
 
 if TYPE_CHECKING or not USE_EXTENSIONS:
-    from minato._core._seeding_py import StateWriter, fill, mix
+    from minato._core._seeding_py import Snapshot, StateWriter, fill, mix
 else:
-    from minato._core._seeding_c import StateWriter, fill, mix
+    from minato._core._seeding_c import Snapshot, StateWriter, fill, mix
 
-__all__ = ["StateWriter", "fill", "mix"]
+__all__ = ["Snapshot", "StateWriter", "fill", "mix"]

@@ -105,6 +105,14 @@ class Segment:
         if descriptor >= 0:
             weakref.finalize(self, os.close, descriptor)
 
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """A copy of a few bytes; sooner made than by the array."""
+        return self._memory[offset : offset + nbytes]
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Write a few bytes; sooner done than by the array."""
+        self._memory[offset : offset + len(data)] = data
+
     def discard(self, start: int, end: int) -> None:
         """Give the pages of [start, end) back to the system; they read as zero afterwards."""
         page = mmap.PAGESIZE

@@ -39,6 +39,12 @@ cdef struct Torch:
     describe_t describe  # NULL where torch is too old to offer it
     PyObject *Tensor
     PyObject *strided
+    # as in tensor_memory.TensorMemory; impl is 0 where that is not known
+    Py_ssize_t impl
+    Py_ssize_t keys
+    uint64_t plain_keys
+    Py_ssize_t gradient
+    Py_ssize_t dtype
 
 # Items of a run of samples, copied when all samples have been looked at: to look at one finds its memory in the cache.
 cdef struct Move:
@@ -106,13 +112,29 @@ cdef inline void write_described(const Node *node, const DLTensor *view, char *p
     run(&nest, place, <char *> view.data + view.byte_offset, node.nbytes)
 
 
+cdef inline bint is_plain(const Torch *torch, const Node *node, object x) except -1:
+    """Tell whether x has the node's dtype, needs no gradient, and is what stands in its memory."""
+    cdef const char *impl
+    if torch.impl:
+        impl = (<const char **> (<const char *> <PyObject *> x + torch.impl))[0]
+        if impl is not NULL and (<const uint64_t *> (impl + torch.keys))[0] == torch.plain_keys:
+            return (<const uint16_t *> (impl + torch.dtype))[0] == node.type_num and (
+                (<const uintptr_t *> (impl + torch.gradient))[0] == 0 or not x.requires_grad
+            )
+    return (
+        <PyObject *> x.dtype is node.exact
+        and not x.requires_grad
+        and not x.is_neg()
+        and not (node.is_complex and x.is_conj())
+    )
+
+
 cdef inline bint fits_tensor(
     const Torch *torch, const Node *node, object x, DLTensor *view, int64_t *room
 ) except -1:
     return (
         <PyObject *> Py_TYPE(x) is torch.Tensor
-        and not x.requires_grad
-        and <PyObject *> x.dtype is node.exact
+        and is_plain(torch, node, x)
         and describe(torch, x, view, room)
         and has_shape(node, view)
     )
@@ -127,14 +149,12 @@ cdef inline bint write_tensor(
         return False
     if moves is not NULL and node.nbytes >= moves.kept_nbytes:
         aside.append(x)
-    elif x.is_neg() or (node.is_complex and x.is_conj()):
-        return False
     elif moves is not NULL and is_one_run(node, &view):
         held.append(x)
         moves.next.dst = place
         moves.next.src = <char *> view.data + view.byte_offset
         moves.next.nbytes = node.nbytes
         moves.next += 1
-    elif node.nbytes:
+    elif node.nbytes and place is not NULL:
         write_described(node, &view, place)
     return True

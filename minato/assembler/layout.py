@@ -11,54 +11,30 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-import torch.utils._device  # get_default_device() imports it at first use: once here, not once in each worker
-from torch.utils.data import get_worker_info
-from torch.utils.data._utils import collate
 
 from minato._core.copy import Packer
 from minato._core.sample_spec import flatten
+from minato.assembler.specs import (
+    CHANNELS_NDIMS,
+    NUMPY_DTYPES,
+    Spec,
+    describe,
+    formats_matter,
+    name_of,
+    rules_hold,
+)
 
 __all__ = ["Layout"]
 
-Spec: TypeAlias = "tuple[Any, ...]"
-"""A sample as a tree of tuples; see :class:`minato._core.copy.Packer`."""
 Buffer: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 _ALIGNMENT_BYTES = 64
 """Each field of a batch starts on a cache line of its own."""
-_MAX_DEPTH = 32
-_MAX_NDIM = 64
 _KEPT_LAYOUTS = 256
 _KEPT_BATCH_SIZES = 64
 """A loader needs one or two of each, unless shapes or batch sizes vary all the time."""
 
-_NUMPY_DTYPES = {
-    np.dtype(name).str: getattr(torch, name)
-    for name in (
-        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-}
-"""Numpy's native dtypes that torch can view."""
-_TENSOR_DTYPES = {
-    *_NUMPY_DTYPES.values(),
-    *(torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz),
-    *(torch.float8_e5m2, torch.float8_e5m2fnuz),
-}
 _NUMBER_DTYPES = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
-_KEY_TYPES = (str, int, bool, bytes, type(None))
-"""Exact types of dictionary keys; others may mean another thing in another process."""
-
-_COLLATE_FN_MAP = {
-    torch.Tensor: collate.collate_tensor_fn,
-    np.ndarray: collate.collate_numpy_array_fn,
-    (np.bool_, np.number, np.object_): collate.collate_numpy_scalar_fn,
-    float: collate.collate_float_fn,
-    int: collate.collate_int_fn,
-    str: collate.collate_str_fn,
-    bytes: collate.collate_str_fn,
-}
-"""What torch's map holds as long as no program has changed it. Its rules are the ones below."""
 
 
 class _Field(NamedTuple):
@@ -75,6 +51,8 @@ class _Plan(NamedTuple):
     """A layout for one batch size; offsets are in bytes from the start of the region."""
 
     packer: Packer
+    nbytes: int
+    """Size of the region."""
     tensors: list[tuple[torch.dtype, int, int, tuple[int, ...]]]
     """Of each field, dtype, number of elements, offset and shape with the batch's dimension."""
 
@@ -93,13 +71,18 @@ class Layout:
         self._fields = [
             _field(node.tag, node.shape, node.dtype) for node in nodes if node.dtype is not None
         ]
+        self._may_have_formats = any(len(field.shape) in CHANNELS_NDIMS for field in self._fields)
         self._plans: dict[int, _Plan] = {}
+        self._packer: Packer | None = None  # of any plan: all look at samples alike
         self.num_texts = sum(node.tag == "text" for node in nodes)
         """Number of ``str`` and ``bytes`` in a sample."""
 
     @staticmethod
-    def infer(sample: Any) -> Layout | None:
+    def infer(sample: Any, likely: Layout | None = None) -> Layout | None:
         """Derive the layout of batches from a first sample.
+
+        Args:
+            likely: If this is the one, that is found out much sooner.
 
         Returns:
             The layout, or ``None`` if torch's own collate function has to build the batch: because
@@ -107,11 +90,11 @@ class Layout:
             texts and the standard containers, because torch would refuse it, or because the
             program has changed how torch collates.
         """
-        if collate.default_collate_fn_map != _COLLATE_FN_MAP:
+        if not rules_hold():
             return None
-        if torch._C._len_torch_function_stack() and torch.get_default_device().type != "cpu":
-            return None
-        spec = _infer(sample, _MAX_DEPTH)
+        if likely is not None and likely._fits(sample):
+            return likely
+        spec = describe(sample)
         if spec is None:
             return None
         try:
@@ -123,6 +106,12 @@ class Layout:
     def from_bytes(data: bytes) -> Layout:
         """Return the layout that :meth:`to_bytes` wrote, the same object for the same bytes."""
         return _load(data)
+
+    def _fits(self, sample: Any) -> bool:
+        """Whether a sample surely leads to this layout, as the packers look at it."""
+        if self._packer is None or (self._may_have_formats and formats_matter()):
+            return False
+        return self._packer.fits(sample)
 
     def to_bytes(self) -> bytes:
         """Return the layout as bytes: the same ones in each process, named tuples by reference."""
@@ -139,7 +128,7 @@ class Layout:
 
     def fields_nbytes(self, n: int) -> int:
         """Return the size in bytes of the region that holds the fields of ``n`` samples."""
-        return sum(_aligned(field.nbytes * n) for field in self._fields)
+        return self._plan(n).nbytes
 
     def packer(self, n: int) -> Packer:
         """Return the packer of batches of ``n`` samples."""
@@ -219,101 +208,9 @@ class Layout:
                 tensors.append((field.dtype, n * field.numel, end, (n, *field.shape)))
                 end += _aligned(n * field.nbytes)
             packer = Packer(_placed(self._spec, iter(offsets)), n)
-            plan = self._plans[n] = _Plan(packer, tensors)
+            plan = self._plans[n] = _Plan(packer, end, tensors)
+            self._packer = packer
         return plan
-
-
-def _infer(x: Any, depth: int) -> Spec | None:
-    """Describe a sample as a spec with all offsets 0."""
-    kind = type(x)
-    if kind is torch.Tensor:
-        return ("tensor", _name(x.dtype), tuple(x.shape), 0) if _is_plain_tensor(x) else None
-    if kind is np.ndarray:
-        return ("array", x.dtype.str, x.shape, 0) if _is_plain_array(x) else None
-    if kind in (float, bool):
-        return (kind.__name__, 0)
-    if kind is int:
-        return ("int", 0) if -(1 << 63) <= x < 1 << 63 else None
-    if kind in (str, bytes):
-        return ("text", kind)
-    if isinstance(x, np.generic):
-        # torch reads no uint64 scalar; types such as longlong share the name of another one
-        dtype = x.dtype.str
-        known = dtype in _NUMPY_DTYPES and dtype != np.dtype(np.uint64).str
-        return ("scalar", dtype, 0) if known and np.dtype(dtype).type is kind else None
-    return _infer_container(x, depth - 1) if depth else None
-
-
-def _infer_container(x: Any, depth: int) -> Spec | None:
-    kind = type(x)
-    tag: str
-    exact: Any
-    if kind is dict:
-        if not all(type(key) in _KEY_TYPES for key in x):
-            return None
-        tag, exact, members = "dict", tuple(x), x.values()
-    elif kind in (list, tuple):
-        tag, exact, members = kind.__name__, kind, x
-    elif _is_namedtuple(x):
-        tag, exact, members = "namedtuple", kind, x
-    else:
-        return None
-    children = []
-    for member in members:
-        child = _infer(member, depth)
-        if child is None:
-            return None
-        children.append(child)
-    return (tag, exact, tuple(children))
-
-
-def _is_plain_tensor(x: torch.Tensor) -> bool:
-    """Tell whether a packer can copy a tensor as it stands in memory."""
-    return (
-        x.dtype in _TENSOR_DTYPES
-        and x.layout is torch.strided
-        and not x.is_nested
-        and x.is_cpu
-        and x.dim() <= _MAX_NDIM
-        and not x.requires_grad
-        and not x.is_neg()
-        and not x.is_conj()
-        and (x.data_ptr() != 0 or x.numel() == 0)
-        and not _keeps_its_format(x.dim(), x.stride())
-    )
-
-
-def _is_plain_array(x: np.ndarray[Any, Any]) -> bool:
-    """Tell whether torch can view an array; unsigned longlong, a name of uint64, it cannot."""
-    return (
-        x.dtype.str in _NUMPY_DTYPES
-        and x.dtype.num == np.dtype(x.dtype.str).num
-        and all(stride >= 0 and stride % x.itemsize == 0 for stride in x.strides)
-        and not _keeps_its_format(x.ndim, x.strides)
-    )
-
-
-def _keeps_its_format(dim: int, strides: tuple[int, ...]) -> bool:
-    """Tell whether ``torch.stack`` may give a batch the memory format of samples with channels last.
-
-    In worker processes it does not, because ``default_collate`` prepares the place there.
-    """
-    channels_last = dim in (4, 5) and strides[1] < strides[-1]
-    return channels_last and get_worker_info() is None
-
-
-def _is_namedtuple(x: Any) -> bool:
-    """Tell whether torch builds a named tuple again, and reads it as the tuple it is."""
-    kind = type(x)
-    return (
-        isinstance(x, tuple)
-        and hasattr(x, "_fields")
-        and all(getattr(kind, name) is getattr(tuple, name) for name in ("__iter__", "__len__"))
-    )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dump(spec: Spec) -> bytes:
@@ -330,7 +227,7 @@ def _load(data: bytes) -> Layout:
 
 
 def _field(tag: str, shape: tuple[int, ...], dtype: Any) -> _Field:
-    torch_dtype = dtype if tag == "tensor" else _NUMPY_DTYPES[dtype.str]
+    torch_dtype = dtype if tag == "tensor" else NUMPY_DTYPES[dtype.str]
     numel = math.prod(shape)
     return _Field(torch_dtype, shape, numel, numel * torch_dtype.itemsize, tag == "tensor")
 
@@ -396,5 +293,5 @@ def _restored(spec: Spec, items: Iterator[Buffer], texts: Iterator[str | bytes])
         case ("scalar", dtype, _):
             return next(items).view(dtype)[0]
         case (tag, _):
-            return next(items).view(_name(_NUMBER_DTYPES[tag]))[0].item()
+            return next(items).view(name_of(_NUMBER_DTYPES[tag]))[0].item()
     raise AssertionError(spec)

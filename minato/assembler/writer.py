@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.collate import default_collate
 
@@ -74,9 +73,9 @@ class SampleError:
 
 def read_layout(segment: Segment, offset: int) -> tuple[int, int, Layout]:
     """``(fields, count, layout)`` of a batch whose layout is published at arena offset ``offset``."""
-    fields, count, nbytes = _LAYOUT_HEAD.unpack_from(segment.array, offset)
-    start = offset + _LAYOUT_HEAD.size
-    return fields, count, Layout.from_bytes(segment.array[start : start + nbytes].tobytes())
+    fields, count, nbytes = _LAYOUT_HEAD.unpack(segment.read(offset, _LAYOUT_HEAD.size))
+    data = segment.read(offset + _LAYOUT_HEAD.size, nbytes)
+    return fields, count, Layout.from_bytes(data)
 
 
 class _Held:
@@ -152,6 +151,7 @@ class BatchWriter:
         self.run_again: Callable[[int], list[Any]] | None = None
         """Runs all samples of a batch in this worker; whoever uses the writer sets it."""
         self._open: dict[int, _Packing] = {}
+        self._last: Layout | None = None
 
     def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
         """Put samples at consecutive places, the first of which is number k of the batch.
@@ -180,7 +180,7 @@ class BatchWriter:
     def write_batch(self, batch: int, samples: list[Any]) -> None:
         """Build a whole batch that has one place, however many samples it holds; the caller fills the place."""
         if not self.collates:
-            layout = Layout.infer(samples[0])
+            layout = self._infer(samples[0])
             with suppress(
                 MemoryError
             ):  # then what is collated does not fit either, and becomes an error
@@ -287,7 +287,7 @@ class BatchWriter:
         if offset:
             fields, _, layout = read_layout(self._segment, offset)
         else:
-            inferred = Layout.infer(sample)
+            inferred = self._infer(sample)
             if inferred is None:
                 return None
             fields = self._ledger.allocate(batch, inferred.fields_nbytes(count))
@@ -296,13 +296,18 @@ class BatchWriter:
         self._open[batch] = packing
         return packing
 
+    def _infer(self, sample: Any) -> Layout | None:
+        layout = Layout.infer(sample, self._last)
+        if layout is not None:
+            self._last = layout
+        return layout
+
     def _publish(self, batch: int, layout: Layout, fields: int, count: int) -> tuple[int, Layout]:
         """Offer a layout and its fields for the batch; returns those that hold: the first that were offered."""
         data = layout.to_bytes()
-        offset = self._ledger.allocate(batch, _LAYOUT_HEAD.size + len(data))
-        start = offset + _LAYOUT_HEAD.size
-        _LAYOUT_HEAD.pack_into(self._segment.array, offset, fields, count, len(data))
-        self._segment.array[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        data = _LAYOUT_HEAD.pack(fields, count, len(data)) + data
+        offset = self._ledger.allocate(batch, len(data))
+        self._segment.write(offset, data)
         holding = self._ledger.publish_layout(batch, offset)
         if holding != offset:
             fields, _, layout = read_layout(self._segment, holding)

@@ -4,6 +4,7 @@ All three are Mersenne Twisters: 624 words and a position. Calling their ``seed`
 costs microseconds, so a fresh state is written instead: torch's through ``set_state``, the other
 two where they keep it. Where that is, is found out on private instances and verified in both
 directions, once per process; if that fails, their ``setstate`` gives the same numbers slowly.
+Whether anybody has drawn is seen in the memory of all three.
 
 A state is written with its position at the *start* of the fresh words: the first 624 draws are
 these words, tempered, and need no twist. A position inside the words is also harmless to a thread
@@ -19,6 +20,7 @@ import pickle
 import random
 import struct
 import sys
+from itertools import starmap
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,9 +38,17 @@ class GlobalGenerator(Protocol):
     blocks: list[tuple[int, int, int, int]]
     """``(address, words, stream, width)``, as ``StateWriter`` takes them."""
     cells: list[tuple[int, int]]
+    spans: list[tuple[int, int]]
+    """``(address, nbytes)`` of the memory that holds the state, as ``Snapshot`` takes them."""
 
     def publish(self) -> None:
         """Make the filled memory the generator's state."""
+
+    def save_rest(self) -> Any:
+        """Return a copy of what of the state is in no span, which can be compared."""
+
+    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+        """Return to the state whose spans and rest were these, in this process."""
 
     def save(self) -> Any:
         """Return a copy of the whole state, which can be pickled and compared."""
@@ -80,9 +90,16 @@ class PythonInMemory:
         self._address = id(generator) + position_offset
         self.blocks = [(self._address + 4, WORDS, PYTHON_STREAM, 4)]
         self.cells = [(self._address, 0)]
+        self.spans = [(self._address, 4 + 4 * WORDS)]
 
     def publish(self) -> None:
         self._generator.gauss_next = None
+
+    def save_rest(self) -> Any:
+        return self._generator.gauss_next
+
+    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+        self.load((*copies, rest))
 
     def save(self) -> Any:
         return ctypes.string_at(self._address, 4 + 4 * WORDS), self._generator.gauss_next
@@ -100,6 +117,7 @@ class PythonByCall:
         self._words = np.zeros(WORDS, np.uint32)
         self.blocks = [(self._words.ctypes.data, WORDS, PYTHON_STREAM, 4)]
         self.cells: list[tuple[int, int]] = []
+        self.spans: list[tuple[int, int]] = []
 
     def publish(self) -> None:
         self._generator.setstate((3, (*self._words.tolist(), 0), None))
@@ -109,6 +127,11 @@ class PythonByCall:
 
     def load(self, saved: Any) -> None:
         self._generator.setstate(saved)
+
+    save_rest = save
+
+    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+        self.load(rest)
 
 
 def python_generator() -> GlobalGenerator:
@@ -159,9 +182,16 @@ class NumpyInMemory:
         position, gauss = self._words_address + 4 * WORDS, self._gauss_address
         # Whether a normal is kept, and both halves of it: get_state() shows it even where it does not count.
         self.cells = [(position, 0), (gauss, 0), (gauss + 8, 0), (gauss + 12, 0)]
+        self.spans = [(self._words_address, 4 * WORDS + 4), (gauss, _SAVED_GAUSS.size)]
 
     def publish(self) -> None:
         """Nothing is left to do."""
+
+    def save_rest(self) -> None:
+        """Nothing is elsewhere."""
+
+    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+        self.load(copies)
 
     def save(self) -> Any:
         words = ctypes.string_at(self._words_address, 4 * WORDS + 4)
@@ -183,6 +213,7 @@ class NumpyByCall:
         words = WORDS if self._twister else 8
         self.blocks = [(self._words.ctypes.data, words, NUMPY_STREAM, 4)]
         self.cells: list[tuple[int, int]] = []
+        self.spans: list[tuple[int, int]] = []
 
     def publish(self) -> None:
         if self._twister:
@@ -196,6 +227,11 @@ class NumpyByCall:
 
     def load(self, saved: Any) -> None:
         self._generator.set_state(pickle.loads(saved))
+
+    save_rest = save
+
+    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+        self.load(rest)
 
 
 def numpy_generator() -> GlobalGenerator:
@@ -215,7 +251,12 @@ def numpy_generator() -> GlobalGenerator:
 
 # Of get_state(): the_initial_seed, left, seeded, next; then the words; then cached normals.
 _TORCH_HEADER = struct.Struct("=QiiQ")
+_TORCH_NORMALS = struct.Struct("=8xd8xi4xf?3x")
 _TORCH_STATE_BYTES = 5056
+# The same in memory, somewhere in the first bytes of an object: spans between which nothing is told, and their content.
+_TORCH_HEAD_BYTES = 512
+_TORCH_SPANS = (0, 13), (16, 4 + 4 * WORDS), (2520, 5), (2528, 9)
+_TORCH_KEPT = struct.Struct(f"=Qi?I{WORDS}If?d?")
 
 
 @functools.cache
@@ -227,6 +268,47 @@ def _torch_layout_is_known() -> bool:
     words: bytes = reference.get_state()[1].astype(np.uint64).tobytes()
     expected = _TORCH_HEADER.pack(seed, 1, 1, 0) + words
     return state == expected.ljust(_TORCH_STATE_BYTES, b"\0")
+
+
+@functools.cache
+def _torch_state_offset() -> int | None:
+    """Return how far behind its ``_cdata`` a generator keeps all that ``get_state`` tells."""
+    if not _torch_layout_is_known() or not hasattr(torch.Generator, "_cdata"):
+        return None
+    probe: Any = torch.Generator()
+    offsets = []
+    for n in (0x1234567, 0x2345678):
+        header, normals = (n << 33 | n, n % 89 + 1, True, n % 97), (n % 99, True, n / 4, True)
+        kept = *header, *range(n, n + WORDS), *normals
+        probe.set_state(torch.frombuffer(bytearray(_torch_state(kept)), dtype=torch.uint8))
+        offsets.append(_find_torch_state(probe._cdata, kept))
+    return offsets[0] if offsets[0] == offsets[1] else None
+
+
+def _torch_state(kept: tuple[Any, ...]) -> bytes:
+    """Return what ``get_state`` tells of a state that stands in memory so."""
+    seed, left, seeded, position, *words, normal_float, has_float, normal, has_normal = kept
+    # Another thread that draws without the GIL may have been seen between two of its steps.
+    left = max(left, 1)
+    position = min(position, WORDS + 1 - left)
+    return (
+        _TORCH_HEADER.pack(seed, left, seeded, position)
+        + struct.pack(f"={WORDS}Q", *words)
+        + _TORCH_NORMALS.pack(normal, has_normal, normal_float, has_float)
+    )
+
+
+def _torch_spans(address: int) -> list[tuple[int, int]]:
+    return [(address + start, nbytes) for start, nbytes in _TORCH_SPANS]
+
+
+def _find_torch_state(address: int, kept: tuple[Any, ...]) -> int | None:
+    seed = struct.pack("=Q", kept[0])
+    for offset in range(0, _TORCH_HEAD_BYTES, 8):
+        if ctypes.string_at(address + offset, 8) == seed:
+            memory = b"".join(starmap(ctypes.string_at, _torch_spans(address + offset)))
+            return offset if _TORCH_KEPT.unpack(memory) == kept else None
+    return None
 
 
 class TorchByState:
@@ -241,6 +323,11 @@ class TorchByState:
             (self._memory.ctypes.data + _TORCH_HEADER.size, WORDS, TORCH_STREAM, 8),
         ]
         self.cells: list[tuple[int, int]] = []
+        self.spans: list[tuple[int, int]] = []
+        offset = _torch_state_offset()
+        if offset is not None:
+            address = torch.default_generator._cdata + offset  # type: ignore[attr-defined]
+            self.spans = _torch_spans(address)
 
     def adopt_initial_seed(self) -> None:
         """Let later states answer ``initial_seed()`` as the generator does now."""
@@ -258,6 +345,12 @@ class TorchByState:
         state = torch.frombuffer(bytearray(saved), dtype=torch.uint8)
         self._generator.set_state(state)
 
+    def save_rest(self) -> Any:
+        return None if self.spans else self.save()
+
+    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+        self.load(_torch_state(_TORCH_KEPT.unpack(b"".join(copies))) if copies else rest)
+
 
 class TorchBySeed(TorchByState):
     """For a torch that keeps its state otherwise: seeded, hence with numbers of its own."""
@@ -267,6 +360,7 @@ class TorchBySeed(TorchByState):
         self._words = np.zeros(1, np.uint64)
         self.blocks = [(self._words.ctypes.data, 2, TORCH_STREAM, 4)]
         self.cells = []
+        self.spans = []
 
     def adopt_initial_seed(self) -> None:
         """Nothing to do: here the initial seed is that of the sample."""
@@ -284,4 +378,4 @@ def examine() -> None:
     """Find out where this process's generators keep their states: once here, not once in each forked worker."""
     _python_position_offset()
     _numpy_gauss_offset()
-    _torch_layout_is_known()
+    _torch_state_offset()

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from minato._core.seeding import StateWriter, mix
+from minato._core.seeding import Snapshot, StateWriter, mix
 from minato.chain import generators
 
 __all__ = [
@@ -75,6 +75,7 @@ class SampleRandomness:
         self.watches = bind_globals
         """Whether ``drawn`` can tell."""
         self._all: tuple[generators.GlobalGenerator, ...] = ()
+        self._snapshot = Snapshot([])
         self._before: Any = None
         if bind_globals:
             self._attach()
@@ -91,6 +92,7 @@ class SampleRandomness:
             [cell for generator in self._all for cell in generator.cells],
         )
         self._write = writer.write
+        self._snapshot = Snapshot([span for generator in self._all for span in generator.spans])
         self._publish_python, self._publish_numpy, self._publish_torch = (
             generator.publish for generator in self._all
         )
@@ -127,26 +129,36 @@ class SampleRandomness:
         """Begin to watch for draws; unless the sample in hand goes on, what runs now is bound to none."""
         if unbind:
             _this_thread.binding = None
-        self._before = self.capture()
+        self._snapshot.take()
+        self._before = _this_thread.binding, _this_thread.generators_made, self._rests()
 
     def drawn(self) -> bool:
         """Whether anything drew from the global generators, or asked for a generator, since ``mark``."""
         # A generator that is asked for outside of samples is seeded from a global one, which shows there.
-        return bool(self._before[1:] != (_this_thread.generators_made, self._states()))
+        asked_and_rests = _this_thread.generators_made, self._rests()
+        return not self._snapshot.holds() or self._before[1:] != asked_and_rests
 
     def rewind(self) -> None:
         """Undo all draws since ``mark``."""
-        self.restore(self._before)
+        _this_thread.binding, _this_thread.generators_made, rests = self._before
+        copies = iter(self._snapshot.copies())
+        for generator, rest in zip(self._all, rests, strict=True):
+            generator.load_copies([next(copies) for _ in generator.spans], rest)
 
-    def _states(self) -> tuple[Any, ...]:
-        return tuple([generator.save() for generator in self._all])
+    def _rests(self) -> tuple[Any, ...]:
+        """What is in no memory that the snapshot is of."""
+        return tuple([generator.save_rest() for generator in self._all])
 
     def capture(self) -> Any:
         """Return the randomness of a sample that is to be continued later, perhaps elsewhere.
 
         The result can be pickled, for processes with the same versions of Python, numpy and torch.
         """
-        return _this_thread.binding, _this_thread.generators_made, self._states()
+        return (
+            _this_thread.binding,
+            _this_thread.generators_made,
+            tuple([generator.save() for generator in self._all]),
+        )
 
     def restore(self, captured: Any) -> None:
         """Go on exactly where :meth:`capture` was called."""

@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate_str_fn, default_collate_fn_map
 
 from minato.assembler import layout as layout_module
+from minato.assembler import specs
 from minato.assembler.layout import Layout
 
 GUARD = 0xA5
@@ -381,6 +382,57 @@ def outcome(samples: list[Any]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+# -------------------------------------------------------------------------------- a likely layout
+
+IMAGES = [
+    *(torch.zeros(2, 3, 4, 4), torch.zeros(1, 3, 4, 4), torch.zeros(2, 1, 4, 4)),
+    *(np.zeros((2, 3, 4, 4)), torch.zeros(1, 2, 3, 4, 4)),
+]
+CHANNELS_LAST = [
+    image.permute(*order) if isinstance(image, torch.Tensor) else image.transpose(order)
+    for image in (torch.zeros(2, 4, 4, 3), np.zeros((2, 4, 4, 3)), torch.zeros(2, 4, 4, 1))
+    for order in [(0, 3, 1, 2)]
+]
+
+
+@pytest.mark.parametrize("where", ["in line", "process"])
+def test_a_likely_layout_changes_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if where == "process":
+        monkeypatch.setattr(specs, "get_worker_info", lambda: "that of a worker process")
+    firsts = [samples[0] for samples in SAMPLES.values()]
+    pairs = [sample for pair in LATER_MISFITS.values() for sample in pair]
+    samples = [*firsts, *UNSUPPORTED.values(), *pairs, *IMAGES, *CHANNELS_LAST]
+    expected = [Layout.infer(sample) for sample in samples]
+    likely = set(expected) - {None}
+    assert len(likely) > 80
+    for layout in likely:
+        assert layout is not None
+        layout.packer(3)  # a layout that was used
+        for sample, result in zip(samples, expected, strict=True):
+            assert Layout.infer(sample, layout) is result
+
+
+def test_a_likely_layout_is_found_without_a_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout.infer((torch.zeros(3), 7))
+    assert layout is not None
+    layout.packer(2)
+    monkeypatch.setattr(layout_module, "describe", lambda sample: None)
+    assert Layout.infer((torch.ones(3), 1), layout) is layout
+    assert Layout.infer((torch.ones(3), 1)) is None
+
+
+def test_a_likely_layout_is_no_reason_to_collate_by_other_rules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = Layout.infer(1)
+    assert layout is not None
+    layout.packer(2)
+    with torch.device("meta"):
+        assert Layout.infer(1, layout) is None
+    monkeypatch.setitem(default_collate_fn_map, int, collate_str_fn)
+    assert Layout.infer(1, layout) is None
+
+
 # ------------------------------------------------------------------------------------- as bytes
 
 
@@ -579,6 +631,7 @@ def test_random_structures(template: Any, n: int, seed: int) -> None:
     assert_same(deliver(samples), default_collate(samples))
     layout = Layout.infer(samples[0])
     assert layout is not None
+    assert Layout.infer(samples[-1], layout) is layout
     buffer = region(layout, n)
     texts = pack(layout, buffer, samples)
     for k, sample in enumerate(samples):

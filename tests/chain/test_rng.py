@@ -54,6 +54,7 @@ def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "calls":
         monkeypatch.setattr(generators, "_python_position_offset", lambda: None)
         monkeypatch.setattr(generators, "_numpy_gauss_offset", lambda: None)
+        monkeypatch.setattr(generators, "_torch_state_offset", lambda: None)
     return str(request.param)
 
 
@@ -67,6 +68,7 @@ def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     module = _seeding_py if request.param == "pure" else compiled_seeding()
     monkeypatch.setattr(rng, "StateWriter", module.StateWriter)
     monkeypatch.setattr(rng, "mix", module.mix)
+    monkeypatch.setattr(rng, "Snapshot", module.Snapshot)
     return str(request.param)
 
 
@@ -189,6 +191,7 @@ def test_the_generators_of_this_interpreter_are_written_in_memory() -> None:
     assert type(generators.python_generator()) is generators.PythonInMemory
     assert type(generators.numpy_generator()) is generators.NumpyInMemory
     assert type(generators.torch_generator()) is generators.TorchByState
+    assert generators.torch_generator().spans
 
 
 @pytest.fixture
@@ -197,6 +200,7 @@ def probing_again() -> Iterator[None]:
         generators._python_position_offset,
         generators._numpy_gauss_offset,
         generators._torch_layout_is_known,
+        generators._torch_state_offset,
     ]
     for probe in probes:
         probe.cache_clear()
@@ -211,7 +215,11 @@ def test_memory_that_does_not_verify_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
     expected = bound_draws(SampleRandomness(5), 1, 2)
-    for probe in (generators._python_position_offset, generators._numpy_gauss_offset):
+    for probe in (
+        generators._python_position_offset,
+        generators._numpy_gauss_offset,
+        generators._torch_state_offset,
+    ):
         probe.cache_clear()
     with monkeypatch.context() as patch:
         if failure == "not found":
@@ -223,6 +231,7 @@ def test_memory_that_does_not_verify_is_left_alone(
         randomness = SampleRandomness(5)
     assert type(randomness._all[0]) is generators.PythonByCall
     assert type(randomness._all[1]) is generators.NumpyByCall
+    assert bool(randomness._all[2].spans) is (failure != "not found")
     assert bound_draws(randomness, 1, 2) == expected
 
 
@@ -554,3 +563,56 @@ def test_outside_of_samples_helpers_follow_the_global_seeds() -> None:
     assert in_a_thread(seeded) == first
     assert first[0] != first[3]
     assert first[1] != first[4]
+
+
+def with_kept_normals() -> None:
+    random.gauss(0, 1)
+    np.random.normal()
+    torch.empty(1, dtype=torch.float64).log_normal_()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        random.random,
+        lambda: random.gauss(0, 1),
+        lambda: random.seed(3),
+        np.random.rand,
+        np.random.normal,
+        lambda: np.random.seed(3),
+        lambda: torch.rand(1),
+        lambda: torch.empty(1, dtype=torch.float64).log_normal_(),
+        lambda: torch.manual_seed(torch.initial_seed()),
+        python_rng,
+        numpy_rng,
+        torch_rng,
+    ],
+)
+def test_every_draw_is_seen_and_undone(twin: str, access: str, change: Callable[[], Any]) -> None:
+    """Normals that are kept from an earlier call are drawn without a step of the generator."""
+    with_kept_normals()
+    randomness = SampleRandomness(5)
+    randomness.mark()
+    assert not randomness.drawn()
+    change()
+    assert randomness.drawn()
+    randomness.rewind()
+    assert not randomness.drawn()
+    found = draws()
+    randomness.rewind()
+    assert draws() == found
+
+
+@pytest.mark.parametrize("left", [0, 1, 300, 624])
+@pytest.mark.parametrize("position", [0, 1, 325, 624])
+def test_a_state_seen_in_the_middle_of_a_draw_is_a_state(left: int, position: int) -> None:
+    """Another thread may be drawing without the GIL: torch must neither refuse nor read behind the words."""
+    kept = 7, left, True, position, *range(generators.WORDS), 0, False, 0.0, False
+    generators.torch_generator().load(generators._torch_state(kept))
+    state = torch.get_rng_state().numpy()
+    new_left, new_position = state[8:12].view(np.int32)[0], state[16:24].view(np.uint64)[0]
+    assert 0 < new_left <= 624
+    assert new_left + new_position <= 625
+    if left > 0 and left + position <= 625:
+        assert (new_left, new_position) == (left, position)
+    torch.rand(1000)

@@ -238,6 +238,15 @@ FITS: dict[str, tuple[Any, Any, Any, Any]] = {
         ("tensor", "complex64", (2,), 64), COMPLEX.conj().resolve_conj(),
         np.array([1 - 2j, 3 + 4j], np.complex64), (),
     ),
+    "view": (("tensor", "float32", (3,), 64), torch.arange(12.0).view(4, 3)[1], np.arange(3, 6, dtype="f4"), ()),
+    "tensor that required a gradient": (
+        ("tensor", "float32", (2,), 64), torch.ones(2, requires_grad=True).requires_grad_(False),
+        np.ones(2, "f4"), (),
+    ),
+    "part of one that requires a gradient": (
+        ("tensor", "float32", (2,), 64), torch.ones(3, requires_grad=True).detach()[:2],
+        np.ones(2, "f4"), (),
+    ),
     "inference tensor": (
         ("tensor", "float32", (2,), 64), torch.inference_mode()(torch.ones)(2),
         np.ones(2, "f4"), (),
@@ -296,6 +305,7 @@ def test_pack_writes_its_place_only(copy: ModuleType, case: str, k: int) -> None
     spec, sample, item, texts = FITS[case]
     item = b"" if item is None else np.asarray(item).tobytes()
     region = Region(64 + N * len(item))
+    assert copy.Packer(spec, N).fits(sample)
     assert copy.Packer(spec, N).pack(sample, region.address, k) == texts
     place = 64 + k * len(item)
     assert region.bytes[place : place + len(item)].tobytes() == item
@@ -349,6 +359,10 @@ MISFITS: dict[str, tuple[Any, Any]] = {
     "tensor: zero tensor": (FLOATS, torch._efficientzerotensor(3)),
     "tensor: conjugated": (("tensor", "complex64", (2,), 0), COMPLEX.conj()),
     "tensor: negated": (("tensor", "float32", (2,), 0), COMPLEX.conj().imag),
+    "tensor: negated, contiguous": (("tensor", "float32", (1,), 0), COMPLEX.conj().imag[:1]),
+    "tensor: negated, no view": (("tensor", "float32", (2,), 0), COMPLEX.conj().imag.data),
+    "tensor: conjugated, no view": (("tensor", "complex64", (2,), 0), COMPLEX.conj().data),
+    "tensor: part of one that requires a gradient": (FLOATS, torch.zeros(4, requires_grad=True)[1:]),
     "array: other dtype": (FLOAT_ARRAY, np.zeros(3, np.int32)),
     "array: other byte order": (FLOAT_ARRAY, np.zeros(3, ">f4")),
     "array: alias that torch refuses": (("array", "<u8", (3,), 0), np.zeros(3, np.ulonglong)),
@@ -408,6 +422,7 @@ MISFITS: dict[str, tuple[Any, Any]] = {
 def test_pack_refuses_what_does_not_fit(copy: ModuleType, case: str) -> None:
     spec, sample = MISFITS[case]
     region = Region(N * 64)
+    assert not copy.Packer(spec, N).fits(sample)
     assert copy.Packer(spec, N).pack(sample, region.address, 1) is None
     own = range(8, 16)  # only ints in containers were met before what did not fit
     assert set(region.written()) <= set(own)
@@ -485,6 +500,8 @@ def test_pack_keeps_no_references(copy: ModuleType) -> None:
         for _ in range(100):
             assert packer.pack(sample, region.address, 1) == [text]
             assert packer.pack(misfit, region.address, 1) is None
+            assert packer.fits(sample)
+            assert not packer.fits(misfit)
     del misfit
     assert [sys.getrefcount(x) for x in (sample, array, tensor, text, list)] == counts
 
@@ -578,7 +595,9 @@ def test_twins_agree(spec: Any, sample: Any) -> None:
         region = Region(1024)
         packer = load(half).Packer(spec, N)
         run = packer.pack_run([sample, sample], region.address, 0, 8)
-        results.append((packer.pack(sample, region.address, 1), region, run))
+        packed = packer.pack(sample, region.address, 1)
+        assert packer.fits(sample) is (packed is not None)
+        results.append((packed, region, run))
     (pure, one, run), (compiled, other, other_run) = results
     assert repr(run) == repr(other_run)
     assert pure == compiled
@@ -587,21 +606,28 @@ def test_twins_agree(spec: Any, sample: Any) -> None:
         assert one.bytes.tobytes() == other.bytes.tobytes()
 
 
-OLDER_TORCH = """
+OTHER_TORCH = """
 import sys, torch
-del torch.Tensor.__dlpack_c_exchange_api__
+{change}
 import pytest
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--no-header", sys.argv[1],
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--no-header", {file!r},
                       "-k", "compiled and (place or refuses or strided)"]))
 """
 
 
-def test_compiled_twin_on_older_torch() -> None:
-    """Where torch has no exchange functions of DLPack, tensors are described in Python."""
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param("del torch.Tensor.__dlpack_c_exchange_api__", id="no exchange"),
+        pytest.param("torch.Tensor._cdata = None", id="other memory"),
+    ],
+)
+def test_compiled_twin_on_another_torch(change: str) -> None:
+    """Without DLPack's exchange functions, or with other tensors in memory, these are described in Python."""
+    if change.startswith("del") and not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         pytest.skip("this torch is one of those, and all other tests have shown it")
     done = subprocess.run(
-        [sys.executable, "-c", OLDER_TORCH, __file__],
+        [sys.executable, "-c", OTHER_TORCH.format(change=change, file=__file__)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

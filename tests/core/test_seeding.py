@@ -176,3 +176,25 @@ def test_a_state_writer_fills_every_block_and_cell(
         assert np.array_equal(memory[:words], filled(twin, key, stream, words, width))
         assert memory[words] == 0
     assert cells.tolist() == [*values, *[99] * (4 - len(values))]
+
+
+@given(
+    parts=st.lists(st.binary(max_size=20), max_size=4),
+    changed=st.integers(0, 79),
+    bit=st.integers(0, 7),
+)
+def test_a_snapshot_sees_each_change(
+    twin: ModuleType, parts: list[bytes], changed: int, bit: int
+) -> None:
+    memory = np.frombuffer(b"".join(part.ljust(20, b"-") for part in parts) + b"-", np.uint8).copy()
+    snapshot = twin.Snapshot(
+        [(memory.ctypes.data + 20 * i, len(part)) for i, part in enumerate(parts)]
+    )
+    memory[changed % len(memory)] ^= 1 << bit
+    part, place = divmod(changed % len(memory), 20)
+    watched = part < len(parts) and place < len(parts[part])
+    assert snapshot.holds() is not watched
+    assert snapshot.copies() == parts
+    memory[:] = 7
+    snapshot.take()
+    assert snapshot.holds()

@@ -227,3 +227,11 @@ def test_private_memory_is_copied_by_a_fork_and_given_back_in_part() -> None:
     assert resident_bytes(segment) == 2 * MIB + 2 * PAGE
     assert segment.array[: MIB + PAGE].min() == 7
     assert segment.array[MIB + PAGE : 7 * MIB - PAGE].max() == 0
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_few_bytes_are_read_and_written(shared: bool) -> None:
+    segment = Segment(100, shared=shared)
+    segment.write(7, b"abc")
+    assert segment.read(6, 5) == b"\0abc\0"
+    assert segment.array[6:11].tobytes() == b"\0abc\0"

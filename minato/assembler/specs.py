@@ -1,0 +1,164 @@
+"""What a sample looks like, by the rules of torch's ``default_collate``."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.utils._device  # get_default_device() imports it at first use: once here, not once in each worker
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import collate
+
+__all__ = [
+    "CHANNELS_NDIMS",
+    "NUMPY_DTYPES",
+    "Spec",
+    "describe",
+    "formats_matter",
+    "name_of",
+    "rules_hold",
+]
+
+Spec: TypeAlias = "tuple[Any, ...]"
+"""A sample as a tree of tuples; see :class:`minato._core.copy.Packer`."""
+
+_MAX_DEPTH = 32
+_MAX_NDIM = 64
+CHANNELS_NDIMS = (4, 5)
+"""Numbers of axes of samples that can have channels last."""
+
+NUMPY_DTYPES = {
+    np.dtype(name).str: getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+"""Numpy's native dtypes that torch can view."""
+_TENSOR_DTYPES = {
+    *NUMPY_DTYPES.values(),
+    *(torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz),
+    *(torch.float8_e5m2, torch.float8_e5m2fnuz),
+}
+_KEY_TYPES = (str, int, bool, bytes, type(None))
+"""Exact types of dictionary keys; others may mean another thing in another process."""
+
+_COLLATE_FN_MAP = {
+    torch.Tensor: collate.collate_tensor_fn,
+    np.ndarray: collate.collate_numpy_array_fn,
+    (np.bool_, np.number, np.object_): collate.collate_numpy_scalar_fn,
+    float: collate.collate_float_fn,
+    int: collate.collate_int_fn,
+    str: collate.collate_str_fn,
+    bytes: collate.collate_str_fn,
+}
+"""What torch's map holds as long as no program has changed it. Its rules are the ones below."""
+
+
+def rules_hold() -> bool:
+    """Tell whether torch collates as it does by itself, on the CPU: no program has said otherwise."""
+    return collate.default_collate_fn_map == _COLLATE_FN_MAP and not (
+        torch._C._len_torch_function_stack() and torch.get_default_device().type != "cpu"
+    )
+
+
+def describe(sample: Any) -> Spec | None:
+    """Describe a sample as a spec with all offsets 0; None if torch itself has to collate such samples."""
+    return _infer(sample, _MAX_DEPTH)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name in torch."""
+    return str(dtype).removeprefix("torch.")
+
+
+def formats_matter() -> bool:
+    """Tell whether ``torch.stack`` may give a batch the memory format of samples with channels last.
+
+    In worker processes it does not, because ``default_collate`` prepares the place there.
+    """
+    return get_worker_info() is None
+
+
+def _infer(x: Any, depth: int) -> Spec | None:
+    kind = type(x)
+    if kind is torch.Tensor:
+        return ("tensor", name_of(x.dtype), tuple(x.shape), 0) if _is_plain_tensor(x) else None
+    if kind is np.ndarray:
+        return ("array", x.dtype.str, x.shape, 0) if _is_plain_array(x) else None
+    if kind in (float, bool):
+        return (kind.__name__, 0)
+    if kind is int:
+        return ("int", 0) if -(1 << 63) <= x < 1 << 63 else None
+    if kind in (str, bytes):
+        return ("text", kind)
+    if isinstance(x, np.generic):
+        # torch reads no uint64 scalar; types such as longlong share the name of another one
+        dtype = x.dtype.str
+        known = dtype in NUMPY_DTYPES and dtype != np.dtype(np.uint64).str
+        return ("scalar", dtype, 0) if known and np.dtype(dtype).type is kind else None
+    return _infer_container(x, depth - 1) if depth else None
+
+
+def _infer_container(x: Any, depth: int) -> Spec | None:
+    kind = type(x)
+    tag: str
+    exact: Any
+    if kind is dict:
+        if not all(type(key) in _KEY_TYPES for key in x):
+            return None
+        tag, exact, members = "dict", tuple(x), x.values()
+    elif kind in (list, tuple):
+        tag, exact, members = kind.__name__, kind, x
+    elif _is_namedtuple(x):
+        tag, exact, members = "namedtuple", kind, x
+    else:
+        return None
+    children = []
+    for member in members:
+        child = _infer(member, depth)
+        if child is None:
+            return None
+        children.append(child)
+    return (tag, exact, tuple(children))
+
+
+def _is_plain_tensor(x: torch.Tensor) -> bool:
+    """Tell whether a packer can copy a tensor as it stands in memory."""
+    return (
+        x.dtype in _TENSOR_DTYPES
+        and x.layout is torch.strided
+        and not x.is_nested
+        and x.is_cpu
+        and x.dim() <= _MAX_NDIM
+        and not x.requires_grad
+        and not x.is_neg()
+        and not x.is_conj()
+        and (x.data_ptr() != 0 or x.numel() == 0)
+        and not _keeps_its_format(x.dim(), x.stride())
+    )
+
+
+def _is_plain_array(x: np.ndarray[Any, Any]) -> bool:
+    """Tell whether torch can view an array; unsigned longlong, a name of uint64, it cannot."""
+    return (
+        x.dtype.str in NUMPY_DTYPES
+        and x.dtype.num == np.dtype(x.dtype.str).num
+        and all(stride >= 0 and stride % x.itemsize == 0 for stride in x.strides)
+        and not _keeps_its_format(x.ndim, x.strides)
+    )
+
+
+def _keeps_its_format(dim: int, strides: tuple[int, ...]) -> bool:
+    return dim in CHANNELS_NDIMS and strides[1] < strides[-1] and formats_matter()
+
+
+def _is_namedtuple(x: Any) -> bool:
+    """Tell whether torch builds a named tuple again, and reads it as the tuple it is."""
+    kind = type(x)
+    return (
+        isinstance(x, tuple)
+        and hasattr(x, "_fields")
+        and all(getattr(kind, name) is getattr(tuple, name) for name in ("__iter__", "__len__"))
+    )

@@ -1,0 +1,52 @@
+"""What torch says of a tensor is found in memory, or it is not used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from minato._core import tensor_memory
+
+
+def test_it_is_found_in_this_torch() -> None:
+    """A new release that moves it must be noticed, not just be slower."""
+    found = tensor_memory.find()
+    assert found is not None
+    assert len({found.impl, found.keys, found.gradient, found.dtype}) == 4
+    assert found.dtypes[torch.uint8] != found.dtypes[torch.uint1]
+
+
+def test_it_is_the_same_whatever_the_program_has_set() -> None:
+    expected = tensor_memory.find()
+    with torch.inference_mode():
+        assert tensor_memory.find() == expected
+    with torch.device("meta"):
+        assert tensor_memory.find() == expected
+    with torch.no_grad():
+        assert tensor_memory.find() == expected
+
+
+def garbled(words: Callable[[torch.Tensor], list[int]]) -> Callable[[torch.Tensor], list[int]]:
+    """Each bit of a special tensor is another one's too."""
+    return lambda tensor: [2 * word + 1 for word in words(tensor)] * 2
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        (sys.implementation, "name", "other"),
+        (torch.Tensor, "_cdata", None),
+        (tensor_memory, "_IMPL_WORDS", 4),
+        (tensor_memory, "_words", garbled(tensor_memory._words)),
+    ],
+    ids=["not CPython", "no address", "not found", "found twice"],
+)
+def test_what_is_not_found_for_sure_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, value: Any
+) -> None:
+    monkeypatch.setattr(where, name, value, raising=False)
+    assert tensor_memory.find() is None
