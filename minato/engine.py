@@ -377,8 +377,8 @@ class Engine:
         self._started = True
         try:
             if isinstance(self._pool, ProcessPool):
-                as_needed = self.plan.starts_as_needed
-                self._pool.start(lambda: as_needed and bool(self._dispatcher.upcoming(1)))
+                upcoming = functools.partial(self._dispatcher.upcoming, 1)
+                self._pool.start(upcoming if self.plan.starts_as_needed else None)
             else:
                 self._pool.start()
         except Exception as error:

@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
+from minato._machine import available_cores
 from minato.assembler.writer import BatchWriter
 from minato.chain import generators
 from minato.plan import Plan
 from minato.scheduler.burial import Burial
 from minato.scheduler.cluster import ActorPool, Crew, wrapped_in_actor
 from minato.scheduler.deaths import Deaths, Loss
+from minato.scheduler.in_hand import has_begun
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
 from minato.scheduler.overdue import Overdue, StackFile
 from minato.scheduler.process import (
@@ -99,6 +101,7 @@ def make_pool(
         )
     if plan.seeds_samples:
         generators.examine()
+    is_forked = plan.context.get_start_method() == "fork"
     return ProcessPool(
         plan.context,
         plan.all_workers,
@@ -110,6 +113,9 @@ def make_pool(
         lambda number: ledger.draining and ledger.lease(number)[0] is None,
         buried,
         lambda: ledger.unclaimed() > 0,
+        functools.partial(has_begun, ledger),
+        # Forking is quick. Others import torch first, which takes a core.
+        plan.all_workers if is_forked else max(int(available_cores()), 1),
         overdue,
         plan.standby_workers,
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from minato._core.ledger import Ledger
 
-__all__ = ["InHand", "sample_in_hand"]
+__all__ = ["InHand", "has_begun", "sample_in_hand"]
 
 
 @dataclass(frozen=True)
@@ -51,3 +51,8 @@ def sample_in_hand(
     key = read_keys(batch, k, 1)[0]
     name = names[step] if 0 <= step < len(names) else None
     return InHand(position, key, epoch, seed, name, started_ns)
+
+
+def has_begun(ledger: Ledger, number: int) -> bool:
+    """Whether worker ``number`` has, or ever had, a sample in hand."""
+    return bool(ledger.activity(number)[0]) or ledger.lease(number)[0] is not None

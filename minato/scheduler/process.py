@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -35,6 +36,10 @@ __all__ = [
 
 _GRACE_S = 5.0
 """How long a worker may take to leave by itself at the end, as with torch."""
+_ARRIVAL_S = 2.0
+"""A worker that has not begun after so long waits for something else than a core, and others may start."""
+_LOOK_S = 0.02
+"""How often it is looked whether one has begun."""
 
 
 class ProcessPool:
@@ -48,6 +53,8 @@ class ProcessPool:
         stop: Tells the workers to leave.
         may_leave: Whether worker number i may have left by itself.
         has_work: Whether one more worker would have something to do.
+        has_begun: Whether worker number i has.
+        at_once: How many may be on their way up; more of them would take each other's time.
         overdue: Ends workers that are stuck.
         buried: Called with ``(number, pid, exit code)`` of a dead worker; gives its samples out again, or raises.
         standbys: How many of the last ones are, too.
@@ -65,6 +72,8 @@ class ProcessPool:
         may_leave: Callable[[int], bool],
         buried: Callable[[int, int | None, int | None], None],
         has_work: Callable[[], bool],
+        has_begun: Callable[[int], bool],
+        at_once: int,
         overdue: Overdue | None = None,
         standbys: int = 0,
     ) -> None:
@@ -77,6 +86,9 @@ class ProcessPool:
         self._stop = stop
         self._may_leave = may_leave
         self._has_work = has_work
+        self._has_begun = has_begun
+        self._at_once = at_once
+        self._coming: dict[int, float] = {}  # when they were started that have not begun
         self._owner = os.getpid()
         if context.get_start_method() == "fork":
             at_first = num_workers
@@ -93,13 +105,14 @@ class ProcessPool:
         )
         return process
 
-    def start(self, enough: Callable[[], bool] = lambda: False) -> None:
+    def start(self, enough: Callable[[], object] | None = None) -> None:
         """Start one process after the other; each works as soon as it can.
 
         Args:
-            enough: Asked in between. Once it holds, the others are left to ``wait``.
+            enough: Asked in between. Once it holds, or so many are coming up that more would not help, the others are
+                left to ``wait``. None: all are started.
         """
-        while self._to_start and not enough():
+        while self._to_start and (enough is None or (self._has_room() and not enough())):
             self._start_next()
         if not self._to_start:
             self._watch_all()
@@ -113,7 +126,16 @@ class ProcessPool:
 
     def _start_next(self) -> None:
         self._start(self._to_start[0])
-        self._to_start.popleft()
+        self._coming[self._to_start.popleft()] = time.monotonic()
+
+    def _has_room(self) -> bool:
+        since = time.monotonic() - _ARRIVAL_S
+        self._coming = {
+            number: started
+            for number, started in self._coming.items()
+            if started > since and not self._has_begun(number)
+        }
+        return len(self._coming) < self._at_once
 
     def _start(self, number: int) -> None:
         process = self.processes[number]
@@ -134,8 +156,10 @@ class ProcessPool:
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready gate has had an event since ``seen``, or start a process that was left to start."""
         if self._to_start and self._has_work():
-            self._start_next()
-            return
+            if self._has_room():
+                self._start_next()
+                return
+            timeout_s = min(timeout_s, _LOOK_S)
         if self._unwatched:
             self._watch_all()
         if self._overdue is not None:

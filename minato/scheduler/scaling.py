@@ -17,6 +17,7 @@ from minato.scheduler.controller import (
     Measurement,
 )
 from minato.scheduler.flow import Flow
+from minato.scheduler.in_hand import has_begun
 from minato.scheduler.parties import Pool
 from minato.scheduler.roster import Roster
 from minato.scheduler.usage import Usage
@@ -178,11 +179,7 @@ class Scaler:
             self._resized(count)
 
     def _all_begun(self) -> bool:
-        ledger = self._ledger
-        return all(
-            ledger.activity(worker)[0] or ledger.lease(worker)[0] is not None
-            for worker in range(self._roster.wanted)
-        )
+        return all(has_begun(self._ledger, worker) for worker in range(self._roster.wanted))
 
     def _read(self, now: int) -> _Reading:
         busy_ns = 0

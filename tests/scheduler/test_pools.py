@@ -30,6 +30,8 @@ class Stage:
         self.ready = Gate(self.segment.array, 0)
         self.left = False
         self.has_work = True
+        self.has_begun = False
+        self.at_once = 2
         self.deaths: list[tuple[Any, ...]] = []
 
     def stop(self) -> None:
@@ -43,7 +45,7 @@ class Stage:
     def processes(self, work: Any) -> ProcessPool:
         return ProcessPool(
             FORK, 2, 2, work, (self,), self.ready, self.stop, lambda number: self.left, self.bury,
-            lambda: self.has_work,
+            lambda: self.has_work, lambda number: self.has_begun, self.at_once,
         )  # fmt: skip
 
 
@@ -275,6 +277,25 @@ def test_what_is_not_needed_yet_is_started_while_the_consumer_waits() -> None:
     checks(pool, lambda: stage.deaths)
     assert stage.deaths[0][::2] == (1, 7)
     pool.shut_down()
+
+
+def test_no_more_are_on_their_way_than_can_come_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage()
+    stage.at_once = 1
+    pool = stage.processes(obedient)
+    pool.start(lambda: False)
+    pool.wait(stage.ready.events, 0.01)
+    assert [process.pid is None for process in pool.processes] == [False, True]
+    stage.has_begun = True
+    pool.wait(stage.ready.events, 0.01)
+    assert all(process.pid for process in pool.processes)
+    pool.shut_down()
+    late = stage.processes(obedient)
+    stage.has_begun = False
+    monkeypatch.setattr("minato.scheduler.process._ARRIVAL_S", 0.0)
+    late.start(lambda: False)
+    assert all(process.pid for process in late.processes)
+    late.shut_down()
 
 
 def test_waiting_ends_with_an_event() -> None:
