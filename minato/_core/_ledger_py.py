@@ -205,8 +205,6 @@ class Ledger(Claims):
                 ticket = self._ticket(seq)
                 if ticket & STATE != CLAIMED or (ticket >> 48) & 0x3FFF != worker:
                     continue
-                # What it had taken from another's room goes out again as any other sample, and the room is free.
-                self._workers["offered"][self._workers["offered"] == seq + 1] = 0
                 place = ticket & NUMBER
                 if not place:
                     # A place that the worker had taken without having said so on the ticket is open again.

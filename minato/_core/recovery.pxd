@@ -59,7 +59,6 @@ cdef inline uint64_t reoffer(
         word = mn_load_acquire_u64(&position.ticket)
         if word & MN_STATE != MN_CLAIMED or worker_of(word) != worker:
             continue
-        empty_room(ledger, seq)
         place = word & MN_NUMBER
         if place:
             there = &ledger.positions[(place - 1) & ledger.mask]
@@ -77,14 +76,6 @@ cdef inline uint64_t reoffer(
         lower(&ledger.header.head, seq)
         released += 1
     return released
-
-
-cdef inline void empty_room(Records ledger, uint64_t seq) noexcept nogil:
-    """Free the room that a sample lies in which the dead worker had taken: it goes out again as any other."""
-    cdef uint32_t giver
-    for giver in range(ledger.header.num_workers):
-        if mn_load_acquire_u64(&ledger.workers[giver].offered) == seq + 1:
-            mn_store_release_u64(&ledger.workers[giver].offered, 0)
 
 
 cdef inline bint is_skipped(mn_position *there, uint64_t seq) noexcept nogil:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["KeyStore", "Pool", "Progress", "Rooms", "Sink", "Slots"]
+__all__ = ["KeyStore", "Pool", "Progress", "Sink", "Slots"]
 
 
 class Pool(Protocol):
@@ -36,16 +36,6 @@ class KeyStore(Protocol):
 
     def drop(self, offset: int) -> None:
         """Forget them."""
-
-
-class Rooms(Protocol):
-    """Where each worker has room for one object that another one shall get (the assembler's)."""
-
-    def put(self, number: int, value: Any) -> int:
-        """Copy an object to the room of worker ``number``; returns its size. Raises if it would not arrive as it is."""
-
-    def get(self, number: int, nbytes: int) -> Any:
-        """What lies there; it is no longer needed."""
 
 
 class Progress(Protocol):

@@ -140,9 +140,7 @@ class Worker:
             return True
         lease = self._ledger.claim(self._number, self._longest_run())
         if lease is None:
-            return parking is not None and (
-                self._resume(parking.take()) or self._resume(parking.accept())
-            )
+            return parking is not None and self._resume(parking.take())
         batch, k, count = lease
         if count == 0:
             self._sink.collate(batch)

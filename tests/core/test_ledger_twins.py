@@ -66,7 +66,6 @@ class Twins(RuleBasedStateMachine):
         self.wanted: set[int] = set()
         self.delivered: list[int] = []
         self.occupant: dict[int, int] = {}  # the sample at each place
-        self.rooms: dict[int, int] = {}  # the sample that each worker has offered last
         self.next_key = 0
         for index in range(PASSES):
             self.both("open_pass", index)
@@ -242,30 +241,6 @@ class Twins(RuleBasedStateMachine):
             self.both("note_costs", position, array("q", [cost_ns]), 1)
             self.both("is_placed", position)
 
-    @rule(worker=workers, which=pick)
-    def offer(self, worker: int, which: int) -> None:
-        positions = self.hands[worker].positions
-        if positions and self.both("offered", worker)[0] is None:
-            position = positions.pop(which % len(positions))
-            self.both("offer", worker, position, which)
-            self.rooms[worker] = position
-
-    @rule(worker=workers, reads=st.booleans())
-    def accept(self, worker: int, reads: bool) -> None:
-        found = self.both("accept", worker)
-        if found is not None:
-            giver, position, _ = found
-            assert self.rooms[giver] == position
-            assert not any(position in hand.positions for hand in self.hands)
-            self.hands[worker].positions.append(position)
-            if reads:
-                self.both("accepted", giver)
-
-    @rule(worker=workers)
-    def withdraw(self, worker: int) -> None:
-        if self.both("withdraw", worker):
-            self.hands[worker].positions.append(self.rooms[worker])
-
     @rule(worker=workers)
     def collate(self, worker: int) -> None:
         collating = self.hands[worker].collating
@@ -289,7 +264,6 @@ class Twins(RuleBasedStateMachine):
         while idle < WORKERS:
             for worker, hand in enumerate(self.hands):
                 self.claim(worker, 3)
-                self.accept(worker, True)
                 idle = 0 if hand.positions or hand.collating else idle + 1
                 while hand.positions:
                     self.fill(worker, 0, False, 0)
@@ -324,9 +298,6 @@ WEIGHTS = {
     "fill_run": 4,
     "start_early": 3,
     "note_costs": 2,
-    "offer": 4,
-    "accept": 4,
-    "withdraw": 1,
     "collate": 5,
     "deliver": 4,
     "sweep": 2,
@@ -359,9 +330,6 @@ def test_a_long_random_walk(twins: tuple[ModuleType, ModuleType], seed: int) -> 
         "fill_run": lambda: (draw.randrange(WORKERS), draw.randint(1, 5), draw.random() < 0.5),
         "start_early": lambda: (draw.randrange(99), draw.randrange(12)),
         "note_costs": lambda: (draw.randrange(WORKERS), draw.randrange(99)),
-        "offer": lambda: (draw.randrange(WORKERS), draw.randrange(99)),
-        "accept": lambda: (draw.randrange(WORKERS), draw.random() < 0.8),
-        "withdraw": lambda: (draw.randrange(WORKERS),),
         "collate": lambda: (draw.randrange(WORKERS),),
         "deliver": lambda: (),
         "sweep": lambda: (draw.randrange(PASSES),),
