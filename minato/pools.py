@@ -48,6 +48,9 @@ def make_pool(
         ledger.shut_down()
         roster.dismiss()
 
+    def may_leave(number: int) -> bool:
+        return ledger.draining and not ledger.owns(number)
+
     def wanted(number: int, parent_lives: Callable[[], bool]) -> bool:
         return workplace.roster(ledger, number).stand_by(
             number, lambda: ledger.stopping or ledger.draining, parent_lives
@@ -63,7 +66,7 @@ def make_pool(
                 number, ledger, wrapped_in_thread(number), failure, BaseException
             )
 
-        return ThreadPool(plan.all_workers, in_thread, ready, stop, lambda: ledger.draining)
+        return ThreadPool(plan.all_workers, in_thread, ready, stop, may_leave)
     overdue: Overdue | None = None
     if plan.sample_timeout_s is not None:
         workplace.stacks = StackFile()
@@ -94,9 +97,7 @@ def make_pool(
             wrap = wrapped_in_actor(number)
             return workplace.worker(number, ledger, wrap, None, Exception, hired=crew.hire(number))
 
-        return ActorPool(
-            crew, buried, plan.all_workers, with_actor, ready, stop, lambda: ledger.draining
-        )
+        return ActorPool(crew, buried, plan.all_workers, with_actor, ready, stop, may_leave)
     if plan.seeds_samples:
         generators.examine()
     return ProcessPool(
@@ -107,7 +108,7 @@ def make_pool(
         (workplace,),
         ready,
         stop,
-        lambda number: ledger.draining and ledger.lease(number)[0] is None,
+        may_leave,
         buried,
         lambda: ledger.unclaimed() > 0,
         overdue,

@@ -170,7 +170,7 @@ cdef class Claims(Records):
         """Say that a sample has no result; one without a place leaves it to another.
 
         Returns:
-            As ``fill``.
+            ``(batch, answer)``: the batch that its place belongs to, or its own if it has none; and as ``fill``.
         """
         cdef mn_position *record = &self.positions[position & self.mask]
         cdef mn_position *there
@@ -185,13 +185,18 @@ cdef class Claims(Records):
                 there.blob = MN_SKIP_BLOB
                 mn_store_seq_cst_u64(&there.place, MN_FILLED | (position + 1))
                 mn_cas_seq_cst_u64(&record.ticket, word, MN_DONE)
-                return complete(self, worker, batch)
+                return batch, complete(self, worker, batch)
+            batch = record.batch
             if mn_cas_seq_cst_u64(&record.ticket, word, MN_DONE):
                 self.hungry()  # it may have been what the consumer waits for
-                return MN_NOT_COMPLETE
+                return batch, MN_NOT_COMPLETE
 
     def set_result(self, uint32_t batch, uint64_t result, uint64_t nbytes):
-        """Say where the collated result of a batch lies whose last samples are about to be filled in."""
+        """Say where the result of a whole batch lies, after everything else that is said of the batch.
+
+        All its samples must be this worker's. From this store on the batch is complete: its places need no data, and if
+        the worker dies, ``release`` fills those that it has not.
+        """
         self.batches[batch].result_nbytes = nbytes
         mn_store_release_u64(&self.batches[batch].result, result)
 

@@ -144,25 +144,32 @@ class Claims(Records):
                 self._fill_one(seq, seq)
             return self._complete(worker, batch)
 
-    def skip(self, worker: int, position: int) -> int:
+    def skip(self, worker: int, position: int) -> tuple[int, int]:
         """Say that a sample has no result; one without a place leaves it to another.
 
         Returns:
-            As ``fill``.
+            ``(batch, answer)``: the batch that its place belongs to, or its own if it has none; and as ``fill``.
         """
         with self._locked():
             place = self._ticket(position) & NUMBER
-            self._set_ticket(position, DONE)
             if place:
                 there = self._positions[(place - 1) & self._mask]
+                batch = int(there["batch"])
                 there["blob"] = SKIP_BLOB
                 there["place"] = FILLED | (position + 1)
-                return self._complete(worker, int(there["batch"]))
+                self._set_ticket(position, DONE)
+                return batch, self._complete(worker, batch)
+            self._set_ticket(position, DONE)
+            batch = int(self._positions[position & self._mask]["batch"])
         self.hungry()  # it may have been what the consumer waits for
-        return NOT_COMPLETE
+        return batch, NOT_COMPLETE
 
     def set_result(self, batch: int, result: int, nbytes: int) -> None:
-        """Say where the collated result of a batch lies whose last samples are about to be filled in."""
+        """Say where the result of a whole batch lies, after everything else that is said of the batch.
+
+        All its samples must be this worker's. From this store on the batch is complete: its places need no data, and if
+        the worker dies, ``release`` fills those that it has not.
+        """
         with self._locked():
             self._batches[batch]["result_nbytes"] = nbytes
             self._batches[batch]["result"] = result

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import struct
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.collate import default_collate
@@ -76,6 +76,9 @@ def read_layout(segment: Segment, offset: int) -> tuple[int, int, Layout]:
     fields, count, nbytes = _LAYOUT_HEAD.unpack(segment.read(offset, _LAYOUT_HEAD.size))
     data = segment.read(offset + _LAYOUT_HEAD.size, nbytes)
     return fields, count, Layout.from_bytes(data)
+
+
+_State: TypeAlias = tuple[int, Callable[[], Any]]
 
 
 class _Held:
@@ -177,24 +180,30 @@ class BatchWriter:
             elif texts:
                 self._attach(batch, place + i, texts, TEXT_BLOB)
 
-    def write_batch(self, batch: int, samples: list[Any]) -> None:
-        """Build a whole batch that has one place, however many samples it holds; the caller fills the place."""
+    def write_batch(self, batch: int, samples: list[Any], state: _State | None = None) -> None:
+        """Build a whole batch that has one place, however many samples it holds; the caller fills the place.
+
+        Args:
+            state: As for ``write_collated``.
+        """
         if not self.collates:
             layout = self._infer(samples[0])
             with suppress(
                 MemoryError
             ):  # then what is collated does not fit either, and becomes an error
                 if layout is not None and self._pack_all(batch, layout, samples):
+                    if state is not None:
+                        self._write_state(batch, *state)
                     return
-        self.write_collated(batch, samples)
+        self.write_collated(batch, samples, (), state)
 
     def _pack_all(self, batch: int, layout: Layout, samples: list[Any]) -> bool:
         count = len(samples)
         fields = self._ledger.allocate(batch, layout.fields_nbytes(count))
         if not self._pack_run(_Packing(0, layout, layout.packer(count), fields, count), 0, samples):
             return False
-        self._publish(batch, layout, fields, count)
-        return True
+        # Somebody who was interrupted here before may have offered other fields.
+        return self._publish(batch, layout, fields, count)[0] == fields
 
     def _pack_run(self, packing: _Packing, k: int, samples: list[Any]) -> bool:
         """Copy samples to consecutive places; False if one is a misfit or holds texts."""
@@ -216,20 +225,41 @@ class BatchWriter:
         failure = SampleError(self._describe_error(error), key, state)
         self._attach(batch, place, failure, ERROR_BLOB)
 
-    def write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
-        """Add the state of the worker's dataset, after a batch of which nothing lies at this place."""
+    def _write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
+        """Add the state of the worker's dataset after a batch of which nothing else lies at this place."""
         try:
             self._attach(batch, place, state(), STATE_BLOB)
         except Exception as error:
             self.write_error(batch, place, error, None)
 
-    def write_collated(self, batch: int, samples: list[Any]) -> None:
-        """Collate all samples of a batch that this worker holds; the caller fills their places afterwards."""
-        self._ledger.set_result(batch, *self._collated(batch, lambda: samples))
+    def write_collated(
+        self,
+        batch: int,
+        samples: list[Any],
+        skipped: Sequence[int] = (),
+        state: _State | None = None,
+    ) -> None:
+        """Collate a batch of which this worker holds all samples; the caller fills their places afterwards.
 
-    def write_nothing(self, batch: int) -> None:
-        """Say that all samples of a batch are skipped."""
-        self._ledger.set_result(batch, SKIP_BLOB, 0)
+        What is collated is said to be there last. From then on the batch is complete, even if the worker dies.
+
+        Args:
+            skipped: Places of samples that were left out.
+            state: A place at which nothing else lies, and what gives the state of the worker's dataset after the batch.
+        """
+        result = self._collated(batch, lambda: samples)
+        if state is not None:
+            self._write_state(batch, *state)
+        self._set_result(batch, skipped, result)
+
+    def write_nothing(self, batch: int, skipped: Sequence[int]) -> None:
+        """Say that all samples of a batch are skipped; these are their places, which the caller fills afterwards."""
+        self._set_result(batch, skipped, (SKIP_BLOB, 0))
+
+    def _set_result(self, batch: int, skipped: Sequence[int], result: tuple[int, int]) -> None:
+        for place in skipped:
+            self._ledger.attach(place, SKIP_BLOB, 0)
+        self._ledger.set_result(batch, *result)
 
     def finished(self, batch: int, outcome: int) -> None:
         """Act on the answer of ``Ledger.fill``."""

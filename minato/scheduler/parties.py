@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 __all__ = ["KeyStore", "Pool", "Progress", "Sink", "Slots"]
@@ -70,7 +70,9 @@ class Sink(Protocol):
     def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
         """Put samples at consecutive places, the first of which is number k of the batch."""
 
-    def write_batch(self, batch: int, samples: list[Any]) -> None:
+    def write_batch(
+        self, batch: int, samples: list[Any], state: tuple[int, Callable[[], Any]] | None = None
+    ) -> None:
         """Build a whole batch, of however many samples, that has one place."""
 
     def write_error(
@@ -78,16 +80,19 @@ class Sink(Protocol):
     ) -> None:
         """The same for a sample that raised."""
 
-    def write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
-        """Add the state of the worker's dataset, after a batch of which nothing lies at this place."""
-
     def write_end(self, place: int) -> None:
         """Say that there is nothing more to come."""
 
-    def write_collated(self, batch: int, samples: list[Any]) -> None:
-        """Collate all samples of a batch, or those of them that are not skipped."""
+    def write_collated(
+        self,
+        batch: int,
+        samples: list[Any],
+        skipped: Sequence[int] = (),
+        state: tuple[int, Callable[[], Any]] | None = None,
+    ) -> None:
+        """Collate all samples of a batch, or those of them that are not skipped, with the dataset's state after it."""
 
-    def write_nothing(self, batch: int) -> None:
+    def write_nothing(self, batch: int, skipped: Sequence[int]) -> None:
         """Say that all samples of a batch are skipped."""
 
     def finished(self, batch: int, outcome: int) -> None:

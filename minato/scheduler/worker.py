@@ -294,7 +294,7 @@ class Worker:
     ) -> None:
         """Run a whole batch by one call of the dataset, or an empty one; the dataset may return what it likes."""
         results, error = self._runner.run(first, epoch, [keys], fetch)
-        if error is not None and self._leniency is not None:
+        if error is not None and self._leniency is not None and keys:
             alone = list(keys)
             samples, error = self._run_lenient(fetcher, first, epoch, alone)
             self._deliver.bound(batch, first, 0, alone, samples, error, True)

@@ -157,7 +157,11 @@ class Twins(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def kill(self, worker: int) -> None:
+        assert self.both("owns", worker) >= bool(self.hands[worker].positions)
+        for position in self.hands[worker].positions:
+            assert self.both("undecided", worker, position)
         self.both("release", worker)
+        assert not self.both("owns", worker)
         self.hands[worker] = Hand()
 
     # ---- workers
@@ -209,6 +213,20 @@ class Twins(RuleBasedStateMachine):
         self.hands[worker].positions.remove(position)
         self.occupant[place] = position
         self.settle(worker, record, self.both("fill", worker, position, place))
+
+    @rule(worker=workers, max_run=st.integers(1, 5), filled=st.integers(0, 5))
+    def die_with_a_result(self, worker: int, max_run: int, filled: int) -> None:
+        """Killed when it has filled so many places of a batch whose result is there."""
+        before = list(self.hands[worker].positions)
+        self.claim(worker, max_run)
+        run = [p for p in self.hands[worker].positions if p not in before]
+        if not run or len(run) < (batch := self.batch_of(run[0])).count or not batch.bound:
+            return
+        self.both("set_result", batch.record, 4096 | codes.SAMPLE_BLOB, 99)
+        if filled := min(filled, len(run) - 1):
+            self.both("fill_run", worker, batch.record, 0, filled)
+        self.hands[worker].positions = before
+        self.kill(worker)
 
     @rule(worker=workers, max_run=st.integers(1, 5), together=st.booleans())
     def fill_run(self, worker: int, max_run: int, together: bool) -> None:
@@ -305,6 +323,7 @@ WEIGHTS = {
     "wait": 1,
     "allocate": 1,
     "kill": 0.7,
+    "die_with_a_result": 0.3,
     "cancel": 0.15,
 }
 
@@ -337,6 +356,10 @@ def test_a_long_random_walk(twins: tuple[ModuleType, ModuleType], seed: int) -> 
         "wait": lambda: (draw.random() < 0.5,),
         "allocate": lambda: (draw.randrange(99), draw.randrange(300)),
         "kill": lambda: (draw.randrange(WORKERS),),
+        "die_with_a_result": lambda: (
+            *(draw.randrange(WORKERS), draw.randint(1, 5)),
+            draw.randrange(6),
+        ),
         "cancel": lambda: (draw.randrange(PASSES),),
     }
     for name in draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=15_000):
