@@ -25,7 +25,6 @@ STORES: dict[str, tuple[str, ...]] = {
     "set_ready": ("result", "state"),
     "release": ("blob", "ticket", "ticket"),
     "release, result": ("place", "ticket", "place", "ticket"),
-    "release, filled": ("ticket", "ticket"),
 }
 """Of each operation the words that it changes in turn, where it concerns two samples of a batch, and completes that."""
 
