@@ -58,10 +58,10 @@ cdef class Ledger(Claims):
         RuntimeError: The other side runs another implementation or version of minato.
     """
 
-    cdef dict live  # records of the batches in flight, oldest first: their first positions
+    cdef dict in_flight  # records of the batches in flight, oldest first: their first positions
 
     def __cinit__(self, buffer, sizes=None, int lock_fd=-1):
-        self.live = {}
+        self.in_flight = {}
 
     def open_pass(self, uint32_t pass_index):
         """Start a run over the sampler: its samples will take places after the last published one."""
@@ -72,9 +72,9 @@ cdef class Ledger(Claims):
 
     def has_room(self, uint64_t count):
         """Whether a batch of ``count`` samples can be published now."""
-        cdef uint64_t base = next(iter(self.live.values())) if self.live else self.header.tail
+        cdef uint64_t base = next(iter(self.in_flight.values())) if self.in_flight else self.header.tail
         return (
-            len(self.live) < self.header.batch_capacity
+            len(self.in_flight) < self.header.batch_capacity
             and self.header.tail + count - base <= self.header.position_capacity
         )
 
@@ -133,7 +133,7 @@ cdef class Ledger(Claims):
         # A worker that looked at a record before it came round the ring can claim a ticket as soon as that is free, so
         # everything else stands before.
         mn_store_release_u64(&batch.state, ((batch.state >> 16) + 1) << 16 | MN_OPEN)
-        self.live[index] = tail
+        self.in_flight[index] = tail
         mn_store_release_u64(&self.header.passes[pass_index].limit, tail + count)
         for seq in range(tail, tail + count):
             position = &self.positions[seq & self.mask]
@@ -189,7 +189,7 @@ cdef class Ledger(Claims):
         cdef uint64_t seq
         cdef mn_batch *batch
         cdef mn_position *place
-        for index in self.live:
+        for index in self.in_flight:
             batch = &self.batches[index]
             if batch.pass_index != pass_index:
                 continue
@@ -238,7 +238,7 @@ cdef class Ledger(Claims):
     def retire(self, uint32_t batch):
         """Free the record of a batch that is settled and delivered, or closed with its whole pass settled."""
         cdef mn_batch *record = &self.batches[batch]
-        del self.live[batch]
+        del self.in_flight[batch]
         mn_store_release_u64(&record.state, record.state >> 16 << 16 | MN_VACANT)
 
     def release(self, uint32_t worker):
@@ -250,10 +250,10 @@ cdef class Ledger(Claims):
             How many samples go out again.
         """
         cdef uint64_t word, released, tail = self.header.tail
-        cdef uint64_t base = next(iter(self.live.values())) if self.live else tail
+        cdef uint64_t base = next(iter(self.in_flight.values())) if self.in_flight else tail
         reopen_places(self, worker, base, tail)
         released = reoffer(self, worker, base, tail)
-        for index in self.live:
+        for index in self.in_flight:
             word = mn_load_acquire_u64(&self.batches[index].state)
             if is_collating(word, worker):
                 mn_store_release_u64(&self.batches[index].state, word & ~<uint64_t>0xFFFF | MN_OPEN)
@@ -266,11 +266,11 @@ cdef class Ledger(Claims):
     def owns(self, uint32_t worker):
         """Whether a worker has claimed a sample or collates a batch: if it has ended, ``release`` is due."""
         cdef uint64_t seq, tail = self.header.tail
-        cdef uint64_t base = next(iter(self.live.values())) if self.live else tail
+        cdef uint64_t base = next(iter(self.in_flight.values())) if self.in_flight else tail
         for seq in range(base, tail):
             if is_claimed(mn_load_acquire_u64(&self.positions[seq & self.mask].ticket), worker):
                 return True
-        for index in self.live:
+        for index in self.in_flight:
             if is_collating(mn_load_acquire_u64(&self.batches[index].state), worker):
                 return True
         return False
@@ -290,13 +290,18 @@ cdef class Ledger(Claims):
         place -= 1
         cdef mn_position *there = &self.positions[place & self.mask]
         cdef mn_batch *batch = &self.batches[there.batch]
-        if there.batch not in self.live or not batch.first <= place < batch.first + batch.count:
+        if there.batch not in self.in_flight or not batch.first <= place < batch.first + batch.count:
             return False
         if not is_claimed(word, worker):
             return is_collating(mn_load_acquire_u64(&batch.state), worker)
         return mn_load_acquire_u64(&there.place) == MN_BOUND | (position + 1) and not (
             batch.bound and mn_load_acquire_u64(&batch.result)
         )
+
+    @property
+    def live(self):
+        """The records of the batches in flight, the oldest first."""
+        return list(self.in_flight)
 
     def unclaimed(self):
         """How many published samples nobody has claimed yet (an upper bound)."""
