@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from minato._core.ledger import Ledger
+from minato._postponed import not_the_end
 
 __all__ = ["CostModel", "Foresight", "Record"]
 
@@ -135,7 +136,10 @@ class Foresight:
         model, plans_of, size_of = self._model, self._plans_of, self._size_of
         _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
         for _, key, cost_ns, _ in self._ledger.samples(batch):
-            plans, size = plans_of(seed, epoch, key), size_of(key)
+            try:
+                plans, size = plans_of(seed, epoch, key), size_of(key)
+            except StopIteration as stop:
+                raise not_the_end("the dataset's size_of()", stop) from stop
             expected_ns = model.predict(key, size, plans)
             if expected_ns is not None:
                 self._record.note(expected_ns, cost_ns, threshold_ns)
@@ -153,8 +157,11 @@ class Foresight:
         if threshold_ns == 0 or self._record.is_bad or pickled:
             return
         for position, key in enumerate(keys, first):
-            plans = self._plans_of(seed, epoch, key)
-            cost_ns = self._model.predict(key, self._size_of(key), plans)
+            try:
+                plans, size = self._plans_of(seed, epoch, key), self._size_of(key)
+            except StopIteration as stop:
+                raise not_the_end("the dataset's size_of()", stop) from stop
+            cost_ns = self._model.predict(key, size, plans)
             if cost_ns is not None and cost_ns > threshold_ns:
                 others = (cost_ns - self.mean_ns) / self.mean_ns
                 ahead = min(math.ceil(others * self._num_workers), position - self._pass_first)
