@@ -1,8 +1,9 @@
 """The order of batches in a file, to be repeated: JSON lines, one per batch.
 
 An epoch begins with ``{"minato_order": 1, "epoch": e, "seed": s, "first_batch": b}``. Then each delivered batch is a
-list of its keys in the order of their places, and ``{"end": n}`` says that there were n batches. A run that goes on
-after an interruption appends: what it says of an epoch from batch b on takes the place of what was there.
+list of its keys in the order of their places, where ``[key, n]`` is a key that came n times before in the epoch, and
+``{"end": n}`` says that there were n batches. A run that goes on after an interruption appends: what it says of an
+epoch from batch b on takes the place of what was there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import index as as_integer
 from typing import Any
+
+from minato._occurrences import Again
 
 __all__ = ["OrderRecord", "RecordedOrder"]
 
@@ -36,7 +39,7 @@ class OrderRecord:
         self._file = open(path, "ab+")  # noqa: SIM115 - open for as long as the pass
         self._close = weakref.finalize(self, self._file.close)
         _cut_last_line(self._file)
-        self._waiting: dict[int, int | str] = {}
+        self._waiting: dict[int, int | str | list[Any]] = {}
         self._asked = 0
         self._batches = first_batch
         self._write(
@@ -70,7 +73,9 @@ class OrderRecord:
         self._file.flush()
 
 
-def _plain(key: Any) -> int | str:
+def _plain(key: Any) -> int | str | list[Any]:
+    if type(key) is Again:
+        return [_plain(key.key), key.occurrence]
     if isinstance(key, str):
         return key
     try:
@@ -80,6 +85,12 @@ def _plain(key: Any) -> int | str:
             f"record_order can only write keys that are integers or strings, and {key!r} is a "
             f"{type(key).__name__}: leave record_order out, or let the sampler give such keys"
         ) from None
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) is list:
+        return len(key) == 2 and type(key[0]) in (int, str) and type(key[1]) is int and key[1] > 0
+    return type(key) in (int, str)
 
 
 def _cut_last_line(file: Any) -> None:
@@ -151,7 +162,7 @@ class RecordedOrder:
             line = json.loads(raw) if raw.endswith(b"\n") else None
         except ValueError:
             line = None
-        if isinstance(line, list) and all(type(key) in (int, str) for key in line):
+        if isinstance(line, list) and all(map(_is_key, line)):
             return line
         if isinstance(line, dict) and ("end" in line or "minato_order" in line):
             return line
@@ -193,10 +204,11 @@ class RecordedOrder:
             )
         return found.seed
 
-    def batches(self, epoch: int) -> Iterator[list[int | str]]:
+    def batches(self, epoch: int) -> Iterator[list[int | str | Again]]:
         """The keys of each batch of a complete epoch."""
         with open(self._path, "rb") as file:
             for offset in self._epochs[epoch].offsets:
                 file.seek(offset)
-                keys: list[int | str] = json.loads(file.readline())
-                yield keys
+                yield [
+                    Again(*key) if type(key) is list else key for key in json.loads(file.readline())
+                ]
