@@ -217,7 +217,8 @@ def dumps(value: Any, purpose: Purpose = "sample") -> tuple[memoryview, list[mem
     raws = [buffer.raw() for buffer in buffers]
     if purpose == "partial" and _overlap(raws):
         raise pickle.PicklingError("arrays that share memory would no longer do so")
-    return file.getbuffer(), raws
+    # Not getbuffer(): CPython 3.12.1 crashes where the garbage collector meets such a view in a reference cycle.
+    return memoryview(file.getvalue()), raws
 
 
 def _check_travels(value: Any) -> None:

@@ -26,6 +26,7 @@ from minato._core.segment import Segment
 from minato._pickling import Purpose
 from minato.assembler.layout import Layout
 from minato.assembler.transport import Store
+from minato.errors import add_note
 
 __all__ = ["BatchWriter", "SampleError", "read_layout"]
 
@@ -62,8 +63,8 @@ class SampleError:
                 raise error
             error.reraise()
         except Exception as raised:
-            if self.key is not None and hasattr(raised, "add_note"):
-                raised.add_note(f"raised by the sample with index {self.key!r}")
+            if self.key is not None:
+                add_note(raised, f"raised by the sample with index {self.key!r}")
             if raised is not error:
                 traceback.clear_frames(raised.__traceback__)  # torch's own
             raise
