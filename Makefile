@@ -37,12 +37,16 @@ $(BUILT): $(INSTALLED) $(CORE)
 	@touch $@
 
 # A process that has imported large libraries forks slowly, and most tests fork.
-LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/test_latency.py tests/test_demo.py tests/test_ray.py \
+LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/test_latency.py tests/test_demo.py \
     tests/bench/test_papers.py tests/bench/test_workloads.py
 
+# Ray changes the process that it runs in: signal handlers, threads.
+RAY := tests/test_ray.py
+
 define run_tests
-	$(1) $(PY) -m pytest -m "not stress" $(LARGE_IMPORTS:%=--ignore=%)
+	$(1) $(PY) -m pytest -m "not stress" $(LARGE_IMPORTS:%=--ignore=%) --ignore=$(RAY)
 	$(1) $(PY) -m pytest -m "not stress" $(LARGE_IMPORTS)
+	$(1) $(PY) -m pytest -m "not stress" $(RAY)
 endef
 
 test: build  ## run the whole test-suite; random kills have a target of their own: stress
