@@ -90,9 +90,8 @@ class Claims(Records):
         """Note that the worker is between two leases, and add to its activity."""
         record = self._workers[worker]
         record["position"] = 0
-        record["samples"] += samples
-        record["busy_ns"] += busy_ns
-        record["idle_ns"] += idle_ns
+        for name, more in (("samples", samples), ("busy_ns", busy_ns), ("idle_ns", idle_ns)):
+            record[name] = int(record[name]) + more  # NumPy 1 makes a float of uint64 + int
 
     def reserve(self, worker: int, position: int, late: bool = False) -> tuple[int, int, int]:
         """Take a place for a finished sample.

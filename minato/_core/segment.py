@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import weakref
+from collections.abc import Callable
 from multiprocessing import reduction
 from typing import Any
 
@@ -64,6 +65,10 @@ def _private(nbytes: int) -> tuple[int, mmap.mmap]:
     return -1, _undumped(memory)
 
 
+def _call(held: mmap.mmap, function: Callable[..., object], *arguments: object) -> None:
+    function(*arguments)
+
+
 class Segment:
     """Memory without a name, mapped by every process that inherits or receives it.
 
@@ -112,6 +117,14 @@ class Segment:
         self.address: int = self.array.ctypes.data
         if descriptor >= 0:
             weakref.finalize(self, os.close, descriptor)
+
+    def before_unmapping(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function once no array of this memory is left, while it is still mapped.
+
+        The end of the process does not call it. Neither the function nor the arguments may hold such an array.
+        """
+        # From 2.5 on, NumPy gives an array's memory up before the finalizer runs, which therefore holds the mapping.
+        weakref.finalize(self.array, _call, self._memory, function, *arguments).atexit = False
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """A copy of a few bytes; sooner made than by the array."""

@@ -27,6 +27,7 @@ from minato._pickling import Purpose
 from minato._postponed import not_the_end
 from minato.assembler.layout import Layout
 from minato.assembler.transport import Store
+from minato.errors import add_note
 
 __all__ = ["BatchWriter", "SampleError", "read_layout"]
 
@@ -65,9 +66,8 @@ class SampleError:
                 raise error
             error.reraise()
         except BaseException as raised:
-            named = self.key is not None and not isinstance(raised, KeyboardInterrupt)
-            if named and hasattr(raised, "add_note"):
-                raised.add_note(f"raised by the sample with index {self.key!r}")
+            if self.key is not None and not isinstance(raised, KeyboardInterrupt):
+                add_note(raised, f"raised by the sample with index {self.key!r}")
             if raised is not error:
                 traceback.clear_frames(raised.__traceback__)  # torch's own
             raise
