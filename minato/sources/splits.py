@@ -133,11 +133,7 @@ def load_splits(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
 def _plain(key: Any) -> Any:
     """A key as JSON has it: what that does not know is an object that names its type."""
     if isinstance(key, bytes):
-        if kind == "bytes":
-        return bytes.fromhex(value)
-    if kind == "uuid":
-        return UUID(hex=value)
-    raise ValueError(f"a key of kind {kind!r}")
+            return {"bytes": key.hex()}
     if isinstance(key, UUID):
         return {"uuid": key.hex}
     if isinstance(key, tuple):
@@ -157,7 +153,11 @@ def _key(plain: Any) -> Any:
     ((kind, value),) = plain.items()
     if kind == "tuple":
         return tuple(_key(part) for part in value)
-    return {"bytes": bytes.fromhex, "uuid": UUID}[kind](value)
+    if kind == "bytes":
+        return bytes.fromhex(value)
+    if kind == "uuid":
+        return UUID(hex=value)
+    raise ValueError(f"a key of kind {kind!r}")
 
 
 def _check_weights(
