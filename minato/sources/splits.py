@@ -133,7 +133,7 @@ def load_splits(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
 def _plain(key: Any) -> Any:
     """A key as JSON has it: what that does not know is an object that names its type."""
     if isinstance(key, bytes):
-            return {"bytes": key.hex()}
+        return {"bytes": key.hex()}
     if isinstance(key, UUID):
         return {"uuid": key.hex}
     if isinstance(key, tuple):
