@@ -275,12 +275,16 @@ def _is_own_group(number: int) -> bool:
     return group.gr_name == user and set(group.gr_mem) <= {user}
 
 
-def printable(text: str) -> str:
-    """The text without control characters, which a terminal would obey; line breaks and tabs become spaces."""
-    return text if text.isprintable() else text.translate(_CONTROLS)
+def printable(text: str, *, lines: bool = False) -> str:
+    """The text without control characters, which a terminal would obey.
+
+    Args:
+        lines: Whether line breaks and tabs stay; otherwise they become spaces.
+    """
+    return text if text.isprintable() else text.translate(_IN_LINES if lines else _IN_A_LINE)
 
 
-_CONTROLS = {
-    **dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\N{REPLACEMENT CHARACTER}"),
-    **dict.fromkeys([9, 10, 13], " "),
-}
+_IN_LINES = dict.fromkeys(
+    [*range(9), *range(0xB, 0x20), *range(0x7F, 0xA0)], "\N{REPLACEMENT CHARACTER}"
+)
+_IN_A_LINE = {**_IN_LINES, **dict.fromkeys([9, 10, 13], " ")}

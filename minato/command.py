@@ -18,7 +18,7 @@ import torch.utils.data
 
 from minato import _core, ingesting
 from minato._core.clock import now_ns
-from minato._files import open_lines, write_atomically
+from minato._files import open_lines, printable, write_atomically
 from minato._standin import TorchDataLoader
 from minato._version import __version__
 from minato.factories import Refused, made
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.run(options)
         sys.stdout.flush()
     except Refused as error:
-        print(f"minato: {error}", file=sys.stderr)
+        print(f"minato: {printable(str(error), lines=True)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # Nobody reads any more. The interpreter would try to flush again at its end.
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 1
     except Exception as error:
-        print(f"minato: {options.failed.format(_in_a_line(error))}", file=sys.stderr)
+        print(f"minato: {options.failed.format(printable(_in_a_line(error)))}", file=sys.stderr)
         return 1
     return 0
 
