@@ -92,7 +92,18 @@ class Server:
         self._selector = _Selector()
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: None)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Begin to accept clients.
+
+        Raises:
+            RuntimeError: No further thread can be had; everything is closed.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self.let_go()
+            raise
 
     @property
     def works(self) -> bool:

@@ -123,6 +123,18 @@ class Annex:
         """Slots of which something is left."""
         return len(self._leases)
 
+    def holds(self, what: Parcel | Slot) -> bool:
+        """Whether a slot lies in the memory, or a parcel with all its parts in a slot that does."""
+        slot = what.slot if isinstance(what, Parcel) else what
+        if not 0 <= slot.start <= slot.end <= self.segment.nbytes:
+            return False
+        if not isinstance(what, Parcel):
+            return True
+        places = [(what.layout, 0), what.result, *what.texts, (slot.start, what.nbytes)]
+        return all(
+            slot.start <= start and start + nbytes <= slot.end for start, nbytes in places if start
+        )
+
     def received(self, parcel: Parcel, portion: Any) -> Shipment:
         """A parcel, to be opened here."""
         return Shipment(self.segment, parcel, portion, functools.partial(self._open, parcel))

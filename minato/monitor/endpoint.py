@@ -45,6 +45,7 @@ class Endpoint:
             _MOST_CLIENTS,
             _INTERVAL_S,
         )
+        self._server.start()
 
     def _text(self) -> str:
         held = [exported() for exported in list(self.loaders)]
