@@ -150,9 +150,20 @@ class Segment:
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int) -> Segment:
-        """The segment of another process, which has sent its descriptor; that is closed with the segment."""
+        """The segment of another process, which has sent its descriptor; that is closed with the segment.
+
+        Raises:
+            ValueError: The file is not so large; reading behind its end would end this process.
+            OSError: It cannot be mapped.
+        """
         segment = cls.__new__(cls)
-        segment._map_received(descriptor, nbytes)
+        try:
+            if not 0 < nbytes <= os.fstat(descriptor).st_size:
+                raise ValueError(f"a file of another size than {nbytes} bytes")
+            segment._map_received(descriptor, nbytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
         return segment
 
     def _map_received(self, descriptor: int, nbytes: int) -> None:
