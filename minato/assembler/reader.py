@@ -6,6 +6,7 @@ from typing import Any
 
 from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, STATE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.ledger import Ledger
+from minato._core.limits import slot_overflow
 from minato.assembler.arena import Arena, Slot
 from minato.assembler.transport import Store
 from minato.assembler.writer import SampleError, read_layout
@@ -80,9 +81,4 @@ class BatchReader:
 
 def too_large(slot: Slot) -> SampleError:
     """The error of a batch whose slot has no room left, not even for an error."""
-    return SampleError(
-        MemoryError(
-            f"a batch fills the {slot.end - slot.start} bytes of address space of its slot: use smaller "
-            "batches, or raise the limit on address space (ulimit -v)"
-        )
-    )
+    return SampleError(MemoryError(slot_overflow(slot.end - slot.start)))
