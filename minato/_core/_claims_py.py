@@ -30,6 +30,7 @@ from minato._core.codes import (
     SKIP_BLOB,
     SKIPPED,
 )
+from minato._core.limits import slot_overflow
 
 __all__ = ["Claims"]
 
@@ -196,10 +197,7 @@ class Claims(Records):
             rounded = -(-nbytes // ALIGNMENT) * ALIGNMENT
             offset, start, end = (int(record[name]) for name in ("cursor", "slot", "slot_end"))
             if offset + rounded > end:
-                raise MemoryError(
-                    f"a batch needs more than the {end - start} bytes of address space of its slot: "
-                    "use smaller batches, or raise the limit on address space (ulimit -v)"
-                )
+                raise MemoryError(slot_overflow(end - start))
             record["cursor"] = offset + rounded
             return offset
 
