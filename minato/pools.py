@@ -8,6 +8,7 @@ from typing import cast
 
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
+from minato._postponed import not_the_end
 from minato.assembler.transport import LocalStore
 from minato.assembler.writer import BatchWriter
 from minato.chain import generators
@@ -148,6 +149,8 @@ def _initialise(plan: Plan, number: int) -> Exception | None:
         if plan.worker_init_fn is not None:
             plan.worker_init_fn(number)
         _restore(plan, number)
+    except StopIteration as stop:
+        return not_the_end("worker_init_fn", stop)
     except Exception as error:
         return error
     return None

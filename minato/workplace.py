@@ -224,6 +224,7 @@ class Workplace:
             catches,
             plan.measure,
             self.habits,
+            ledger.occurrences,
         )
         leniency: Leniency | None = None
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):

@@ -91,6 +91,7 @@ cdef class Ledger(Claims):
         uint64_t keys_nbytes=0,
         int wake=INT_MAX,
         uint32_t owner=0,
+        occurrences=None,
     ):
         """Open a batch and offer its samples to the workers; ``has_room(count)`` must hold.
 
@@ -99,6 +100,7 @@ cdef class Ledger(Claims):
             slot: ``(start, cursor, end)``: arena offsets of the batch's slot and of its first free byte.
             wake: How many sleeping workers to wake.
             owner: Number + 1 of the one worker that may claim these samples, if they are bound; 0: any may.
+            occurrences: How often each key came before in the epoch; None: none did.
 
         Returns:
             The number of the batch's record, valid until ``retire``.
@@ -111,8 +113,9 @@ cdef class Ledger(Claims):
         cdef mn_position *position
         if not self.has_room(count):
             raise ValueError(f"there is no room for a batch of {count} samples")
-        if keys is not None and len(keys) != count:
-            raise ValueError(f"{len(keys)} keys are not those of a batch of {count} samples")
+        for values in (keys, occurrences):
+            if values is not None and len(values) != count:
+                raise ValueError(f"{len(values)} keys are not those of a batch of {count} samples")
         while self.batches[index].state & 15 != MN_VACANT:
             index += 1
         cdef mn_batch *batch = &self.batches[index]
@@ -126,6 +129,7 @@ cdef class Ledger(Claims):
         for seq in range(tail, tail + count):
             position = &self.positions[seq & self.mask]
             position.key = 0 if keys is None else keys[seq - tail]
+            position.occurrence = 0 if occurrences is None else occurrences[seq - tail]
             position.position = seq
             position.batch = index
             position.blob = position.blob_nbytes = position.cost_ns = 0

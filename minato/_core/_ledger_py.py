@@ -76,6 +76,7 @@ class Ledger(Claims):
         keys_nbytes: int = 0,
         wake: int = 2**31 - 1,
         owner: int = 0,
+        occurrences: Sequence[int] | None = None,
     ) -> int:
         """Open a batch and offer its samples to the workers; ``has_room(count)`` must hold.
 
@@ -84,6 +85,7 @@ class Ledger(Claims):
             slot: ``(start, cursor, end)``: arena offsets of the batch's slot and of its first free byte.
             wake: How many sleeping workers to wake.
             owner: Number + 1 of the one worker that may claim these samples, if they are bound; 0: any may.
+            occurrences: How often each key came before in the epoch; None: none did.
 
         Returns:
             The number of the batch's record, valid until ``retire``.
@@ -94,16 +96,21 @@ class Ledger(Claims):
         with self._locked():
             if not self.has_room(count):
                 raise ValueError(f"there is no room for a batch of {count} samples")
-            if keys is not None and len(keys) != count:
-                raise ValueError(f"{len(keys)} keys are not those of a batch of {count} samples")
-            index = next(i for i, word in enumerate(self._batches["state"]) if word & 15 == VACANT)
+            for values in (keys, occurrences):
+                if values is not None and len(values) != count:
+                    raise ValueError(
+                        f"{len(values)} keys are not those of a batch of {count} samples"
+                    )
+            states = self._batches["state"].tolist()
+            index = next(i for i, state in enumerate(states) if state & 15 == VACANT)
             tail = int(self._header["tail"])
             for k in range(count):
                 seq = tail + k
                 own = seq + 1
                 self._positions[seq & self._mask] = (
                     FREE | own if bound else FREE, BOUND | own if bound else own, 0, 0,
-                    0 if keys is None else keys[k], 0, seq, index, 0,
+                    0 if keys is None else keys[k], 0, seq, index,
+                    0 if occurrences is None else occurrences[k],
                 )  # fmt: skip
             generation = (int(self._batches[index]["state"]) >> 16) + 1
             start, cursor, end = slot

@@ -71,7 +71,7 @@ _BATCH = np.dtype(
 _POSITION = np.dtype(
     [
         ("ticket", "u8"), ("place", "u8"), ("blob", "u8"), ("blob_nbytes", "u8"), ("key", "i8"),
-        ("cost_ns", "u8"), ("position", "u8"), ("batch", "u4"), ("pad", "u4"),
+        ("cost_ns", "u8"), ("position", "u8"), ("batch", "u4"), ("occurrence", "u4"),
     ]
 )  # fmt: skip
 
@@ -257,6 +257,15 @@ class Records:
             return [
                 int(self._positions[seq & self._mask]["key"]) for seq in range(first, first + count)
             ]
+
+    def occurrences(self, position: int, count: int) -> list[int] | None:
+        """How often the key of each of ``count`` samples from this position on came before; None: of none it did."""
+        with self._locked():
+            found = [
+                int(self._positions[seq & self._mask]["occurrence"])
+                for seq in range(position, position + count)
+            ]
+        return found if any(found) else None
 
     def fields(self, batch: int) -> tuple[int, int, int]:
         """``(generation, layout, count)``: what a worker needs to find a place in the batch's fields."""

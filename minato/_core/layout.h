@@ -76,7 +76,7 @@ typedef struct {
     uint64_t cost_ns; /* time the sample took */
     uint64_t position; /* its own number: the ring reuses records */
     uint32_t batch;   /* record of the batch that this position belongs to */
-    uint32_t pad;
+    uint32_t occurrence; /* how often its key came before in the epoch */
 } mn_position;
 
 typedef struct {

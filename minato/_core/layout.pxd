@@ -72,6 +72,7 @@ cdef extern from "layout.h" nogil:
         uint64_t cost_ns
         uint64_t position
         uint32_t batch
+        uint32_t occurrence
 
     ctypedef struct mn_batch:
         uint64_t state

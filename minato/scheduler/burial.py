@@ -68,7 +68,14 @@ class Burial:
         """Do for a sample what its worker would have done if it had raised this."""
         assert self.policy is not None
         failure = SampleFailure(
-            sample.key, sample.epoch, sample.seed, number, attempts, error, sample.transform
+            sample.key,
+            sample.epoch,
+            sample.seed,
+            number,
+            attempts,
+            error,
+            sample.transform,
+            sample.occurrence,
         )
         result, raised = self.policy.settle(failure)
         ledger, sink = self.ledger, self.make_sink(number)

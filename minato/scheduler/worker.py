@@ -293,7 +293,7 @@ class Worker:
         keys: Sequence[Any],
     ) -> None:
         """Run a whole batch by one call of the dataset, or an empty one; the dataset may return what it likes."""
-        results, error = self._runner.run(first, epoch, [keys], fetch)
+        results, error = self._runner.run(first, epoch, [keys], fetch, batch_size=count)
         if error is not None and self._leniency is not None and keys:
             alone = list(keys)
             samples, error = self._run_lenient(fetcher, first, epoch, alone)

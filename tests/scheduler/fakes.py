@@ -168,6 +168,7 @@ class Bench:
         item = self.dispatcher.next()
         self.slots.release(item.slot)
         self.dispatcher.done(item, 100)
+        self.dispatcher.deliver(item)
         return item
 
     def rest(self) -> list[list[Any]]:

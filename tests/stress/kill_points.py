@@ -368,6 +368,8 @@ class World:
         """
         self.restore(image)
         self.stage.worker = self.stage.make(1, self.scene)
+        iterator: Any = self.iterator
+        iterator._owner = os.getpid()  # this copy stands for the consumer itself
         if late:
             work(self.stage.worker, 20)
         self.ledger.release(0)
