@@ -19,7 +19,7 @@ from tests.model.ledger import (
     Setting,
     Steps,
 )
-from tests.model.offers import OFFERED, Sharing
+from tests.protocol import Call
 
 
 class NotifierLooksFirst(Ledger):
@@ -116,7 +116,7 @@ class ReleaseForgetsBatches(Ledger):
 class ReleaseRepeats(Ledger):
     """What the dead worker had filled without having said so on the ticket goes out again."""
 
-    def is_kept(self, seq: int, place: int) -> Steps:
+    def is_empty(self, seq: int, place: int) -> Steps:
         yield peek(self.tail)
         return True
 
@@ -205,67 +205,39 @@ class ClosesWithoutLooking(Ledger):
         return True
 
 
-class TicketSaysItFirst(Sharing):
-    """What its giver has marked and not yet named when it dies, is found by nobody."""
+class FilledWithoutData(Ledger):
+    """The places before that of an error are filled before it, and hold nothing if the error does not come."""
 
-    def say_offered(self, worker: int, seq: int) -> Steps:
-        yield from self.mark_offered(seq)
-        yield store(self.on_offer[worker], seq + 1)
-
-
-class TakesOverWithoutLooking(Sharing):
-    """A worker takes what its giver has just taken back."""
-
-    def take_over(self, worker: int, seq: int, word: int) -> Steps:
-        yield store_sc(self.ticket[self.at(seq)], CLAIMED | worker << 4 | word & NUMBER)
-        return True
+    def delivery(self, number: int, count: int, size: int) -> tuple[Call, ...]:
+        calls = super().delivery(number, count, size)
+        if calls[0].name == "error":
+            return calls[0], Call("fill", 0, count)
+        return calls
 
 
-class TakesBackWithoutLooking(Sharing):
-    """The giver goes on with what another worker has just taken."""
+class ResultIsDropped(Ledger):
+    """The samples of a dead worker go out again although those that it has filled hold nothing."""
 
-    def take_back(self, seq: int, word: int) -> Steps:
-        yield store_sc(self.ticket[self.at(seq)], word & ~OFFERED)
-        return True
-
-
-class RoomIsGivenBackFirst(Sharing):
-    """The next sample lies in the room before this one is read."""
-
-    def take_out(self, giver: int) -> Steps:
-        yield store(self.on_offer[giver], 0)
-        copy = yield load(self.room[giver])
-        return copy
+    def result_of(self, index: int) -> Steps:
+        yield store(self.result[index], 0)
+        return 0
 
 
-class RoomIsAlwaysFree(Sharing):
-    """The giver knows that its sample was taken, and does not ask whether it was read."""
+class ErrorIsDropped(Ledger):
+    """The error of a dead worker is taken away from a place that counts as filled."""
 
-    def is_in_use(self, worker: int) -> Steps:
-        yield peek(self.on_offer[worker])
+    def is_skipped(self, seq: int, place: int, blob: int) -> Steps:
+        yield store(self.blob[self.at(place)], 0)
         return False
 
 
-class FirstLookIsBelieved(Sharing):
-    """The ring may have come round between the look and the claim."""
+class SkipSaysItIsDoneFirst(Ledger):
+    """A worker that dies before it has filled the place of a skipped sample leaves it to nobody."""
 
-    def taken_from(self, giver: int, looked_at: int) -> Steps:
-        yield peek(self.on_offer[giver])
-        return looked_at
-
-
-class ReleaseKeepsTheRoom(Sharing):
-    """The room of what a dead worker had taken is in use for ever."""
-
-    def empty_room(self, seq: int) -> Steps:
-        yield peek(self.tail)
-
-
-class ReleaseTakesWhatIsOffered(Sharing):
-    """What a dead worker had offered goes out again while another one takes it."""
-
-    def is_of(self, word: int, worker: int) -> bool:
-        return super().is_of(word & ~OFFERED, worker)
+    def skip(self, worker: int, seq: int) -> Steps:
+        yield store(self.ticket[self.at(seq)], DONE)
+        outcome = yield from super().skip(worker, seq)
+        return outcome
 
 
 ONE = ((1,),)
@@ -284,18 +256,15 @@ MUTATIONS: dict[type[Ledger], Setting] = {
     NobodyAdopts: Setting(ONE, collated="yes"),
     SettlesWithoutLooking: Setting(((2, 1),), positions=2, records=1, window=1, kills=0),
     TwoPublish: Setting(TWO, collated="yes", kills=0),
+    FilledWithoutData: Setting(TWO, max_run=2, bad="error"),
+    ResultIsDropped: Setting(TWO, max_run=2, collated="whole"),
+    ErrorIsDropped: Setting(TWO, max_run=2, bad="error"),
+    SkipSaysItIsDoneFirst: Setting(ONE, bad="skip"),
     NobodySweeps: Setting(((1,), (1,)), positions=1, records=1, window=1, kills=0),
     ClaimsWithoutLooking: Setting(ONE, kills=0),
     ClosesWithoutLooking: Setting(
         ((1,), (1,)), records=1, positions=2, window=1, kills=0, collated="yes"
     ),
-    TicketSaysItFirst: Setting(ONE, offers=True),
-    TakesOverWithoutLooking: Setting(ONE, offers=True, kills=0),
-    TakesBackWithoutLooking: Setting(ONE, offers=True, kills=0),
-    RoomIsAlwaysFree: Setting(((1, 1, 1),), records=3, any_order=True, offers=True, kills=0),
-    ReleaseKeepsTheRoom: Setting(ONE, offers=True),
-    ReleaseTakesWhatIsOffered: Setting(ONE, offers=True),
-    FirstLookIsBelieved: Setting(((1, 1),), positions=1, records=1, window=1, kills=0, offers=True),
 }
 """Where each mistake shows."""
 LARGE_MUTATIONS: dict[type[Ledger], Setting] = {
@@ -303,5 +272,4 @@ LARGE_MUTATIONS: dict[type[Ledger], Setting] = {
     HeadHasNoVersion: Setting(((1, 1),)),
     BindsWithoutLooking: Setting(((1, 1, 1),), bound=False, records=3, lag=2, kills=0),
     HintHasNoGeneration: Setting(((2, 2),), positions=2, records=1, window=1, kills=0, hint=True),
-    RoomIsGivenBackFirst: Setting(((1, 1, 1),), records=3, any_order=True, offers=True, kills=0),
 }

@@ -10,12 +10,16 @@ import pytest
 from tests.model.explore import Memory, Process, Report, add, explore, load, peek, start, store
 from tests.model.ledger import Ledger, Setting
 from tests.model.mutations import LARGE_MUTATIONS, MUTATIONS
-from tests.model.offers import Sharing
 
 SETTINGS = {
     "the gate, a kill, delayed stores": Setting(((1,),), whole_gate=False, buffered=True),
     "bound": Setting(((2, 2),), kills=0),
     "bound, in runs, a kill": Setting(((2,),), max_run=2, collated="whole"),
+    "bound, an error, a kill": Setting(((2,),), max_run=2, bad="error"),
+    "bound, a skipped sample, a kill": Setting(((2,),), max_run=2, bad="skip"),
+    "bound, whole, a skipped sample, a kill": Setting(
+        ((2,),), max_run=2, collated="whole", bad="skip"
+    ),
     "bound, hints, delayed stores": Setting(((2,),), kills=0, hint=True, buffered=True),
     "bound, used again": Setting(((1, 1, 1),), positions=2, kills=0),
     "bound, with owners": Setting(((1, 1, 1),), records=3, owned=True, kills=0),
@@ -23,11 +27,10 @@ SETTINGS = {
     "unbound": Setting(((2, 2),), bound=False, kills=0),
     "unbound, a kill": Setting(((1,),), bound=False, collated="yes"),
     "unbound, bound late": Setting(((1, 1, 1),), bound=False, records=3, kills=0),
-    "offers": Setting(((2,),), offers=True, kills=0),
-    "offers, a kill": Setting(((1,),), offers=True),
 }
 """Two workers and the consumer."""
 LARGE_SETTINGS = {
+    "bound, an error, collated, a kill": Setting(((3,),), max_run=3, collated="whole", bad="error"),
     "bound, a kill": Setting(((2, 2),), max_run=2),
     "bound, a kill, delayed stores": Setting(((2,),), collated="yes", buffered=True),
     "bound, a kill, used again": Setting(((1, 1),), positions=1, records=1, window=1),
@@ -45,19 +48,6 @@ LARGE_SETTINGS = {
     "unbound, bound late, used again": Setting(((1, 1, 1),), bound=False, positions=2, kills=0),
     "unbound, abandoned": Setting(((1, 1), (1,)), bound=False, records=3, kills=0),
     "unbound, abandoned, a kill": Setting(((1,), (1,)), bound=False, collated="yes"),
-    "offers, unbound": Setting(((2,),), offers=True, bound=False, kills=0),
-    "offers, a kill, two samples": Setting(((2,),), offers=True),
-    "offers, two kills": Setting(((1,),), offers=True, kills=2),
-    "offers, delayed stores": Setting(((1,),), offers=True, buffered=True),
-    "offers, three samples": Setting(((3,),), offers=True, kills=0),
-    "offers, used again": Setting(
-        ((1, 1),), positions=1, records=1, window=1, offers=True, kills=0
-    ),
-    "offers, abandoned": Setting(((1,), (1,)), offers=True, kills=0),
-    "offers, unbound, a kill": Setting(((1,),), bound=False, offers=True),
-    "offers, unbound, bound late": Setting(
-        ((1, 1, 1),), bound=False, records=3, offers=True, kills=0
-    ),
 }
 LARGE_S, LONG_S = 900, 100
 """How long the largest setting may take, and from which ``--stress-s`` on there is time for that."""
@@ -77,7 +67,7 @@ def play(ledger: Ledger) -> Report:
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
 def test_every_interleaving_delivers_everything_once(setting: Setting) -> None:
-    report = play((Sharing if setting.offers else Ledger)(setting))
+    report = play(Ledger(setting))
     assert report.fault is None, report
     assert report.ends > 0
 
