@@ -132,7 +132,8 @@ class Engine:
         )
         settles = plan.policy is not None and plan.policy.on_error != "raise"
         deaths = Deaths(plan.restarts, settles, Shortage(window) if in_processes else None)
-        self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths)
+        flow = Flow()
+        self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths, flow)
         reader = make_reader(self.ledger, self.arena, store)
         self._journal, staged_reader, dispatcher = parts_of(plan, experience.journal)
         self._ahead = plan.prefetch_to_device
@@ -156,7 +157,6 @@ class Engine:
             if experience.costs is not None:
                 self._foresight.mean_ns = experience.costs.mean
         self._scaler: Scaler | None = None
-        flow = Flow()
         if experience.staffing is not None and not isinstance(self._pool, InlinePool):
             flow.watched, times = True, [meters.total for meters in self.meters]
             self._scaler = Scaler(

@@ -17,6 +17,7 @@ from minato.plan import Plan
 from minato.scheduler.burial import Burial
 from minato.scheduler.cluster import ActorPool, Crew, wrapped_in_actor
 from minato.scheduler.deaths import Deaths, Loss
+from minato.scheduler.flow import Flow
 from minato.scheduler.in_hand import has_begun
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
 from minato.scheduler.overdue import Overdue, StackFile
@@ -36,7 +37,13 @@ __all__ = ["make_pool"]
 
 
 def make_pool(
-    plan: Plan, workplace: Workplace, ledger: Ledger, ready: Gate, roster: Roster, deaths: Deaths
+    plan: Plan,
+    workplace: Workplace,
+    ledger: Ledger,
+    ready: Gate,
+    roster: Roster,
+    deaths: Deaths,
+    flow: Flow,
 ) -> ProcessPool | ThreadPool | InlinePool:
     """The workers that a plan asks for, not yet started."""
     if plan.num_workers == 0:
@@ -91,6 +98,7 @@ def make_pool(
         sink,
         plan.all_workers,
         deaths,
+        flow,
         overdue,
         plan.policy,
     )

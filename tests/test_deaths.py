@@ -20,6 +20,7 @@ from minato import DataLoader
 from minato.scheduler import dispatcher, shortage
 from minato.scheduler.deaths import Deaths
 from minato.scheduler.in_hand import InHand
+from minato.scheduler.watch import UNREADABLE
 from minato.scheduler.window import Window
 
 
@@ -219,15 +220,57 @@ def test_workers_with_state_are_not_replaced() -> None:
 def test_deaths_before_any_sample_add_up() -> None:
     deaths = Deaths(restarts=True)
     for _ in range(2):
-        with pytest.warns(RuntimeWarning, match="killed by signal: Killed .* between samples"):
-            deaths.report(7, -signal.SIGKILL, None, 0)
+        with pytest.warns(RuntimeWarning, match=r"signal: Segmentation fault .* between samples"):
+            deaths.report(0, 7, -signal.SIGSEGV, None, 0)
     with pytest.raises(RuntimeError, match=r"pid\(s\) 7"):
-        deaths.report(7, -signal.SIGKILL, None, 0)
+        deaths.report(0, 7, -signal.SIGSEGV, None, 0)
+
+
+def test_kills_from_outside_before_any_sample_are_borne_longer_but_not_for_ever() -> None:
+    deaths = Deaths(restarts=True)
+    for _ in range(9):
+        with pytest.warns(RuntimeWarning, match="killed by signal: Killed .* between samples"):
+            deaths.report(0, 7, -signal.SIGKILL, None, 0)
+    with pytest.raises(RuntimeError, match=r"pid\(s\) 7") as caught:
+        deaths.report(0, 7, -signal.SIGKILL, None, 0)
+    assert "10 workers died there" in str(caught.value.__cause__)
+
+
+class KilledAtTheStart:
+    """A ``worker_init_fn`` whose process is killed the first five times."""
+
+    def __init__(self, directory: Any) -> None:
+        self.directory = directory
+
+    def __call__(self, number: int) -> None:
+        starts = len(list(self.directory.iterdir()))
+        (self.directory / str(starts)).touch()
+        if starts < 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_workers_that_are_killed_while_they_start_are_replaced(tmp_path: Any) -> None:
+    loader = DataLoader(Drawing(8), 4, num_workers=1, worker_init_fn=KilledAtTheStart(tmp_path))
+    assert [batch[0].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+def test_workers_that_die_at_once_do_not_add_up() -> None:
+    deaths = Deaths(restarts=True)
+    for number in range(10):
+        with pytest.warns(RuntimeWarning, match="between samples"):
+            deaths.report(number, 7, -signal.SIGBUS, None, 5)
+
+
+def test_an_exit_code_that_is_unknown_is_no_failure_to_start() -> None:
+    with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
+        Deaths(restarts=True).report(0, 7, UNREADABLE, None, 0)
 
 
 def test_a_start_that_fails_by_an_exception_is_not_tried_again() -> None:
     with pytest.raises(RuntimeError, match=r"pid\(s\) 7") as caught:
-        Deaths(restarts=True).report(7, 1, None, 0)
+        Deaths(restarts=True).report(0, 7, 1, None, 0)
     assert "exited with code 1 before its first sample" in str(caught.value.__cause__)
 
 
@@ -235,7 +278,7 @@ def test_deaths_between_samples_do_not_add_up_while_work_goes_on() -> None:
     deaths = Deaths(restarts=True)
     for progress in range(10):
         with pytest.warns(RuntimeWarning, match="Segmentation fault"):
-            deaths.report(7, -signal.SIGSEGV, None, progress)
+            deaths.report(0, 7, -signal.SIGSEGV, None, progress)
     assert deaths.total == 10
 
 
@@ -249,7 +292,7 @@ def test_less_is_loaded_ahead_after_memory_ran_out(monkeypatch: pytest.MonkeyPat
     def die(sample: int) -> str:
         in_hand = InHand(sample, sample, 0, 0, None, 0)
         with pytest.warns(RuntimeWarning) as caught:
-            assert deaths.report(7, -signal.SIGKILL, in_hand, 0) is None
+            assert deaths.report(0, 7, -signal.SIGKILL, in_hand, 0) is None
         return str(caught[0].message)
 
     assert "Memory ran out" not in die(1)  # somebody killed it

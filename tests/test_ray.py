@@ -499,7 +499,7 @@ def test_a_lost_machine_is_no_fault_of_what_ran_there() -> None:
     lost = Loss("is lost (its node has died)", blameless=True, unable=False)
     for _ in range(5):
         with pytest.warns(RuntimeWarning, match="is lost .* between samples. Another worker"):
-            assert deaths.report(1, lost, None, progress=0) is None
+            assert deaths.report(0, 1, lost, None, progress=0) is None
     assert deaths.total == 5
 
 
@@ -511,12 +511,12 @@ def test_a_sample_that_loses_three_actors_is_the_cause() -> None:
     lost = Loss("is lost", blameless=True, unable=False)
     for _ in range(2):
         with pytest.warns(RuntimeWarning, match="index 3"):
-            deaths.report(1, lost, THIRD, progress=5)
+            deaths.report(0, 1, lost, THIRD, progress=5)
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        deaths.report(3, lost, THIRD, progress=5)
+        deaths.report(0, 3, lost, THIRD, progress=5)
 
 
 def test_an_actor_that_cannot_begin_is_an_error_at_once() -> None:
     with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
-        Deaths(restarts=True).report(None, Loss("is lost", False, unable=True), None, 0)
+        Deaths(restarts=True).report(0, None, Loss("is lost", False, unable=True), None, 0)
     assert "before its first sample" in str(caught.value.__cause__)

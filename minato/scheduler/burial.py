@@ -10,6 +10,7 @@ from typing import Any
 from minato._core.ledger import Ledger
 from minato.scheduler.deaths import Deaths, Loss
 from minato.scheduler.failures import SKIP, ErrorPolicy, SampleFailure
+from minato.scheduler.flow import Flow
 from minato.scheduler.in_hand import InHand, sample_in_hand
 from minato.scheduler.overdue import Overdue
 from minato.scheduler.parties import Sink
@@ -34,6 +35,7 @@ class Burial:
     make_sink: Callable[[int], Sink]
     num_workers: int
     deaths: Deaths
+    flow: Flow
     overdue: Overdue | None
     policy: ErrorPolicy | None
 
@@ -56,8 +58,11 @@ class Burial:
             if self.policy is not None and attempts <= self.policy.retries:
                 error = None
         else:
-            progress = sum(self.ledger.activity(worker)[0] for worker in range(self.num_workers))
-            error = self.deaths.report(pid, exit_code, sample, progress)
+            # Samples of a worker that is killed before it has counted them show as the batches that they are in.
+            progress = self.flow.delivered + sum(
+                self.ledger.activity(worker)[0] for worker in range(self.num_workers)
+            )
+            error = self.deaths.report(number, pid, exit_code, sample, progress)
             attempts = 0 if sample is None else self.deaths.at(sample)
         # It may have delivered that sample: then it died, or was ended, too late to lose it.
         if error and sample and self.ledger.undecided(number, sample.position):

@@ -10,11 +10,15 @@ from dataclasses import dataclass
 from minato.errors import WorkerDiedError
 from minato.scheduler.in_hand import InHand
 from minato.scheduler.shortage import Shortage
+from minato.scheduler.watch import UNREADABLE
 
 __all__ = ["Deaths", "Loss"]
 
 _FATAL = 3
-"""A sample on which so many workers died is the cause, or the start-up if so many died before a sample."""
+"""A sample on which so many workers died is the cause; so is the start-up if a worker died so often before a sample."""
+_HOPELESS = 10
+"""The same for deaths between samples by a signal from outside: the cause need not lie in what is run."""
+_FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM}
 
 _LIKELY = {
     signal.SIGKILL: "most often because memory ran out",
@@ -55,18 +59,24 @@ class Deaths:
         self._shortage = shortage
         self._settles = settles
         # By the sample's position, as keys may be of any kind; else by how far all had come.
-        self._by_place: Counter[tuple[int | None, int | None]] = Counter()
+        self._by_place: Counter[tuple[int | None, tuple[int, int] | None]] = Counter()
         self.total = 0
         """Workers that have died."""
 
     def report(
-        self, pid: int | None, exit_code: int | Loss | None, sample: InHand | None, progress: int
+        self,
+        number: int,
+        pid: int | None,
+        exit_code: int | Loss | None,
+        sample: InHand | None,
+        progress: int,
     ) -> WorkerDiedError | None:
         """Take note of a death; returns if the worker shall be replaced, after a warning that says what happened.
 
         Args:
             sample: The sample it was on; None: it was on none.
-            progress: How many samples have been run: deaths on none of them only add up while nothing is run.
+            progress: How many samples have been run and batches delivered. Deaths of a worker on no sample only add up
+                while this stays the same: several workers that sleep may be killed at once.
 
         Returns:
             None, or what is wrong with the sample if it shall be given up.
@@ -75,7 +85,7 @@ class Deaths:
             RuntimeError: torch's, with the cause in words.
         """
         self.total += 1
-        place = (None, progress) if sample is None else (sample.position, None)
+        place = (None, (number, progress)) if sample is None else (sample.position, None)
         # All workers of a machine may be lost at once, in the middle of nothing.
         elsewhere = isinstance(exit_code, Loss) and exit_code.blameless and not sample
         self._by_place[place] += not elsewhere
@@ -84,14 +94,16 @@ class Deaths:
         if isinstance(exit_code, Loss):
             unable = exit_code.unable
         else:
-            unable = not sample and not progress and exit_code is not None and exit_code > 0
+            own = exit_code is not None and exit_code > 0 and exit_code != UNREADABLE
+            unable = not sample and not progress and own
+        fatal = _HOPELESS if not sample and exit_code in _FROM_OUTSIDE else _FATAL
         on = "before its first sample, see what it wrote to stderr" if unable else "between samples"
         if sample:
             on = f"while it ran the sample with index {sample.key!r}"
         what = f"DataLoader worker (pid {pid}) {_in_words(exit_code)} {on}."
         if self._shortage is not None:
             what += self._shortage.relieve()
-        if self._restarts and not unable and times < _FATAL:
+        if self._restarts and not unable and times < fatal:
             warnings.warn(
                 f"{what} Another worker takes its place, and nothing is lost.",
                 RuntimeWarning,

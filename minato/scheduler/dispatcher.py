@@ -223,6 +223,7 @@ class Dispatcher:
                     continue
                 self._assignment.delivered(found.owner)
                 if not flags & SKIPPED or not self._is_empty(found, result):
+                    self._flow.delivered += 1
                     return found
                 self._leavings.drop(found)
                 continue

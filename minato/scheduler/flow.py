@@ -16,6 +16,7 @@ class Flow:
     Attributes:
         waited_ns: How long it has waited for batches so far, the present wait not included.
         waiting_since_ns: Since when it waits now, 0 if it does not.
+        delivered: Batches that it has got so far.
         watched: Whether somebody wants to know the rest:
         ready: Batches that were ready at the last look.
         ending: Whether nothing is left to open, so that workers soon idle.
@@ -23,6 +24,7 @@ class Flow:
 
     waited_ns: int = 0
     waiting_since_ns: int = 0
+    delivered: int = 0
     watched: bool = False
     ready: int = 0
     ending: bool = False

@@ -218,7 +218,7 @@ def check_epoch(loader: DataLoader[Any], path: str, order: str) -> int:
 
 def take_turn(seconds: float, seed: int) -> dict[str, dict[str, float]]:
     """Iterate loaders with this process's backend; returns kills, seconds and samples of each path."""
-    deaths._FATAL = 1 << 30  # the kills are the test's own: no sample is to blame
+    deaths._FATAL = deaths._HOPELESS = 1 << 30  # the kills are the test's own: no sample is to blame
     multiprocessing.set_forkserver_preload(["tests.stress.kills"])
     draw = random.Random(seed)
     names = list(PATHS)
