@@ -30,9 +30,9 @@ import torch
 import minato
 from tests import subprocesses
 from tests.stress.disturber import Disturber
+from tests.stress.page import PAGE, write_section
 from tests.stress.rounds import Round
 
-PAGE = "docs/benchmarks/chaos.md"
 TURN_S = 20.0
 """How long one form of the core runs before the other has its turn."""
 LIVES = 16
@@ -105,7 +105,7 @@ def report(seconds: float, seed: int, figures: Counter[str], recoveries_s: list[
     counts = figures.copy()
     del counts["samples"]
     lines = [
-        "# Chaos run",
+        "## Loaders under fire",
         "",
         "Loaders in all orders, with all start methods, worker processes and threads, the compiled core and the pure",
         "one, while their workers and whole training runs are killed; `tests/stress/chaos.py` says how. Each epoch is",
@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = report(options.seconds, seed, figures, recoveries_s)
     print(text)
     if options.figures is not None:
-        options.figures.write_text(text)
+        write_section(options.figures, text)
     return 0
 
 
