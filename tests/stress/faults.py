@@ -1,0 +1,488 @@
+"""The fault matrix: each fault, in each order, with each kind of worker; every byte of every batch is checked.
+
+    python -m tests.stress.faults --seconds 600 --figures docs/benchmarks/chaos.md
+
+Each cell is a process of its own, in a session of its own, with a deadline: it loads two epochs, the fault in the first
+of them. The epoch must be complete, or raise the error that belongs to the fault; the next one must be complete; and no
+process and no descriptor may be left. Where the time does not suffice for all cells, it is a random choice of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import faulthandler
+import gc
+import itertools
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter, deque
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import minato
+from minato import DataLoader
+from minato.caching import DiskCache
+from tests import subprocesses
+from tests.datasets import ORDERS
+from tests.disks import Disk, small_disk
+from tests.stress.page import PAGE, write_section
+
+LENGTH, BATCH, WORKERS = 96, 8, 2
+BAD = 41
+"""A sample that raises where failures are written to a disk."""
+TORN = 26
+"""A sample whose batch ``collate_fn`` does not like."""
+METHODS = ("fork", "spawn", "forkserver", "thread")
+DEADLINE_S = 90.0
+"""A cell that takes so long hangs: its session is killed."""
+ENDS_S = 5.0
+"""How soon after the end of a loader nothing of it may be left."""
+MARGIN_BYTES = 3 << 30
+"""Address space that the process may take beyond what it has."""
+Array = np.ndarray[Any, Any]
+FAULTS: dict[str, str] = {
+    "disk full": "complete; the cache, the quarantine and the trace warn",
+    "read-only disk": "complete; the cache, the quarantine and the trace warn",
+    "descriptors used up": "complete, or an `OSError` that names the limit, and then complete",
+    "memory limit": "complete",
+    "worker stopped": "complete",
+    "parent stopped": "complete",
+    "worker killed": "complete",
+    "sampler raises": "its error, once; then complete",
+    "collate raises": "its error in place of its batch; the others come",
+    "signal": "complete where the handler returns; Ctrl-C ends the loop",
+}
+SENSELESS = {
+    ("worker stopped", "thread"): "a thread cannot be stopped alone",
+    ("worker killed", "thread"): "a thread cannot be killed alone",
+}
+Cell = tuple[str, str, str]
+
+
+def content(index: int) -> Array:
+    """A sample: 512 numbers that no other sample has. Shape (512,), int64."""
+    return np.arange(512, dtype=np.int64) * 4099 + index
+
+
+class Samples:
+    """Samples of two milliseconds that hold their index and their content.
+
+    Args:
+        bad: One that raises.
+    """
+
+    def __init__(self, bad: int | None) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> tuple[int, Array]:
+        time.sleep(0.002)
+        if index == self.bad:
+            raise ValueError(f"sample {index} is bad")
+        return index, content(index)
+
+
+class Shaky:
+    """A sampler that raises once, and can then go on."""
+
+    def __init__(self) -> None:
+        self.raised = False
+
+    def __iter__(self) -> Iterator[int]:
+        self.left = deque(range(LENGTH))
+        return self
+
+    def __next__(self) -> int:
+        if len(self.left) == LENGTH // 3 and not self.raised:
+            self.raised = True
+            raise ValueError("the sampler raises")
+        if not self.left:
+            raise StopIteration
+        return self.left.popleft()
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+def dislikes(samples: list[tuple[int, Array]]) -> Any:
+    """A ``collate_fn`` that raises for one batch."""
+    indices = [index for index, _ in samples]
+    if TORN in indices:
+        raise ValueError(f"no batch of {indices}")
+    return np.array(indices), np.stack([values for _, values in samples])
+
+
+class Run:
+    """One cell of the matrix, in this process.
+
+    Args:
+        disk: Small, where the fault is of a disk.
+    """
+
+    def __init__(self, cell: Cell, disk: Disk | None) -> None:
+        self.fault, self.order, self.method = cell
+        self.disk = disk
+        self.cache: DiskCache | None = None
+        self.held: list[int] = []
+        self.helpers: list[subprocess.Popen[bytes]] = []
+        self.alarms = 0
+        self.iterator: Any = None
+        self.strikes = {
+            "disk full": self.fill,
+            "descriptors used up": self.use_up_descriptors,
+            "worker stopped": lambda: self.stop(self.worker()),
+            "parent stopped": lambda: self.stop(os.getpid()),
+            "worker killed": lambda: os.kill(self.worker(), signal.SIGKILL),
+        }.get(self.fault, lambda: None)
+
+    # ---- faults -----------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        assert self.disk is not None
+        self.disk.fill()
+
+    def use_up_descriptors(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 128), hard))
+        with contextlib.suppress(OSError):
+            while True:
+                self.held.append(os.open(os.devnull, os.O_RDONLY))
+
+    def give_back_descriptors(self) -> None:
+        while self.held:
+            os.close(self.held.pop())
+
+    def worker(self) -> int:
+        """Process id of a worker that has been started."""
+        pids = (process.pid for process in self.iterator._source._pool.processes)
+        return next(pid for pid in pids if pid is not None)
+
+    def stop(self, pid: int) -> None:
+        """Stop a process for a while, from another one."""
+        script = f"kill -STOP {pid}; sleep 0.3; kill -CONT {pid}"
+        self.helpers.append(subprocess.Popen(["/bin/sh", "-c", script]))
+
+    def alarm(self, *_: Any) -> None:
+        self.alarms += 1
+
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"order": self.order, "num_workers": WORKERS}
+        if self.method == "thread":
+            options["worker_method"] = "thread"
+        else:
+            options["multiprocessing_context"] = self.method
+        if self.disk is not None:
+            self.cache = DiskCache(self.disk.path / "cache", 1 << 24, version="1")
+            options |= {
+                "cache": self.cache,
+                "on_error": "skip",
+                "quarantine": self.disk.path / "bad.jsonl",
+                "trace": self.disk.path / "trace.json",
+            }
+        if self.fault == "sampler raises":
+            options["sampler"] = Shaky()
+        if self.fault == "collate raises":
+            options["collate_fn"] = dislikes
+        return options
+
+    # ---- epochs -----------------------------------------------------------------------------
+
+    def take(self, batch: Any, found: Counter[int]) -> None:
+        """Check a batch, every byte."""
+        indices = np.asarray(batch[0]).tolist()
+        for index, values in zip(indices, np.asarray(batch[1]), strict=True):
+            assert np.array_equal(values, content(index)), (index, values[:3])
+            found[index] += 1
+        if self.order in ("strict", "batch"):
+            first = indices[0] // BATCH * BATCH
+            skipped = BAD if self.disk is not None else None
+            assert indices == [i for i in range(first, first + BATCH) if i != skipped], indices
+
+    def epoch(self, loader: DataLoader[Any], strikes: bool) -> list[Exception]:
+        """Iterate to the end, with the fault after the second batch; returns the errors that it raised."""
+        found: Counter[int] = Counter()
+        errors: list[Exception] = []
+        self.iterator = iter(loader)
+        taken = 0
+        while True:
+            if strikes and taken == 2:
+                self.strikes()
+                strikes = False
+            try:
+                batch = next(self.iterator)
+            except StopIteration:
+                break
+            except Exception as error:
+                errors.append(error)
+                assert len(errors) < 3, errors
+                self.give_back_descriptors()
+                continue
+            self.take(batch, found)
+            taken += 1
+        self.iterator = None
+        self.give_back_descriptors()
+        self.check(found, errors)
+        return errors
+
+    def check(self, found: Counter[int], errors: list[Exception]) -> None:
+        """Compare what an epoch gave with what it should have given."""
+        assert set(found.values()) == {1}, found
+        missing = set(range(LENGTH)) - set(found)
+        if self.fault == "collate raises":
+            (error,) = errors
+            assert type(error) is ValueError, error
+            assert "no batch of" in str(error)
+            assert TORN in missing
+            assert len(missing) == BATCH
+            return
+        assert missing == ({BAD} if self.disk is not None else set()), missing
+        for error in errors:
+            if self.fault == "descriptors used up":
+                assert isinstance(error, OSError), error
+                assert error.errno == errno.EMFILE, error
+            else:
+                assert self.fault == "sampler raises", error
+                assert str(error) == "the sampler raises", error
+
+    def run(self) -> None:
+        """Load two epochs, the fault in the first."""
+        if self.method == "forkserver":
+            multiprocessing.set_forkserver_preload(["tests.stress.faults"])
+            forkserver.ensure_running()
+        resource_tracker.ensure_running()
+        before = descriptors()
+        if self.fault == "memory limit":
+            size = psutil.Process().memory_info().vms + MARGIN_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        dataset = Samples(BAD if self.disk is not None else None)
+        if self.fault == "read-only disk" and self.disk is not None:
+            loader = DataLoader(dataset, BATCH, **self.options())
+            self.disk.make_read_only()
+        else:
+            loader = DataLoader(dataset, BATCH, **self.options())
+        if self.fault == "signal":
+            signal.signal(signal.SIGALRM, self.alarm)
+            signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
+        errors = self.epoch(loader, strikes=True)
+        if self.fault == "signal":
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert self.alarms
+            self.interrupt(loader)
+        if self.fault == "sampler raises":
+            assert len(errors) == 1, errors
+        self.epoch(loader, strikes=False)
+        for helper in self.helpers:
+            helper.wait()
+        if self.cache is not None:
+            self.cache.close()
+            self.cache = None
+        del loader, errors  # whose tracebacks hold the iterator
+        deadline = time.monotonic() + ENDS_S
+        while left := [*descriptors() - before, *children()]:
+            assert time.monotonic() < deadline, f"left behind: {left}"
+            gc.collect()
+            time.sleep(0.02)
+
+    def interrupt(self, loader: DataLoader[Any]) -> None:
+        """Ctrl-C in the middle of an epoch: it comes out of the loop."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        found: Counter[int] = Counter()
+        try:
+            for batch in loader:
+                self.take(batch, found)
+                if len(found) >= 3 * BATCH:
+                    os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            assert set(found.values()) == {1}
+        else:
+            raise AssertionError("there was no KeyboardInterrupt")
+
+
+def descriptors() -> set[str]:
+    """What this process has open, with the numbers."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+    return {one for one in found if not one.endswith("/fd")}
+
+
+def children() -> list[str]:
+    """Processes that this one has started, without multiprocessing's helpers."""
+    helpers = {
+        getattr(resource_tracker._resource_tracker, "_pid", None),
+        getattr(forkserver._forkserver, "_forkserver_pid", None),
+    }
+    found = psutil.Process().children()
+    return [f"process {one.pid} ({one.status()})" for one in found if one.pid not in helpers]
+
+
+def run_cell(cell: Cell, output: Any) -> int:
+    """Run a cell in a forked process; returns its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        faulthandler.dump_traceback_later(DEADLINE_S - 5, exit=True, file=output)
+        warnings.simplefilter("ignore")
+        with contextlib.ExitStack() as stack:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            needs_disk = "disk" in cell[0]
+            disk = stack.enter_context(small_disk(directory / "disk")) if needs_disk else None
+            Run(cell, disk).run()
+        code = 0
+    except pytest.skip.Exception as reason:
+        print(reason, flush=True)
+        code = SKIPPED
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+SKIPPED = 77
+
+
+def run_cells(cells: list[Cell], seconds: float) -> tuple[dict[Cell, float], dict[Cell, str]]:
+    """Run as many cells as there is time for, one for each core at a time.
+
+    Returns:
+        How long each took that passed, in seconds, and what each said that was skipped.
+
+    Raises:
+        AssertionError: One failed, hung or left a process behind.
+    """
+    end = time.monotonic() + seconds
+    waiting = deque(cells)
+    running: dict[int, tuple[Cell, float, Any]] = {}
+    took_s: dict[Cell, float] = {}
+    skipped: dict[Cell, str] = {}
+    try:
+        while running or (waiting and time.monotonic() < end):
+            while waiting and len(running) < max(os.cpu_count() or 1, 1) and time.monotonic() < end:
+                cell = waiting.popleft()
+                output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed when the cell has ended
+                running[run_cell(cell, output)] = cell, time.monotonic(), output
+            for pid, (cell, begin, output) in list(running.items()):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                late = time.monotonic() > begin + DEADLINE_S
+                if not done and not late:
+                    continue
+                del running[pid]
+                left = subprocesses.wait_for_end(pid, ENDS_S) if done else []
+                if late and not done:
+                    end_session(pid)
+                    os.waitpid(pid, 0)
+                elif left:
+                    end_session(pid)
+                output.seek(0)
+                said = output.read()
+                output.close()
+                code = os.waitstatus_to_exitcode(status) if done else None
+                assert done, f"{cell} hangs:\n{said}"
+                assert code in (0, SKIPPED), f"{cell} failed, {code}:\n{said}"
+                assert not left, f"{cell} left processes behind: {left}\n{said}"
+                if code == SKIPPED:
+                    skipped[cell] = said.strip()
+                else:
+                    took_s[cell] = time.monotonic() - begin
+            time.sleep(0.01)
+    finally:
+        for pid in running:
+            end_session(pid)
+            os.waitpid(pid, 0)
+    return took_s, skipped
+
+
+def end_session(leader: int) -> None:
+    for pid in subprocesses.session(leader):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def report(took_s: dict[Cell, float], skipped: dict[Cell, str], seconds: float, seed: int) -> str:
+    """A section with the matrix, in Markdown."""
+
+    def entry(fault: str, method: str) -> str:
+        if (fault, method) in SENSELESS:
+            return "–"
+        return f"{sum((fault, order, method) in took_s for order in ORDERS)} of {len(ORDERS)}"
+
+    kind = minato.implementation()[0]
+    lines = [
+        "## Faults",
+        "",
+        "Each fault strikes in the middle of an epoch, in all orders; every byte of every batch is",
+        "compared, the next epoch is complete, and no process or descriptor is left. A cell counts the",
+        "orders (strict, batch, arrival, fast_first) in which this held; no cell failed.",
+        "",
+        f"    python -m tests.stress.faults --seconds {seconds:.0f} --seed {seed} --figures {PAGE}",
+        "",
+        f"{len(took_s)} cells in {sum(took_s.values()):.0f} s of loading, {kind} core, on {os.cpu_count()} cores",
+        f"(load average {os.getloadavg()[2]:.0f}):",
+        "",
+        f"| fault | the epoch is | {' | '.join(METHODS)} |",
+        "|---" * (2 + len(METHODS)) + "|",
+        *(
+            f"| {fault} | {promise} | {' | '.join(entry(fault, method) for method in METHODS)} |"
+            for fault, promise in FAULTS.items()
+        ),
+        "",
+        *(f"–: {fault}, {method}: {reason}." for (fault, method), reason in SENSELESS.items()),
+        *(f"Skipped: {reason}." for reason in sorted(set(skipped.values()))),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def choose(seed: int, faults: list[str], methods: list[str]) -> list[Cell]:
+    """The cells that make sense, in random order."""
+    every = itertools.product(faults, ORDERS, methods)
+    cells = [cell for cell in every if (cell[0], cell[2]) not in SENSELESS]
+    return random.Random(seed).sample(cells, len(cells))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.stress.faults")
+    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
+    parser.add_argument("--fault", choices=FAULTS, help="only this one")
+    parser.add_argument("--method", choices=METHODS, help="only this one")
+    parser.add_argument("--figures", type=Path, help="write the section to this page as well")
+    options = parser.parse_args(arguments)
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 20)
+    faults = [options.fault] if options.fault else list(FAULTS)
+    methods = [options.method] if options.method else list(METHODS)
+    took_s, skipped = run_cells(choose(seed, faults, methods), options.seconds)
+    text = report(took_s, skipped, options.seconds, seed)
+    print(text)
+    if options.figures is not None:
+        write_section(options.figures, text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
