@@ -47,6 +47,8 @@ from tests.stress.page import PAGE, write_section
 LENGTH, BATCH, WORKERS = 96, 8, 2
 BAD = 41
 """A sample that raises where failures are written to a disk."""
+DRAWN = 64
+"""Samples before a sampler's error."""
 TORN = 26
 """A sample whose batch ``collate_fn`` does not like."""
 METHODS = ("fork", "spawn", "forkserver", "thread")
@@ -65,7 +67,7 @@ FAULTS: dict[str, str] = {
     "worker stopped": "complete",
     "parent stopped": "complete",
     "worker killed": "complete",
-    "sampler raises": "its error, once; then complete",
+    "sampler raises": "its error, once; then complete, or the end where the sampler cannot go on",
     "collate raises": "its error in place of its batch; the others come",
     "signal": "complete where the handler returns; Ctrl-C ends the loop",
 }
@@ -102,22 +104,40 @@ class Samples:
 
 
 class Shaky:
-    """A sampler that raises once, and can then go on."""
+    """A batch sampler that raises once, and can then go on."""
+
+    def __init__(self) -> None:
+        self.raised = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.left = iter(range(0, LENGTH, BATCH))
+        self.calls = 0
+        return self
+
+    def __next__(self) -> list[int]:
+        self.calls += 1
+        if self.calls == DRAWN // BATCH + 1 and not self.raised:
+            self.raised = True
+            raise ValueError("the sampler raises")
+        first = next(self.left)
+        return list(range(first, first + BATCH))
+
+    def __len__(self) -> int:
+        return LENGTH // BATCH
+
+
+class Broken:
+    """A sampler that raises, the first time, after ``DRAWN`` samples; torch's batch sampler cannot go on then."""
 
     def __init__(self) -> None:
         self.raised = False
 
     def __iter__(self) -> Iterator[int]:
-        self.left = deque(range(LENGTH))
-        return self
-
-    def __next__(self) -> int:
-        if len(self.left) == LENGTH // 3 and not self.raised:
+        yield from range(DRAWN)
+        if not self.raised:
             self.raised = True
             raise ValueError("the sampler raises")
-        if not self.left:
-            raise StopIteration
-        return self.left.popleft()
+        yield from range(DRAWN, LENGTH)
 
     def __len__(self) -> int:
         return LENGTH
@@ -198,8 +218,12 @@ class Run:
                 "quarantine": self.disk.path / "bad.jsonl",
                 "trace": self.disk.path / "trace.json",
             }
-        if self.fault == "sampler raises":
-            options["sampler"] = Shaky()
+        if self.fault != "sampler raises":
+            options["batch_size"] = BATCH
+        elif self.order in ("strict", "batch"):
+            options["batch_sampler"] = Shaky()
+        else:  # these orders make the batches themselves
+            options |= {"batch_size": BATCH, "sampler": Broken()}
         if self.fault == "collate raises":
             options["collate_fn"] = dislikes
         return options
@@ -254,7 +278,10 @@ class Run:
             assert TORN in missing
             assert len(missing) == BATCH
             return
-        assert missing == ({BAD} if self.disk is not None else set()), missing
+        expected = {BAD} if self.disk is not None else set()
+        if self.fault == "sampler raises" and errors and self.order in ("arrival", "fast_first"):
+            expected = set(range(DRAWN, LENGTH))
+        assert missing == expected, missing
         for error in errors:
             if self.fault == "descriptors used up":
                 assert isinstance(error, OSError), error
@@ -275,10 +302,10 @@ class Run:
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
         dataset = Samples(BAD if self.disk is not None else None)
         if self.fault == "read-only disk" and self.disk is not None:
-            loader = DataLoader(dataset, BATCH, **self.options())
+            loader = DataLoader(dataset, **self.options())
             self.disk.make_read_only()
         else:
-            loader = DataLoader(dataset, BATCH, **self.options())
+            loader = DataLoader(dataset, **self.options())
         if self.fault == "signal":
             signal.signal(signal.SIGALRM, self.alarm)
             signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
