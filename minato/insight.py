@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import get_worker_info
 
+from minato.chain.owned import Owned
 from minato.chain.rng import SampleRandomness
 from minato.checks import metrics_address
 from minato.fetching import Fetching
@@ -221,11 +222,21 @@ class Insight(Opening):
                 "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "
                 "not: give seed=, as the quarantine file tells it"
             )
-        randomness = SampleRandomness(seed)
+        randomness = SampleRandomness(
+            seed, owned=Owned({"dataset": self.dataset, **self._chain.drawing})
+        )
         with randomness.saved():
-            if self._options.rng == "sample":
+            fetcher = Fetcher(self.dataset, self._chain, self._auto_collation)
+            if self._options.rng != "sample":
+                return fetcher.single(index)
+            randomness.bind(epoch, index, occurrence)
+            sample = fetcher.single(index)
+            if (
+                randomness.look()
+            ):  # generators that this sample has made were bound to nothing in it
                 randomness.bind(epoch, index, occurrence)
-            return Fetcher(self.dataset, self._chain, self._auto_collation).single(index)
+                sample = fetcher.single(index)
+            return sample
 
 
 def _wished(variable: str) -> str | None:

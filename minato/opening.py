@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from minato._stateful import is_stateful
 from minato.assembler.arena import Arena, SpareArenas
 from minato.assembler.reader import BatchReader
 from minato.chain.chain import Chain
+from minato.chain.owned import Owned
 from minato.delivery.pinning import Pin
 from minato.engine import Engine
 from minato.experience import Experience
@@ -78,6 +80,7 @@ class Opening:
     _resting_engine: RestingEngine
     _trace: Trace | None
     _sharing: Sharing | None
+    _warned_of_generators = False
 
     @property
     def _whole(self) -> Any:
@@ -125,6 +128,7 @@ class Opening:
         if self._experience.staffing is not None:
             num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
         plan = Plan.of(self, base_seed, num_workers, most_workers)
+        self._warn_of_generators(plan)
         engine = Engine(plan, arena, self._experience, reader, pin)
         weakref.finalize(
             engine, _put_by, engine.shut_down, self._spare_arenas, arena
@@ -132,6 +136,28 @@ class Opening:
         if self._trace is not None and plan.lanes is not None:
             weakref.finalize(engine, self._trace.give_back, plan.lanes).atexit = False
         return engine
+
+    def _warn_of_generators(self, plan: Plan) -> None:
+        """Name the generators of dataset and transforms that are not bound to samples, once."""
+        if self._warned_of_generators or not plan.seeds_samples:
+            return
+        self._warned_of_generators = True
+        owned = Owned({"dataset": plan.dataset, **plan.chain.drawing})
+        unbound, cause = owned.others, "minato does not know how to write their states"
+        if self._in_threads and plan.worker_method == "thread":
+            unbound, cause = owned.names, "worker threads share them"
+        elif plan.fetching.at_once:
+            reads = Owned({"dataset": plan.dataset}).names
+            if reads:
+                unbound, cause = reads, "reads of several samples share them"
+        if unbound:
+            warnings.warn(
+                f"the dataset or its transforms hold random generators that cannot be bound to samples, as {cause}: "
+                f"{', '.join(unbound)}. Their numbers depend on which worker runs which sample, so a seeded run does "
+                "not repeat. Call minato.numpy_rng(), python_rng() or torch_rng() inside the sample instead",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _new_pass(self) -> Run:
         course = self._course

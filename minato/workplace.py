@@ -19,6 +19,7 @@ from minato.assembler.traced import TracedWriter
 from minato.assembler.transport import LocalRooms, SharedRooms, Store
 from minato.assembler.writer import BatchWriter
 from minato.chain.chain import Chain
+from minato.chain.owned import Owned
 from minato.chain.rng import SampleRandomness
 from minato.errors import NotPicklableError
 from minato.plan import Plan
@@ -187,12 +188,16 @@ class Workplace:
             hired: An actor that runs its samples, what ends it, and what tells whether it can be asked.
         """
         plan = self.plan
+        # Where several samples are read at once, the dataset's generators serve them all.
+        at_once = plan.fetching.at_once and hired is None
+        roots = {"dataset": None if at_once else plan.dataset, **plan.chain.drawing}
 
         def make_randomness(seed: int) -> SampleRandomness:
             # Beside the main thread, what that one draws meanwhile would be undone.
             beside = in_line and threading.current_thread() is not threading.main_thread()
-            bind_globals = plan.worker_method == "process" and not beside
-            return SampleRandomness(seed, bind_globals=bind_globals)
+            bind = plan.worker_method == "process" and not beside
+            owned = Owned(roots) if bind else None
+            return SampleRandomness(seed, bind_globals=bind, owned=owned)
 
         lease, meters = ledger.lease_words(number), self.meters(number)
         dataset, chain = plan.dataset, plan.chain
