@@ -306,6 +306,11 @@ def _pcg64_words(order: str, *numbers: int) -> bytes:
     return struct.pack("=4Q", *words)
 
 
+def _pcg64_increment(stream: int) -> int:
+    """Return an increment for each stream, by which each state is followed by others; it must be odd."""
+    return stream << 64 | stream | 1
+
+
 _LOW_64 = (1 << 64) - 1
 _HALVES = {"<": (0, 64), ">": (64, 0)}
 
@@ -323,9 +328,7 @@ class BitsInMemory:
             return
         words = ctypes.c_uint64.from_address(address).value
         self.blocks = [(words, 4, stream, 4)]
-        # An increment for each stream, in which each state is followed by others. It must be odd.
-        increment = stream << 64 | stream | 1
-        halves = struct.unpack("=8i", _pcg64_words(order, 0, increment))
+        halves = struct.unpack("=8i", _pcg64_words(order, 0, _pcg64_increment(stream)))
         self.cells = [(words + 4 * i, halves[i]) for i in range(4, 8)]
         self.cells += [(address + 8, 0), (address + 12, 0)]
         self.spans = [(words, 32), (address + 8, 8)]
@@ -348,24 +351,33 @@ class BitsInMemory:
 
 
 class BitsByCall:
-    """The state of any bit generator of numpy's, which a fresh one of its kind is seeded for."""
+    """The state of any bit generator of numpy's, through its attribute ``state``."""
 
     def __init__(self, bits: Any, stream: int) -> None:
         self._bits: Any = bits
-        self._words = np.zeros(8, np.uint32)
-        self.blocks = [(self._words.ctypes.data, 8, stream, 4)]
+        self._words = np.zeros(WORDS if type(bits) is np.random.MT19937 else 8, np.uint32)
+        self._increment = _pcg64_increment(stream)
+        self.blocks = [(self._words.ctypes.data, len(self._words), stream, 4)]
         self.cells: list[tuple[int, int]] = []
         self.spans: list[tuple[int, int]] = []
 
     def publish(self) -> None:
-        if type(self._bits) is np.random.Philox:  # a function of its key
-            key = self._words.view(np.uint64)[:2].copy()
-            fresh: Any = _PHILOX | {"state": {"counter": np.zeros(4, np.uint64), "key": key}}
-        elif type(self._bits) is np.random.SFC64:
-            words = [*self._words.view(np.uint64)[:3].tolist(), 1]
-            fresh = _SFC64 | {"state": {"state": np.array(words, np.uint64)}}
+        kind = type(self._bits)
+        low, high, third, *_ = self._words.view(np.uint64).tolist()
+        if kind is np.random.MT19937:
+            key = self._words.copy()
+            fresh: Any = {"bit_generator": "MT19937", "state": {"key": key, "pos": 0}}
+        elif kind in (np.random.PCG64, np.random.PCG64DXSM):
+            state = {"state": high << 64 | low, "inc": self._increment}
+            fresh = {"bit_generator": kind.__name__, "state": state, **_NOTHING_KEPT}
+        elif kind is np.random.Philox:  # a function of its key
+            key = np.array([low, high], np.uint64)
+            fresh = _PHILOX | {"state": {"counter": np.zeros(4, np.uint64), "key": key}}
+        elif kind is np.random.SFC64:
+            words = np.array([low, high, third, 1], np.uint64)
+            fresh = _SFC64 | {"state": {"state": words}}
         else:
-            fresh = type(self._bits)(self._words.tolist()).state
+            fresh = kind(self._words.tolist()).state
         self._bits.state = fresh
 
     def save(self) -> Any:

@@ -52,13 +52,13 @@ class Owned:
         roots: Where the walk begins, by name.
 
     Attributes:
-        generators: Those that can be bound, ready to be written.
+        generators: Those that can be bound, by their paths, ready to be written.
         others: Path and type of those that cannot.
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._roots = roots
-        self.generators: list[MemoryGenerator] = []
+        self.generators: dict[str, MemoryGenerator] = {}
         self.others: list[str] = []
         self._found: list[Found] = []
         self._gets: list[tuple[Get, Any]] = []
@@ -89,14 +89,14 @@ class Owned:
         )
 
     def _take(self, found: Iterator[Found]) -> None:
-        self._found, self.generators, self._gets, self._held = [], [], [], []
+        self._found, self.generators, self._gets, self._held = [], {}, [], []
         for path, generator, get, name in found:
             bound = own_generator(generator, _stream(path))
             if bound is None:
                 self.others.append(_described(path, generator))
                 continue
             self._found.append((path, generator, get, name))
-            self.generators.append(bound)
+            self.generators[path] = bound
             if get is not None:
                 self._gets.append((get, name))
                 self._held.append(generator)

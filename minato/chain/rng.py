@@ -91,6 +91,7 @@ class SampleRandomness:
         self.watches = bind_globals
         """Whether ``drawn`` can tell."""
         self._all: tuple[generators.MemoryGenerator, ...] = ()
+        self._own: dict[str, generators.MemoryGenerator] = {}
         self._snapshot = Snapshot([])
         self._before: Any = None
         if bind_globals:
@@ -101,7 +102,8 @@ class SampleRandomness:
         self._rand: Any = np.random.mtrand._rand
         self._bit_generator = self._rand._bit_generator
         self._torch = generators.torch_generator()
-        own = self._owned.generators
+        self._own = self._owned.generators
+        own = self._own.values()
         self._all = (generators.python_generator(), generators.numpy_generator(), self._torch, *own)
         writer = StateWriter(
             self.base_seed,
@@ -116,7 +118,6 @@ class SampleRandomness:
         self._publish_own = [
             generator.publish for generator in own if type(generator) not in generators.AT_ONCE
         ]
-        self._owns = bool(own)
 
     def bind(self, epoch: int, key: object, occurrence: int = 0) -> None:
         """Start a sample: its draws become a function of (seed, epoch, key, occurrence).
@@ -133,7 +134,7 @@ class SampleRandomness:
             return
         if self._rand._bit_generator is not self._bit_generator:  # np.random.set_bit_generator
             self._attach()
-        if self._owns and self._owned.moved():
+        if self._own and self._owned.moved():
             self._owned.follow()
             self._attach()
         self._write(
@@ -172,6 +173,8 @@ class SampleRandomness:
         """Whether anything drew from the global generators, or asked for a generator, since ``mark``."""
         # A generator that is asked for outside of samples is seeded from a global one, which shows there.
         asked_and_rests = _this_thread.generators_made, self._rests()
+        if self._own and self._owned.moved():
+            return True
         return not self._snapshot.holds() or self._before[1:] != asked_and_rests
 
     def rewind(self) -> None:
@@ -193,14 +196,18 @@ class SampleRandomness:
         return (
             _this_thread.binding,
             _this_thread.generators_made,
-            tuple([generator.save() for generator in self._all]),
+            tuple([generator.save() for generator in self._all[:3]]),
+            {path: generator.save() for path, generator in self._own.items()},
         )
 
     def restore(self, captured: Any) -> None:
         """Go on exactly where :meth:`capture` was called."""
-        _this_thread.binding, _this_thread.generators_made, states = captured
-        for generator, state in zip(self._all, states, strict=True):
+        _this_thread.binding, _this_thread.generators_made, states, own = captured
+        for generator, state in zip(self._all, states, strict=False):
             generator.load(state)
+        for path, state in own.items():
+            if path in self._own:  # one that was made in another process since may be missing
+                self._own[path].load(state)
 
     @contextmanager
     def saved(self) -> Iterator[None]:
@@ -211,13 +218,14 @@ class SampleRandomness:
             for generator in self._all:
                 if isinstance(generator, generators.TorchByState):
                     generator.adopt_initial_seed()
-        held, before = self._all, self.capture()
+        binding, made = _this_thread.binding, _this_thread.generators_made
+        before = [(generator, generator.save()) for generator in self._all]
         try:
             yield
         finally:
-            attached, self._all = self._all, held
-            self.restore(before)
-            self._all = attached
+            for generator, state in before:
+                generator.load(state)
+            _this_thread.binding, _this_thread.generators_made = binding, made
 
 
 def key_word(key: Any) -> int:

@@ -57,6 +57,27 @@ def test_who_is_free_takes_the_next_sample() -> None:
     assert workers(minato.DataLoader, schedule="round_robin") == alternating
 
 
+class Owning(Numbers):
+    """Draws from a generator of its own."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.rng = random.Random(0)
+
+    def __getitem__(self, index: int) -> float:
+        return self.rng.random()
+
+
+def test_generators_that_the_dataset_owns_are_bound_to_the_sample() -> None:
+    def drawn(make: Any, num_workers: int = 2, **own: Any) -> list[float]:
+        return [*make(Owning(12), None, num_workers=num_workers, **own)]
+
+    assert len(set(drawn(TorchLoader))) == 6  # each of two workers has a copy
+    assert len(set(drawn(minato.DataLoader))) == 12
+    assert drawn(minato.DataLoader, seed=1) == drawn(minato.DataLoader, 0, seed=1)
+    assert drawn(minato.DataLoader, 0, rng="worker") == drawn(TorchLoader, 0)
+
+
 def test_randomness_does_not_depend_on_the_workers() -> None:
     def numbers(make: Any, workers: int, **own: Any) -> Any:
         torch.manual_seed(1)
