@@ -35,7 +35,7 @@ from minato._core.layout cimport (
     mn_worker,
 )
 from minato._core.places cimport give_back, take, try_oldest
-from minato._core.recovery cimport reoffer, reopen_places
+from minato._core.recovery cimport is_claimed, is_collating, reoffer, reopen_places
 
 __all__ = ["Ledger"]
 
@@ -246,7 +246,7 @@ cdef class Ledger(Claims):
         mn_store_release_u64(&record.state, record.state >> 16 << 16 | MN_VACANT)
 
     def release(self, uint32_t worker):
-        """Offer again what a dead worker had claimed and not finished.
+        """Offer again what a dead worker had claimed and not finished; a batch whose result it has set is finished.
 
         Only for a worker that cannot run any more.
 
@@ -259,13 +259,48 @@ cdef class Ledger(Claims):
         released = reoffer(self, worker, base, tail)
         for index in self.live:
             word = mn_load_acquire_u64(&self.batches[index].state)
-            if word & 15 == MN_COLLATING and (word >> 4) & 0xFFF == worker:
+            if is_collating(word, worker):
                 mn_store_release_u64(&self.batches[index].state, word & ~<uint64_t>0xFFFF | MN_OPEN)
         self.workers[worker].position = 0
         # Whoever claims next looks for batches that are full and that nobody collates.
         mn_fetch_add_seq_cst_u32(&self.header.stranded, 1)
         mn_gate_notify(&self.header.work, INT_MAX)
         return released
+
+    def owns(self, uint32_t worker):
+        """Whether a worker has claimed a sample or collates a batch: if it has ended, ``release`` is due."""
+        cdef uint64_t seq, tail = self.header.tail
+        cdef uint64_t base = next(iter(self.live.values())) if self.live else tail
+        for seq in range(base, tail):
+            if is_claimed(mn_load_acquire_u64(&self.positions[seq & self.mask].ticket), worker):
+                return True
+        for index in self.live:
+            if is_collating(mn_load_acquire_u64(&self.batches[index].state), worker):
+                return True
+        return False
+
+    def undecided(self, uint32_t worker, uint64_t position):
+        """Whether a worker that has ended left it open what becomes of a sample.
+
+        It has claimed the sample and its result is not there, or it was collating the batch that the sample lies in.
+        """
+        cdef mn_position *record = &self.positions[position & self.mask]
+        cdef uint64_t word = mn_load_acquire_u64(&record.ticket)
+        cdef uint64_t place = word & MN_NUMBER
+        if record.position != position:
+            return False
+        if place == 0:
+            return is_claimed(word, worker)
+        place -= 1
+        cdef mn_position *there = &self.positions[place & self.mask]
+        cdef mn_batch *batch = &self.batches[there.batch]
+        if there.batch not in self.live or not batch.first <= place < batch.first + batch.count:
+            return False
+        if not is_claimed(word, worker):
+            return is_collating(mn_load_acquire_u64(&batch.state), worker)
+        return mn_load_acquire_u64(&there.place) == MN_BOUND | (position + 1) and not (
+            batch.bound and mn_load_acquire_u64(&batch.result)
+        )
 
     def unclaimed(self):
         """How many published samples nobody has claimed yet (an upper bound)."""

@@ -59,7 +59,8 @@ class Burial:
             progress = sum(self.ledger.activity(worker)[0] for worker in range(self.num_workers))
             error = self.deaths.report(pid, exit_code, sample, progress)
             attempts = 0 if sample is None else self.deaths.at(sample)
-        if error is not None and sample is not None:
+        # It may have delivered that sample: then it died, or was ended, too late to lose it.
+        if error and sample and self.ledger.undecided(number, sample.position):
             self._give_up(number, sample, error, attempts)
         self.ledger.release(number)
 

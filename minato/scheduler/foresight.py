@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from minato._core.ledger import Ledger
+from minato._postponed import not_the_end
 
 __all__ = ["CostModel", "Foresight", "Record"]
 
@@ -137,7 +138,10 @@ class Foresight:
         _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
         for position, key, cost_ns, _ in self._ledger.samples(batch):
             (occurrence,) = self._ledger.occurrences(position, 1) or (0,)
-            plans, size = plans_of(seed, epoch, key, occurrence), size_of(key)
+            try:
+                plans, size = plans_of(seed, epoch, key, occurrence), size_of(key)
+            except StopIteration as stop:
+                raise not_the_end("the dataset's size_of()", stop) from stop
             expected_ns = model.predict(key, size, plans)
             if expected_ns is not None:
                 self._record.note(expected_ns, cost_ns, threshold_ns)
@@ -156,8 +160,11 @@ class Foresight:
             return
         occurrences = self._ledger.occurrences(first, len(keys)) or [0] * len(keys)
         for position, (key, occurrence) in enumerate(zip(keys, occurrences, strict=True), first):
-            plans = self._plans_of(seed, epoch, key, occurrence)
-            cost_ns = self._model.predict(key, self._size_of(key), plans)
+            try:
+                plans, size = self._plans_of(seed, epoch, key, occurrence), self._size_of(key)
+            except StopIteration as stop:
+                raise not_the_end("the dataset's size_of()", stop) from stop
+            cost_ns = self._model.predict(key, size, plans)
             if cost_ns is not None and cost_ns > threshold_ns:
                 others = (cost_ns - self.mean_ns) / self.mean_ns
                 ahead = min(math.ceil(others * self._num_workers), position - self._pass_first)

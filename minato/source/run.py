@@ -271,7 +271,7 @@ class Course:
             if done is not None:
                 loaded = {**loaded, "done": plain_done(done)}
             self.epoch = loaded["epoch"]
-            if loaded["draw"]["epoch"] is not None:
+            if loaded["draw"].get("epoch") is not None:
                 tell_epoch(sampler, loaded["draw"]["epoch"])
             self._sampler_epoch = epoch_of(sampler)
             self.last = _standing(loader, self.epoch, done_of(loaded["done"]))
@@ -337,9 +337,11 @@ class Course:
         Raises:
             TypeError, ValueError: It is none, or belongs to another loader.
         """
-        sources = Draw(loader.generator, loader._index_sampler).sources
-        mine = signature(loader, is_stream(loader), sources)
-        self._loaded = checked(state, mine, replicas)
+        draw = Draw(loader.generator, loader._index_sampler)
+        mine = signature(loader, is_stream(loader), draw.sources)
+        loaded = checked(state, mine, replicas)
+        draw.check(loaded["draw"])
+        self._loaded = loaded
         self._last_seed, self.last = self.seed, None
 
     def lateness(self) -> Lateness:
