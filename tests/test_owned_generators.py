@@ -16,6 +16,8 @@ from torch.utils.data import get_worker_info
 
 import minato
 from minato import DataLoader
+from minato.chain.chain import Chain
+from minato.scheduler.remote import SampleServer, Work, unpacked
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Numbers
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
@@ -171,6 +173,21 @@ def test_the_middle_of_an_epoch_goes_on() -> None:
     later = make()
     later.load_state_dict(state)
     assert {**epoch(got), **epoch(later)} == expected()[1]
+
+
+def served() -> list[Any]:
+    """What an actor makes of samples, the first of which makes a generator."""
+    server = SampleServer(0, Work(Augmented(), Chain((Rotates(),)), 2, 1, None))
+    answers = [server.sample(index, 0, 5, index == 3) for index in (7, 3)]
+    return [unpacked(answer.pickled, answer.arrays) for answer in answers]
+
+
+def test_in_an_actor() -> None:
+    pytest.importorskip("ray")
+    with torch.multiprocessing.get_context("fork").Pool(1) as pool:
+        sample, again = pool.apply(served)
+    assert tuple(sample[1:]) == expected()[0][7]
+    assert again == make().reproduce(3, epoch=0, occurrence=1)
 
 
 def test_an_index_that_comes_again() -> None:

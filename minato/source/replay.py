@@ -94,7 +94,12 @@ def _plain(key: Any) -> int | str | list[Any]:
 
 def _is_key(key: Any) -> bool:
     if type(key) is list:
-        return len(key) == 2 and type(key[0]) in (int, str) and type(key[1]) is int and key[1] > 0
+        return (
+            len(key) == 2
+            and type(key[0]) in (int, str)
+            and type(key[1]) is int
+            and 0 < key[1] < 1 << 32
+        )
     return type(key) in (int, str)
 
 
