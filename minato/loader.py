@@ -275,7 +275,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         Samplers with a ``set_epoch`` of their own are told too. It is enough to tell the sampler instead.
         """
         tell_epoch(self._index_sampler, epoch)
-        self._course.epoch = epoch - 1
+        self._course.tell(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """How far the newest iterator is, by torchdata's protocol.

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from minato import DataLoader
 from minato._files import replacement, write_atomically
+from minato._occurrences import Again
 from minato.ingest.job import ingest
 from minato.ingest.journal import Done, Journal, JournalError
 from minato.ingest.store import open_store
@@ -169,7 +170,10 @@ LINE = st.one_of(
         seed=st.integers(-(2**70), 2**70) | st.integers(0, 3),
         first_batch=st.integers(-2, 3),
     ),
-    st.lists(st.integers(-3, 9) | st.text(max_size=3), max_size=4),
+    st.lists(
+        st.integers(-3, 9) | st.text(max_size=3) | st.lists(st.integers(-1, 2), max_size=3),
+        max_size=4,
+    ),
     st.builds(lambda end: {"end": end}, st.integers(-1, 4) | st.none() | st.floats()),
     st.recursive(st.none() | st.booleans() | st.floats(), st.lists, max_leaves=3),
     st.just({"minato_order": 2}),
@@ -220,7 +224,7 @@ def check_order(path: Path) -> None:
         assert -(1 << 63) <= seed < 1 << 63
         loader = DataLoader(Numbers(10), batch_size=None, sampler=range(10), replay_order=path)
         assert loader is not None
-        assert all(type(key) in (int, str) for keys in batches for key in keys)
+        assert all(type(key) in (int, str, Again) for keys in batches for key in keys)
 
 
 _PLACES: list[Path] = []

@@ -44,7 +44,15 @@ def _shared(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def _map(descriptor: int, nbytes: int) -> mmap.mmap:
-    return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NO_RESERVE)
+    return _undumped(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NO_RESERVE))
+
+
+def _undumped(memory: mmap.mmap) -> mmap.mmap:
+    """Keep a mapping out of core dumps: the kernel would allocate a page for each hole of a sparse shared file."""
+    if hasattr(mmap, "MADV_DONTDUMP"):
+        with contextlib.suppress(OSError):  # the dump is then larger than it need be
+            memory.madvise(mmap.MADV_DONTDUMP)
+    return memory
 
 
 def _private(nbytes: int) -> tuple[int, mmap.mmap]:
@@ -53,7 +61,7 @@ def _private(nbytes: int) -> tuple[int, mmap.mmap]:
         # A small batch that is held would otherwise take two megabytes.
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return -1, memory
+    return -1, _undumped(memory)
 
 
 class Segment:

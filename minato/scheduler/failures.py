@@ -52,11 +52,12 @@ class SampleFailure:
     Attributes:
         index: What the dataset was asked for.
         epoch: The epoch it happened in.
-        seed: What the randomness of the sample starts from; with index and epoch it gives the same draws again.
+        seed: What the randomness of the sample starts from; with index, epoch and occurrence it gives the same draws.
         worker: Number of the worker.
         attempts: How often the sample was run.
         error: What it raised the last time.
         transform: Name of the transform that raised, None for the dataset itself.
+        occurrence: How often the index came before in the epoch; 0 unless the sampler repeats indices.
     """
 
     index: Any
@@ -66,6 +67,7 @@ class SampleFailure:
     attempts: int
     error: BaseException
     transform: str | None
+    occurrence: int = 0
 
     def record(self, outcome: str) -> dict[str, Any]:
         """All of it as plain data."""
@@ -74,6 +76,7 @@ class SampleFailure:
             "index": self.index if plain else repr(self.index),
             "epoch": self.epoch,
             "seed": self.seed,
+            "occurrence": self.occurrence,
             "worker": self.worker,
             "attempts": self.attempts,
             "outcome": outcome,

@@ -1,8 +1,9 @@
 """The order of batches in a file, to be repeated: JSON lines, one per batch.
 
 An epoch begins with ``{"minato_order": 1, "epoch": e, "seed": s, "first_batch": b}``. Then each delivered batch is a
-list of its keys in the order of their places, and ``{"end": n}`` says that there were n batches. A run that goes on
-after an interruption appends: what it says of an epoch from batch b on takes the place of what was there.
+list of its keys in the order of their places, where ``[key, n]`` is a key that came n times before in the epoch, and
+``{"end": n}`` says that there were n batches. A run that goes on after an interruption appends: what it says of an
+epoch from batch b on takes the place of what was there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from operator import index as as_integer
 from typing import Any, BinaryIO
 
 from minato._files import cut_torn_line, open_lines, open_regular, write_all
+from minato._occurrences import Again
 
 __all__ = ["OrderRecord", "RecordedOrder"]
 
@@ -42,7 +44,7 @@ class OrderRecord:
         self._descriptor = open_lines(path, _BEGINS, "a recorded order (record_order=)")
         self._close = weakref.finalize(self, os.close, self._descriptor)
         cut_torn_line(self._descriptor)
-        self._waiting: dict[int, int | str] = {}
+        self._waiting: dict[int, int | str | list[Any]] = {}
         self._asked = 0
         self._batches = first_batch
         self._write(
@@ -76,7 +78,9 @@ class OrderRecord:
         write_all(self._descriptor, data, self._path)
 
 
-def _plain(key: Any) -> int | str:
+def _plain(key: Any) -> int | str | list[Any]:
+    if type(key) is Again:
+        return [_plain(key.key), key.occurrence]
     if isinstance(key, str):
         return key
     try:
@@ -97,7 +101,18 @@ def _line(raw: bytes) -> Any:
 
 
 def _is_batch(line: Any) -> bool:
-    return isinstance(line, list) and all(type(key) in (int, str) for key in line)
+    return isinstance(line, list) and all(map(_is_key, line))
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) is list:
+        return (
+            len(key) == 2
+            and type(key[0]) in (int, str)
+            and type(key[1]) is int
+            and 0 < key[1] < _INT64
+        )
+    return type(key) in (int, str)
 
 
 @dataclass
@@ -196,7 +211,7 @@ class RecordedOrder:
             )
         return found.seed
 
-    def batches(self, epoch: int) -> Iterator[list[int | str]]:
+    def batches(self, epoch: int) -> Iterator[list[int | str | Again]]:
         """The keys of each batch of a complete epoch."""
         with self._opened() as file:
             for number, offset in enumerate(self._epochs[epoch].offsets):
@@ -206,4 +221,4 @@ class RecordedOrder:
                     raise ValueError(
                         f"{self._path} has changed since it was opened: batch {number} of epoch {epoch} is gone"
                     )
-                yield keys
+                yield [Again(*key) if type(key) is list else key for key in keys]
