@@ -73,3 +73,34 @@ def test_the_percentile_reaches_the_policy() -> None:
 def test_what_makes_no_sense_is_refused(arguments, error, message) -> None:
     with pytest.raises(error, match=message):
         loader(**arguments)
+
+
+def test_a_full_disk_costs_the_profile_and_nothing_else(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        kept = loader(profile=disk.path / "costs")
+        assert sorted(flat(indices(kept))) == list(range(80))
+        (file,) = (disk.path / "costs").iterdir()
+        before = file.read_bytes()
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert file.parent.stat().st_mode & 0o777 == 0o700
+        disk.fill()
+        with pytest.warns(RuntimeWarning, match="cannot be written.*No space left"):
+            assert sorted(flat(indices(loader(profile=disk.path / "costs")))) == list(range(80))
+        assert file.read_bytes() == before
+        assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_profile_is_not_written_through_a_link(tmp_path: Path) -> None:
+    """Another user of the folder puts links where the file, or its unfinished one, will be."""
+    folder, victim = tmp_path / "costs", tmp_path / "victim"
+    victim.write_text("important")
+    kept = loader(profile=folder)
+    assert len(list(kept)) > 0
+    (file,) = folder.iterdir()
+    file.unlink()
+    file.symlink_to(victim)
+    for number in (os.getpid(), os.getpid() + 1):
+        (folder / f".{file.name}.{number}").symlink_to(victim)
+    assert len(list(loader(profile=folder))) > 0
+    assert victim.read_text() == "important"
+    assert not file.is_symlink()

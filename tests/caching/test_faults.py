@@ -227,22 +227,26 @@ def test_a_directory_like_tmp_is_fine_above_and_not_as_the_cache(tmp_path: Path)
         DiskCache(tmp_path / "link", QUOTA)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    entry=st.one_of(
-        st.binary(max_size=64),
-        st.binary(max_size=64).map(lambda data: pickle.dumps(data)[:-3]),
-        st.integers(),
-        st.none(),
-        st.text(max_size=20),
-        st.lists(st.integers(), max_size=3),
-    ),
-    cut=st.integers(0, 200),
+ENTRIES = st.one_of(
+    st.binary(max_size=64),
+    st.binary(max_size=64).map(lambda data: pickle.dumps(data)[:-3]),
+    st.integers(),
+    st.none(),
+    st.text(max_size=20),
+    st.lists(st.integers(), max_size=3),
 )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(entry=ENTRIES, cut=st.integers(0, 200))
 def test_any_entry_gives_a_sample_or_none(
     tmp_path_factory: pytest.TempPathFactory, entry: Any, cut: int
 ) -> None:
-    cache = shared_cache(tmp_path_factory)
+    check_entry(shared_cache(tmp_path_factory), entry, cut)
+
+
+def check_entry(cache: DiskCache, entry: Any, cut: int) -> None:
+    """Another entry, or the sample's with another end, is made anew."""
     key = bytes(16)
     cache.put(key, ["a sample", 5])
     whole = cache._load(key)
