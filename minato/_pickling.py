@@ -205,7 +205,8 @@ def dumps(value: Any, purpose: Purpose = "sample") -> tuple[memoryview, list[mem
     buffers: list[pickle.PickleBuffer] = []
     SidePickler(file, buffers, purpose).dump(value)
     raws = [buffer.raw() for buffer in buffers]
-    return file.getbuffer(), raws
+    # Not getbuffer(): CPython 3.12.1 crashes where the garbage collector meets such a view in a reference cycle.
+    return memoryview(file.getvalue()), raws
 
 
 def advise(error: Exception) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from minato import DataLoader
 from tests.datasets import Sleepy, flat, indices, plus_one
+from tests.disks import small_disk
 
 SLOW = dict.fromkeys(range(0, 80, 5), 0.01)
 

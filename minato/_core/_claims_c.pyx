@@ -31,6 +31,8 @@ from minato._core.layout cimport (
 )
 from minato._core.places cimport give_back, take_newest, take_oldest
 
+from minato._core.limits import slot_overflow
+
 __all__ = ["Claims"]
 
 
@@ -224,10 +226,7 @@ cdef class Claims(Records):
         while True:
             offset = mn_load_acquire_u64(&record.cursor)
             if nbytes > record.slot_end or offset + rounded > record.slot_end:
-                raise MemoryError(
-                    f"a batch needs more than the {record.slot_end - record.slot} bytes of address space of "
-                    "its slot: use smaller batches, or raise the limit on address space (ulimit -v)"
-                )
+                raise MemoryError(slot_overflow(record.slot_end - record.slot))
             if mn_cas_seq_cst_u64(&record.cursor, offset, offset + rounded):
                 return offset
 

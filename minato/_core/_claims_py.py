@@ -30,6 +30,7 @@ from minato._core.codes import (
     SKIP_BLOB,
     SKIPPED,
 )
+from minato._core.limits import slot_overflow
 
 __all__ = ["Claims"]
 
@@ -90,9 +91,8 @@ class Claims(Records):
         """Note that the worker is between two leases, and add to its activity."""
         record = self._workers[worker]
         record["position"] = 0
-        record["samples"] += samples
-        record["busy_ns"] += busy_ns
-        record["idle_ns"] += idle_ns
+        for name, more in (("samples", samples), ("busy_ns", busy_ns), ("idle_ns", idle_ns)):
+            record[name] = int(record[name]) + more  # NumPy 1 makes a float of uint64 + int
 
     def reserve(self, worker: int, position: int, late: bool = False) -> tuple[int, int, int]:
         """Take a place for a finished sample.
@@ -197,10 +197,7 @@ class Claims(Records):
             rounded = -(-nbytes // ALIGNMENT) * ALIGNMENT
             offset, start, end = (int(record[name]) for name in ("cursor", "slot", "slot_end"))
             if offset + rounded > end:
-                raise MemoryError(
-                    f"a batch needs more than the {end - start} bytes of address space of its slot: "
-                    "use smaller batches, or raise the limit on address space (ulimit -v)"
-                )
+                raise MemoryError(slot_overflow(end - start))
             record["cursor"] = offset + rounded
             return offset
 

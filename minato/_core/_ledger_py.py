@@ -101,7 +101,8 @@ class Ledger(Claims):
                     raise ValueError(
                         f"{len(values)} keys are not those of a batch of {count} samples"
                     )
-            index = next(i for i, word in enumerate(self._batches["state"]) if word & 15 == VACANT)
+            states = self._batches["state"].tolist()
+            index = next(i for i, state in enumerate(states) if state & 15 == VACANT)
             tail = int(self._header["tail"])
             for k in range(count):
                 seq = tail + k

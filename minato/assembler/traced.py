@@ -32,11 +32,16 @@ class TracedWriter(BatchWriter):
         self._lane.end(line, "copy", begun_ns)
 
     def write_collated(
-        self, batch: int, samples: list[Any], skipped: Sequence[int] = (), state: Any = None
+        self,
+        batch: int,
+        samples: list[Any],
+        skipped: Sequence[int] = (),
+        state: Any = None,
+        named: str | None = None,
     ) -> None:
         """As ever."""
         begun_ns = now_ns()
-        super().write_collated(batch, samples, skipped, state)
+        super().write_collated(batch, samples, skipped, state, named)
         self._lane.slice("collate", begun_ns, now_ns())
 
     def collate(self, batch: int) -> None:

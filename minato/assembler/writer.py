@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
+from zlib import crc32
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.collate import default_collate
@@ -26,12 +27,16 @@ from minato._core.segment import Segment
 from minato._pickling import Purpose
 from minato._postponed import not_the_end
 from minato.assembler.layout import Layout
-from minato.assembler.transport import Store
+from minato.assembler.page_locks import Slot
+from minato.assembler.transport import DamagedError, Store, damaged
+from minato.errors import add_note
 
 __all__ = ["BatchWriter", "SampleError", "read_layout"]
 
 _LAYOUT_HEAD = struct.Struct("<QQQ")
-"""Offset of the fields, number of samples they are for, bytes of the layout that follows."""
+"""Offset of the fields, number of samples they are for, bytes of the layout that follows the checksums."""
+_CHECKSUMS = struct.Struct("<II")
+"""Of the head, and of the layout."""
 _SHARED_WORK_BYTES = 8 << 20
 """From here on, several threads copy faster than one, even where they are not at hand at once."""
 _NEVER = 1 << 62
@@ -65,9 +70,8 @@ class SampleError:
                 raise error
             error.reraise()
         except BaseException as raised:
-            named = self.key is not None and not isinstance(raised, KeyboardInterrupt)
-            if named and hasattr(raised, "add_note"):
-                raised.add_note(f"raised by the sample with index {self.key!r}")
+            if self.key is not None and not isinstance(raised, KeyboardInterrupt):
+                add_note(raised, f"raised by the sample with index {self.key!r}")
             if raised is not error:
                 traceback.clear_frames(raised.__traceback__)  # torch's own
             raise
@@ -75,11 +79,33 @@ class SampleError:
             del error
 
 
-def read_layout(segment: Segment, offset: int) -> tuple[int, int, Layout]:
-    """``(fields, count, layout)`` of a batch whose layout is published at arena offset ``offset``."""
-    fields, count, nbytes = _LAYOUT_HEAD.unpack(segment.read(offset, _LAYOUT_HEAD.size))
-    data = segment.read(offset + _LAYOUT_HEAD.size, nbytes)
-    return fields, count, Layout.from_bytes(data)
+def read_layout(segment: Segment, offset: int, slot: Slot | None = None) -> tuple[int, int, Layout]:
+    """``(fields, count, layout)`` of a batch whose layout is published at arena offset ``offset``.
+
+    Args:
+        slot: Where the fields must lie, if that is known.
+
+    Raises:
+        DamagedError: What lies there is not what was written there.
+    """
+    head = segment.read(offset, _LAYOUT_HEAD.size + _CHECKSUMS.size)
+    # Only a size that is right bounds what is read next.
+    if len(head) == _LAYOUT_HEAD.size + _CHECKSUMS.size:
+        fields, count, nbytes = _LAYOUT_HEAD.unpack_from(head)
+        of_head, of_data = _CHECKSUMS.unpack_from(head, _LAYOUT_HEAD.size)
+        if crc32(head[: _LAYOUT_HEAD.size]) == of_head:
+            data = segment.read(offset + len(head), nbytes)
+            if crc32(data) == of_data:
+                layout = Layout.from_bytes(data)
+                end = fields + layout.fields_nbytes(count)
+                if slot is None or slot.start <= fields <= end <= slot.end:
+                    return fields, count, layout
+    raise damaged("the layout of a batch")
+
+
+def _layout_record(fields: int, count: int, data: bytes) -> bytes:
+    head = _LAYOUT_HEAD.pack(fields, count, len(data))
+    return head + _CHECKSUMS.pack(crc32(head), crc32(data)) + data
 
 
 _State: TypeAlias = tuple[int, Callable[[], Any]]
@@ -173,7 +199,7 @@ class BatchWriter:
         """
         try:
             packing = None if self.collates else self._packing(batch, samples[0])
-        except MemoryError as error:  # the batch does not fit its slot
+        except (MemoryError, DamagedError) as error:  # the batch does not fit its slot
             self.write_error(batch, place, error, None)
             return
         if packing is None:
@@ -297,7 +323,8 @@ class BatchWriter:
                 continue
             value = self._store.get(offset, nbytes) if kind else []
             if kind != SAMPLE_BLOB:
-                assert layout is not None
+                if layout is None or len(value) != layout.num_texts:
+                    raise damaged("what belongs to a sample")
                 value = layout.sample(self._segment.array, fields, count, k, value)
             samples.append(value)
         if not samples:
@@ -371,7 +398,7 @@ class BatchWriter:
     def _publish(self, batch: int, layout: Layout, fields: int, count: int) -> tuple[int, Layout]:
         """Offer a layout and its fields for the batch; returns those that hold: the first that were offered."""
         data = layout.to_bytes()
-        data = _LAYOUT_HEAD.pack(fields, count, len(data)) + data
+        data = _layout_record(fields, count, data)
         offset = self._ledger.allocate(batch, len(data))
         self._segment.write(offset, data)
         holding = self._ledger.publish_layout(batch, offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -117,6 +118,20 @@ def test_views_hold_the_lease(memory: Memory) -> None:
     assert freed == []
     del tensor
     assert freed == [1]
+
+
+def test_an_object_without_room_may_lie_in_a_reference_cycle(memory: Memory) -> None:
+    """Its error then keeps the pickle, until the garbage collector comes."""
+
+    def allocate(nbytes: int) -> int:
+        raise MemoryError(f"no room for {nbytes} bytes")
+
+    for _ in range(10):
+        with pytest.raises(MemoryError, match="no room") as caught:
+            memory.store.put(allocate, {"a": [1, 2]})
+        caught.value.me = caught.value  # type: ignore[attr-defined]
+        del caught
+        gc.collect()
 
 
 def test_peek_leaves_the_object(memory: Memory) -> None:
