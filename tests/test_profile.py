@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from minato import DataLoader
+from minato.scheduler.policy import TimeoutPolicy
+from minato.stats.profile import Profile
 from tests.datasets import Sleepy, flat, indices, plus_one
 from tests.disks import small_disk
 
@@ -43,7 +45,9 @@ def test_a_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
         "stand_in",
     ]
     known = threshold_ns(loader(order="fast_first", profile=folder))
-    assert 1_000_000 < known < 10_000_000
+    kept = Profile.load(folder, file.stem)
+    assert kept is not None
+    assert known == TimeoutPolicy(None, kept[1]).decision.threshold_ns > 1_000_000
     other = loader(order="fast_first", profile=folder, transforms=[plus_one])
     assert threshold_ns(other) == 0
 
