@@ -122,17 +122,18 @@ def test_rows_that_would_be_unpickled_by_themselves_are_not(tmp_path: Path) -> N
 
 
 def test_a_row_that_names_a_file_elsewhere_reads_and_removes_nothing(tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_bytes(b"x" * 100)
     cache = DiskCache(tmp_path / "cache", QUOTA, version="1")
     cache.put(bytes(16), bytes(100_000))
     cache.close()
+    (entry,) = tmp_path.glob("cache/samples/**/*.val")
+    secret = tmp_path / "secret"
+    secret.write_bytes(entry.read_bytes())  # whole, so that nothing else speaks against it
     for shard in (tmp_path / "cache" / "samples").glob("*/cache.db"):
         with sqlite3.connect(shard) as connection:
             connection.execute("UPDATE Cache SET filename = ?", (str(secret),))
         connection.close()
     assert cache.get(bytes(16)) == (False, None)
-    assert secret.read_bytes() == b"x" * 100
+    assert secret.read_bytes() == entry.read_bytes()
     cache.close()
 
 
