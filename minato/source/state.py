@@ -93,6 +93,7 @@ def _check_parts(state: dict[str, Any]) -> None:
     _check("replicas", state, _are_replicas)
     if not state["finished"]:
         _check("base_seed", state, _is_int64)
+        _check("drawn_epoch", {"drawn_epoch": 0, **state}, _is_int64)
         _check("done", state, _is_done)
 
 
