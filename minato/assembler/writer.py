@@ -308,7 +308,9 @@ class BatchWriter:
                 continue  # nobody took the place
             own, k = ledger.locate(position)
             *_, offset, nbytes, _ = ledger.describe(own)
-            keys.append(self._store.peek(offset, nbytes)[k] if offset else ledger.keys(own, k, 1)[0])
+            keys.append(
+                self._store.peek(offset, nbytes)[k] if offset else ledger.keys(own, k, 1)[0]
+            )
         return keys
 
     def _packing(self, batch: int, sample: Any) -> _Packing | None:
