@@ -63,7 +63,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         seed: Makes shuffling and all randomness of samples functions of (seed, epoch, index). Without it torch's
             generator decides, as in torch.
         memory_budget_bytes: What batches that are loaded ahead may take; by default the share of a quarter of the
-            memory that is available when iteration starts, divided by the ranks of the node and among the loaders in use.
+            memory that is available when iteration starts, divided by the ranks of the node and the loaders in use.
         worker_method: ``"process"``, ``"thread"``, or ``"ray"``: actors in a Ray cluster (extra ``ray``).
         rng: ``"sample"`` (default): the global generators are re-seeded for each sample by (seed, epoch, index), so
             that content does not depend on the number of workers; ``"worker"``: torch's streams, one per worker, as
@@ -90,7 +90,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         quarantine: Path of a file to which a line of JSON is added for each failure: index, epoch, seed, worker,
             transform, exception, traceback, and what became of it.
         sample_timeout_s: Seconds after which the worker process of a sample is ended and replaced, and the sample is a
-            failure with ``minato.SampleTimeoutError``, whose text holds the worker's stack.
+            failure with ``minato.SampleTimeoutError``, whose text holds the worker's stack. The same limit holds for
+            ``worker_init_fn``: after ``retries`` more tries, it raises.
         record_order: File to which the order of the batches is appended while they are delivered.
         replay_order: Such a file: the same samples come in the same batches, in the recorded order, with the recorded
             seed. The sampler is not asked then.

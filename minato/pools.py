@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from minato._core.clock import now_ns
+from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato._postponed import not_the_end
@@ -14,6 +16,7 @@ from minato.plan import Plan
 from minato.scheduler.burial import Burial
 from minato.scheduler.cluster import ActorPool, Crew, wrapped_in_actor
 from minato.scheduler.deaths import Deaths, Loss
+from minato.scheduler.in_hand import is_between_leases
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
 from minato.scheduler.overdue import Overdue, StackFile
 from minato.scheduler.process import (
@@ -108,7 +111,7 @@ def make_pool(
         (workplace,),
         ready,
         stop,
-        lambda number: ledger.draining and ledger.lease(number)[0] is None,
+        lambda number: ledger.draining and is_between_leases(ledger, number),
         buried,
         lambda: ledger.unclaimed() > 0,
         overdue,
@@ -128,9 +131,12 @@ def _run_worker_process(number: int, workplace: Workplace) -> None:
             number, lambda: ledger.stopping or ledger.draining, parent_lives
         ):
             return
+        lease = ledger.lease_words(number)
+        lease[1], lease[2] = now_ns(), STARTING
         failure = _initialise(plan, number)
+        lease[2] = -1
         wrap = wrapped_in_process(number)
-        worker = workplace.worker(number, ledger, wrap, failure, Exception)
+        worker = workplace.worker(number, ledger, wrap, failure, BaseException)
         worker.loop(parent_lives)
         worker.close()
     except KeyboardInterrupt:

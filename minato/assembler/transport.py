@@ -6,15 +6,16 @@ import itertools
 import pickle
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._pickling import Purpose, dumps
 
-__all__ = ["LocalRooms", "LocalStore", "SharedRooms", "SharedStore", "Store"]
+__all__ = ["LocalRooms", "LocalStore", "SharedRooms", "SharedStore", "Store", "keys_of"]
 
 Allocate = Callable[[int], int]
 """Gives the arena offset of so many fresh bytes, aligned to 64."""
@@ -177,3 +178,12 @@ class LocalRooms:
     def get(self, number: int, nbytes: int) -> Any:
         """The object; it is kept no longer."""
         return self._values.pop(number)
+
+
+def keys_of(ledger: Ledger, store: Store, batch: int, k: int, count: int) -> Sequence[Any]:
+    """The keys of samples k … k+count-1 of a batch."""
+    *_, offset, nbytes, _ = ledger.describe(batch)
+    if not offset:
+        return ledger.keys(batch, k, count)
+    keys: list[Any] = store.peek(offset, nbytes)
+    return keys[k : k + count]

@@ -50,7 +50,12 @@ class Leniency:
                 policy.recovered(failure)
                 return samples[0], None
             failure = self._failure(epoch, key, again, attempt + 1)
-        return policy.settle(failure)
+        try:
+            return policy.settle(failure)
+        except (
+            BaseException
+        ) as raised:  # of the on_error function; an exception, settle itself has seen to
+            return None, raised
 
     def _failure(self, epoch: int, key: Any, error: BaseException, attempts: int) -> SampleFailure:
         step = self._chain.failed_step(error)
