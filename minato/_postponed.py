@@ -5,6 +5,8 @@ from __future__ import annotations
 import traceback
 from typing import NoReturn
 
+from minato.errors import add_note
+
 __all__ = ["Postponed", "not_the_end"]
 
 
@@ -18,12 +20,11 @@ def not_the_end(source: str, error: StopIteration) -> RuntimeError:
 class Postponed:
     """An exception that waits for its turn, without the frames it passed: they would keep alive all that they hold.
 
-    What they would have shown becomes a note of the exception (from Python 3.11 on).
+    What they would have shown becomes a note of the exception.
     """
 
     def __init__(self, error: Exception) -> None:
-        if hasattr(error, "add_note"):
-            error.add_note(f"raised earlier:\n{''.join(traceback.format_tb(error.__traceback__))}")
+        add_note(error, f"raised earlier:\n{''.join(traceback.format_tb(error.__traceback__))}")
         self._error = error.with_traceback(None)
 
     def reraise(self) -> NoReturn:

@@ -114,7 +114,6 @@ class Engine:
             habits=experience.habits if plan.num_workers == 0 else None,
             policy=plan.policy,
         )
-        workplace.furnish()
         roster = workplace.roster(self.ledger)
         roster.want(max(plan.most_workers, 1))
         self.meters = [workplace.meters(number) for number in range(sizes[0])]

@@ -28,7 +28,7 @@ from minato.integrations.lightning import counts_batches
 from minato.opening import RestingEngine
 from minato.options import Options, PaperController
 from minato.plan import Unbound
-from minato.scheduler.failures import SampleFailure
+from minato.scheduler.failures import FailureLog, SampleFailure
 from minato.sharing import Sharing
 from minato.source.epochs import tell_epoch
 from minato.source.passes import SeededSampler
@@ -90,8 +90,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         quarantine: Path of a file to which a line of JSON is added for each failure: index, epoch, seed, worker,
             transform, exception, traceback, and what became of it.
         sample_timeout_s: Seconds after which the worker process of a sample is ended and replaced, and the sample is a
-            failure with ``minato.SampleTimeoutError``, whose text holds the worker's stack. The same limit holds for
-            ``worker_init_fn``: after ``retries`` more tries, it raises.
+            failure with ``minato.SampleTimeoutError``, whose text holds the worker's stack. The same limit holds for a
+            call of ``collate_fn`` and for ``worker_init_fn``: these raise, after ``retries`` more tries.
         record_order: File to which the order of the batches is appended while they are delivered.
         replay_order: Such a file: the same samples come in the same batches, in the recorded order, with the recorded
             seed. The sampler is not asked then.
@@ -240,6 +240,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         self._spare_arenas = SpareArenas()
         self._resting_engine = RestingEngine()
         self._trace = None if trace is None else Trace(os.fspath(trace))
+        if self._options.quarantine is not None:
+            FailureLog.check(self._options.quarantine)
         self._sharing = Sharing.of(self._options)
         if self._sharing is not None:
             shuffle, sampler = self._sharing.divided(
@@ -277,7 +279,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         Samplers with a ``set_epoch`` of their own are told too. It is enough to tell the sampler instead.
         """
         tell_epoch(self._index_sampler, epoch)
-        self._course.epoch = epoch - 1
+        self._course.tell(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """How far the newest iterator is, by torchdata's protocol.

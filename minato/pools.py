@@ -16,7 +16,6 @@ from minato.plan import Plan
 from minato.scheduler.burial import Burial
 from minato.scheduler.cluster import ActorPool, Crew, wrapped_in_actor
 from minato.scheduler.deaths import Deaths, Loss
-from minato.scheduler.in_hand import is_between_leases
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
 from minato.scheduler.overdue import Overdue, StackFile
 from minato.scheduler.process import (
@@ -52,6 +51,9 @@ def make_pool(
         ledger.shut_down()
         roster.dismiss()
 
+    def may_leave(number: int) -> bool:
+        return ledger.draining and not ledger.owns(number)
+
     def wanted(number: int, parent_lives: Callable[[], bool]) -> bool:
         return workplace.roster(ledger, number).stand_by(
             number, lambda: ledger.stopping or ledger.draining, parent_lives
@@ -67,7 +69,7 @@ def make_pool(
                 number, ledger, wrapped_in_thread(number), failure, BaseException
             )
 
-        return ThreadPool(plan.all_workers, in_thread, ready, stop, lambda: ledger.draining)
+        return ThreadPool(plan.all_workers, in_thread, ready, stop, may_leave)
     overdue: Overdue | None = None
     if plan.sample_timeout_s is not None:
         workplace.stacks = StackFile()
@@ -98,9 +100,7 @@ def make_pool(
             wrap = wrapped_in_actor(number)
             return workplace.worker(number, ledger, wrap, None, Exception, hired=crew.hire(number))
 
-        return ActorPool(
-            crew, buried, plan.all_workers, with_actor, ready, stop, lambda: ledger.draining
-        )
+        return ActorPool(crew, buried, plan.all_workers, with_actor, ready, stop, may_leave)
     if plan.seeds_samples:
         generators.examine()
     return ProcessPool(
@@ -111,7 +111,7 @@ def make_pool(
         (workplace,),
         ready,
         stop,
-        lambda number: ledger.draining and is_between_leases(ledger, number),
+        may_leave,
         buried,
         lambda: ledger.unclaimed() > 0,
         overdue,

@@ -688,3 +688,15 @@ def test_a_worker_init_fn_that_hangs_is_ended(
         Numbers(8), 4, worker_init_fn=stuck_once, sample_timeout_s=2, retries=1, **options
     )
     assert flat([batch.tolist() for batch in again]) == [*range(8)]
+
+
+def stuck_at_nine(samples: list[int]) -> torch.Tensor:
+    time.sleep(60 if 9 in samples else 0)
+    return torch.tensor(samples)
+
+
+def test_a_collate_fn_that_hangs_is_ended() -> None:
+    options: dict[str, Any] = {"num_workers": 2, "sample_timeout_s": 0.5, "on_error": "skip"}
+    with pytest.raises(SampleTimeoutError, match="collate_fn took more") as caught:
+        list(DataLoader(Numbers(40), 4, collate_fn=stuck_at_nine, **options))
+    assert "in stuck_at_nine" in str(caught.value)

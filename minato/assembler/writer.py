@@ -6,7 +6,8 @@ import struct
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+from zlib import crc32
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.collate import default_collate
@@ -28,13 +29,17 @@ from minato._core.segment import Segment
 from minato._pickling import Purpose
 from minato._postponed import not_the_end
 from minato.assembler.layout import Layout
-from minato.assembler.transport import Store, keys_of
+from minato.assembler.page_locks import Slot
+from minato.assembler.transport import DamagedError, Store, damaged, keys_of
+from minato.errors import add_note
 from minato.scheduler.in_hand import indices_of
 
 __all__ = ["BatchWriter", "SampleError", "read_layout"]
 
 _LAYOUT_HEAD = struct.Struct("<QQQ")
-"""Offset of the fields, number of samples they are for, bytes of the layout that follows."""
+"""Offset of the fields, number of samples they are for, bytes of the layout that follows the checksums."""
+_CHECKSUMS = struct.Struct("<II")
+"""Of the head, and of the layout."""
 _SHARED_WORK_BYTES = 8 << 20
 """From here on, several threads copy faster than one, even where they are not at hand at once."""
 _NEVER = 1 << 62
@@ -66,9 +71,8 @@ class SampleError:
                 raise error
             error.reraise()
         except BaseException as raised:
-            named = self.key is not None and not isinstance(raised, KeyboardInterrupt)
-            if named and hasattr(raised, "add_note"):
-                raised.add_note(f"raised by the sample with index {self.key!r}")
+            if self.key is not None and not isinstance(raised, KeyboardInterrupt):
+                add_note(raised, f"raised by the sample with index {self.key!r}")
             if raised is not error:
                 traceback.clear_frames(raised.__traceback__)  # torch's own
             raise
@@ -76,11 +80,36 @@ class SampleError:
             del error
 
 
-def read_layout(segment: Segment, offset: int) -> tuple[int, int, Layout]:
-    """``(fields, count, layout)`` of a batch whose layout is published at arena offset ``offset``."""
-    fields, count, nbytes = _LAYOUT_HEAD.unpack(segment.read(offset, _LAYOUT_HEAD.size))
-    data = segment.read(offset + _LAYOUT_HEAD.size, nbytes)
-    return fields, count, Layout.from_bytes(data)
+def read_layout(segment: Segment, offset: int, slot: Slot | None = None) -> tuple[int, int, Layout]:
+    """``(fields, count, layout)`` of a batch whose layout is published at arena offset ``offset``.
+
+    Args:
+        slot: Where the fields must lie, if that is known.
+
+    Raises:
+        DamagedError: What lies there is not what was written there.
+    """
+    head = segment.read(offset, _LAYOUT_HEAD.size + _CHECKSUMS.size)
+    # Only a size that is right bounds what is read next.
+    if len(head) == _LAYOUT_HEAD.size + _CHECKSUMS.size:
+        fields, count, nbytes = _LAYOUT_HEAD.unpack_from(head)
+        of_head, of_data = _CHECKSUMS.unpack_from(head, _LAYOUT_HEAD.size)
+        if crc32(head[: _LAYOUT_HEAD.size]) == of_head:
+            data = segment.read(offset + len(head), nbytes)
+            if crc32(data) == of_data:
+                layout = Layout.from_bytes(data)
+                end = fields + layout.fields_nbytes(count)
+                if slot is None or slot.start <= fields <= end <= slot.end:
+                    return fields, count, layout
+    raise damaged("the layout of a batch")
+
+
+def _layout_record(fields: int, count: int, data: bytes) -> bytes:
+    head = _LAYOUT_HEAD.pack(fields, count, len(data))
+    return head + _CHECKSUMS.pack(crc32(head), crc32(data)) + data
+
+
+_State: TypeAlias = tuple[int, Callable[[], Any]]
 
 
 class _Held:
@@ -166,7 +195,7 @@ class BatchWriter:
         """
         try:
             packing = None if self.collates else self._packing(batch, samples[0])
-        except MemoryError as error:  # the batch does not fit its slot
+        except (MemoryError, DamagedError) as error:  # the batch does not fit its slot
             self.write_error(batch, place, error, None)
             return
         if packing is None:
@@ -183,25 +212,30 @@ class BatchWriter:
             elif texts:
                 self._attach(batch, place + i, texts, TEXT_BLOB)
 
-    def write_batch(self, batch: int, samples: list[Any]) -> None:
-        """Build a whole batch that has one place, however many samples it holds; the caller fills the place."""
+    def write_batch(self, batch: int, samples: list[Any], state: _State | None = None) -> None:
+        """Build a whole batch that has one place, however many samples it holds; the caller fills the place.
+
+        Args:
+            state: As for ``write_collated``.
+        """
         if not self.collates:
             layout = self._infer(samples[0])
             with suppress(
                 MemoryError
             ):  # then what is collated does not fit either, and becomes an error
                 if layout is not None and self._pack_all(batch, layout, samples):
+                    if state is not None:
+                        self._write_state(batch, *state)
                     return
-        collated = self._collated(batch, lambda: samples, "a batch of the iterable dataset")
-        self._ledger.set_result(batch, *collated)
+        self.write_collated(batch, samples, (), state, "a batch of the iterable dataset")
 
     def _pack_all(self, batch: int, layout: Layout, samples: list[Any]) -> bool:
         count = len(samples)
         fields = self._ledger.allocate(batch, layout.fields_nbytes(count))
         if not self._pack_run(_Packing(0, layout, layout.packer(count), fields, count), 0, samples):
             return False
-        self._publish(batch, layout, fields, count)
-        return True
+        # Somebody who was interrupted here before may have offered other fields.
+        return self._publish(batch, layout, fields, count)[0] == fields
 
     def _pack_run(self, packing: _Packing, k: int, samples: list[Any]) -> bool:
         """Copy samples to consecutive places; False if one is a misfit or holds texts."""
@@ -226,20 +260,43 @@ class BatchWriter:
         failure = SampleError(self._describe_error(error), key, state)
         self._attach(batch, place, failure, ERROR_BLOB)
 
-    def write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
-        """Add the state of the worker's dataset, after a batch of which nothing lies at this place."""
+    def _write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
+        """Add the state of the worker's dataset after a batch of which nothing else lies at this place."""
         try:
             self._attach(batch, place, state(), STATE_BLOB)
         except Exception as error:
             self.write_error(batch, place, error, None)
 
-    def write_collated(self, batch: int, samples: list[Any]) -> None:
-        """Collate all samples of a batch that this worker holds; the caller fills their places afterwards."""
-        self._ledger.set_result(batch, *self._collated(batch, lambda: samples))
+    def write_collated(
+        self,
+        batch: int,
+        samples: list[Any],
+        skipped: Sequence[int] = (),
+        state: _State | None = None,
+        named: str | None = None,
+    ) -> None:
+        """Collate a batch of which this worker holds all samples; the caller fills their places afterwards.
 
-    def write_nothing(self, batch: int) -> None:
-        """Say that all samples of a batch are skipped."""
-        self._ledger.set_result(batch, SKIP_BLOB, 0)
+        What is collated is said to be there last. From then on the batch is complete, even if the worker dies.
+
+        Args:
+            skipped: Places of samples that were left out.
+            state: A place at which nothing else lies, and what gives the state of the worker's dataset after the batch.
+            named: The batch in messages; None: by its indices.
+        """
+        result = self._collated(batch, lambda: samples, named)
+        if state is not None:
+            self._write_state(batch, *state)
+        self._set_result(batch, skipped, result)
+
+    def write_nothing(self, batch: int, skipped: Sequence[int]) -> None:
+        """Say that all samples of a batch are skipped; these are their places, which the caller fills afterwards."""
+        self._set_result(batch, skipped, (SKIP_BLOB, 0))
+
+    def _set_result(self, batch: int, skipped: Sequence[int], result: tuple[int, int]) -> None:
+        for place in skipped:
+            self._ledger.attach(place, SKIP_BLOB, 0)
+        self._ledger.set_result(batch, *result)
 
     def finished(self, batch: int, outcome: int) -> None:
         """Act on the answer of ``Ledger.fill``."""
@@ -262,7 +319,8 @@ class BatchWriter:
                 continue
             value = self._store.get(offset, nbytes) if kind else []
             if kind != SAMPLE_BLOB:
-                assert layout is not None
+                if layout is None or len(value) != layout.num_texts:
+                    raise damaged("what belongs to a sample")
                 value = layout.sample(self._segment.array, fields, count, k, value)
             samples.append(value)
         if not samples:
@@ -330,7 +388,7 @@ class BatchWriter:
     def _publish(self, batch: int, layout: Layout, fields: int, count: int) -> tuple[int, Layout]:
         """Offer a layout and its fields for the batch; returns those that hold: the first that were offered."""
         data = layout.to_bytes()
-        data = _LAYOUT_HEAD.pack(fields, count, len(data)) + data
+        data = _layout_record(fields, count, data)
         offset = self._ledger.allocate(batch, len(data))
         self._segment.write(offset, data)
         holding = self._ledger.publish_layout(batch, offset)

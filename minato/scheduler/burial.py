@@ -39,8 +39,9 @@ class Burial:
     policy: ErrorPolicy | None
 
     def __post_init__(self) -> None:
-        self._timeouts: Counter[int] = Counter()
-        self._late_starts = 0
+        self._timeouts: Counter[int | None] = (
+            Counter()
+        )  # by the sample's position, or what stands for others
 
     def __call__(self, number: int, pid: int | None, exit_code: int | Loss | None) -> None:
         """Bury worker number ``number``.
@@ -57,18 +58,20 @@ class Burial:
             if sample is not None:
                 self._timeouts[sample.position] += 1
                 attempts = self._timeouts[sample.position]
-            elif starts:
-                self._late_starts += 1
-                attempts = self._late_starts
+            elif collation is not None or starts:
+                place = None if collation is None else -1 - collation.first
+                self._timeouts[place] += 1
+                attempts = self._timeouts[place]
             if self.policy is not None and attempts <= self.policy.retries:
                 error = None
-            elif starts:
-                raise error
+            elif collation is not None or starts:
+                raise error  # it is no single sample's
         else:
             progress = sum(self.ledger.activity(worker)[0] for worker in range(self.num_workers))
             error = self.deaths.report(pid, exit_code, sample, progress, collation)
             attempts = 0 if sample is None else self.deaths.at(sample)
-        if error is not None and sample is not None:
+        # It may have delivered that sample: then it died, or was ended, too late to lose it.
+        if error and sample and self.ledger.undecided(number, sample.position):
             self._give_up(number, sample, error, attempts)
         self.ledger.release(number)
         self.ledger.lease_words(number)[2] = -1  # another worker has not begun
@@ -79,7 +82,14 @@ class Burial:
         """Do for a sample what its worker would have done if it had raised this."""
         assert self.policy is not None
         failure = SampleFailure(
-            sample.key, sample.epoch, sample.seed, number, attempts, error, sample.transform
+            sample.key,
+            sample.epoch,
+            sample.seed,
+            number,
+            attempts,
+            error,
+            sample.transform,
+            sample.occurrence,
         )
         result, raised = self.policy.settle(failure)
         ledger, sink = self.ledger, self.make_sink(number)

@@ -11,6 +11,7 @@ from typing import Any
 from minato._core.codes import ENDED, KIND_MASK, NUM_PASSES, READY, SKIP_BLOB, SKIPPED
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
+from minato._occurrences import unmarked
 from minato.scheduler.assignment import Assignment
 from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import Foresight
@@ -360,10 +361,13 @@ class Dispatcher:
         self._open_pass(epoch, seed)
         return next(self._batches, None)
 
-    def _publish(self, keys: list[Any], owner: int) -> InFlight:
+    def _publish(self, keys: Any, owner: int) -> InFlight:
         self._filled_up = False
         count = len(keys) or 1  # an empty batch has a place too: for what is collated of nothing
-        plain = self._ledger.can_hold(keys)
+        plain, occurrences = self._ledger.can_hold(keys), None
+        if not plain:
+            keys, occurrences = unmarked(keys)
+            plain = occurrences is not None and self._ledger.can_hold(keys)
         keys_slot, offset, nbytes = None, 0, 0
         if not plain:
             keys_slot = self._slots.acquire()
@@ -386,6 +390,7 @@ class Dispatcher:
             nbytes,
             _EVERYBODY if owner else count,  # a batch with an owner must wake that very worker
             owner,
+            occurrences,
         )
         if self._start is None:
             self._start = self._ledger.describe(record)[1]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minato._core.codes import FIRST_COLLATED, STARTING
+from minato._core.codes import FIRST_COLLATED
 from minato._core.ledger import Ledger
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "InHand",
     "collation_in_hand",
     "indices_of",
-    "is_between_leases",
     "sample_in_hand",
 ]
 
@@ -30,6 +29,7 @@ class InHand:
         position: In the ledger.
         transform: Name of the one that runs; None: the dataset itself.
         started_ns: When the worker began with it, or went on with it, on ``clock.now_ns``.
+        occurrence: How often its key came before in the epoch.
     """
 
     position: int
@@ -38,12 +38,7 @@ class InHand:
     seed: int
     transform: str | None
     started_ns: int
-
-
-def is_between_leases(ledger: Ledger, number: int) -> bool:
-    """Whether worker ``number`` is on no sample, collates nothing, and does not begin."""
-    position, _, step = ledger.lease(number)
-    return position is None and step > STARTING
+    occurrence: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,4 +99,5 @@ def sample_in_hand(
         return None  # it had finished its last sample, whose batch is gone
     key = read_keys(batch, k, 1)[0]
     name = names[step] if 0 <= step < len(names) else None
-    return InHand(position, key, epoch, seed, name, started_ns)
+    (occurrence,) = ledger.occurrences(position, 1) or (0,)
+    return InHand(position, key, epoch, seed, name, started_ns, occurrence)

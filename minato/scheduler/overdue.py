@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import os
 import signal
-import tempfile
 import time
 import weakref
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from minato._core.clock import now_ns
 from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
+from minato._files import anonymous_log
 from minato.errors import SampleTimeoutError
 
 __all__ = ["Overdue", "StackFile"]
@@ -38,10 +38,7 @@ class StackFile:
     _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGTERM) - 1
 
     def __init__(self) -> None:
-        descriptor, name = tempfile.mkstemp(prefix="minato")
-        os.close(descriptor)
-        self._adopt(os.open(name, os.O_RDWR | os.O_APPEND))
-        os.unlink(name)
+        self._adopt(anonymous_log())
 
     def _adopt(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -87,11 +84,10 @@ class Overdue:
         """How often ``end`` should be called."""
 
     def end(self, processes: Sequence[BaseProcess]) -> None:
-        """End those of the workers whose sample, or ``worker_init_fn``, is overdue."""
+        """End those of the workers whose sample, ``collate_fn`` or ``worker_init_fn`` is overdue."""
         for number, process in enumerate(processes):
             lease = self._ledger.lease(number)
-            starts = lease[2] == STARTING
-            on_nothing = lease[0] is None and not starts
+            on_nothing = lease[0] is None and lease[2] > STARTING
             if on_nothing or number in self._ended or process.pid is None:
                 continue
             taken_s = (now_ns() - lease[1]) / 1e9
@@ -102,7 +98,9 @@ class Overdue:
                 stack = self._stacks.ask(process.pid)
                 if self._ledger.lease(number) != lease or not process.is_alive():
                     continue  # the sample, or the worker, came to an end by itself
-                what = "worker_init_fn" if starts else "a sample"
+                what = "a sample"
+                if lease[0] is None:
+                    what = "worker_init_fn" if lease[2] == STARTING else "collate_fn"
                 self._ended[number] = (
                     f"{what} took more than sample_timeout_s={self._limit_s:g}, and its worker (pid {process.pid}) "
                     f"was ended. Its stack:\n{stack or '(none: the process did not answer)'}"

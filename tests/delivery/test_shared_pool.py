@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 import minato
 from minato import CostBatchSampler, DataLoader
-from minato.delivery import channel as channels
+from minato.delivery import handshake
 from tests.datasets import (
     ORDERS,
     TOO_MANY_WORKERS,
@@ -456,7 +456,7 @@ def test_a_host_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stranger", [0, 1])
 def test_another_user_is_refused(stranger: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "credentials", lambda connection: (1, os.geteuid() + 1))
+    monkeypatch.setattr(handshake, "credentials", lambda connection: (1, os.geteuid() + 1))
 
     def program(rank: int, together: Any) -> Any:
         if rank != stranger:

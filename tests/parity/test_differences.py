@@ -166,7 +166,6 @@ def test_batch_that_is_no_iterable() -> None:
         iter(minato.DataLoader(Numbers(4), batch_sampler=[[0], 1], num_workers=1))
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
 def test_note_about_the_sample(torch_looks_often: None) -> None:
     class Bad(Numbers):
         def __getitem__(self, index: int) -> Any:

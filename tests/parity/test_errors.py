@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 import minato
 from tests.datasets import Numbers
 from tests.parity.harness import (
+    AS_TORCH_IS_NOW,
     TORCH_IS_UNTIDY,
     TorchLoader,
     attempt,
@@ -399,6 +400,7 @@ HELD: dict[str, Callable[[], Any]] = {
 }
 
 
+@AS_TORCH_IS_NOW
 @TORCH_IS_UNTIDY
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 @pytest.mark.parametrize("held", HELD)
