@@ -234,7 +234,8 @@ class Engine:
             workplace.write_plan(self.arena)
         self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, self.arena)
         """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
-        weakref.finalize(self, window.end).atexit = False
+        if plan.shares_budget:
+            weakref.finalize(self, window.end).atexit = False
         if experience.journal is not None:
             weakref.finalize(self, experience.journal.settle, self._gauges).atexit = False
 

@@ -132,7 +132,8 @@ def _run_worker_process(number: int, workplace: Workplace) -> None:
         ):
             return
         lease = ledger.lease_words(number)
-        lease[1], lease[2] = now_ns(), STARTING
+        if plan.worker_init_fn is not None:
+            lease[1], lease[2] = now_ns(), STARTING
         failure = _initialise(plan, number)
         lease[2] = -1
         wrap = wrapped_in_process(number)
