@@ -129,6 +129,7 @@ class Engine:
             # Batches that hold as many samples as all workers read at once.
             -(-plan.num_workers * plan.fetching.concurrency // plan.largest_batch),
             plan.fetching.slow_start,
+            plan.shares_budget,
         )
         settles = plan.policy is not None and plan.policy.on_error != "raise"
         deaths = Deaths(plan.restarts, settles, Shortage(window) if in_processes else None)
@@ -233,6 +234,8 @@ class Engine:
             workplace.write_plan(self.arena)
         self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, self.arena)
         """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
+        if plan.shares_budget:
+            weakref.finalize(self, window.end).atexit = False
         if experience.journal is not None:
             weakref.finalize(self, experience.journal.settle, self._gauges).atexit = False
 

@@ -11,12 +11,13 @@ from typing import Any, cast
 import torch
 from torch.utils.data import get_worker_info
 
+from minato._machine import local_rank
 from minato.chain.rng import SampleRandomness
 from minato.checks import metrics_address
 from minato.fetching import Fetching
 from minato.monitor.endpoint import serve
 from minato.monitor.gpus import gpu_watch
-from minato.monitor.machine import looker
+from minato.monitor.machine import MachineLook
 from minato.monitor.metrics import Exported
 from minato.monitor.storage import Storage
 from minato.opening import Opening
@@ -31,7 +32,6 @@ from minato.slow_samples import SlowSamples
 from minato.source.prediction import quality_of
 from minato.source.progress import Coverage
 from minato.source.run import is_stream
-from minato.stats.glance import Machine
 from minato.stats.journal import Journal
 
 __all__ = ["Insight"]
@@ -95,6 +95,7 @@ class Insight(Opening):
         Raises:
             ValueError: The loader was made with ``measure=False``.
         """
+        self._watch_gpus()
         return Live(self._measured(), type(self.dataset).__name__, ["dataset", *self._chain.names])
 
     def _measured(self) -> Journal:
@@ -116,11 +117,8 @@ class Insight(Opening):
         """Be live, and tell figures, if that is wished, in the training process."""
         if self._experience.journal is None or get_worker_info() is not None:
             return
-        if self._experience.journal.machine is Machine:
-            self._experience.journal.machine = looker(gpu_watch())
-            reads = Fetching.of(self._options.fetch_concurrency).counters
-            self._experience.journal.storage = Storage(self.dataset, self.cache, reads).counts
-        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._watch_machine(self._experience.journal)
+        rank = local_rank()
         watchers = self._experience.journal.watchers
         if _wished("MINATO_LIVE") and rank == 0 and not any(isinstance(w, Live) for w in watchers):
             self.live()
@@ -129,6 +127,22 @@ class Insight(Opening):
             place = _wished("MINATO_METRICS_PORT")
         if place is not None and self.metrics_url is None:
             self._tell_figures(place, rank)
+        if place is not None or self._options.measure == "gpu":
+            self._watch_gpus()
+
+    def _watch_machine(self, journal: Journal) -> MachineLook:
+        """Note from now on what the machine does."""
+        if not isinstance(journal.machine, MachineLook):
+            journal.machine = MachineLook()
+            reads = Fetching.of(self._options.fetch_concurrency).counters
+            journal.storage = Storage(self.dataset, self.cache, reads).counts
+        return journal.machine
+
+    def _watch_gpus(self) -> None:
+        """Note the use of the GPUs, too: in local rank 0 alone, which sees those of the other ranks."""
+        machine = self._watch_machine(self._measured())
+        if machine.gpus is None and local_rank() == 0:
+            machine.gpus = gpu_watch()
 
     def _tell_figures(self, place: int | str, rank: int) -> None:
         host, port = metrics_address(place)

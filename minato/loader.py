@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
+from minato import integrations
 from minato._standin import StandIn, TorchDataLoader
 from minato.assembler.arena import SpareArenas
 from minato.cached import check_cache
@@ -61,8 +62,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         max_lag: Number of batches by which a sample may be delivered late in the last two orders.
         seed: Makes shuffling and all randomness of samples functions of (seed, epoch, index). Without it torch's
             generator decides, as in torch.
-        memory_budget_bytes: What batches that are loaded ahead may take; by default a quarter of the memory that is
-            available when iteration starts.
+        memory_budget_bytes: What batches that are loaded ahead may take; by default the share of a quarter of the
+            memory that is available when iteration starts, divided by the ranks of the node and the loaders in use.
         worker_method: ``"process"``, ``"thread"``, or ``"ray"``: actors in a Ray cluster (extra ``ray``).
         rng: ``"sample"`` (default): the global generators are re-seeded for each sample by (seed, epoch, index), so
             that content does not depend on the number of workers; ``"worker"``: torch's streams, one per worker, as
@@ -89,7 +90,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         quarantine: Path of a file to which a line of JSON is added for each failure: index, epoch, seed, worker,
             transform, exception, traceback, and what became of it.
         sample_timeout_s: Seconds after which the worker process of a sample is ended and replaced, and the sample is a
-            failure with ``minato.SampleTimeoutError``, whose text holds the worker's stack.
+            failure with ``minato.SampleTimeoutError``, whose text holds the worker's stack. The same limit holds for a
+            call of ``collate_fn`` and for ``worker_init_fn``: these raise, after ``retries`` more tries.
         record_order: File to which the order of the batches is appended while they are delivered.
         replay_order: Such a file: the same samples come in the same batches, in the recorded order, with the recorded
             seed. The sampler is not asked then.
@@ -104,7 +106,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         standby_workers: So many more workers sleep until a slow sample holds another one up, and do its work meanwhile.
         profile: Folder in which each epoch leaves what samples cost, so that the next run of the program knows from the
             start which are slow.
-        measure: Take the times that ``report()`` is made of, which costs a few microseconds for each batch.
+        measure: Take the times that ``report()`` is made of, which costs a few microseconds for each batch. ``"gpu"``:
+            note also how much the GPUs work, by a process beside the training process of local rank 0.
         metrics_port: Tell figures in Prometheus's format at this port of 127.0.0.1, or at a text of host and port, from
             the first iteration on; 0: any port, as ``metrics_url`` tells.
         trace: File, made anew, to which the run tells what it does moment by moment, for https://ui.perfetto.dev:
@@ -172,7 +175,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         slow_after_s: float | None = None,
         standby_workers: int = 0,
         profile: str | os.PathLike[str] | None = None,
-        measure: bool = True,
+        measure: bool | Literal["gpu"] = True,
         metrics_port: int | str | None = None,
         trace: str | os.PathLike[str] | None = None,
         device: str | torch.device | None = None,
@@ -181,6 +184,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         on_rank_death: str = "raise",
         ray_options: Mapping[str, Any] | None = None,
     ) -> None:
+        integrations.connect()
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
                 "Lightning relates predictions to samples by the sequence of the batches, so that here they are "

@@ -105,7 +105,7 @@ class Options:
         slow_after_s: The same in seconds, or None.
         standby_workers: Workers that stand in for those which a slow sample holds up.
         profile: Folder that keeps what samples cost, or None.
-        measure: Whether times are taken for ``report()``.
+        measure: Whether times are taken for ``report()``; ``"gpu"``: and the GPUs are watched.
         metrics_port: Where an endpoint tells figures: a port, or host and port; None: nowhere.
         trace: Path of the file that keeps what the run did, or None.
         device: Where batches go, or None for main memory.
@@ -138,7 +138,7 @@ class Options:
     slow_after_s: float | None
     standby_workers: int
     profile: str | None
-    measure: bool
+    measure: bool | str
     metrics_port: int | str | None
     trace: str | None
     device: torch.device | None
@@ -190,7 +190,7 @@ class Options:
         slow_after_s: float | None,
         standby_workers: int,
         profile: Any,
-        measure: bool,
+        measure: bool | str,
         metrics_port: int | str | None,
         trace: str | os.PathLike[str] | None,
         device: str | torch.device | None,
@@ -218,7 +218,7 @@ class Options:
         quarantine = as_path(quarantine)
         if not isinstance(controller, PaperController):
             check_choice("controller", controller, ("corrected", "paper"))
-        check_choice("measure", measure, (True, False))
+        check_choice("measure", measure, (True, False, "gpu"))
         if metrics_port is not None:
             metrics_address(metrics_port)
             if not measure:

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import cast
 
+from minato._core.clock import now_ns
+from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato._postponed import not_the_end
@@ -135,9 +137,13 @@ def _run_worker_process(number: int, workplace: Workplace) -> None:
             number, lambda: ledger.stopping or ledger.draining, parent_lives
         ):
             return
+        lease = ledger.lease_words(number)
+        if plan.worker_init_fn is not None:
+            lease[1], lease[2] = now_ns(), STARTING
         failure = _initialise(plan, number)
+        lease[2] = -1
         wrap = wrapped_in_process(number)
-        worker = workplace.worker(number, ledger, wrap, failure, Exception)
+        worker = workplace.worker(number, ledger, wrap, failure, BaseException)
         worker.loop(parent_lives)
         worker.close()
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato.assembler.arena import Arena
 from minato.assembler.traced import TracedWriter
-from minato.assembler.transport import Store
+from minato.assembler.transport import Store, keys_of
 from minato.assembler.writer import BatchWriter
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
@@ -106,11 +106,7 @@ class Workplace:
 
     def read_keys(self, ledger: Ledger, batch: int, k: int, count: int) -> Sequence[Any]:
         """The keys of samples k … k+count-1 of a batch."""
-        *_, offset, nbytes, _ = ledger.describe(batch)
-        if not offset:
-            return ledger.keys(batch, k, count)
-        keys: list[Any] = self.store.peek(offset, nbytes)
-        return keys[k : k + count]
+        return keys_of(ledger, self.store, batch, k, count)
 
     def meters(self, number: int) -> Meters:
         """Where worker ``number`` keeps what it measures."""

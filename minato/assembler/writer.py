@@ -12,9 +12,11 @@ from zlib import crc32
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.collate import default_collate
 
+from minato._core.clock import now_ns
 from minato._core.codes import (
     END_BLOB,
     ERROR_BLOB,
+    FIRST_COLLATED,
     MUST_COLLATE,
     SAMPLE_BLOB,
     SKIP_BLOB,
@@ -28,8 +30,9 @@ from minato._pickling import Purpose
 from minato._postponed import not_the_end
 from minato.assembler.layout import Layout
 from minato.assembler.page_locks import Slot
-from minato.assembler.transport import DamagedError, Store, damaged
+from minato.assembler.transport import DamagedError, Store, damaged, keys_of
 from minato.errors import add_note
+from minato.scheduler.in_hand import indices_of
 
 __all__ = ["BatchWriter", "SampleError", "read_layout"]
 
@@ -40,8 +43,6 @@ _CHECKSUMS = struct.Struct("<II")
 _SHARED_WORK_BYTES = 8 << 20
 """From here on, several threads copy faster than one, even where they are not at hand at once."""
 _NEVER = 1 << 62
-_MOST_LISTED = 8
-"""Of the indices of a batch, so many are named in a message."""
 
 
 class SampleError:
@@ -111,12 +112,6 @@ def _layout_record(fields: int, count: int, data: bytes) -> bytes:
 _State: TypeAlias = tuple[int, Callable[[], Any]]
 
 
-def _listed(keys: list[Any]) -> str:
-    """Indices for a message: the first few."""
-    more = f" and {len(keys) - _MOST_LISTED} more" if len(keys) > _MOST_LISTED else ""
-    return f"indices {', '.join(map(repr, keys[:_MOST_LISTED]))}{more}"
-
-
 class _Held:
     """Stands for a sample that cannot be sent to the worker that collates its batch.
 
@@ -183,6 +178,7 @@ class BatchWriter:
         self._describe_error = describe_error
         self._catches = catches
         self._in_line = in_line
+        self._lease = ledger.lease_words(worker)
         self.collates = collate_fn is not default_collate or not auto_collation
         """Whether batches are built by calling ``collate_fn`` rather than in fields."""
         self.holds = False
@@ -345,6 +341,10 @@ class BatchWriter:
     def _collated(
         self, batch: int, gather: Callable[[], list[Any]], named: str | None = None
     ) -> tuple[int, int]:
+        # For whoever finds this process dead: which batch it was on, and no sample.
+        lease = self._lease
+        before = lease[0], lease[1], lease[2]
+        lease[0], lease[1], lease[2] = 0, now_ns(), FIRST_COLLATED - batch
         try:
             samples = gather()
             result = self._collate_fn(samples if self._auto_collation else samples[0])
@@ -355,25 +355,15 @@ class BatchWriter:
         except self._catches as raised:
             error: BaseException = raised
             if isinstance(error, StopIteration):
-                named = named or f"the batch of {_listed(self._keys_in(batch))}"
+                named = named or f"the batch of {indices_of(self._ledger, self._keys, batch)}"
                 error = not_the_end(f"collate_fn, called for {named},", error)
             offset, nbytes = self._put_error(batch, SampleError(self._describe_error(error)))
             return offset | ERROR_BLOB, nbytes
+        finally:
+            lease[0], lease[1], lease[2] = before
 
-    def _keys_in(self, batch: int) -> list[Any]:
-        """The keys of the samples in a batch that is about to be collated."""
-        ledger = self._ledger
-        _, first, count, bound, *_ = ledger.describe(batch)
-        keys = []
-        for position in range(first, first + count) if bound else ledger.occupants(batch):
-            if position < 0:
-                continue  # nobody took the place
-            own, k = ledger.locate(position)
-            *_, offset, nbytes, _ = ledger.describe(own)
-            keys.append(
-                self._store.peek(offset, nbytes)[k] if offset else ledger.keys(own, k, 1)[0]
-            )
-        return keys
+    def _keys(self, batch: int, k: int, count: int) -> Sequence[Any]:
+        return keys_of(self._ledger, self._store, batch, k, count)
 
     def _packing(self, batch: int, sample: Any) -> _Packing | None:
         """How samples get into the batch; None if this one cannot start it."""
@@ -413,7 +403,7 @@ class BatchWriter:
     def _attach(self, batch: int, place: int, value: Any, kind: int) -> None:
         try:
             offset, nbytes = self._put(batch, value)
-        except Exception as error:
+        except self._catches as error:
             # What cannot travel becomes the error that says so.
             failure: Any = SampleError(self._describe_error(error))
             if kind == SAMPLE_BLOB:

@@ -235,9 +235,15 @@ def parent_watch() -> Callable[[], bool]:
 
 
 def wrapped_in_process(number: int) -> Callable[[BaseException], ExceptionWrapper]:
-    """How exceptions of a worker process travel: torch's wrapper with torch's words."""
+    """How exceptions of a worker process travel: torch's wrapper with torch's words; a Ctrl-C does not."""
 
     def wrap(error: BaseException) -> ExceptionWrapper:
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        if not isinstance(error, Exception):
+            # In the training loop it would end the program, a generator or a task, not tell of a bad sample.
+            ended = RuntimeError(f"{type(error).__name__} was raised, as if to end the worker")
+            ended.__cause__, error = error, ended
         return ExceptionWrapper(
             (type(error), error, error.__traceback__),
             where=f"in DataLoader worker process {number}",
