@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable
@@ -182,6 +181,7 @@ class Engine:
                 plan.order.name == "strict",
                 cast(int, plan.window_batches),
                 plan.replicas,
+                self._reader.state,
             )
             if plan.round_robin
             else AnyWorker(),
@@ -200,7 +200,6 @@ class Engine:
             functools.partial(workplace.read_keys, self.ledger),
             plan.chain.names,
         )
-        self._by_reference = not in_processes
         self._failures = None
         if plan.policy is not None:
             self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
@@ -231,6 +230,8 @@ class Engine:
             workplace.write_plan(self.arena)
         self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, self.arena)
         """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
+        if plan.replicas is not None:
+            weakref.finalize(self, plan.replicas.settle).atexit = False
         if experience.journal is not None:
             weakref.finalize(self, experience.journal.settle, self._gauges).atexit = False
 
@@ -286,6 +287,10 @@ class Engine:
             self._dispatcher.abandon()
             raise
         except StopIteration:
+            if self.plan.replicas is not None:
+                self.plan.replicas.present = (
+                    None  # the next pass begins with the dataset as it will be
+                )
             if self._failures is not None:
                 self._failures.end()
             if self._memory is not None:
@@ -340,7 +345,7 @@ class Engine:
 
     def _note_state(self, replicas: Replicas, record: int) -> None:
         if (state := self._reader.state(record)) is not None:
-            replicas.heard(*(copy.deepcopy(state) if self._by_reference else state))
+            replicas.heard(*state)
 
     def profile(self) -> Profile:
         """What samples have cost so far, and since this was last asked."""

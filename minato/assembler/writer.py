@@ -42,7 +42,7 @@ class SampleError:
     Args:
         error: The exception itself (workers in this process) or torch's wrapper of it.
         key: Dataset index, or None when the batch as a whole failed (its collation).
-        state: Of the worker's dataset afterwards, if it has one.
+        state: Of the worker's dataset afterwards, if it has one, as :meth:`BatchReader.state` gives it.
     """
 
     def __init__(
@@ -205,23 +205,47 @@ class BatchWriter:
             layout.stack(self._segment.array, fields, num_samples, k, tensors, kept_nbytes)
         return tensors is not None
 
-    def write_end(self, place: int) -> None:
-        """Say at a batch's one place that there is nothing more to come."""
-        self._ledger.attach(place, END_BLOB, 0)
+    def write_end(self, batch: int, place: int, state: Callable[[], Any] | None) -> None:
+        """Say at a batch's one place that there is nothing more to come.
+
+        Args:
+            state: Gives the state of the worker's dataset, if it has one.
+        """
+        offset, nbytes = (0, 0) if state is None else self._put_state(batch, state, lambda it: it)
+        self._ledger.attach(place, offset | END_BLOB, nbytes)
 
     def write_error(
-        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
+        self,
+        batch: int,
+        place: int,
+        error: BaseException,
+        key: Any,
+        state: Callable[[], Any] | None = None,
     ) -> None:
         """Like ``write``, for a sample that raised."""
-        failure = SampleError(self._describe_error(error), key, state)
-        self._attach(batch, place, failure, ERROR_BLOB)
+        described = self._describe_error(error)
+        if state is not None:
+            with suppress(Exception):  # the error comes without it if it cannot be sent
+                offset, nbytes = self._put_state(
+                    batch, state, lambda state: SampleError(described, key, state)
+                )
+                self._ledger.attach(place, offset | ERROR_BLOB, nbytes)
+                return
+        self._attach(batch, place, SampleError(described, key), ERROR_BLOB)
 
     def write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
         """Add the state of the worker's dataset, after a batch of which nothing lies at this place."""
+        offset, nbytes = self._put_state(batch, state, lambda state: state)
+        self._ledger.attach(place, offset | (STATE_BLOB if offset else ERROR_BLOB), nbytes)
+
+    def _put_state(
+        self, batch: int, state: Callable[[], Any], message: Callable[[Any], Any]
+    ) -> tuple[int, int]:
+        """Keep a message that holds a state or, if that cannot be had or sent, the error."""
         try:
-            self._attach(batch, place, state(), STATE_BLOB)
+            return self._put(batch, message((self._worker, state())))
         except Exception as error:
-            self.write_error(batch, place, error, None)
+            return self._put_error(batch, message((self._worker, self._describe_error(error))))
 
     def write_collated(self, batch: int, samples: list[Any]) -> None:
         """Collate all samples of a batch that this worker holds; the caller fills their places afterwards."""
@@ -328,7 +352,7 @@ class BatchWriter:
                 kind = ERROR_BLOB
         self._ledger.attach(place, offset | kind, nbytes)
 
-    def _put_error(self, batch: int, error: SampleError | _Held) -> tuple[int, int]:
+    def _put_error(self, batch: int, error: Any) -> tuple[int, int]:
         """Keep an error; offset 0 if the slot has no room even for that, and the reader knows what to say."""
         try:
             return self._put(batch, error)

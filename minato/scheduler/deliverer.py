@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from minato._core.ledger import Ledger
 from minato.scheduler.failures import SKIP
 from minato.scheduler.fetch import Fetcher, StreamEnd, StreamFetcher
 from minato.scheduler.parties import Sink
+from minato.scheduler.replicas import Replica
 from minato.scheduler.stepper import Partial
 
 __all__ = ["Deliverer"]
@@ -61,9 +62,9 @@ class Deliverer:
         elif self._may_lack and any(map(_is_lacking, samples)):
             self._pieces(batch, position, k, samples, whole)
             return
-        elif whole and self._fetcher.keeps_state:
+        elif whole and self._fetcher.sends_state:
             sink.write_collated(batch, samples)
-            sink.write_state(batch, position, self._state)
+            sink.write_state(batch, position, self._fetcher.state)
         elif whole and (sink.collates or sink.holds):
             sink.write_collated(batch, samples)
         else:
@@ -107,9 +108,9 @@ class Deliverer:
         sink = self._sink
         if error is not None:
             sink.write_error(batch, first, error, keys, self._state_after_error())
-        elif self._fetcher.keeps_state:
+        elif self._fetcher.sends_state:
             sink.write_collated(batch, result)
-            sink.write_state(batch, first, self._state)
+            sink.write_state(batch, first, self._fetcher.state)
         elif sink.collates or type(result) is not list or len(result) != count:
             sink.write_collated(batch, result)
         else:
@@ -117,16 +118,21 @@ class Deliverer:
         sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, count))
 
     def streamed(
-        self, batch: int, place: int, samples: list[Any], error: BaseException | None
+        self,
+        stream: StreamFetcher,
+        batch: int,
+        place: int,
+        samples: list[Any],
+        error: BaseException | None,
     ) -> None:
         """Deliver a batch of a stream, or its end."""
         sink = self._sink
         if error is None:
             sink.write_batch(batch, samples)
-            if self._fetcher.keeps_state:
-                sink.write_state(batch, place, self._state)
+            if stream.sends_state:
+                sink.write_state(batch, place, stream.state)
         elif isinstance(error, StreamEnd):
-            sink.write_end(place)
+            sink.write_end(batch, place, stream.state if stream.sends_last_state else None)
         else:
             sink.write_error(batch, place, error, None, self._state_after_error())
         sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, 1))
@@ -150,17 +156,8 @@ class Deliverer:
             sink.write_error(batch, place, error, key)
         sink.finished(batch, ledger.fill(self._number, position, place))
 
-    def _state(self) -> tuple[int, Any, Any, bool]:
-        """The worker's number, the states of its dataset and iterator, whether that has ended."""
-        return (self._number, *self._fetcher.state())
-
-    def _state_after_error(self) -> tuple[int, Any, Any, bool] | None:
-        if not self._fetcher.keeps_state:
-            return None
-        try:
-            return self._state()
-        except Exception:
-            return None  # one error is enough
+    def _state_after_error(self) -> Callable[[], Replica] | None:
+        return self._fetcher.state if self._fetcher.sends_state else None
 
 
 def _is_lacking(sample: Any) -> bool:

@@ -84,15 +84,20 @@ class Sink(Protocol):
         """Build a whole batch, of however many samples, that has one place."""
 
     def write_error(
-        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
+        self,
+        batch: int,
+        place: int,
+        error: BaseException,
+        key: Any,
+        state: Callable[[], Any] | None = None,
     ) -> None:
-        """The same for a sample that raised."""
+        """The same for a sample that raised, and the state of the worker's dataset, if it has one."""
 
     def write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
         """Add the state of the worker's dataset, after a batch of which nothing lies at this place."""
 
-    def write_end(self, place: int) -> None:
-        """Say that there is nothing more to come."""
+    def write_end(self, batch: int, place: int, state: Callable[[], Any] | None) -> None:
+        """Say that there is nothing more to come, and the state of the worker's dataset, if it has one."""
 
     def write_collated(self, batch: int, samples: list[Any]) -> None:
         """Collate all samples of a batch, or those of them that are not skipped."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import thread as executor
+from contextlib import contextmanager
 from multiprocessing import process as process_module
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -27,12 +29,14 @@ from minato.scheduler.watch import UNREADABLE, ExitWatch, exit_code
 
 __all__ = [
     "ProcessPool",
+    "announced",
     "enter_worker_process",
     "parent_watch",
     "seed_worker",
     "wrapped_in_process",
 ]
 
+_ANNOUNCED = threading.Lock()
 _GRACE_S = 5.0
 """How long a worker may take to leave by itself at the end, as with torch."""
 
@@ -221,6 +225,20 @@ def seed_worker(number: int, num_workers: int, base_seed: int, dataset: Any) -> 
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=number, num_workers=num_workers, seed=seed, dataset=dataset
     )
+
+
+@contextmanager
+def announced(number: int, num_workers: int, base_seed: int, dataset: Any) -> Iterator[None]:
+    """Let torch's ``get_worker_info()`` speak of this worker thread: one after the other, as torch knows one only."""
+    with _ANNOUNCED:
+        before = torch_worker._worker_info
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=number, num_workers=num_workers, seed=base_seed + number, dataset=dataset
+        )
+        try:
+            yield
+        finally:
+            torch_worker._worker_info = before
 
 
 def parent_watch() -> Callable[[], bool]:

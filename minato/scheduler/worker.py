@@ -313,7 +313,7 @@ class Worker:
             return stream.take(count)
 
         batches, error = self._runner.run(first, 0, [wanted], fetch)
-        self._deliver.streamed(batch, first, batches[0] if batches else [], error)
+        self._deliver.streamed(stream, batch, first, batches[0] if batches else [], error)
 
     def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]) -> None:
         """Run samples that may go to any batch; so those after one that raised are run all the same."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import copy
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import GeneratorType
 from typing import Any
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -92,12 +95,15 @@ class Draw:
         self._sampler = index_sampler
         self._stateful = [sampler for sampler in samplers if is_stateful(sampler)]
         self._state: dict[str, Any] = {"before_iter": None, "before_first": None, "iterator": None}
+        self._error: ExceptionWrapper | None = None
 
     def entering(self) -> None:
         """Note what counts before ``iter(sampler)``."""
         self._state["epoch"] = epoch_of(self._sampler)
         self._state["before_iter"] = self._generator_states()
-        self._state["samplers"] = self._sampler_states()
+        self._error = None
+        with self._keeping_errors():
+            self._state["samplers"] = self._sampler_states()
 
     def first(self, iterator: Any) -> None:
         """Note what counts before the first key is drawn from what ``iter(sampler)`` gave."""
@@ -105,7 +111,8 @@ class Draw:
             self._state["before_iter"] = None  # the body of a generator has not begun before
         self._state["before_first"] = self._generator_states()
         if is_stateful(iterator):
-            self._state["iterator"] = copy.deepcopy(iterator.state_dict())
+            with self._keeping_errors():
+                self._state["iterator"] = copy.deepcopy(iterator.state_dict())
 
     def again(self, state: dict[str, Any]) -> Iterator[Any]:
         """``iter(sampler)``, with everything as a state tells that it was; the next key is the first.
@@ -145,7 +152,13 @@ class Draw:
         return _plain({"before_iter": own, "samplers": self._sampler_states()})
 
     def plain(self) -> dict[str, Any]:
-        """What was noted, as plain data."""
+        """What was noted, as plain data.
+
+        Raises:
+            Exception: What the ``state_dict()`` of a sampler or its iterator raised when it was to be noted.
+        """
+        if self._error is not None:
+            self._error.reraise()
         state = dict(self._state)
         if state["before_first"] is None and state["before_iter"] is not None:
             state["before_first"] = self._generator_states()
@@ -155,6 +168,14 @@ class Draw:
     def sources(self) -> tuple[int, int]:
         """How many generators there are besides torch's default one, and how many samplers that keep a state."""
         return len(self._generators), len(self._stateful)
+
+    @contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        """Keep what ``state_dict()`` raises: nobody may ask for the loader's state."""
+        try:
+            yield
+        except Exception:
+            self._error = ExceptionWrapper(sys.exc_info(), "in state_dict() before the first key")
 
     def _generator_states(self) -> list[torch.Tensor | None]:
         default = torch.default_generator.get_state() if self._needs_default else None
