@@ -347,6 +347,11 @@ class Engine:
         if (state := self._reader.state(record)) is not None:
             replicas.heard(*state)
 
+    @property
+    def workers(self) -> list[Any]:
+        """The worker processes, if workers are processes of this machine."""
+        return list(self._pool.processes) if isinstance(self._pool, ProcessPool) else []
+
     def profile(self) -> Profile:
         """What samples have cost so far, and since this was last asked."""
         self._profile.update(self.meters)

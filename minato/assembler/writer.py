@@ -148,8 +148,8 @@ class BatchWriter:
         """Whether batches are built by calling ``collate_fn`` rather than in fields."""
         self.holds = False
         """Whether a sample could not be sent to another worker, so that batches are best run as a whole."""
-        self.run_again: Callable[[int], list[Any]] | None = None
-        """Runs all samples of a batch in this worker; whoever uses the writer sets it."""
+        self.run_again: Callable[[], Callable[[int], list[Any]] | None] = lambda: None
+        """Gives what runs all samples of a batch in this worker; whoever uses the writer sets it."""
         self._open: dict[int, _Packing] = {}
         self._last: Layout | None = None
 
@@ -284,11 +284,11 @@ class BatchWriter:
         held = next((sample for sample in samples if type(sample) is _Held), None)
         if held is None:
             return samples
-        bound = self._ledger.describe(batch)[3]
-        if not (bound and self.run_again):
+        run_again = self.run_again()
+        if run_again is None or not self._ledger.describe(batch)[3]:
             held.error.reraise()
             raise AssertionError(held)
-        return self.run_again(batch)
+        return run_again(batch)
 
     def _collated(self, batch: int, gather: Callable[[], list[Any]]) -> tuple[int, int]:
         try:

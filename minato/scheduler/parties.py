@@ -75,7 +75,7 @@ class Sink(Protocol):
 
     collates: bool
     holds: bool
-    run_again: Callable[[int], list[Any]] | None
+    run_again: Callable[[], Callable[[int], list[Any]] | None]
 
     def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
         """Put samples at consecutive places, the first of which is number k of the batch."""

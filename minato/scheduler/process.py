@@ -78,16 +78,17 @@ class ProcessPool:
         self._buried = buried
         self._overdue = overdue
         self._ready = ready
-        self._stop = stop
         self._may_leave = may_leave
         self._has_work = has_work
-        self._owner = os.getpid()
         if context.get_start_method() == "fork":
             at_first = num_workers
         last = max(num_workers - standbys, at_first)
         self._to_start = deque([*range(at_first), *range(last, num_workers)])
         self._unwatched = False
         self._watch = ExitWatch(context, ready.notify)
+        self._started = _Started(stop, self._watch)
+        self.shut_down = self._started.shut_down
+        """Ends all workers. Holds nothing of the user's, which may refer to the loader, and so to this pool."""
         self.processes = [self._make(number) for number in range(num_workers)]
         _POOLS.add(self)
 
@@ -123,6 +124,7 @@ class ProcessPool:
         process = self.processes[number]
         if process.pid is None:
             process.start()
+        self._started.processes[number] = process
         self._watch.add(number, process)
         self._unwatched = True
 
@@ -165,6 +167,20 @@ class ProcessPool:
         self._start(number)
         self._watch_all()
 
+
+class _Started:
+    """The processes of a pool that have been started, and what ends them.
+
+    Args:
+        stop: Tells the workers to leave.
+    """
+
+    def __init__(self, stop: Callable[[], None], watch: ExitWatch) -> None:
+        self.processes: dict[int, BaseProcess] = {}
+        self._stop = stop
+        self._watch = watch
+        self._owner = os.getpid()
+
     def shut_down(self) -> bool:
         """End all workers: by request, and by signals if they do not follow it, or if this is interrupted.
 
@@ -173,7 +189,7 @@ class ProcessPool:
         """
         if os.getpid() != self._owner:
             return False  # a forked child of the user's holds a copy of this pool
-        left = [process for process in self.processes if process.pid is not None]
+        left = list(self.processes.values())
         try:
             self._stop()
             left = self._watch.outlast(left, _GRACE_S)
