@@ -638,6 +638,8 @@ class Held(Numbers):
 @pattern("a class in the dataset's place")
 def class_dataset(base: Any, workers: int) -> Any:
     loader = base(Held, sampler=[0, 1], num_workers=workers)
+    if isinstance(loader, minato.DataLoader):
+        loader.state_dict()
     vars(loader)["dataset"] = Numbers(2)
     return again_from(loader, 1), len(loader)
 
