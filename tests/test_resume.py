@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import random
@@ -91,6 +92,27 @@ class Remembering(Sampler[int]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.start = state["start"]
+
+
+class Yielding(DistributedSampler[int]):
+    """Its state is how far its last iterator was, from where the next one goes on."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(Numbers(size), 1, 0, seed=5)  # type: ignore[arg-type]
+        self.yielded = 0
+        self.start: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.yielded, self.start = self.start or 0, None
+        for index in [*super().__iter__()][self.yielded :]:
+            self.yielded += 1
+            yield index
+
+    def state_dict(self) -> dict[str, int]:
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["yielded"]
 
 
 def of_names(size: int) -> list[Any]:
@@ -386,6 +408,39 @@ def test_a_stateful_sampler_is_in_the_state_between_epochs() -> None:
     state = saved(first)
     later = resumed(state, make(sampler=Remembering(SIZE)))
     assert [indices(later), indices(later)] == epochs[1:]
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_whose_state_is_how_far_it_was(num_workers: int, order: str) -> None:
+    def loader(epoch: int) -> Any:
+        made = make(sampler=Yielding(SIZE), num_workers=num_workers, order=order)
+        made.sampler.set_epoch(epoch)
+        return made
+
+    def epoch_of(made: Any, epoch: int) -> list[int]:
+        made.sampler.set_epoch(epoch)
+        return flat(plain(made))
+
+    reference = loader(0)
+    expected = [epoch_of(reference, epoch) for epoch in range(4)]
+    assert sorted(expected[0]) == sorted(expected[3]) == list(range(SIZE))
+    for epoch in (0, 1):
+        for batches in (0, 1, 3, math.ceil(SIZE / BATCH), None):
+            first = loader(0)
+            for earlier in range(epoch):
+                epoch_of(first, earlier)
+            first.sampler.set_epoch(epoch)
+            iterator = iter(first)
+            got = flat(plain(itertools.islice(iterator, batches)))
+            ended = batches is None
+            later = resumed(saved(first), loader(epoch + ended))
+            rest = [] if ended else flat(plain(later))
+            following = epoch_of(later, epoch + 1)
+            assert sorted(got + rest) == sorted(expected[epoch]), (epoch, batches)
+            assert sorted(following) == sorted(expected[epoch + 1]), (epoch, batches)
+            if order == "strict":
+                assert (got + rest, following) == (expected[epoch], expected[epoch + 1])
 
 
 def test_the_default_generator_decides_the_next_epoch_as_in_torch() -> None:

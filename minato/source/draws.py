@@ -115,15 +115,18 @@ class Draw:
             with self._keeping_errors():
                 self._state["iterator"] = copy.deepcopy(iterator.state_dict())
 
-    def again(self, state: dict[str, Any]) -> Iterator[Any]:
+    def again(self, state: dict[str, Any], samplers: bool = True) -> Iterator[Any]:
         """``iter(sampler)``, with everything as a state tells that it was; the next key is the first.
+
+        Args:
+            samplers: Whether samplers with a state get theirs.
 
         For the draws of the sampler, torch's default generator is as it was; for all others, it is as it is.
         """
         self._state = _loaded(state)
         outside = torch.default_generator.get_state()
         try:
-            iterator: Iterator[Any] = self._entered()
+            iterator: Iterator[Any] = self._entered(samplers)
             if not self._needs_default:
                 return iterator
             kinds = {type(sampler) for sampler in nested(self._sampler)}
@@ -132,8 +135,9 @@ class Draw:
         finally:
             torch.default_generator.set_state(outside)
 
-    def _entered(self) -> Any:
-        self._load_samplers()
+    def _entered(self, samplers: bool) -> Any:
+        if samplers:
+            self._load_samplers()
         self._load_generators("before_iter")
         iterator = iter(self._sampler)
         if self._state["iterator"] is not None:

@@ -104,6 +104,7 @@ class Run:
         standing: Kept up to date.
         state: In the middle of which it begins; None: at the beginning.
         begun: Called when its first batches are known.
+        settled: Its samplers have the state that a loaded one gave them.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Run:
         replay: RecordedOrder | None,
         state: dict[str, Any] | None = None,
         begun: Callable[[], None] = lambda: None,
+        settled: bool = False,
     ) -> None:
         self._given = _Given.of(loader)
         self._standing = standing
@@ -120,6 +122,7 @@ class Run:
         self._replay = replay
         self._state = state
         self._begun = begun
+        self._settled = settled
         self._default = None if state is None else torch.default_generator.get_state()
         self._draw.entering()
 
@@ -180,21 +183,51 @@ class Run:
         if given.streams:
             return sizes_of(indices, given.batched)
         if self._replay is not None:
-            drawn: Iterator[Any] = self._replay.batches(self.epoch)
-        elif self._state is not None:
-            drawn = self._keys(self._draw.again(self._state["draw"]))
-        else:
-            return itertools.chain.from_iterable(self._drawn_first(indices))
-        if self._state is None:
-            return drawn
-        mixes = given.options.order in _MIXING
-        return rest_of(drawn, done_of(self._state["done"]), mixes, given.drop_last)
+            recorded = self._replay.batches(self.epoch)
+            return recorded if self._state is None else self._rest(recorded, self._state)
+        if self._state is not None:
+            return self._drawn_again(self._state)
+        return itertools.chain.from_iterable(self._drawn_first(indices))
+
+    def _rest(self, batches: Iterator[Any], state: dict[str, Any]) -> Iterator[Any]:
+        mixes = self._given.options.order in _MIXING
+        return rest_of(batches, done_of(state["done"]), mixes, self._given.drop_last)
+
+    def _drawn_again(self, state: dict[str, Any]) -> Iterator[Any]:
+        """What is left of the pass in which a state was taken.
+
+        The state of a sampler may say how far its last iterator was, that of an earlier epoch. The next one goes on
+        from there, so that its keys are others, or none, and the one after begins anew.
+        """
+
+        def rest(samplers: bool) -> Iterator[Any]:
+            return self._rest(self._keys(self._draw.again(state["draw"], samplers)), state)
+
+        _, stateful = self._draw.sources
+        if not stateful:
+            return rest(samplers=True)
+        try:
+            left = rest(samplers=True)
+        except ValueError:
+            return rest(samplers=False)
+        if state["done"]["batches"]:
+            return left
+        for keys in left:
+            return itertools.chain([keys], left)
+        return rest(samplers=False)
 
     def _drawn_first(self, indices: Any) -> Iterator[Iterator[Any]]:
         if isinstance(self._given.index_sampler, InTurn):  # and not what torch asked, this rank's
             indices = iter(self._given.index_sampler)
         self._draw.first(indices)
-        yield self._keys(indices)
+        keys = self._keys(indices)
+        if not self._settled:
+            yield keys
+            return
+        first = list(itertools.islice(keys, 1))
+        yield iter(first)
+        # Of a sampler whose state says that its last iterator had ended, only the next one begins anew.
+        yield keys if first else self._keys(iter(self._given.index_sampler))
 
     def _keys(self, indices: Any) -> Iterator[Any]:
         given = self._given
@@ -333,7 +366,8 @@ class Course:
         self._loaded = None
         self.last = _standing(loader, self.epoch)
         self.last.drawn_epoch = drawn_epoch
-        return Run(loader, self.last, replay), replicas
+        settled = loaded is not None and self.last.draw.sources[1] > 0
+        return Run(loader, self.last, replay, settled=settled), replicas
 
     def _forget(self) -> None:
         self._loaded = None

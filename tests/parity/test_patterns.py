@@ -830,6 +830,38 @@ def sampler_inside(base: Any, workers: int) -> Any:
     return epochs, list(iterator)
 
 
+class HowFar(Sampler[int]):
+    """Its state is how far its last iterator was, from where the next one goes on."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.start: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.at, self.start = self.start or 0, None
+        for index in range(self.at, 7):
+            self.at += 1
+            yield index
+
+    def __len__(self) -> int:
+        return 7
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["at"]
+
+
+@pattern("a sampler that says how far it is")
+def sampler_says_how_far(base: Any, workers: int) -> Any:
+    found = []
+    for batches in (0, 2, 4):
+        loader = base(Numbers(7), 2, sampler=HowFar(), num_workers=workers)
+        found += [plain(loader), *again_from(loader, batches)]
+    return found
+
+
 @pattern("indices that repeat")
 def repeated_indices(base: Any, workers: int) -> Any:
     class Repeats(Sampler[int]):
