@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable
@@ -183,6 +182,7 @@ class Engine:
                 plan.order.name == "strict",
                 cast(int, plan.window_batches),
                 plan.replicas,
+                self._reader.state,
             )
             if plan.round_robin
             else AnyWorker(),
@@ -201,7 +201,6 @@ class Engine:
             functools.partial(workplace.read_keys, self.ledger),
             plan.chain.names,
         )
-        self._by_reference = not in_processes
         self._failures = None
         if plan.policy is not None:
             self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
@@ -236,6 +235,8 @@ class Engine:
         """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
         if plan.shares_budget:
             weakref.finalize(self, window.end).atexit = False
+        if plan.replicas is not None:
+            weakref.finalize(self, plan.replicas.settle).atexit = False
         if experience.journal is not None:
             weakref.finalize(self, experience.journal.settle, self._gauges).atexit = False
 
@@ -317,6 +318,10 @@ class Engine:
             self._dispatcher.abandon()
             raise
         except StopIteration:
+            if self.plan.replicas is not None:
+                self.plan.replicas.present = (
+                    None  # the next pass begins with the dataset as it will be
+                )
             if self._failures is not None:
                 self._failures.end()
             if self._memory is not None:
@@ -372,7 +377,12 @@ class Engine:
 
     def _note_state(self, replicas: Replicas, record: int) -> None:
         if (state := self._reader.state(record)) is not None:
-            replicas.heard(*(copy.deepcopy(state) if self._by_reference else state))
+            replicas.heard(*state)
+
+    @property
+    def workers(self) -> list[Any]:
+        """The worker processes, if workers are processes of this machine."""
+        return list(self._pool.processes) if isinstance(self._pool, ProcessPool) else []
 
     def profile(self) -> Profile:
         """What samples have cost so far, and since this was last asked."""

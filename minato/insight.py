@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from minato._machine import local_rank
+from minato._standin import made_only
 from minato.chain.rng import SampleRandomness
 from minato.checks import metrics_address
 from minato.fetching import Fetching
@@ -45,6 +46,7 @@ class Insight(Opening):
     prefetch_factor: int | None
     _auto_collation: Any
 
+    @made_only
     def report(self, labels: Labels | None = None) -> Report:
         """What limits the training, and all figures of the run and of each epoch so far.
 
@@ -82,6 +84,7 @@ class Insight(Opening):
         quality = quality_of(known.foresight.pairs, threshold_ns)
         return Prediction(known.known.model or "none", *quality)
 
+    @made_only
     def live(self) -> Live:
         """Show how each epoch goes, from now on: a panel below what the program prints, four times a second.
 
@@ -161,11 +164,13 @@ class Insight(Opening):
                 raise OSError(error.errno, words) from None
             warnings.warn(words, stacklevel=4)
 
+    @made_only
     def slow_samples(self) -> SlowSamples:
         """Which samples are slow, where they lay in the newest iterator's batches, and how well they were foretold."""
         self._refuse_attached("slow_samples()")
         return SlowSamples.of(self._experience, self._course.lateness())
 
+    @made_only
     def headroom(self, steps: int = 50) -> HeadRoom:
         """How fast training could be if data were free.
 
@@ -187,6 +192,8 @@ class Insight(Opening):
     def _fresh_batches(self) -> Iterator[Any]:
         """The batches of a copy of this loader."""
         twin: Any = copy.copy(self)
+        if hasattr(twin, "__del__"):  # what that ends, the loader itself still uses
+            twin.__class__ = type(type(self).__name__, (type(self),), {"__del__": _nothing})
         vars(twin).update(_iterator=None, _course=self._course.twin(), _trace=None)
         generators = [torch.default_generator]
         if self.generator is not None:
@@ -197,6 +204,7 @@ class Insight(Opening):
             each.set_state(state)
         return cast(Iterator[Any], batches)
 
+    @made_only
     def coverage(self) -> Coverage:
         """What has become of the samples of the newest iterator's epoch so far.
 
@@ -206,6 +214,7 @@ class Insight(Opening):
         self._refuse_attached("coverage()")
         return self._course.coverage()
 
+    @made_only
     def reproduce(
         self,
         index: Any,
@@ -240,6 +249,10 @@ class Insight(Opening):
             if self._options.rng == "sample":
                 randomness.bind(epoch, index, occurrence)
             return Fetcher(self.dataset, self._chain, self._auto_collation).single(index)
+
+
+def _nothing(loader: Any) -> None:
+    """In place of a ``__del__``."""
 
 
 def _wished(variable: str) -> str | None:

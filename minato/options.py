@@ -113,6 +113,7 @@ class Options:
         shared_pool: Whether the ranks of a node share their workers.
         on_rank_death: ``raise``, ``continue`` or ``wait``.
         ray_options: What Ray is told of each actor, or None.
+        snapshot_every_n_steps: How often a worker of a stream sends its state, in batches; 0 or None: never.
     """
 
     order: str
@@ -146,6 +147,7 @@ class Options:
     shared_pool: bool
     on_rank_death: str
     ray_options: Mapping[str, Any] | None
+    snapshot_every_n_steps: int | None
 
     @property
     def target(self) -> torch.device | None:
@@ -198,6 +200,7 @@ class Options:
         shared_pool: bool,
         on_rank_death: str,
         ray_options: Mapping[str, Any] | None,
+        snapshot_every_n_steps: int | None,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -241,6 +244,7 @@ class Options:
             check_whole("fetch_concurrency", fetch_concurrency, 1)
         check_whole("memory_budget_bytes", memory_budget_bytes, 1)
         check_whole("seed", seed, None)
+        check_whole("snapshot_every_n_steps", snapshot_every_n_steps, 0)
         record_order, replay_order = as_path(record_order), as_path(replay_order)
         if is_stream and (record_order or replay_order):
             raise ValueError(
@@ -372,6 +376,7 @@ class Options:
             shared_pool=shared_pool,
             on_rank_death=on_rank_death,
             ray_options=ray_options,
+            snapshot_every_n_steps=snapshot_every_n_steps,
         )
 
     def first_workers(self, num_workers: int | str) -> int:

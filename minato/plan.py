@@ -60,6 +60,7 @@ class Plan:
         quarantine: Path of the file that keeps them.
         sample_timeout_s: How long a sample may take.
         replicas: The states of the workers' copies of the dataset, if it is iterable or has a state.
+        state_every: Of how many batches of a stream's worker one comes with the state; None: none does.
         slow: From which cost on a sample is slow.
         profile: Folder that keeps what samples cost, None for none.
         fetching: How samples are read at once.
@@ -98,6 +99,7 @@ class Plan:
     quarantine: str | None
     sample_timeout_s: float | None
     replicas: Replicas | None
+    state_every: int | None
     slow: TimeoutSettings
     profile: str | None
     fetching: Fetching
@@ -173,6 +175,7 @@ class Plan:
             quarantine=options.quarantine,
             sample_timeout_s=options.sample_timeout_s,
             replicas=run.replicas,
+            state_every=options.snapshot_every_n_steps or None,
             slow=TimeoutSettings(options.slow_percentile / 100, options.slow_after_s),
             profile=options.profile,
             fetching=Fetching.of(options.fetch_concurrency),
@@ -206,6 +209,12 @@ class Plan:
             and self.timeout_s == loader.timeout
             and self.largest_batch == largest_batch(loader._index_sampler, batched)
         )
+
+    @property
+    def sends_states(self) -> bool:
+        """Whether the state of a worker's copy of a map-style dataset goes with each batch, to which it belongs."""
+        in_processes = self.num_workers > 0 and self.worker_method == "process"
+        return self.replicas is not None and in_processes and self.order.bound
 
     @property
     def starts_as_needed(self) -> bool:

@@ -22,6 +22,7 @@ from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
 from minato.scheduler.overdue import Overdue, StackFile
 from minato.scheduler.process import (
     ProcessPool,
+    announced,
     enter_worker_process,
     parent_watch,
     wrapped_in_process,
@@ -70,7 +71,8 @@ def make_pool(
         def in_thread(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
             if not wanted(number, consumer_lives):
                 return None
-            failure = _initialise(plan, number)
+            with announced(number, plan.all_workers, plan.base_seed, plan.dataset):
+                failure = _initialise(plan, number)
             return workplace.worker(
                 number, ledger, wrapped_in_thread(number), failure, BaseException
             )

@@ -29,6 +29,7 @@ from minato.scheduler.leniency import Leniency
 from minato.scheduler.overdue import StackFile
 from minato.scheduler.parking import Parking
 from minato.scheduler.reads import Reads, reads_of
+from minato.scheduler.replicas import Replica
 from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Habits
 from minato.scheduler.standby import Standby
@@ -192,10 +193,20 @@ class Workplace:
         if plan.streams:
             replica = None if plan.replicas is None else plan.replicas.each[number]
             fetcher = StreamFetcher(
-                plan.dataset, plan.chain, plan.batched, plan.drop_last, in_line, replica
+                plan.dataset,
+                plan.chain,
+                plan.batched,
+                plan.drop_last,
+                in_line,
+                replica,
+                plan.state_every,
             )
+            present: Callable[[], Replica | None] = fetcher.present
         else:
-            fetcher = Fetcher(dataset, chain, plan.batched)
+            fetcher = Fetcher(dataset, chain, plan.batched, plan.sends_states)
+            present = fetcher.state
+        if in_line and plan.replicas is not None:
+            plan.replicas.present = present
         if not plan.streams and not fetcher.takes_lists and reads is None:
             stepper = parts.stepper(plan.dataset, plan.chain, lease, meters)
         if stepper is not None and plan.leaves_samples:

@@ -51,7 +51,7 @@ class SampleError:
     Args:
         error: The exception itself (workers in this process) or torch's wrapper of it.
         key: Dataset index, or None when the batch as a whole failed (its collation).
-        state: Of the worker's dataset afterwards, if it has one.
+        state: Of the worker's dataset afterwards, if it has one, as :meth:`BatchReader.state` gives it.
     """
 
     def __init__(
@@ -183,8 +183,8 @@ class BatchWriter:
         """Whether batches are built by calling ``collate_fn`` rather than in fields."""
         self.holds = False
         """Whether a sample could not be sent to another worker, so that batches are best run as a whole."""
-        self.run_again: Callable[[int], list[Any]] | None = None
-        """Runs all samples of a batch in this worker; whoever uses the writer sets it."""
+        self.run_again: Callable[[], Callable[[int], list[Any]] | None] = lambda: None
+        """Gives what runs all samples of a batch in this worker; whoever uses the writer sets it."""
         self._open: dict[int, _Packing] = {}
         self._last: Layout | None = None
 
@@ -246,26 +246,50 @@ class BatchWriter:
             layout.stack(self._segment.array, fields, num_samples, k, tensors, kept_nbytes)
         return tensors is not None
 
-    def write_end(self, place: int) -> None:
-        """Say at a batch's one place that there is nothing more to come."""
-        self._ledger.attach(place, END_BLOB, 0)
+    def write_end(self, batch: int, place: int, state: Callable[[], Any] | None) -> None:
+        """Say at a batch's one place that there is nothing more to come.
+
+        Args:
+            state: Gives the state of the worker's dataset, if it has one.
+        """
+        offset, nbytes = (0, 0) if state is None else self._put_state(batch, state, lambda it: it)
+        self._ledger.attach(place, offset | END_BLOB, nbytes)
 
     def write_error(
-        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
+        self,
+        batch: int,
+        place: int,
+        error: BaseException,
+        key: Any,
+        state: Callable[[], Any] | None = None,
     ) -> None:
         """Like ``write``, for a sample that raised."""
         if isinstance(error, StopIteration):
             source = "a batch" if key is None else f"the sample with index {key!r}"
             error = not_the_end(source, error)
-        failure = SampleError(self._describe_error(error), key, state)
-        self._attach(batch, place, failure, ERROR_BLOB)
+        described = self._describe_error(error)
+        if state is not None:
+            with suppress(Exception):  # the error comes without it if it cannot be sent
+                offset, nbytes = self._put_state(
+                    batch, state, lambda state: SampleError(described, key, state)
+                )
+                self._ledger.attach(place, offset | ERROR_BLOB, nbytes)
+                return
+        self._attach(batch, place, SampleError(described, key), ERROR_BLOB)
 
     def _write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
         """Add the state of the worker's dataset after a batch of which nothing else lies at this place."""
+        offset, nbytes = self._put_state(batch, state, lambda state: state)
+        self._ledger.attach(place, offset | (STATE_BLOB if offset else ERROR_BLOB), nbytes)
+
+    def _put_state(
+        self, batch: int, state: Callable[[], Any], message: Callable[[Any], Any]
+    ) -> tuple[int, int]:
+        """Keep a message that holds a state or, if that cannot be had or sent, the error."""
         try:
-            self._attach(batch, place, state(), STATE_BLOB)
+            return self._put(batch, message((self._worker, state())))
         except Exception as error:
-            self.write_error(batch, place, error, None)
+            return self._put_error(batch, message((self._worker, self._describe_error(error))))
 
     def write_collated(
         self,
@@ -332,11 +356,11 @@ class BatchWriter:
         held = next((sample for sample in samples if type(sample) is _Held), None)
         if held is None:
             return samples
-        bound = self._ledger.describe(batch)[3]
-        if not (bound and self.run_again):
+        run_again = self.run_again()
+        if run_again is None or not self._ledger.describe(batch)[3]:
             held.error.reraise()
             raise AssertionError(held)
-        return self.run_again(batch)
+        return run_again(batch)
 
     def _collated(
         self, batch: int, gather: Callable[[], list[Any]], named: str | None = None
@@ -415,7 +439,7 @@ class BatchWriter:
                 kind = ERROR_BLOB
         self._ledger.attach(place, offset | kind, nbytes)
 
-    def _put_error(self, batch: int, error: SampleError | _Held) -> tuple[int, int]:
+    def _put_error(self, batch: int, error: Any) -> tuple[int, int]:
         """Keep an error; offset 0 if the slot has no room even for that, and the reader knows what to say."""
         try:
             return self._put(batch, error)

@@ -188,13 +188,14 @@ class Called(Numbers):
 
 
 def test_iterators_and_processes_go_by_other_names() -> None:
-    for make, has_workers, name in (
+    for make, has_queues, name in (
         (TorchLoader, True, "Process"),
         (minato.DataLoader, False, "Fork"),
     ):
         iterator = iter(make(Called(1), None, num_workers=1))
         assert isinstance(iterator, torch.utils.data.dataloader._BaseDataLoaderIter)
-        assert hasattr(iterator, "_workers") == has_workers
+        assert hasattr(iterator, "_index_queues") == has_queues
+        assert len(iterator._workers) == 1
         assert next(iterator).startswith(name)
 
 

@@ -24,7 +24,16 @@ def build(sanitizer: str, headers: Path, directory: Path) -> Path:
     if compiler is None:
         pytest.skip("there is no C compiler")
     program = directory / "ledger_threads"
-    flags = ["-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-DMINATO_CHECKED"]
+    flags = [
+        "-std=c11",
+        "-g",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Wconversion",
+        "-Werror",
+        "-DMINATO_CHECKED",
+    ]
     sanitize = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", f"-I{headers}"]
     done = subprocess.run(
         [compiler, *flags, *sanitize, str(PROGRAM), "-o", str(program), "-lpthread"],
