@@ -264,6 +264,10 @@ cdef class Ledger(Claims):
             mn_load_relaxed_u32(&batch.bound) and mn_load_acquire_u64(&batch.result)
         )
 
+    def live(self):
+        """The records of the batches in flight, the oldest first."""
+        return list(self.in_flight)
+
     def unclaimed(self):
         """How many published samples nobody has claimed yet (an upper bound)."""
         return mn_tail(&self.ledger) - (mn_load_seq_cst_u64(&self.ledger.header.head) & MN_NUMBER)
