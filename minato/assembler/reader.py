@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, STATE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.ledger import Ledger
+from minato._core.limits import slot_overflow
 from minato.assembler.arena import Arena, Slot
 from minato.assembler.layout import Layout
 from minato.assembler.transport import Store, damaged
@@ -99,9 +100,4 @@ def check_texts(layout: Layout, count: int, texts: Sequence[Any]) -> None:
 
 def too_large(slot: Slot) -> SampleError:
     """The error of a batch whose slot has no room left, not even for an error."""
-    return SampleError(
-        MemoryError(
-            f"a batch fills the {slot.end - slot.start} bytes of address space of its slot: use smaller "
-            "batches, or raise the limit on address space (ulimit -v)"
-        )
-    )
+    return SampleError(MemoryError(slot_overflow(slot.end - slot.start)))

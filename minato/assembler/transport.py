@@ -15,15 +15,7 @@ import numpy as np
 from minato._core.segment import Segment
 from minato._pickling import Purpose, dumps
 
-__all__ = [
-    "DamagedError",
-    "LocalRooms",
-    "LocalStore",
-    "SharedRooms",
-    "SharedStore",
-    "Store",
-    "damaged",
-]
+__all__ = ["DamagedError", "LocalStore", "SharedStore", "Store", "damaged"]
 
 Allocate = Callable[[int], int]
 """Gives the arena offset of so many fresh bytes, aligned to 64."""
@@ -175,55 +167,3 @@ class LocalStore(Store):
     def drop(self, offset: int) -> None:
         """Forget an object that nobody will fetch."""
         self._values.pop(offset, None)
-
-
-class SharedRooms:
-    """Room for one object of each worker process, from where another one can take it.
-
-    Args:
-        segment: Memory to divide among them.
-        count: How many workers there are.
-    """
-
-    def __init__(self, segment: Segment, count: int) -> None:
-        self._segment = segment
-        self._store = SharedStore(segment)
-        self._room_nbytes = segment.nbytes // count // _ALIGNMENT * _ALIGNMENT
-
-    def put(self, number: int, value: Any) -> int:
-        """Copy an object to the room of worker ``number``; returns its size.
-
-        Raises:
-            MemoryError: The room is too small.
-            PicklingError: The object would not arrive as it is, or may not.
-        """
-
-        def allocate(nbytes: int) -> int:
-            if nbytes > self._room_nbytes:
-                raise MemoryError(f"{nbytes} bytes do not fit a room of {self._room_nbytes}")
-            return number * self._room_nbytes
-
-        return self._store.put(allocate, value, "partial")[1]
-
-    def get(self, number: int, nbytes: int) -> Any:
-        """A copy of what lies there, which is no longer needed."""
-        start = number * self._room_nbytes
-        value = self._store.get(start, nbytes)
-        self._segment.discard(start, start + nbytes)
-        return value
-
-
-class LocalRooms:
-    """The same for worker threads: by reference."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, Any] = {}
-
-    def put(self, number: int, value: Any) -> int:
-        """Keep an object."""
-        self._values[number] = value
-        return 0
-
-    def get(self, number: int, nbytes: int) -> Any:
-        """The object; it is kept no longer."""
-        return self._values.pop(number)

@@ -120,10 +120,6 @@ class Link:
         slots, self._given_back = self._given_back, set()
         return [(self._annexes[arena].segment, slot) for arena, slot in slots]
 
-    def is_in(self, number: int) -> bool:
-        """Whether a pass is going on."""
-        return number == self._round
-
     def leave(self, number: int) -> None:
         """Be through with a pass."""
         if number >= 0 and number == self._round:

@@ -49,11 +49,6 @@ class RankSource(ABC):
 
     @property
     @abstractmethod
-    def over(self) -> bool:
-        """Whether the pass has no more batches for this rank."""
-
-    @property
-    @abstractmethod
     def has_next(self) -> bool:
         """Whether ``take`` would not wait."""
 
@@ -116,11 +111,6 @@ class HostSource(RankSource):
         self._store = SharedStore(engine.arena.segment)
 
     @property
-    def over(self) -> bool:
-        """Whether the pass has no more batches for this rank."""
-        return not self._hub.is_in(self._number)
-
-    @property
     def has_next(self) -> bool:
         """Whether a batch is there."""
         return self._hub.has_next(self._number)
@@ -165,11 +155,6 @@ class AttachedSource(RankSource):
     def __init__(self, link: Link) -> None:
         super().__init__()
         self._link = link
-
-    @property
-    def over(self) -> bool:
-        """Whether the pass has no more batches for this rank."""
-        return not self._link.is_in(self._number)
 
     @property
     def has_next(self) -> bool:

@@ -267,14 +267,14 @@ def test_an_error_is_raised_where_its_batch_goes() -> None:
         for _ in range(4):
             try:
                 found.append(next(batches).tolist())
-            except (KeyError, StopIteration) as error:
+            except (KeyError, RuntimeError) as error:
                 found.append(
                     (type(error).__name__, "no such" in str(error) or "nor such" in str(error))
                 )
         return found, next(batches, "over")
 
     first, second = run(program)
-    assert first == ([[0, 2], ("StopIteration", True), [8, 10], [12, 14]], "over")
+    assert first == ([[0, 2], ("RuntimeError", True), [8, 10], [12, 14]], "over")
     assert second == ([[1, 3], ("KeyError", True), [9, 11], [13, 15]], "over")
 
 
