@@ -26,6 +26,8 @@ _MOST_BYTES = 1 << 28
 _PIECE_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 4
 """That wait for their messages: with each piece of the stream comes one at most."""
+_BUFFER_BYTES = 1 << 20
+"""Room for messages that the other process has not read; the system may allow less (net.core.wmem_max)."""
 _SEND_S = 30.0
 """A process that leaves so little room for a message for so long counts as ended."""
 _AGAIN_S = 0.02
@@ -109,6 +111,7 @@ class Channel:
             connection.close()
             raise
         connection.settimeout(_SEND_S)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         self._connection = connection
         self._decode = decode
         self._takes_descriptors = takes_descriptors
