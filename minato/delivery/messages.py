@@ -100,7 +100,7 @@ def from_host(data: bytes) -> tuple[Any, ...]:
         case ["arena", number, nbytes]:
             return "arena", _count(number), _count(nbytes)
         case ["given back", list(places)]:
-            return "given back", tuple((_count(arena), _slot(slot)) for arena, slot in places)
+            return "given back", tuple(map(_place, places))
         case ["batch", number, arena, parcel, [ranges, samples, hashes]]:
             portion = list(_unflat(ranges)), _count(samples), _count(hashes, _MODULUS)
             return "batch", _count(number), _count(arena), _parcel(parcel), portion
@@ -155,6 +155,11 @@ def _slot(value: Any) -> Slot:
     if start > end:
         raise ValueError("a slot ends before it starts")
     return Slot(start, end)
+
+
+def _place(value: Any) -> tuple[int, Slot]:
+    arena, slot = _items(value)
+    return _count(arena), _slot(slot)
 
 
 def _parcel(value: Any) -> Parcel:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, example, given, seed, settings
 from hypothesis import strategies as st
 
 from minato._core.segment import Segment
@@ -127,6 +127,11 @@ def test_messages_of_hosts_arrive_as_they_were(message: Any) -> None:
 
 @pytest.mark.parametrize("decode", [from_rank, from_host])
 @given(data=st.one_of(anything(from_ranks), anything(from_hosts)))
+@example(data=b'["given back",[null]]')
+@example(data=b'["given back",["ab"]]')
+@example(data=b'["batch",0,0,null,[[],0,0]]')
+@example(data=b'["batch",0,0,[[0,1],0,[0,0],false,[true,1],0],[[],0,0]]')
+@example(data=b'["enter",0,[null],[0,null]]')
 def test_what_is_no_message_is_a_value_error(decode: Callable[[bytes], Any], data: bytes) -> None:
     try:
         message = decode(data)
