@@ -122,6 +122,8 @@ class Channel:
         self._poll = select.poll()
         for descriptor in self.descriptors:
             self._poll.register(descriptor, select.POLLIN)
+        self._room = select.poll()
+        self._room.register(connection, select.POLLOUT)
         self.over = False
         self.fault: str | None = None
         self.received: deque[tuple[Any, int | None]] = deque()
@@ -138,6 +140,11 @@ class Channel:
         """What becomes readable when there is something to receive, or the other process has ended."""
         connection = self._connection.fileno()
         return (connection,) if self._watch is None else (connection, self._watch)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a message of usual size can be sent without waiting for the other process to receive others."""
+        return bool(self._room.poll(0))
 
     def send(self, message: tuple[Any, ...], descriptor: int | None = None) -> None:
         """Send a message, and a descriptor, of which the other process gets one of its own.

@@ -291,16 +291,17 @@ def test_memory_that_is_smaller_than_it_is_said_to_be_is_refused() -> None:
 class Engine:
     """Gives so many batches, in memory of its own."""
 
-    def __init__(self, count: int) -> None:
-        self.arena = Arena(Segment(1 << 26))
+    def __init__(self, count: int, texts: Any = ()) -> None:
+        self.arena = Arena(Segment(1 << 30))
         self.left = count
+        self.texts = texts
 
     def next(self) -> Packed:
         if not self.left:
             raise StopIteration
         self.left -= 1
         slot = self.arena.acquire()
-        return Packed(Parcel(slot, 0, (0, 0), False, (), 64), self.arena.lease(slot, 64))
+        return Packed(Parcel(slot, 0, (0, 0), False, self.texts, 64), self.arena.lease(slot, 64))
 
     def cancel(self) -> None:
         self.left = 0
@@ -370,6 +371,35 @@ def test_a_host_and_its_ranks_for_long(stress_s: float) -> None:
             run()
     assert num_descriptors() <= before
     assert threading.active_count() <= threads
+
+
+def test_a_host_that_takes_leave_does_not_wait_for_a_rank_that_is_slow() -> None:
+    count, texts = 40, tuple((4096 + 640 * i, 600) for i in range(4000))
+    with at_a_meeting() as meeting:
+        hub = Hub(meeting, Greeting(0, 0, {}), 2, True, "continue")
+        source = Engine(2 * count, texts)
+        number, _ = hub.open(source, 0, count, lambda: True, lambda: PORTION, False)
+        rank = connected(meeting, 20, from_host)
+        rank.send(("hello", 0, (), Greeting(1, 1, {})))
+        rank.send(("enter", number, (), (0, None)))
+        for _ in range(count):
+            hub.next(number)
+        begun = time.monotonic()
+        hub.close()
+        time.sleep(0.2)
+        with hub._news:  # whoever sends has it
+            assert time.monotonic() - begun < 10
+            assert hub._seats[1].inbox
+        kinds = []
+        while "end" not in kinds:
+            rank.wait(20)
+            kinds += [message[0] for message, _ in rank.received]
+            rank.received.clear()
+            assert not rank.over
+        rank.close()
+        hub._thread.join(20)
+        assert not hub._thread.is_alive()
+    assert kinds == ["welcome", "open", "arena", *["batch"] * count, "end"]
 
 
 def test_threads_and_files_of_a_meeting_are_gone(tmp_path: Path) -> None:
