@@ -264,6 +264,7 @@ cdef class Ledger(Claims):
             mn_load_relaxed_u32(&batch.bound) and mn_load_acquire_u64(&batch.result)
         )
 
+    @property
     def live(self):
         """The records of the batches in flight, the oldest first."""
         return list(self.in_flight)
