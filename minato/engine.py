@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable
@@ -129,6 +128,7 @@ class Engine:
             # Batches that hold as many samples as all workers read at once.
             -(-plan.num_workers * plan.fetching.concurrency // plan.largest_batch),
             plan.fetching.slow_start,
+            plan.shares_budget,
         )
         settles = plan.policy is not None and plan.policy.on_error != "raise"
         deaths = Deaths(plan.restarts, settles, Shortage(window) if in_processes else None)
@@ -182,6 +182,7 @@ class Engine:
                 plan.order.name == "strict",
                 cast(int, plan.window_batches),
                 plan.replicas,
+                self._reader.state,
             )
             if plan.round_robin
             else AnyWorker(),
@@ -200,7 +201,6 @@ class Engine:
             functools.partial(workplace.read_keys, self.ledger),
             plan.chain.names,
         )
-        self._by_reference = not in_processes
         self._failures = None
         if plan.policy is not None:
             self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
@@ -233,6 +233,10 @@ class Engine:
             workplace.write_plan(self.arena)
         self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, self.arena)
         """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
+        if plan.shares_budget:
+            weakref.finalize(self, window.end).atexit = False
+        if plan.replicas is not None:
+            weakref.finalize(self, plan.replicas.settle).atexit = False
         if experience.journal is not None:
             weakref.finalize(self, experience.journal.settle, self._gauges).atexit = False
 
@@ -314,6 +318,10 @@ class Engine:
             self._dispatcher.abandon()
             raise
         except StopIteration:
+            if self.plan.replicas is not None:
+                self.plan.replicas.present = (
+                    None  # the next pass begins with the dataset as it will be
+                )
             if self._failures is not None:
                 self._failures.end()
             if self._memory is not None:
@@ -369,7 +377,12 @@ class Engine:
 
     def _note_state(self, replicas: Replicas, record: int) -> None:
         if (state := self._reader.state(record)) is not None:
-            replicas.heard(*(copy.deepcopy(state) if self._by_reference else state))
+            replicas.heard(*state)
+
+    @property
+    def workers(self) -> list[Any]:
+        """The worker processes, if workers are processes of this machine."""
+        return list(self._pool.processes) if isinstance(self._pool, ProcessPool) else []
 
     def profile(self) -> Profile:
         """What samples have cost so far, and since this was last asked."""

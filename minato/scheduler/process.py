@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import thread as executor
+from contextlib import contextmanager
 from multiprocessing import process as process_module
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -27,12 +29,14 @@ from minato.scheduler.watch import UNREADABLE, ExitWatch, exit_code
 
 __all__ = [
     "ProcessPool",
+    "announced",
     "enter_worker_process",
     "parent_watch",
     "seed_worker",
     "wrapped_in_process",
 ]
 
+_ANNOUNCED = threading.Lock()
 _GRACE_S = 5.0
 """How long a worker may take to leave by itself at the end, as with torch."""
 
@@ -74,16 +78,17 @@ class ProcessPool:
         self._buried = buried
         self._overdue = overdue
         self._ready = ready
-        self._stop = stop
         self._may_leave = may_leave
         self._has_work = has_work
-        self._owner = os.getpid()
         if context.get_start_method() == "fork":
             at_first = num_workers
         last = max(num_workers - standbys, at_first)
         self._to_start = deque([*range(at_first), *range(last, num_workers)])
         self._unwatched = False
         self._watch = ExitWatch(context, ready.notify)
+        self._started = _Started(stop, self._watch)
+        self.shut_down = self._started.shut_down
+        """Ends all workers. Holds nothing of the user's, which may refer to the loader, and so to this pool."""
         self.processes = [self._make(number) for number in range(num_workers)]
         _POOLS.add(self)
 
@@ -119,6 +124,7 @@ class ProcessPool:
         process = self.processes[number]
         if process.pid is None:
             process.start()
+        self._started.processes[number] = process
         self._watch.add(number, process)
         self._unwatched = True
 
@@ -161,6 +167,20 @@ class ProcessPool:
         self._start(number)
         self._watch_all()
 
+
+class _Started:
+    """The processes of a pool that have been started, and what ends them.
+
+    Args:
+        stop: Tells the workers to leave.
+    """
+
+    def __init__(self, stop: Callable[[], None], watch: ExitWatch) -> None:
+        self.processes: dict[int, BaseProcess] = {}
+        self._stop = stop
+        self._watch = watch
+        self._owner = os.getpid()
+
     def shut_down(self) -> bool:
         """End all workers: by request, and by signals if they do not follow it, or if this is interrupted.
 
@@ -169,7 +189,7 @@ class ProcessPool:
         """
         if os.getpid() != self._owner:
             return False  # a forked child of the user's holds a copy of this pool
-        left = [process for process in self.processes if process.pid is not None]
+        left = list(self.processes.values())
         try:
             self._stop()
             left = self._watch.outlast(left, _GRACE_S)
@@ -223,6 +243,20 @@ def seed_worker(number: int, num_workers: int, base_seed: int, dataset: Any) -> 
     )
 
 
+@contextmanager
+def announced(number: int, num_workers: int, base_seed: int, dataset: Any) -> Iterator[None]:
+    """Let torch's ``get_worker_info()`` speak of this worker thread: one after the other, as torch knows one only."""
+    with _ANNOUNCED:
+        before = torch_worker._worker_info
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=number, num_workers=num_workers, seed=base_seed + number, dataset=dataset
+        )
+        try:
+            yield
+        finally:
+            torch_worker._worker_info = before
+
+
 def parent_watch() -> Callable[[], bool]:
     """A function that tells whether the process that had this one started still lives; it may be dead already."""
     creator = multiprocessing.parent_process()
@@ -235,9 +269,15 @@ def parent_watch() -> Callable[[], bool]:
 
 
 def wrapped_in_process(number: int) -> Callable[[BaseException], ExceptionWrapper]:
-    """How exceptions of a worker process travel: torch's wrapper with torch's words."""
+    """How exceptions of a worker process travel: torch's wrapper with torch's words; a Ctrl-C does not."""
 
     def wrap(error: BaseException) -> ExceptionWrapper:
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        if not isinstance(error, Exception):
+            # In the training loop it would end the program, a generator or a task, not tell of a bad sample.
+            ended = RuntimeError(f"{type(error).__name__} was raised, as if to end the worker")
+            ended.__cause__, error = error, ended
         return ExceptionWrapper(
             (type(error), error, error.__traceback__),
             where=f"in DataLoader worker process {number}",

@@ -44,8 +44,8 @@ def signature(loader: Any, is_stream: bool, sources: tuple[int, int]) -> dict[st
         "sampler_length": length_of(sampler),
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
-        "order": loader.order,
-        "seed": loader.seed,
+        "order": loader._options.order,
+        "seed": loader._options.seed,
         "generators": generators,
         "stateful_samplers": stateful,
     }
