@@ -15,6 +15,7 @@ from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato._postponed import Postponed
+from minato._signals import exiting, finish
 from minato.assembler.arena import Arena
 from minato.assembler.page_locks import PageLocker
 from minato.assembler.reader import BatchReader
@@ -62,9 +63,15 @@ _POSITIONS = 1 << 16
 """Batches and samples that can be in flight: 4 MiB of ledger, of which only the batches' part is touched at once."""
 
 
-def _end(shut_down: Callable[[], bool], arena: Arena) -> None:
-    if shut_down():
-        arena.take_back()
+def _end(
+    shut_down: Callable[[], bool], arena: Arena, afterwards: list[Callable[[], object]]
+) -> None:
+    try:
+        if shut_down():
+            arena.take_back()
+    finally:
+        while afterwards and not exiting():
+            afterwards.pop()()
 
 
 class Engine:
@@ -229,10 +236,14 @@ class Engine:
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
             workplace.write_plan(self.arena)
-        self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, self.arena)
-        """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
+        self.afterwards: list[Callable[[], object]] = []
+        """What is to be done once the workers have ended, unless the interpreter exits; the last comes first."""
         if experience.journal is not None:
-            weakref.finalize(self, experience.journal.settle, self._gauges).atexit = False
+            self.afterwards.append(functools.partial(experience.journal.settle, self._gauges))
+        # One finalizer for all: a signal's handler may run, and raise, between any two of them.
+        self._finalizer = weakref.finalize(
+            self, finish, _end, self._pool.shut_down, self.arena, self.afterwards
+        )
 
     def begin(
         self,
@@ -389,6 +400,12 @@ class Engine:
                 for name in ("dataset", "collate_fn", "worker_init_fn"):
                     _pickling.check_picklable(name, getattr(self._sent, name))
             raise
+
+    def shut_down(self) -> None:
+        """End the workers; runs by itself when the engine is dropped or the interpreter exits."""
+        if (found := self._finalizer.detach()) is not None:
+            _, _, (_, *arguments), _ = found
+            _end(*arguments)
 
     def rest(self) -> None:
         """Let go of a pass that is over and of the worker in line; ``begin`` may follow."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from minato._core.limits import explaining_limits
 from minato._core.seeding import mix
 from minato._machine import memory_of_late_bytes
 from minato.cached import behind
@@ -34,6 +35,11 @@ class Unbound(int):
 
     A type of its own, so that a loader made from another one's attributes is not bound either.
     """
+
+
+def _usual_budget_bytes() -> int:
+    with explaining_limits("read how much memory is available"):
+        return memory_of_late_bytes() // _SHARE_OF_MEMORY
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,7 @@ class Plan:
             seeds_samples=options.rng == "sample" and not streams,
             order=Order(options.order, options.max_lag),
             window_batches=window,
-            budget_bytes=options.memory_budget_bytes or memory_of_late_bytes() // _SHARE_OF_MEMORY,
+            budget_bytes=options.memory_budget_bytes or _usual_budget_bytes(),
             largest_batch=largest_batch(loader._index_sampler, loader._auto_collation),
             timeout_s=loader.timeout,
             persistent=loader.persistent_workers,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minato._core.limits import explained
+from minato._core.limits import explaining_limits
 
 __all__ = ["Segment", "unnamed_file"]
 
@@ -87,16 +87,20 @@ class Segment:
 
     def __init__(self, nbytes: int, least_bytes: int | None = None, shared: bool = True) -> None:
         least_bytes = max(nbytes if least_bytes is None else least_bytes, 1)
+        with explaining_limits(f"reserve {least_bytes} bytes of memory for batches and workers"):
+            self._adopt(*self._reserved(nbytes, least_bytes, shared))
+
+    @staticmethod
+    def _reserved(nbytes: int, least_bytes: int, shared: bool) -> tuple[int, mmap.mmap]:
+        """Descriptor and memory, of ``nbytes`` or less where address space is short."""
         mapped = _shared if shared else _private
         size = nbytes
         while True:
             try:
                 descriptor, memory = mapped(size)
                 break
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError):
                 if size // 2 < least_bytes:
-                    if isinstance(error, OSError):
-                        raise explained(error, f"map {size} bytes of memory") from None
                     raise
                 size //= 2
         if size < nbytes and size // 4 >= least_bytes:
@@ -105,7 +109,7 @@ class Segment:
                 os.close(descriptor)
             size //= 4
             descriptor, memory = mapped(size)
-        self._adopt(descriptor, memory)
+        return descriptor, memory
 
     def _adopt(self, descriptor: int, memory: mmap.mmap) -> None:
         self._memory = memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -29,7 +30,8 @@ def looker(gpus: GpuWatch | None) -> Callable[[], Machine]:
     def looked() -> Machine:
         nonlocal last_ns, last
         if now_ns() - last_ns > _RECENT_NS:
-            last_ns, last = now_ns(), look(gpus)
+            with contextlib.suppress(OSError):  # a program that has no descriptor left still trains
+                last_ns, last = now_ns(), look(gpus)
         return last
 
     return looked

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import os
 import signal
-import tempfile
 import time
 import weakref
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from typing import Any
 
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
+from minato._core.segment import unnamed_file
 from minato.errors import SampleTimeoutError
 
 __all__ = ["Overdue", "StackFile"]
@@ -37,10 +38,9 @@ class StackFile:
     _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGTERM) - 1
 
     def __init__(self) -> None:
-        descriptor, name = tempfile.mkstemp(prefix="minato")
-        os.close(descriptor)
-        self._adopt(os.open(name, os.O_RDWR | os.O_APPEND))
-        os.unlink(name)
+        descriptor = unnamed_file()
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
+        self._adopt(descriptor)
 
     def _adopt(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -82,8 +82,13 @@ class Overdue:
         self._limit_s = limit_s
         self._stacks = stacks
         self._ended: dict[int, SampleTimeoutError] = {}
+        self._since_ns = 0
         self.interval_s = limit_s / _LOOKS
         """How often ``end`` should be called."""
+
+    def excuse(self) -> None:
+        """Let the samples that are running now begin anew: all processes were stopped for a while."""
+        self._since_ns = now_ns()
 
     def end(self, processes: Sequence[BaseProcess]) -> None:
         """End those of the workers whose sample is overdue."""
@@ -91,7 +96,7 @@ class Overdue:
             lease = self._ledger.lease(number)
             if lease[0] is None or number in self._ended or process.pid is None:
                 continue
-            taken_s = (now_ns() - lease[1]) / 1e9
+            taken_s = (now_ns() - max(lease[1], self._since_ns)) / 1e9
             # The two words of a lease are not written at once, so one look is not enough.
             if taken_s <= self._limit_s or self._ledger.lease(number) != lease:
                 continue
