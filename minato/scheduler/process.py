@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import thread as executor
+from multiprocessing import connection
 from multiprocessing import process as process_module
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -267,6 +268,8 @@ def _end_with_parent() -> None:
     fcntl.fcntl(creator.sentinel, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(creator.sentinel, fcntl.F_GETFL)
     fcntl.fcntl(creator.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if connection.wait([creator.sentinel], 0):  # it is gone already
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def seed_worker(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:
