@@ -10,8 +10,10 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ from multiprocessing import util
 from types import FrameType
 from typing import Any
 
-__all__ = ["exiting", "finish", "signals_deferred"]
+__all__ = ["exiting", "keep_raised", "signals_deferred"]
 
 _PAUSE_S = 0.01
 """How long after a finalizer its exception is raised again: it has returned by then, or it is waited for."""
@@ -46,19 +48,19 @@ def signals_deferred() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or _deferred:
         yield
         return
-    arrived: list[int] = []
+    arrived: set[int] = set()
     try:
         for number in signal.valid_signals():
             handler = signal.getsignal(number)
             if callable(handler):
                 _deferred[number] = handler
-                signal.signal(number, lambda number, _: arrived.append(number))
+                signal.signal(number, lambda number, _: arrived.add(number))
         yield
     finally:
         _restore(arrived)
 
 
-def _restore(arrived: list[int]) -> None:
+def _restore(arrived: set[int]) -> None:
     """Install the handlers again and run those of signals that came meanwhile; each may raise, and none is left out."""
     try:
         while _deferred:
@@ -72,16 +74,44 @@ def _restore(arrived: list[int]) -> None:
             _restore(arrived)
 
 
-def finish(function: Callable[..., object], *args: Any) -> None:
-    """Call a function in a finalizer; what the handler of a signal raises in it, the main thread raises afterwards."""
-    try:
-        function(*args)
-    except Exception:
-        raise
-    except BaseException as error:
-        if exiting() or threading.current_thread() is not threading.main_thread():
-            raise
-        _RaiseAgain.soon(error)
+def keep_raised() -> None:
+    """Have the main thread raise what a signal's handler raises in a finalizer, as soon as that has returned.
+
+    From now on, in the whole program: Python may run the handler at the first instruction of any callback, where no
+    code of the callback can catch what it raises. All else that Python ignores is reported as before.
+    """
+    if not isinstance(sys.unraisablehook, _Hook):
+        sys.unraisablehook = _Hook(sys.unraisablehook)
+
+
+class _Hook:
+    """Takes what Python ignores.
+
+    Args:
+        others: Takes what no handler has raised.
+    """
+
+    def __init__(self, others: Callable[[Any], object]) -> None:
+        self._others = others
+
+    def __call__(self, unraisable: Any) -> None:
+        error = unraisable.exc_value
+        is_lost = error is not None and (isinstance(error, KeyboardInterrupt) or _by_handler(error))
+        in_main = threading.current_thread() is threading.main_thread()
+        if is_lost and in_main and not exiting():
+            _RaiseAgain.soon(error)
+        else:
+            self._others(unraisable)
+
+
+def _by_handler(error: BaseException) -> bool:
+    """Whether the handler of a signal has raised it."""
+    codes = set()
+    for number in signal.valid_signals():
+        handler = _deferred.get(number) or signal.getsignal(number)
+        for function in (getattr(handler, "__func__", handler), type(handler).__call__):
+            codes.add(getattr(function, "__code__", None))
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 class _RaiseAgain:
@@ -147,14 +177,18 @@ _FILES = {
 def _in_finalizer(frame: FrameType | None) -> bool:
     while frame is not None:
         code = frame.f_code
-        if code is finish.__code__ or code.co_name == "__del__" or code.co_filename in _FILES:
+        if (
+            code is _Hook.__call__.__code__
+            or code.co_name == "__del__"
+            or code.co_filename in _FILES
+        ):
             return True
         frame = frame.f_back
     return False
 
 
 def _restore_in_child() -> None:
-    _restore([])
+    _restore(set())
     if isinstance(handler := signal.getsignal(signal.SIGINT), _RaiseAgain):
         signal.signal(signal.SIGINT, handler.handler)
 

@@ -15,7 +15,7 @@ from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato._postponed import Postponed
-from minato._signals import exiting, finish
+from minato._signals import exiting, keep_raised
 from minato.assembler.arena import Arena
 from minato.assembler.page_locks import PageLocker
 from minato.assembler.reader import BatchReader
@@ -240,10 +240,11 @@ class Engine:
         """What is to be done once the workers have ended, unless the interpreter exits; the last comes first."""
         if experience.journal is not None:
             self.afterwards.append(functools.partial(experience.journal.settle, self._gauges))
-        # One finalizer for all: a signal's handler may run, and raise, between any two of them.
-        self._finalizer = weakref.finalize(
-            self, finish, _end, self._pool.shut_down, self.arena, self.afterwards
+        keep_raised()
+        self.shut_down = weakref.finalize(
+            self, _end, self._pool.shut_down, self.arena, self.afterwards
         )
+        """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
 
     def begin(
         self,
@@ -400,12 +401,6 @@ class Engine:
                 for name in ("dataset", "collate_fn", "worker_init_fn"):
                     _pickling.check_picklable(name, getattr(self._sent, name))
             raise
-
-    def shut_down(self) -> None:
-        """End the workers; runs by itself when the engine is dropped or the interpreter exits."""
-        if (found := self._finalizer.detach()) is not None:
-            _, _, (_, *arguments), _ = found
-            _end(*arguments)
 
     def rest(self) -> None:
         """Let go of a pass that is over and of the worker in line; ``begin`` may follow."""

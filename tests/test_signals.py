@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from minato import DataLoader
-from minato._signals import finish, signals_deferred
+from minato._signals import keep_raised, signals_deferred
 from tests.datasets import wait_until
 from tests.subprocesses import run
 
@@ -96,6 +96,13 @@ def signals_deferred_by(patch: pytest.MonkeyPatch, change: Callable[..., Any]) -
     return signals_deferred()
 
 
+def test_a_signal_that_comes_twice_is_handled_once(handlers: list[int]) -> None:
+    with signals_deferred():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+    assert handlers == [signal.SIGUSR1]
+
+
 def test_a_forked_child_has_its_handlers_at_once(handlers: list[int]) -> None:
     with signals_deferred():
         child = os.fork()
@@ -136,13 +143,14 @@ class Finalized:
         self.function = function
 
     def __del__(self) -> None:
-        finish(self.function)
+        self.function()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_a_handler_raises_in_a_finalizer_comes_after_it(
     handlers: list[int], number: signal.Signals
 ) -> None:
+    keep_raised()
     expected = KeyboardInterrupt if number == signal.SIGINT else SystemExit
     ended = False
 
@@ -163,29 +171,59 @@ def test_what_a_handler_raises_in_a_finalizer_comes_after_it(
 
 def test_it_waits_for_finalizers_around(handlers: list[int]) -> None:
     """They may take longer than the pause before the exception is raised again."""
+    keep_raised()
     ended = False
+    inner = [Finalized(lambda: signal.raise_signal(signal.SIGTERM))]
 
-    def inner() -> None:
-        signal.raise_signal(signal.SIGTERM)
-
-    def outer() -> None:
+    def function() -> None:
         nonlocal ended
-        finish(inner)
+        inner.clear()
         time.sleep(0.1)
         ended = True
 
+    outer = Finalized(function)
     with pytest.raises(SystemExit):
-        finish(outer)
+        del outer
         time.sleep(20)
     assert ended
 
 
-def test_other_errors_of_a_finalizer_stay_where_they_are() -> None:
-    def function() -> None:
-        raise PreemptedError
+def test_exceptions_of_any_class_are_kept_if_a_handler_raises_them() -> None:
+    class Handler:
+        """A handler that is no function."""
 
-    with pytest.raises(PreemptedError):
-        finish(function)
+        def __call__(self, number: int, frame: Any) -> None:
+            raise PreemptedError
+
+    keep_raised()
+    before = signal.signal(signal.SIGUSR1, Handler())
+    try:
+        thing = Finalized(lambda: signal.raise_signal(signal.SIGUSR1))
+        with pytest.raises(PreemptedError):
+            del thing
+            time.sleep(20)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("error", [PreemptedError, SystemExit])
+def test_other_errors_of_a_finalizer_stay_where_they_are(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda seen: reported.append(seen.exc_type))
+    keep_raised()
+    hook = sys.unraisablehook
+    keep_raised()
+    assert sys.unraisablehook is hook
+
+    def function() -> None:
+        raise error
+
+    thing = Finalized(function)
+    del thing
+    time.sleep(0.05)
+    assert reported == [error]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
