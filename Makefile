@@ -12,7 +12,7 @@ COMPILED := $(basename $(notdir $(wildcard minato/_core/_*_c.pyx)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install build test test-pure test-checked stress lint format docs demo data bench bench-papers bench-peers sdist wheel constraints clean
+.PHONY: help install build test test-pure test-checked test-oldest test-matrix stress lint format docs demo data bench bench-papers bench-peers sdist wheel constraints clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,12 +37,16 @@ $(BUILT): $(INSTALLED) $(CORE)
 	@touch $@
 
 # A process that has imported large libraries forks slowly, and most tests fork.
-LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/test_latency.py tests/test_demo.py tests/test_ray.py \
+LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/test_latency.py tests/test_demo.py \
     tests/bench/test_papers.py tests/bench/test_workloads.py
 
+# Ray changes the process that it runs in: signal handlers, threads.
+RAY := tests/test_ray.py
+
 define run_tests
-	$(1) $(PY) -m pytest -m "not stress" $(LARGE_IMPORTS:%=--ignore=%)
+	$(1) $(PY) -m pytest -m "not stress" $(LARGE_IMPORTS:%=--ignore=%) --ignore=$(RAY)
 	$(1) $(PY) -m pytest -m "not stress" $(LARGE_IMPORTS)
+	$(1) $(PY) -m pytest -m "not stress" $(RAY)
 endef
 
 test: build  ## run the whole test-suite; random kills have a target of their own: stress
@@ -56,6 +60,13 @@ test-checked: install  ## tests of the core, compiled with bounds checks
 	    --build-lib build/checked --build-temp build/checked
 	rm $(BUILT)  # the checked modules must not stay in use
 	$(PY) -m pytest tests/core; status=$$?; rm minato/_core/*.so; exit $$status
+
+test-oldest:  ## what depends on versions, with the lowest that are allowed (Python 3.10), compiled and pure
+	.ci/versions 3.10 constraints-oldest.txt
+
+test-matrix: test-oldest  ## the same with the newest of all, on Python 3.12 and 3.13
+	.ci/versions 3.12
+	.ci/versions 3.13
 
 stress: build  ## random kills and long runs (SHORT=1: 20 s a test instead of 300 s)
 	$(PY) -m pytest -m stress --stress-s $(if $(SHORT),20,300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pickle import PicklingError
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "NotPicklableError",
     "SampleTimeoutError",
     "WorkerDiedError",
+    "add_note",
 ]
 
 
@@ -39,3 +41,9 @@ class SampleTimeoutError(MinatoError, TimeoutError):
 
 class WorkerDiedError(MinatoError, RuntimeError):
     """A sample ended every worker that ran it."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Do what ``error.add_note`` does from Python 3.11 on; an exception that allows no attributes gets no note."""
+    with contextlib.suppress(Exception):
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import importlib.metadata
 import os
@@ -20,7 +22,10 @@ from tests.sources import servers
 SHARED_MEMORY = Path("/dev/shm")
 LEFTOVER_GRACE_S = 2.0
 """How long a test's processes and threads may take to end once the test has returned."""
-
+KILL_GRACE_S = 1.0
+"""How long processes that failed tests have left may take to end at the end of all tests."""
+EXIT_LIMIT_S = 60.0
+"""How long the interpreter may take to end after the last test."""
 
 LIBRARY_THREADS = {"event_loop"}
 """Threads that a library keeps for the whole process: cassandra-driver's."""
@@ -98,6 +103,22 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
             pytest.fail("left behind:\n  " + "\n  ".join(leftovers), pytrace=False)
         gc.collect()
         time.sleep(0.02)
+
+
+def pytest_sessionfinish() -> None:
+    """End what failed tests have left behind: the interpreter would wait for it."""
+    deadline = time.monotonic() + KILL_GRACE_S
+    while (left := _processes()) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def pytest_unconfigure() -> None:
+    # Threads and exit handlers of a failed run may wait for ever: show every stack, and stop.
+    faulthandler.dump_traceback_later(EXIT_LIMIT_S, exit=True)
 
 
 def _threads() -> set[threading.Thread]:

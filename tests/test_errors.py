@@ -107,7 +107,6 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "os-error": lambda: FileNotFoundError(2, "No such file", "picture.png"),
     "unicode": lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
     "assertion": lambda: AssertionError(),
-    "stop-iteration": lambda: StopIteration("stop"),
     "runtime-error": lambda: RuntimeError("two\nlines"),
 }
 
@@ -137,8 +136,7 @@ def test_errors_are_torchs_and_iteration_goes_on(name: str, workers: dict[str, A
 def test_error_names_the_sample_and_shows_the_workers_traceback(workers: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no good") as caught:
         list(DataLoader(Failing(12, {7: ERRORS["ValueError"]}), 2, **workers))
-    if sys.version_info >= (3, 11):
-        assert caught.value.__notes__ == ["raised by the sample with index 7"]
+    assert caught.value.__notes__ == ["raised by the sample with index 7"]
     if workers["num_workers"]:
         text = str(caught.value)
         assert re.match(r"Caught ValueError in DataLoader worker (process|thread) [01]\.\n", text)
@@ -148,7 +146,6 @@ def test_error_names_the_sample_and_shows_the_workers_traceback(workers: dict[st
         assert str(caught.value) == "no good"
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
 @each
 def test_keys_in_notes(workers: dict[str, Any]) -> None:
     class Missing(dict):

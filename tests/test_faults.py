@@ -165,15 +165,17 @@ WALL_CLOCKS = {
 
 
 def test_no_module_waits_or_measures_by_the_wall_clock() -> None:
-    """It jumps; text for people is made by strftime and fromtimestamp."""
+    """It jumps; text for people is made by strftime and fromtimestamp, and the age of a file is told by no other."""
     found = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Attribute) and isinstance(
                 node.value, (ast.Name, ast.Attribute)
             ):
                 owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
-                if (owner, node.attr) in WALL_CLOCKS:
+                if (owner, node.attr) in WALL_CLOCKS and ".st_mtime" not in lines[node.lineno - 1]:
                     found.append(f"{path.name}:{node.lineno}")
             if isinstance(node, ast.ImportFrom) and node.module == "time":
                 found += [path.name for name in node.names if ("time", name.name) in WALL_CLOCKS]

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -174,21 +175,31 @@ def one_node() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     before = {child.pid for child in psutil.Process().children()}
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # paths of sockets must be short
-    only = {"temp_dir": folder, "no_monitor": True, "include_log_monitor": False}
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, **only})
+    at_sigterm = signal.getsignal(
+        signal.SIGTERM
+    )  # Ray's handler must not be left to later helper processes
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # paths of sockets must be short
+    inside = folder / "ray"
+    inside.mkdir()  # Ray writes its address here before it makes the folder
+    only = {"temp_dir": str(inside), "no_monitor": True, "include_log_monitor": False}
+    cluster = Cluster()
     try:
-        ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
-        adopt()
-        yield cluster
+        with mock.patch.dict(os.environ, RAY_TMPDIR=str(folder)):
+            cluster.add_node(**NODE, **only)
+            ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+            adopt()
+            yield cluster
     finally:
         ray.shutdown()
         cluster.shutdown()
-        shutil.rmtree(folder)
+        signal.signal(signal.SIGTERM, at_sigterm)
         servers.PIDS.clear()
         servers.THREADS.clear()
         left = [child for child in psutil.Process().children() if child.pid not in before]
         _, alive = psutil.wait_procs(left, timeout=10)
+        for process in alive:
+            process.kill()
+        shutil.rmtree(folder, ignore_errors=bool(alive))
         assert alive == []
 
 

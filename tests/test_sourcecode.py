@@ -91,6 +91,19 @@ def test_public_names_exist() -> None:
     assert [name for name in minato.__all__ if not hasattr(minato, name)] == []
 
 
+def test_the_lowest_versions_allowed_are_tested() -> None:
+    """By ``make test-oldest``."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lowest = dict(dependency.split(">=") for dependency in project["dependencies"])
+    pins = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    pinned = dict(pin.split("==") for pin in pins if not pin.startswith("#"))
+    assert [name for name in lowest if not f"{pinned[name]}.".startswith(f"{lowest[name]}.")] == []
+    python = project["requires-python"].removeprefix(">=")
+    assert f".ci/versions {python} constraints-oldest.txt" in (ROOT / "Makefile").read_text()
+
+
 def test_twins_are_listed() -> None:
     from minato import _core
 

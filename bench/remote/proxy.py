@@ -165,7 +165,7 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.terminate()
+        self._process.kill()  # whatever this process does at SIGTERM, its fork would do as well
         self._process.join()
 
 

@@ -61,7 +61,7 @@ class Store:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.terminate()
+        self._process.kill()  # it has nothing to save
         self._process.wait()
 
 

@@ -108,7 +108,7 @@ def _terminal() -> Iterator[None]:
         contextlib.redirect_stderr(stream),
     ):
         yield
-        reader.terminate()
+        reader.kill()
     os.close(master)
 
 

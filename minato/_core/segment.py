@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import weakref
+from collections.abc import Callable
 from multiprocessing import reduction
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from minato._core.limits import explaining_limits
 
-__all__ = ["Segment", "unnamed_file"]
+__all__ = ["Segment"]
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """Linux's MAP_NORESERVE, which the mmap module does not name."""
@@ -24,17 +25,13 @@ _mapped: list[weakref.ref[mmap.mmap]] = []
 """The memory of all segments of this process, and of some that are gone."""
 
 
-def unnamed_file() -> int:
-    """A descriptor of an empty file without a name: in memory or, where that cannot be had, in the temporary folder."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("minato", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile(prefix="minato") as file:
-        return os.dup(file.fileno())
-
-
 def _anonymous_file(nbytes: int) -> int:
     """Open a file without a name and give it a size; its pages exist once they are written."""
-    descriptor = unnamed_file()
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("minato", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile(prefix="minato") as file:
+            descriptor = os.dup(file.fileno())
     try:
         os.ftruncate(descriptor, nbytes)
     except BaseException:
@@ -53,7 +50,15 @@ def _shared(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def _map(descriptor: int, nbytes: int) -> mmap.mmap:
-    return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NO_RESERVE)
+    return _undumped(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NO_RESERVE))
+
+
+def _undumped(memory: mmap.mmap) -> mmap.mmap:
+    """Keep a mapping out of core dumps: the kernel would allocate a page for each hole of a sparse shared file."""
+    if hasattr(mmap, "MADV_DONTDUMP"):
+        with contextlib.suppress(OSError):  # the dump is then larger than it need be
+            memory.madvise(mmap.MADV_DONTDUMP)
+    return memory
 
 
 def _private(nbytes: int) -> tuple[int, mmap.mmap]:
@@ -62,7 +67,11 @@ def _private(nbytes: int) -> tuple[int, mmap.mmap]:
         # A small batch that is held would otherwise take two megabytes.
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return -1, memory
+    return -1, _undumped(memory)
+
+
+def _call(held: mmap.mmap, function: Callable[..., object], *arguments: object) -> None:
+    function(*arguments)
 
 
 class Segment:
@@ -127,6 +136,14 @@ class Segment:
         """Segments of this process whose memory is still mapped."""
         return sum(reference() is not None for reference in _mapped)
 
+    def before_unmapping(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function once no array of this memory is left, while it is still mapped.
+
+        The end of the process does not call it. Neither the function nor the arguments may hold such an array.
+        """
+        # From 2.5 on, NumPy gives an array's memory up before the finalizer runs, which therefore holds the mapping.
+        weakref.finalize(self.array, _call, self._memory, function, *arguments).atexit = False
+
     def read(self, offset: int, nbytes: int) -> bytes:
         """A copy of a few bytes; sooner made than by the array."""
         return self._memory[offset : offset + nbytes]
@@ -151,9 +168,20 @@ class Segment:
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int) -> Segment:
-        """The segment of another process, which has sent its descriptor; that is closed with the segment."""
+        """The segment of another process, which has sent its descriptor; that is closed with the segment.
+
+        Raises:
+            ValueError: The file is not so large; reading behind its end would end this process.
+            OSError: It cannot be mapped.
+        """
         segment = cls.__new__(cls)
-        segment._map_received(descriptor, nbytes)
+        try:
+            if not 0 < nbytes <= os.fstat(descriptor).st_size:
+                raise ValueError(f"a file of another size than {nbytes} bytes")
+            segment._map_received(descriptor, nbytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
         return segment
 
     def _map_received(self, descriptor: int, nbytes: int) -> None:

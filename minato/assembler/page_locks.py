@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
@@ -67,15 +66,10 @@ class PageLocks:
         self._marks: dict[int, Mark] = {}  # of leased slots, by their start
         self._returned: deque[tuple[Mark, Slot, int]] = deque()
         self._works = True
-        weakref.finalize(
-            segment.array,
-            _unlock_all,
-            locker,
-            segment.address,
-            self._locked,
-            self._returned,
-            self._owner,
-        ).atexit = False  # the system does it when the process ends
+        # The system does it when the process ends.
+        segment.before_unmapping(
+            _unlock_all, locker, segment.address, self._locked, self._returned, self._owner
+        )
 
     def lock(self, slot: Slot, nbytes: int) -> None:
         """Lock the first bytes of a slot that nobody reads at present.

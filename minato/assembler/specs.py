@@ -6,7 +6,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-import torch.utils._device  # get_default_device() imports it at first use: once here, not once in each worker
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate
 
@@ -58,8 +57,9 @@ _COLLATE_FN_MAP = {
 
 def rules_hold() -> bool:
     """Tell whether torch collates as it does by itself, on the CPU: no program has said otherwise."""
+    # A new tensor shows the default device. torch 2.6's get_default_device() knows of no ``with torch.device(...)``.
     return collate.default_collate_fn_map == _COLLATE_FN_MAP and not (
-        torch._C._len_torch_function_stack() and torch.get_default_device().type != "cpu"
+        torch._C._len_torch_function_stack() and torch.empty(0).device.type != "cpu"
     )
 
 

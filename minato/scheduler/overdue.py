@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import os
 import signal
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
-from minato._core.segment import unnamed_file
+from minato._files import anonymous_log
 from minato.errors import SampleTimeoutError
 
 __all__ = ["Overdue", "StackFile"]
@@ -38,9 +37,7 @@ class StackFile:
     _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGTERM) - 1
 
     def __init__(self) -> None:
-        descriptor = unnamed_file()
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
-        self._adopt(descriptor)
+        self._adopt(anonymous_log())
 
     def _adopt(self, descriptor: int) -> None:
         self._descriptor = descriptor

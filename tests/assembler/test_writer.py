@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -139,9 +139,18 @@ def test_the_first_error_of_a_batch_is_raised(make: Callable[..., Desk]) -> None
     samples = [1, ValueError("first"), 3, KeyError("second")]
     with pytest.raises(ValueError, match="first") as caught:
         desk.batch(samples)
-    if sys.version_info >= (3, 11):
-        assert caught.value.__notes__ == ["raised by the sample with index 101"]
+    assert caught.value.__notes__ == ["raised by the sample with index 101"]
     assert desk.batch([1, 2]).tolist() == [1, 2]
+
+
+def test_an_exception_without_room_for_a_note_is_raised_all_the_same() -> None:
+    @dataclass(frozen=True)
+    class FrozenError(Exception):
+        code: int
+
+    with pytest.raises(FrozenError) as caught:
+        SampleError(FrozenError(3), 4).reraise()
+    assert caught.value.code == 3
 
 
 def test_interrupts_get_no_note() -> None:

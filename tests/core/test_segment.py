@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from minato._core.segment import Segment
 from tests.stress.bare import ROOT
@@ -88,6 +89,29 @@ def test_discarding_less_than_a_page_changes_nothing(start: int, end: int) -> No
     segment.array[:] = 7
     segment.discard(start, end)
     assert segment.array.min() == 7
+
+
+def is_mapped(address: int) -> bool:
+    spans = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
+    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists what is mapped")
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_last_array_is_gone_and_the_memory_still_mapped(shared: bool) -> None:
+    """NumPy gives an array's memory up before or after the array's finalizers run, depending on its version."""
+    segment = Segment(MIB, shared=shared)
+    address, found = segment.address, []
+    segment.before_unmapping(lambda *given: found.append((given, is_mapped(address))), 1, 2)
+    last = torch.from_numpy(segment.array)[10:20]
+    del segment
+    gc.collect()
+    assert found == []
+    del last
+    assert found == [((1, 2), True)]
+    assert not is_mapped(address)
 
 
 def test_its_descriptors_are_closed_with_the_last_array() -> None:
@@ -235,3 +259,31 @@ def test_a_few_bytes_are_read_and_written(shared: bool) -> None:
     segment.write(7, b"abc")
     assert segment.read(6, 5) == b"\0abc\0"
     assert segment.array[6:11].tobytes() == b"\0abc\0"
+
+
+@pytest.mark.skipif(
+    not Path("/proc/sys/kernel/core_pattern").exists()
+    or Path("/proc/sys/kernel/core_pattern").read_text().startswith(("|", "/", "@")),
+    reason="core dumps go to a program or a folder of the system's: the flags in smaps are checked instead",
+)
+def test_a_core_dump_holds_and_takes_only_what_was_touched(tmp_path: Path) -> None:
+    script = f"""
+import os, resource, signal, time
+from minato._core.segment import Segment
+segments = [Segment(1 << 28), Segment(1 << 28, shared=False)]
+for segment in segments:
+    segment.array[0] = 1
+child = os.fork()
+if child == 0:
+    os.chdir({str(tmp_path)!r})
+    resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    os.abort()
+_, status = os.waitpid(child, 0)
+print(os.WCOREDUMP(status), os.fstat(segments[0].descriptor).st_blocks * 512)
+"""
+    dumped, nbytes = run(script)
+    if dumped != "True":
+        pytest.skip("this machine makes no core dumps")
+    assert int(nbytes) == PAGE
+    (core,) = tmp_path.iterdir()
+    assert core.stat().st_size < 1 << 28

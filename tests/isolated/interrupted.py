@@ -23,6 +23,8 @@ from minato import DataLoader
 
 ENDS_S = 5.0
 """How long a program may take to end."""
+LEAVES_S = 20.0
+"""How long what it has started may take; multiprocessing's fork server, with torch in it, takes seconds."""
 FIRST_S = {"spawn": 8.0, "forkserver": 1.0}
 """When the signal comes at the latest, after the first batch; where workers start slowly, they are to be met there."""
 INTERRUPTED, TERMINATED = 130, 143
@@ -106,7 +108,7 @@ class Moment:
         (os.killpg if self.whole_group else os.kill)(self._pid, self.signal)
         code = self._wait(begin + ENDS_S)
         took_s = time.monotonic() - begin
-        left = code is not None and not self._is_empty(time.monotonic() + 2.0)
+        left = code is not None and not self._is_empty(time.monotonic() + LEAVES_S)
         if code is None or left:
             os.killpg(self._pid, signal.SIGKILL)
         if code is None:

@@ -38,6 +38,15 @@ TORCH_IS_UNTIDY = pytest.mark.filterwarnings(
 )
 """An iterator of torch that could not be made complains when it is collected."""
 
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+AS_TORCH_IS_NOW = pytest.mark.skipif(
+    _TORCH < (2, 13), reason="torch has changed this since, and minato follows it"
+)
+
+_OF_VERSIONS = (
+    ".* use of fork",  # Python 3.12 and later, where a thread is alive: not a matter of the loader
+    "In future, it will be an error for 'np.bool_' scalars",  # NumPy 1.26, of each copy that torch makes
+)
 _WORKER = re.compile(r"in DataLoader worker (?:process|thread) \d+")
 _FRAMES = re.compile(
     r"^(?: .*|Traceback .*|During handling .*|The above exception .*|)\n", re.MULTILINE
@@ -191,6 +200,8 @@ def recorded(case: Callable[[Any], Any], make: Any) -> dict[str, Any]:
     seed_everything()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        for text in _OF_VERSIONS:
+            warnings.filterwarnings("ignore", text, DeprecationWarning)
         outcome = attempt(lambda: case(make))
     return {
         "outcome": outcome,

@@ -26,6 +26,7 @@ from torch.utils.data import (
 import minato
 from tests.datasets import Numbers, Samples, double, flat
 from tests.parity.harness import (
+    AS_TORCH_IS_NOW,
     TORCH_IS_UNTIDY,
     TorchLoader,
     attempt,
@@ -198,6 +199,7 @@ def test_refused_at_construction(name: str) -> None:
     assert outcome[0] == "raised"
 
 
+@AS_TORCH_IS_NOW
 @TORCH_IS_UNTIDY
 @pytest.mark.parametrize("name", BEGUN)
 def test_refused_when_iteration_begins(name: str) -> None:
@@ -305,6 +307,7 @@ def test_other_attributes_may_be_changed_between_passes(name: str) -> None:
     same_for_both(case)
 
 
+@AS_TORCH_IS_NOW
 @TORCH_IS_UNTIDY
 def test_number_of_workers_may_be_raised_from_zero() -> None:
     def case(make: Any) -> Any:

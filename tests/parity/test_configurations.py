@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from tests.parity import configurations
 from tests.parity.configurations import Configuration
+from tests.parity.harness import AS_TORCH_IS_NOW
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,6 +53,7 @@ def check(
     assert len(seen) == number
 
 
+@AS_TORCH_IS_NOW
 @sizes
 def test_in_line(sizes: tuple[int, ...]) -> None:
     check(configurations.compare_in_line, (0,), sizes, 600)
@@ -67,6 +69,7 @@ def test_processes_with_torchs_assignment(sizes: tuple[int, ...]) -> None:
     check(configurations.compare_round_robin, (1, 2, 3), sizes, 20)
 
 
+@AS_TORCH_IS_NOW
 @sizes
 def test_threads(sizes: tuple[int, ...]) -> None:
     check(configurations.compare_in_threads, (1, 2), sizes, 20)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import signal
 import sys
 import time
 from typing import Any
@@ -166,7 +167,6 @@ def test_batch_that_is_no_iterable() -> None:
         iter(minato.DataLoader(Numbers(4), batch_sampler=[[0], 1], num_workers=1))
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
 def test_note_about_the_sample(torch_looks_often: None) -> None:
     class Bad(Numbers):
         def __getitem__(self, index: int) -> Any:
@@ -197,3 +197,41 @@ def test_iterators_and_processes_go_by_other_names() -> None:
         assert isinstance(iterator, torch.utils.data.dataloader._BaseDataLoaderIter)
         assert hasattr(iterator, "_workers") == has_workers
         assert next(iterator).startswith(name)
+
+
+class Stopping(Numbers):
+    """A sample that ends an iteration of its own, by mistake."""
+
+    def __getitem__(self, index: int) -> int:
+        return next(iter(())) if index == 3 else index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stop_iteration_of_a_sample_does_not_end_the_epoch(workers: int) -> None:
+    theirs = [*TorchLoader(Stopping(8), 2, num_workers=workers)]
+    assert [batch.tolist() for batch in theirs] == [[0, 1]]
+    with pytest.raises(RuntimeError, match="the sample with index 3 raised StopIteration"):
+        list(minato.DataLoader(Stopping(8), 2, num_workers=workers))
+
+
+class Interrupting:
+    """Is interrupted while it is finalized."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("make", [TorchLoader, minato.DataLoader], ids=["torch", "minato"])
+def test_interrupts_of_finalizers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda seen: ignored.append(seen.exc_type))
+    next(iter(make(Numbers(4))))
+    thing = [Interrupting()]
+    raised = False
+    try:
+        thing.clear()
+        time.sleep(0.3)
+    except KeyboardInterrupt:
+        raised = True
+    assert raised == (make is minato.DataLoader)
+    assert ignored == ([] if raised else [KeyboardInterrupt])

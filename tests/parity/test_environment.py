@@ -184,6 +184,18 @@ def test_default_device(batch_size: Any, workers: Any, own: Any, torch_defaults:
     same_for_both(lambda make: [*make(Floats(5), batch_size, shuffle=True, **workers)], **own)
 
 
+@TORCH_IS_UNTIDY
+@each
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_device_of_a_with_statement(device: str, workers: Any, own: Any) -> None:
+    def batches(make: Any) -> list[Any]:
+        generator = torch.Generator("cpu").manual_seed(3)
+        with torch.device(device):
+            return [*make(Floats(5), 2, shuffle=True, generator=generator, **workers)]
+
+    same_for_both(batches, **own)
+
+
 def test_what_minato_makes_for_itself_is_on_the_cpu(torch_defaults: None) -> None:
     """Whatever the default device is: what a batch consists of, shuffling, and generators of samples."""
     held = torch.arange(6.0).view(2, 3)

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 import minato
 from tests.datasets import Numbers
 from tests.parity.harness import (
+    AS_TORCH_IS_NOW,
     TORCH_IS_UNTIDY,
     TorchLoader,
     attempt,
@@ -86,7 +87,6 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "lines": raising(lambda: RuntimeError("two\nlines")),
     "key": raising(lambda: KeyError("a key")),
     "index": raising(lambda: IndexError("out of range")),
-    "stop": raising(lambda: StopIteration("a text")),
     "asynchronous stop": raising(lambda: StopAsyncIteration("a text")),
     "file": raising(lambda: FileNotFoundError(2, "No such file", "picture.png")),
     "decoding": lambda: b"\xff".decode(),
@@ -400,6 +400,7 @@ HELD: dict[str, Callable[[], Any]] = {
 }
 
 
+@AS_TORCH_IS_NOW
 @TORCH_IS_UNTIDY
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 @pytest.mark.parametrize("held", HELD)

@@ -20,7 +20,7 @@ import torch
 import minato
 from minato.delivery import pinning
 from tests.datasets import Pair, Samples
-from tests.parity.harness import describe, drain, each, recorded, same_for_both
+from tests.parity.harness import AS_TORCH_IS_NOW, describe, drain, each, recorded, same_for_both
 from tests.parity.material import Failing, Mixed, Stream, Tensors, identity
 
 PINNED: list[Any] = []
@@ -57,6 +57,7 @@ def pinned(make: Any, *arguments: Any, **options: Any) -> Any:
 # ---- without an accelerator -----------------------------------------------------------------
 
 
+@AS_TORCH_IS_NOW
 @each
 @pytest.mark.parametrize("device", ["", "cuda", "xpu", "sideways"])
 def test_without_an_accelerator_a_warning_says_so(device: str, workers: Any, own: Any) -> None:
@@ -216,6 +217,7 @@ def refusing(samples: list[Any]) -> Any:
     return Refuses(samples) if samples[0] % 2 else samples
 
 
+@AS_TORCH_IS_NOW
 def test_error_of_a_pin_memory_method_and_going_on(accelerator: None) -> None:
     same_for_both(lambda make: drain(iter(make(range(5), collate_fn=refusing, pin_memory=True))))
     # With workers torch says "in pin memory thread" and sends the traceback as text.
@@ -254,6 +256,7 @@ def wait_for_a_ready_batch(iterator: Any) -> None:
         time.sleep(0.001)
 
 
+@AS_TORCH_IS_NOW
 @pytest.mark.parametrize("dataset", [Tensors(12), Images(12)])
 @pytest.mark.parametrize("accelerator", ["when their turn has come"], indirect=True)
 def test_who_pins(accelerator: None, monkeypatch: pytest.MonkeyPatch, dataset: Any) -> None:

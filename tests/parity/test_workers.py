@@ -20,7 +20,15 @@ from torch.utils.data import Dataset, get_worker_info
 import minato
 from minato.scheduler import process
 from tests.datasets import Numbers, assert_same, wait_until
-from tests.parity.harness import TorchLoader, attempt, describe, drain, each, same_for_both
+from tests.parity.harness import (
+    AS_TORCH_IS_NOW,
+    TorchLoader,
+    attempt,
+    describe,
+    drain,
+    each,
+    same_for_both,
+)
 from tests.parity.material import Slow, identity
 
 # ---- who am I -------------------------------------------------------------------------------
@@ -94,6 +102,7 @@ def test_everything_that_runs_in_a_worker_knows_where_it_is(workers: int) -> Non
     same_for_both(case)
 
 
+@AS_TORCH_IS_NOW
 def test_seeds_of_all_workers() -> None:
     class Tardy(Mirror):
         def __getitem__(self, index: int) -> Any:
@@ -314,6 +323,7 @@ def test_barrier_with_torchs_own_assignment() -> None:
     same_for_both(case)
 
 
+@AS_TORCH_IS_NOW
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
 def test_share_of_a_worker_that_is_busy_in_readiness_order(prefetch: int) -> None:
     """It gets no more batches than its share of all that may be in flight; the others get those."""
