@@ -98,8 +98,10 @@ class Moment:
             except SystemExit as error:
                 end(error.code)
         os.close(write)
-        assert os.read(ready, 1) == b"x"
+        begun = os.read(ready, 1)
         os.close(ready)
+        if begun != b"x":
+            raise RuntimeError(f"a program ended by itself: {self._errors_so_far()}")
         time.sleep(draw.random() * FIRST_S.get(method, 0.2))
 
     def send(self) -> dict[str, Any]:
@@ -113,13 +115,16 @@ class Moment:
             os.killpg(self._pid, signal.SIGKILL)
         if code is None:
             os.waitpid(self._pid, 0)
-        self._errors.seek(0)
-        text = self._errors.read().decode(errors="replace")
+        text = self._errors_so_far()
         self._errors.close()
         expected = INTERRUPTED if self.signal == signal.SIGINT else TERMINATED
         if code == expected and not left:
             text = ""
         return {"code": code, "expected": expected, "took_s": took_s, "left": left, "errors": text}
+
+    def _errors_so_far(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")
 
     def _wait(self, deadline: float) -> int | None:
         while time.monotonic() < deadline:
