@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable
@@ -136,6 +135,7 @@ class Engine:
             # Batches that hold as many samples as all workers read at once.
             -(-plan.num_workers * plan.fetching.concurrency // plan.largest_batch),
             plan.fetching.slow_start,
+            plan.shares_budget,
         )
         settles = plan.policy is not None and plan.policy.on_error != "raise"
         deaths = Deaths(plan.restarts, settles, Shortage(window) if in_processes else None)
@@ -189,6 +189,7 @@ class Engine:
                 plan.order.name == "strict",
                 cast(int, plan.window_batches),
                 plan.replicas,
+                self._reader.state,
             )
             if plan.round_robin
             else AnyWorker(),
@@ -207,7 +208,6 @@ class Engine:
             functools.partial(workplace.read_keys, self.ledger),
             plan.chain.names,
         )
-        self._by_reference = not in_processes
         self._failures = None
         if plan.policy is not None:
             self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
@@ -240,6 +240,10 @@ class Engine:
             workplace.write_plan(self.arena)
         self.afterwards: list[Callable[[], object]] = []
         """What is to be done once the workers have ended, unless the interpreter exits; the last comes first."""
+        if plan.shares_budget:
+            self.afterwards.append(window.end)
+        if plan.replicas is not None:
+            self.afterwards.append(plan.replicas.settle)
         if experience.journal is not None:
             self.afterwards.append(functools.partial(experience.journal.settle, self._gauges))
         keep_raised()
@@ -326,6 +330,10 @@ class Engine:
             self._dispatcher.abandon()
             raise
         except StopIteration:
+            if self.plan.replicas is not None:
+                self.plan.replicas.present = (
+                    None  # the next pass begins with the dataset as it will be
+                )
             if self._failures is not None:
                 self._failures.end()
             if self._memory is not None:
@@ -381,7 +389,12 @@ class Engine:
 
     def _note_state(self, replicas: Replicas, record: int) -> None:
         if (state := self._reader.state(record)) is not None:
-            replicas.heard(*(copy.deepcopy(state) if self._by_reference else state))
+            replicas.heard(*state)
+
+    @property
+    def workers(self) -> list[Any]:
+        """The worker processes, if workers are processes of this machine."""
+        return list(self._pool.processes) if isinstance(self._pool, ProcessPool) else []
 
     def profile(self) -> Profile:
         """What samples have cost so far, and since this was last asked."""

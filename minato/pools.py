@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import cast
 
+from minato._core.clock import now_ns
+from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato._postponed import not_the_end
+from minato.assembler.transport import LocalStore
 from minato.assembler.writer import BatchWriter
 from minato.chain import generators
 from minato.plan import Plan
@@ -18,6 +22,7 @@ from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
 from minato.scheduler.overdue import Overdue, StackFile
 from minato.scheduler.process import (
     ProcessPool,
+    announced,
     enter_worker_process,
     parent_watch,
     wrapped_in_process,
@@ -43,7 +48,11 @@ def make_pool(
                 number, ledger, lambda error: error, None, BaseException, in_line=True
             )
 
-        return InlinePool(in_line, functools.partial(ledger.release, 0))
+        def give_back() -> None:
+            ledger.release(0)
+            cast(LocalStore, workplace.store).sweep(ledger)
+
+        return InlinePool(in_line, give_back)
 
     def stop() -> None:
         ledger.shut_down()
@@ -62,7 +71,8 @@ def make_pool(
         def in_thread(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
             if not wanted(number, consumer_lives):
                 return None
-            failure = _initialise(plan, number)
+            with announced(number, plan.all_workers, plan.base_seed, plan.dataset):
+                failure = _initialise(plan, number)
             return workplace.worker(
                 number, ledger, wrapped_in_thread(number), failure, BaseException
             )
@@ -129,9 +139,13 @@ def _run_worker_process(number: int, workplace: Workplace) -> None:
             number, lambda: ledger.stopping or ledger.draining, parent_lives
         ):
             return
+        lease = ledger.lease_words(number)
+        if plan.worker_init_fn is not None:
+            lease[1], lease[2] = now_ns(), STARTING
         failure = _initialise(plan, number)
+        lease[2] = -1
         wrap = wrapped_in_process(number)
-        worker = workplace.worker(number, ledger, wrap, failure, Exception)
+        worker = workplace.worker(number, ledger, wrap, failure, BaseException)
         worker.loop(parent_lives)
         worker.close()
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato.assembler.arena import Arena
 from minato.assembler.traced import TracedWriter
-from minato.assembler.transport import Store
+from minato.assembler.transport import Store, keys_of
 from minato.assembler.writer import BatchWriter
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
@@ -29,6 +29,7 @@ from minato.scheduler.leniency import Leniency
 from minato.scheduler.overdue import StackFile
 from minato.scheduler.parking import Parking
 from minato.scheduler.reads import Reads, reads_of
+from minato.scheduler.replicas import Replica
 from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Habits
 from minato.scheduler.standby import Standby
@@ -106,11 +107,7 @@ class Workplace:
 
     def read_keys(self, ledger: Ledger, batch: int, k: int, count: int) -> Sequence[Any]:
         """The keys of samples k … k+count-1 of a batch."""
-        *_, offset, nbytes, _ = ledger.describe(batch)
-        if not offset:
-            return ledger.keys(batch, k, count)
-        keys: list[Any] = self.store.peek(offset, nbytes)
-        return keys[k : k + count]
+        return keys_of(ledger, self.store, batch, k, count)
 
     def meters(self, number: int) -> Meters:
         """Where worker ``number`` keeps what it measures."""
@@ -196,10 +193,20 @@ class Workplace:
         if plan.streams:
             replica = None if plan.replicas is None else plan.replicas.each[number]
             fetcher = StreamFetcher(
-                plan.dataset, plan.chain, plan.batched, plan.drop_last, in_line, replica
+                plan.dataset,
+                plan.chain,
+                plan.batched,
+                plan.drop_last,
+                in_line,
+                replica,
+                plan.state_every,
             )
+            present: Callable[[], Replica | None] = fetcher.present
         else:
-            fetcher = Fetcher(dataset, chain, plan.batched)
+            fetcher = Fetcher(dataset, chain, plan.batched, plan.sends_states)
+            present = fetcher.state
+        if in_line and plan.replicas is not None:
+            plan.replicas.present = present
         if not plan.streams and not fetcher.takes_lists and reads is None:
             stepper = parts.stepper(plan.dataset, plan.chain, lease, meters)
         if stepper is not None and plan.leaves_samples:

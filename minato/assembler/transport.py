@@ -6,16 +6,18 @@ import itertools
 import pickle
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
+from minato._core.codes import ERROR_BLOB, KIND_MASK, STATE_BLOB
+from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._pickling import Purpose, dumps
 
-__all__ = ["DamagedError", "LocalStore", "SharedStore", "Store", "damaged"]
+__all__ = ["DamagedError", "LocalStore", "SharedStore", "Store", "damaged", "keys_of"]
 
 Allocate = Callable[[int], int]
 """Gives the arena offset of so many fresh bytes, aligned to 64."""
@@ -150,6 +152,18 @@ class LocalStore(Store):
         self._values: dict[int, Any] = {}
         self._offsets = itertools.count(_ALIGNMENT, _ALIGNMENT)
 
+    def sweep(self, ledger: Ledger) -> None:
+        """Drop what no batch in flight refers to: an interrupted worker left it. No other worker may run."""
+        kept: set[int] = set()
+        for batch in ledger.live:
+            result = ledger.contents(batch)[2]
+            kept.add(result & ~KIND_MASK)
+            kept.add(ledger.describe(batch)[6])
+            for kind, offset, _ in ledger.blobs(batch):
+                if not result or kind in (ERROR_BLOB, STATE_BLOB):  # else it is collated
+                    kept.add(offset)
+        self._values = {offset: value for offset, value in self._values.items() if offset in kept}
+
     def put(self, allocate: Allocate, value: Any, purpose: Purpose = "sample") -> tuple[int, int]:
         """Keep an object until it is fetched."""
         offset = next(self._offsets)
@@ -167,3 +181,12 @@ class LocalStore(Store):
     def drop(self, offset: int) -> None:
         """Forget an object that nobody will fetch."""
         self._values.pop(offset, None)
+
+
+def keys_of(ledger: Ledger, store: Store, batch: int, k: int, count: int) -> Sequence[Any]:
+    """The keys of samples k … k+count-1 of a batch."""
+    *_, offset, nbytes, _ = ledger.describe(batch)
+    if not offset:
+        return ledger.keys(batch, k, count)
+    keys: list[Any] = store.peek(offset, nbytes)
+    return keys[k : k + count]

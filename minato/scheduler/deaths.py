@@ -8,13 +8,15 @@ from collections import Counter
 from dataclasses import dataclass
 
 from minato.errors import WorkerDiedError
-from minato.scheduler.in_hand import InHand
+from minato.scheduler.in_hand import Collation, InHand
 from minato.scheduler.shortage import Shortage
 
 __all__ = ["Deaths", "Loss"]
 
 _FATAL = 3
 """A sample on which so many workers died is the cause, or the start-up if so many died before a sample."""
+_COLLATION = -1
+"""Tells the collation of a batch from its first sample."""
 
 _LIKELY = {
     signal.SIGKILL: "most often because memory ran out",
@@ -60,13 +62,19 @@ class Deaths:
         """Workers that have died."""
 
     def report(
-        self, pid: int | None, exit_code: int | Loss | None, sample: InHand | None, progress: int
+        self,
+        pid: int | None,
+        exit_code: int | Loss | None,
+        sample: InHand | None,
+        progress: int,
+        collation: Collation | None = None,
     ) -> WorkerDiedError | None:
         """Take note of a death; returns if the worker shall be replaced, after a warning that says what happened.
 
         Args:
             sample: The sample it was on; None: it was on none.
             progress: How many samples have been run: deaths on none of them only add up while nothing is run.
+            collation: What it collated, if it was on no sample.
 
         Returns:
             None, or what is wrong with the sample if it shall be given up.
@@ -75,7 +83,11 @@ class Deaths:
             RuntimeError: torch's, with the cause in words.
         """
         self.total += 1
-        place = (None, progress) if sample is None else (sample.position, None)
+        place: tuple[int | None, int | None] = (None, progress)
+        if sample is not None:
+            place = sample.position, None
+        elif collation is not None:
+            place = collation.first, _COLLATION
         # All workers of a machine may be lost at once, in the middle of nothing.
         elsewhere = isinstance(exit_code, Loss) and exit_code.blameless and not sample
         self._by_place[place] += not elsewhere
@@ -84,10 +96,13 @@ class Deaths:
         if isinstance(exit_code, Loss):
             unable = exit_code.unable
         else:
-            unable = not sample and not progress and exit_code is not None and exit_code > 0
+            on_nothing = not (sample or collation or progress)
+            unable = on_nothing and exit_code is not None and exit_code > 0
         on = "before its first sample, see what it wrote to stderr" if unable else "between samples"
         if sample:
             on = f"while it ran the sample with index {sample.key!r}"
+        elif collation:
+            on = f"in collate_fn, for the batch of {collation.indices}"
         what = f"DataLoader worker (pid {pid}) {_in_words(exit_code)} {on}."
         if self._shortage is not None:
             what += self._shortage.relieve()
@@ -116,7 +131,9 @@ def _in_words(exit_code: int | Loss | None) -> str:
         return exit_code.words
     if exit_code is None:
         return "ended (other code in this process has taken its exit code)"
-    if exit_code >= 0:
+    if exit_code == 0:
+        return "ended by itself (exit code 0, as after a KeyboardInterrupt or os._exit(0))"
+    if exit_code > 0:
         return f"exited with code {exit_code}"
     number = signal.Signals(-exit_code)
     likely = f" ({_LIKELY[number]})" if number in _LIKELY else ""

@@ -220,7 +220,7 @@ class Dispatcher:
                 self._open.remove(found)
                 flags, _, result, *_ = self._ledger.contents(found.record)
                 if flags & ENDED:
-                    self._assignment.ended(found.owner)
+                    self._assignment.ended(found.owner, found.record)
                     self._leavings.drop_empty(found)
                     continue
                 self._assignment.delivered(found.owner)

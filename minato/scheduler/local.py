@@ -123,11 +123,14 @@ class InlinePool:
         self._make_worker = make_worker
         self._give_back = give_back
         self._worker: Worker | None = None
-        self._owner = os.getpid()
+        self._closing = _Closing()
+        self.shut_down = self._closing.shut_down
+        """Ends what the worker has begun in other threads. Holds no loader, as a ``collate_fn`` may."""
 
     def start(self) -> None:
         """Prepare the one worker."""
         self._worker = self._make_worker(0)
+        self._closing.endings = self._worker.endings
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Work."""
@@ -143,12 +146,20 @@ class InlinePool:
     def check(self) -> None:
         """Nobody can die here."""
 
+
+class _Closing:
+    """The end of a worker in line."""
+
+    def __init__(self) -> None:
+        self.endings: list[Callable[[], None]] = []
+        self._owner = os.getpid()
+
     def shut_down(self) -> bool:
         """End what the worker has begun in other threads; returns whether this was that worker's process."""
         if os.getpid() != self._owner:
             return False
-        if self._worker is not None:
-            self._worker.close()
+        for end in self.endings:
+            end()
         return True
 
 

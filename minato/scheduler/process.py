@@ -7,11 +7,13 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import thread as executor
+from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing import process as process_module
 from multiprocessing.process import BaseProcess
@@ -33,12 +35,14 @@ from minato.scheduler.watch import UNREADABLE, ExitWatch, exit_code
 
 __all__ = [
     "ProcessPool",
+    "announced",
     "enter_worker_process",
     "parent_watch",
     "seed_worker",
     "wrapped_in_process",
 ]
 
+_ANNOUNCED = threading.Lock()
 _GRACE_S = 3.0
 """How long a worker may take to leave by itself at the end."""
 _TERMINATION_S = 1.0
@@ -84,17 +88,17 @@ class ProcessPool:
         self._buried = buried
         self._overdue = overdue
         self._ready = ready
-        self._stop = stop
         self._may_leave = may_leave
         self._has_work = has_work
-        self._owner = os.getpid()
         if context.get_start_method() == "fork":
             at_first = num_workers
         last = max(num_workers - standbys, at_first)
         self._to_start = deque([*range(at_first), *range(last, num_workers)])
         self._unwatched = False
-        self._shut_down = False
         self._watch = ExitWatch(context, ready.notify)
+        self._started = _Started(stop, self._watch)
+        self.shut_down = self._started.shut_down
+        """Ends all workers. Holds nothing of the user's, which may refer to the loader, and so to this pool."""
         self.processes = [self._make(number) for number in range(num_workers)]
         _POOLS.add(self)
 
@@ -129,6 +133,9 @@ class ProcessPool:
     def _start(self, number: int) -> None:
         process = self.processes[number]
         if process.pid is None:
+            self._started.processes[number] = (
+                process  # before: an interrupt may come with the start
+            )
             self._launch(process)
         self._watch.add(number, process)
         self._unwatched = True
@@ -170,7 +177,7 @@ class ProcessPool:
     @property
     def _is_ending(self) -> bool:
         # A thread that still iterates must not replace workers that are ended.
-        return self._shut_down or exiting()
+        return self._started.is_over or exiting()
 
     def check(self) -> None:
         """Replace dead workers, or raise torch's RuntimeError; at the end, do nothing."""
@@ -192,6 +199,24 @@ class ProcessPool:
         self._start(number)
         self._watch_all()
 
+
+class _Started:
+    """The processes of a pool that have been, or are just being, started, and what ends them.
+
+    Args:
+        stop: Tells the workers to leave.
+
+    Attributes:
+        is_over: Whether that has begun.
+    """
+
+    def __init__(self, stop: Callable[[], None], watch: ExitWatch) -> None:
+        self.processes: dict[int, BaseProcess] = {}
+        self.is_over = False
+        self._stop = stop
+        self._watch = watch
+        self._owner = os.getpid()
+
     def shut_down(self) -> bool:
         """End all workers: by request, and by signals if they do not follow it, or if this is interrupted.
 
@@ -200,8 +225,8 @@ class ProcessPool:
         """
         if os.getpid() != self._owner:
             return False  # a forked child of the user's holds a copy of this pool
-        self._shut_down = True
-        left = [process for process in self.processes if process.pid is not None]
+        self.is_over = True
+        left = [process for process in self.processes.values() if process.pid is not None]
         try:
             self._stop()
             _kill_stopped(left)
@@ -288,6 +313,20 @@ def seed_worker(number: int, num_workers: int, base_seed: int, dataset: Any) -> 
     )
 
 
+@contextmanager
+def announced(number: int, num_workers: int, base_seed: int, dataset: Any) -> Iterator[None]:
+    """Let torch's ``get_worker_info()`` speak of this worker thread: one after the other, as torch knows one only."""
+    with _ANNOUNCED:
+        before = torch_worker._worker_info
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=number, num_workers=num_workers, seed=base_seed + number, dataset=dataset
+        )
+        try:
+            yield
+        finally:
+            torch_worker._worker_info = before
+
+
 def parent_watch() -> Callable[[], bool]:
     """A function that tells whether the process that had this one started still lives; it may be dead already."""
     creator = multiprocessing.parent_process()
@@ -300,9 +339,15 @@ def parent_watch() -> Callable[[], bool]:
 
 
 def wrapped_in_process(number: int) -> Callable[[BaseException], ExceptionWrapper]:
-    """How exceptions of a worker process travel: torch's wrapper with torch's words."""
+    """How exceptions of a worker process travel: torch's wrapper with torch's words; a Ctrl-C does not."""
 
     def wrap(error: BaseException) -> ExceptionWrapper:
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        if not isinstance(error, Exception):
+            # In the training loop it would end the program, a generator or a task, not tell of a bad sample.
+            ended = RuntimeError(f"{type(error).__name__} was raised, as if to end the worker")
+            ended.__cause__, error = error, ended
         return ExceptionWrapper(
             (type(error), error, error.__traceback__),
             where=f"in DataLoader worker process {number}",

@@ -143,11 +143,7 @@ class TracedWorker(Worker):
         self._lane = lane
         lane.instant(f"process {os.getpid()}, thread {threading.get_native_id()}")
         lane.flush()
-
-    def close(self) -> None:
-        """As ever."""
-        super().close()
-        self._lane.flush()
+        self.endings.append(lane.flush)
 
     def rest(self, seen: int, timeout_s: float) -> bool:
         """As ever."""

@@ -189,13 +189,14 @@ class Called(Numbers):
 
 
 def test_iterators_and_processes_go_by_other_names() -> None:
-    for make, has_workers, name in (
+    for make, has_queues, name in (
         (TorchLoader, True, "Process"),
         (minato.DataLoader, False, "Fork"),
     ):
         iterator = iter(make(Called(1), None, num_workers=1))
         assert isinstance(iterator, torch.utils.data.dataloader._BaseDataLoaderIter)
-        assert hasattr(iterator, "_workers") == has_workers
+        assert hasattr(iterator, "_index_queues") == has_queues
+        assert len(iterator._workers) == 1
         assert next(iterator).startswith(name)
 
 
@@ -235,3 +236,22 @@ def test_interrupts_of_finalizers(make: Any, monkeypatch: pytest.MonkeyPatch) ->
         raised = True
     assert raised == (make is minato.DataLoader)
     assert ignored == ([] if raised else [KeyboardInterrupt])
+
+
+class Leaving(Numbers):
+    """A sample that would end its worker."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            sys.exit(3)
+        return index
+
+
+def test_what_would_end_a_worker_is_the_error_of_its_sample() -> None:
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(TorchLoader(Leaving(8), 2, num_workers=1))
+    iterator = iter(minato.DataLoader(Leaving(8), 2, num_workers=1))
+    assert next(iterator).tolist() == [0, 1]
+    with pytest.raises(RuntimeError, match="SystemExit was raised, as if to end the worker"):
+        next(iterator)
+    assert next(iterator).tolist() == [4, 5]
