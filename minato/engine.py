@@ -14,6 +14,7 @@ from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato._postponed import Postponed, not_the_end
+from minato._signals import exiting, keep_raised
 from minato.assembler.arena import Arena
 from minato.assembler.page_locks import PageLocker
 from minato.assembler.reader import BatchReader
@@ -62,9 +63,15 @@ _POSITIONS = 1 << 16
 """Batches and samples that can be in flight: 4 MiB of ledger, of which only the batches' part is touched at once."""
 
 
-def _end(shut_down: Callable[[], bool], arena: Arena) -> None:
-    if shut_down():
-        arena.take_back()
+def _end(
+    shut_down: Callable[[], bool], arena: Arena, afterwards: list[Callable[[], object]]
+) -> None:
+    try:
+        if shut_down():
+            arena.take_back()
+    finally:
+        while afterwards and not exiting():
+            afterwards.pop()()
 
 
 class Engine:
@@ -231,14 +238,19 @@ class Engine:
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
             workplace.write_plan(self.arena)
-        self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, self.arena)
-        """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
+        self.afterwards: list[Callable[[], object]] = []
+        """What is to be done once the workers have ended, unless the interpreter exits; the last comes first."""
         if plan.shares_budget:
-            weakref.finalize(self, window.end).atexit = False
+            self.afterwards.append(window.end)
         if plan.replicas is not None:
-            weakref.finalize(self, plan.replicas.settle).atexit = False
+            self.afterwards.append(plan.replicas.settle)
         if experience.journal is not None:
-            weakref.finalize(self, experience.journal.settle, self._gauges).atexit = False
+            self.afterwards.append(functools.partial(experience.journal.settle, self._gauges))
+        keep_raised()
+        self.shut_down = weakref.finalize(
+            self, _end, self._pool.shut_down, self.arena, self.afterwards
+        )
+        """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
 
     def begin(
         self,

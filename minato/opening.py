@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
-import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from minato._stateful import is_stateful
-from minato.assembler.arena import Arena, SpareArenas
+from minato.assembler.arena import SpareArenas
 from minato.assembler.reader import BatchReader
 from minato.chain.chain import Chain
 from minato.chain.owned import Owned
@@ -27,12 +26,6 @@ from minato.source.run import Course, Run, is_stream
 from minato.trace.lanes import Trace
 
 __all__ = ["Opening", "RestingEngine"]
-
-
-def _put_by(end: Callable[[], Any], spare: SpareArenas, arena: Arena) -> None:
-    """Keep an arena, whose pages are warm, for the next engine, once nobody writes to it for this one."""
-    end()
-    spare.append(arena)
 
 
 class RestingEngine:
@@ -130,11 +123,10 @@ class Opening:
         plan = Plan.of(self, base_seed, num_workers, most_workers)
         self._warn_of_generators(plan)
         engine = Engine(plan, arena, self._experience, reader, pin)
-        weakref.finalize(
-            engine, _put_by, engine.shut_down, self._spare_arenas, arena
-        ).atexit = False
+        # Its pages are warm: the next engine takes it, once nobody writes to it for this one.
+        engine.afterwards.append(functools.partial(self._spare_arenas.append, arena))
         if self._trace is not None and plan.lanes is not None:
-            weakref.finalize(engine, self._trace.give_back, plan.lanes).atexit = False
+            engine.afterwards.append(functools.partial(self._trace.give_back, plan.lanes))
         return engine
 
     def _warn_of_generators(self, plan: Plan) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from minato._core.limits import explaining_limits
 from minato._core.seeding import mix
 from minato._machine import local_ranks, memory_of_late_bytes
 from minato.cached import behind
@@ -253,4 +254,5 @@ def _default_budget_bytes(options: Options) -> int:
     """What the loaders of this process may load ahead together."""
     # A pool that the ranks of a node share loads for all of them.
     ranks = 1 if options.shared_pool else local_ranks()
-    return max(memory_of_late_bytes() // (_SHARE_OF_MEMORY * ranks), 1)
+    with explaining_limits("read how much memory is available"):
+        return max(memory_of_late_bytes() // (_SHARE_OF_MEMORY * ranks), 1)

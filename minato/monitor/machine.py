@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 
@@ -35,7 +36,8 @@ class MachineLook:
     def __call__(self) -> Machine:
         """What the machine does now."""
         if now_ns() - self._last_ns > _RECENT_NS:
-            self._last_ns, self._last = now_ns(), look(self.gpus)
+            with contextlib.suppress(OSError):  # a program that has no descriptor left still trains
+                self._last_ns, self._last = now_ns(), look(self.gpus)
         return self._last
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from minato.scheduler.worker import Worker
 
 __all__ = ["InlinePool", "ThreadPool", "wrapped_in_thread"]
 
-_GRACE_S = 5.0
+_GRACE_S = 4.0
 """How long the end of a loader waits for its threads; one that is stuck in user code cannot be ended."""
 
 
@@ -101,9 +102,10 @@ class ThreadPool:
         if not self._is_owner:
             return False
         self._stop()
+        deadline = time.monotonic() + _GRACE_S
         for thread in self.threads:
             if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(_GRACE_S)
+                thread.join(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self.threads)
 
 

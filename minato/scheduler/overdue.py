@@ -80,8 +80,13 @@ class Overdue:
         self._limit_s = limit_s
         self._stacks = stacks
         self._ended: dict[int, str] = {}  # and why
+        self._since_ns = 0
         self.interval_s = limit_s / _LOOKS
         """How often ``end`` should be called."""
+
+    def excuse(self) -> None:
+        """Let the samples that are running now begin anew: all processes were stopped for a while."""
+        self._since_ns = now_ns()
 
     def end(self, processes: Sequence[BaseProcess]) -> None:
         """End those of the workers whose sample, ``collate_fn`` or ``worker_init_fn`` is overdue."""
@@ -90,7 +95,7 @@ class Overdue:
             on_nothing = lease[0] is None and lease[2] > STARTING
             if on_nothing or number in self._ended or process.pid is None:
                 continue
-            taken_s = (now_ns() - lease[1]) / 1e9
+            taken_s = (now_ns() - max(lease[1], self._since_ns)) / 1e9
             # The two words of a lease are not written at once, so one look is not enough.
             if taken_s <= self._limit_s or self._ledger.lease(number) != lease:
                 continue

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import random
+import signal
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import thread as executor
 from contextlib import contextmanager
+from multiprocessing import connection
 from multiprocessing import process as process_module
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -21,8 +25,10 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
+from minato._core.limits import explaining_limits
 from minato._core.wait import Gate
 from minato._ranges import in_profile
+from minato._signals import exiting, signals_deferred
 from minato.scheduler.overdue import Overdue
 from minato.scheduler.usage import Usage, process_usage
 from minato.scheduler.watch import UNREADABLE, ExitWatch, exit_code
@@ -37,8 +43,12 @@ __all__ = [
 ]
 
 _ANNOUNCED = threading.Lock()
-_GRACE_S = 5.0
-"""How long a worker may take to leave by itself at the end, as with torch."""
+_GRACE_S = 3.0
+"""How long a worker may take to leave by itself at the end."""
+_TERMINATION_S = 1.0
+"""How long it may then take to follow SIGTERM; a program that is told to end has five seconds in all."""
+_STOPPED_S = 1.0
+"""A sleep that took so much longer than it should was one of the whole process, by SIGSTOP or Ctrl-Z."""
 
 
 class ProcessPool:
@@ -123,14 +133,26 @@ class ProcessPool:
     def _start(self, number: int) -> None:
         process = self.processes[number]
         if process.pid is None:
-            process.start()
-        self._started.processes[number] = process
+            self._started.processes[number] = (
+                process  # before: an interrupt may come with the start
+            )
+            self._launch(process)
         self._watch.add(number, process)
         self._unwatched = True
 
+    def _launch(self, process: BaseProcess) -> None:
+        with explaining_limits("start a worker process"):
+            if self._context.get_start_method() != "fork":
+                process.start()
+                return
+            # What modules have Python call around a fork would swallow what a signal's handler raises.
+            with signals_deferred():
+                process.start()
+
     def _watch_all(self) -> None:
         # After processes are started, not between, for it is a thread.
-        self._watch.run()
+        with explaining_limits("watch the worker processes"):
+            self._watch.run()
         self._unwatched = False
 
     def usage(self) -> Usage:
@@ -139,18 +161,28 @@ class ProcessPool:
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready gate has had an event since ``seen``, or start a process that was left to start."""
-        if self._to_start and self._has_work():
+        if self._to_start and not self._is_ending and self._has_work():
             self._start_next()
             return
         if self._unwatched:
             self._watch_all()
         if self._overdue is not None:
             timeout_s = min(timeout_s, self._overdue.interval_s)
+        began = time.monotonic()
         with in_profile("minato: wait for workers"):
             self._ready.wait(seen, timeout_s)
+        if self._overdue is not None and time.monotonic() - began > timeout_s + _STOPPED_S:
+            self._overdue.excuse()
+
+    @property
+    def _is_ending(self) -> bool:
+        # A thread that still iterates must not replace workers that are ended.
+        return self._started.is_over or exiting()
 
     def check(self) -> None:
-        """Replace dead workers, or raise torch's RuntimeError."""
+        """Replace dead workers, or raise torch's RuntimeError; at the end, do nothing."""
+        if self._is_ending:
+            return
         while (gone := self._watch.first_gone()) is not None:
             self._replace(*gone)
             self._watch.forget()  # only now: whoever is interrupted, or raises, and asks again is told again
@@ -169,14 +201,18 @@ class ProcessPool:
 
 
 class _Started:
-    """The processes of a pool that have been started, and what ends them.
+    """The processes of a pool that have been, or are just being, started, and what ends them.
 
     Args:
         stop: Tells the workers to leave.
+
+    Attributes:
+        is_over: Whether that has begun.
     """
 
     def __init__(self, stop: Callable[[], None], watch: ExitWatch) -> None:
         self.processes: dict[int, BaseProcess] = {}
+        self.is_over = False
         self._stop = stop
         self._watch = watch
         self._owner = os.getpid()
@@ -189,13 +225,16 @@ class _Started:
         """
         if os.getpid() != self._owner:
             return False  # a forked child of the user's holds a copy of this pool
-        left = list(self.processes.values())
+        self.is_over = True
+        left = [process for process in self.processes.values() if process.pid is not None]
         try:
             self._stop()
+            _kill_stopped(left)
             left = self._watch.outlast(left, _GRACE_S)
             for process in left:
                 process.terminate()
-            left = self._watch.outlast(left, _GRACE_S)
+            _kill_stopped(left)
+            left = self._watch.outlast(left, _TERMINATION_S)
         finally:
             for process in left:
                 process.kill()
@@ -203,6 +242,18 @@ class _Started:
                 process.join()
             self._watch.close()
         return True
+
+
+def _kill_stopped(processes: Iterable[BaseProcess]) -> None:
+    """Kill those that are stopped by a signal: they would follow no request and no other signal."""
+    for process in processes:
+        try:
+            with open(f"/proc/{process.pid}/stat", "rb") as file:
+                state = file.read().rpartition(b")")[2].split()[0]
+        except OSError:  # it has ended, or this is no Linux
+            continue
+        if state == b"T":
+            process.kill()
 
 
 _POOLS: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
@@ -223,8 +274,27 @@ def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset:
     torch._C._set_worker_signal_handlers()
     # Python would join the threads of executors at the end, of which one may have forked this process: itself.
     executor._threads_queues.clear()  # type: ignore[attr-defined]
+    _end_with_parent()
     torch.multiprocessing._set_thread_name("minato_worker")
     seed_worker(number, num_workers, base_seed, dataset)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when the one that had it started is gone or runs another program.
+
+    The pipe between the two is then closed on the other side, and the kernel sends a signal of choice, whatever
+    this process is doing then and whichever thread started it. Siblings that were forked later hold that side, too,
+    until they are killed themselves.
+    """
+    creator = multiprocessing.parent_process()
+    if creator is None or not hasattr(fcntl, "F_SETSIG"):
+        return
+    fcntl.fcntl(creator.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(creator.sentinel, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(creator.sentinel, fcntl.F_GETFL)
+    fcntl.fcntl(creator.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if connection.wait([creator.sentinel], 0):  # it is gone already
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def seed_worker(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:

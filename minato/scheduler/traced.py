@@ -232,10 +232,10 @@ class TracedDispatcher(Dispatcher):
         self._opened_ns[item.record] = begun_ns
         return item
 
-    def _sleep(self, deadline: float | None, seen: int | None = None) -> None:
+    def _sleep(self, deadline: float | None, seen: int | None = None) -> float:
         begun_ns = now_ns()
         try:
-            super()._sleep(deadline, seen)
+            return super()._sleep(deadline, seen)
         finally:
             self._lane.slice(self._sleep_name, begun_ns, now_ns())
 

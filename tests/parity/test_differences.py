@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import signal
 import sys
 import time
 from typing import Any
@@ -233,6 +234,29 @@ def test_stop_iteration_of_a_sample_does_not_end_the_epoch(workers: int) -> None
     assert [batch.tolist() for batch in theirs] == [[0, 1]]
     with pytest.raises(RuntimeError, match="the sample with index 3 raised StopIteration"):
         list(minato.DataLoader(Stopping(8), 2, num_workers=workers))
+
+
+class Interrupting:
+    """Is interrupted while it is finalized."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("make", [TorchLoader, minato.DataLoader], ids=["torch", "minato"])
+def test_interrupts_of_finalizers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda seen: ignored.append(seen.exc_type))
+    next(iter(make(Numbers(4))))
+    thing = [Interrupting()]
+    raised = False
+    try:
+        thing.clear()
+        time.sleep(0.3)
+    except KeyboardInterrupt:
+        raised = True
+    assert raised == (make is minato.DataLoader)
+    assert ignored == ([] if raised else [KeyboardInterrupt])
 
 
 class Leaving(Numbers):
