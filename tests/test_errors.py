@@ -388,8 +388,9 @@ WRONG_FOR_TORCH: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", WRONG_FOR_TORCH)
 def test_torchs_own_messages(name: str) -> None:
-    theirs = message(TorchLoader, WRONG_FOR_TORCH[name])
-    assert message(DataLoader, WRONG_FOR_TORCH[name]) == theirs
+    kind, text = message(TorchLoader, WRONG_FOR_TORCH[name])
+    ours = message(DataLoader, WRONG_FOR_TORCH[name])
+    assert ours == (kind, text or ours[1])  # older versions of torch have assertions without a text
 
 
 WRONG_FOR_MINATO: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
