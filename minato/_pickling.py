@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import io
-import itertools
 import pickle
 import sys
 import warnings
 from collections.abc import Iterator
 from multiprocessing import context, reduction
-from types import BuiltinFunctionType, FunctionType
+from types import FunctionType
 from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
@@ -20,11 +19,8 @@ from minato.errors import NotPicklableError
 
 __all__ = ["Purpose", "SidePickler", "advise", "check_picklable", "dumps"]
 
-Purpose: TypeAlias = Literal["sample", "partial", "result", "process"]
+Purpose: TypeAlias = Literal["sample", "result", "process"]
 """What a pickled object is for; see :class:`SidePickler`."""
-
-_TRAVELS = {"_codecs", "builtins", "collections", "copyreg", "minato", "numpy", "torch"}
-"""Packages whose objects a sample that is only half done may hold on its way to another worker."""
 
 _ADVICE = (
     "Got pickle error when attempting to start a worker Process. "
@@ -78,9 +74,7 @@ class SidePickler(pickle.Pickler):
 
     Args:
         buffers: Receives the buffers, in the order in which ``pickle.loads(buffers=…)`` wants them.
-        purpose: ``"sample"``: everything arrives as it is. ``"partial"``: the same for what transforms go on with, to
-            which it matters how arrays lie in memory and which share it; arrays that would lie otherwise are refused,
-            and all objects but arrays, tensors and Python's own. ``"result"``: arrays arrive as from torch's workers,
+        purpose: ``"sample"``: everything arrives as it is. ``"result"``: arrays arrive as from torch's workers,
             writable and in native byte order. ``"process"``: the other side is being started; it must share
             tensors that are in shared memory, so they are refused, and does not know what an interactive session
             or the ``__main__`` of a package has defined.
@@ -105,8 +99,6 @@ class SidePickler(pickle.Pickler):
                 return NotImplemented if ordinary else value.__reduce_ex__(4)
             if self._purpose == "process" and _stays_behind(value):
                 return _by_value(value)
-            if self._purpose == "partial":
-                _check_travels(value)
             return NotImplemented
         if value.requires_grad and not value.is_leaf:
             raise RuntimeError(
@@ -118,8 +110,6 @@ class SidePickler(pickle.Pickler):
             return _reduce_quantized(value) if value.is_quantized else NotImplemented
         offset = value.storage_offset()
         if value.untyped_storage().nbytes() > 2 * value.nbytes and not value.requires_grad:
-            if self._purpose == "partial":
-                raise pickle.PicklingError("a small view would lose what it is a view of")
             value, offset = _compact(value), 0
         return _rebuild_tensor, (
             self._shared(value.untyped_storage()),
@@ -215,23 +205,8 @@ def dumps(value: Any, purpose: Purpose = "sample") -> tuple[memoryview, list[mem
     buffers: list[pickle.PickleBuffer] = []
     SidePickler(file, buffers, purpose).dump(value)
     raws = [buffer.raw() for buffer in buffers]
-    if purpose == "partial" and _overlap(raws):
-        raise pickle.PicklingError("arrays that share memory would no longer do so")
     # Not getbuffer(): CPython 3.12.1 crashes where the garbage collector meets such a view in a reference cycle.
     return memoryview(file.getvalue()), raws
-
-
-def _check_travels(value: Any) -> None:
-    named = value if isinstance(value, (type, FunctionType, BuiltinFunctionType)) else type(value)
-    if (named.__module__ or "builtins").partition(".")[0] not in _TRAVELS:
-        raise pickle.PicklingError(f"{named.__qualname__} is neither an array nor a tensor")
-    if isinstance(value, np.ndarray) and not value.flags.forc:
-        raise pickle.PicklingError("an array that is not contiguous would become one that is")
-
-
-def _overlap(raws: list[memoryview]) -> bool:
-    spans = sorted((np.frombuffer(raw, np.uint8).ctypes.data, raw.nbytes) for raw in raws)
-    return any(start + nbytes > later for (start, nbytes), (later, _) in itertools.pairwise(spans))
 
 
 def advise(error: Exception) -> None:

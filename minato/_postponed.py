@@ -7,7 +7,14 @@ from typing import NoReturn
 
 from minato.errors import add_note
 
-__all__ = ["Postponed"]
+__all__ = ["Postponed", "not_the_end"]
+
+
+def not_the_end(source: str, error: StopIteration) -> RuntimeError:
+    """What to raise where code of the user's raised StopIteration, which would end the epoch early (as by PEP 479)."""
+    stopped = RuntimeError(f"{source} raised StopIteration")
+    stopped.__cause__ = error
+    return stopped
 
 
 class Postponed:

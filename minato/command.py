@@ -18,6 +18,7 @@ import torch.utils.data
 
 from minato import _core, ingesting
 from minato._core.clock import now_ns
+from minato._files import open_lines, printable, write_atomically
 from minato._standin import TorchDataLoader
 from minato._version import __version__
 from minato.factories import Refused, made
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.run(options)
         sys.stdout.flush()
     except Refused as error:
-        print(f"minato: {error}", file=sys.stderr)
+        print(f"minato: {printable(str(error), lines=True)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # Nobody reads any more. The interpreter would try to flush again at its end.
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 1
     except Exception as error:
-        print(f"minato: {options.failed.format(_in_a_line(error))}", file=sys.stderr)
+        print(f"minato: {options.failed.format(printable(_in_a_line(error)))}", file=sys.stderr)
         return 1
     return 0
 
@@ -137,7 +138,7 @@ def _profile(options: argparse.Namespace) -> None:
     if options.html is not None:
         page = html.page(report, html.table(("loader", "time"), rows))
         try:
-            options.html.write_text(page, encoding="utf-8")
+            write_atomically(options.html, page)
         except OSError as error:
             raise Refused(f"--html {options.html} cannot be written: {error.strerror}") from None
     if options.json:
@@ -161,11 +162,13 @@ def _show(report: Any) -> None:
 
 def _check_writable(path: Path) -> None:
     try:
-        path.open("a").close()
+        os.close(open_lines(path, html.BEGINS, "a page of minato's"))
     except OSError as error:
         raise Refused(
             f"--html {path} cannot be written: {error.strerror}; name a file in a folder that you may write to"
         ) from None
+    except ValueError as error:
+        raise Refused(f"--html: {error}") from None
 
 
 def _loader(factory: str) -> Any:

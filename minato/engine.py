@@ -14,7 +14,7 @@ from minato._core.codes import FAILED, STATES
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
-from minato._postponed import Postponed
+from minato._postponed import Postponed, not_the_end
 from minato.assembler.arena import Arena
 from minato.assembler.page_locks import PageLocker
 from minato.assembler.reader import BatchReader
@@ -34,6 +34,7 @@ from minato.scheduler.deaths import Deaths
 from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import Foresight
+from minato.scheduler.in_flight import InFlight
 from minato.scheduler.in_hand import InHand, sample_in_hand
 from minato.scheduler.local import InlinePool
 from minato.scheduler.parties import Progress
@@ -113,7 +114,6 @@ class Engine:
             habits=experience.habits if plan.num_workers == 0 else None,
             policy=plan.policy,
         )
-        workplace.furnish()
         roster = workplace.roster(self.ledger)
         roster.want(max(plan.most_workers, 1))
         self.meters = [workplace.meters(number) for number in range(sizes[0])]
@@ -205,6 +205,8 @@ class Engine:
         if plan.policy is not None:
             self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
         self._late: Postponed | None = None
+        self._taken: tuple[InFlight, int, Any] | None = None
+        """A batch that was read, its bytes and itself, until the program gets it."""
         self._started = False
         self._started_ns = now_ns()
         self.timeouts = TimeoutPolicy(plan.slow, experience.costs)
@@ -249,6 +251,9 @@ class Engine:
             size: Tells how many samples it has, or None if nobody knows.
         """
         self._late = None  # of a pass that was broken off
+        if self._taken is not None:
+            self._dispatcher.deliver(self._taken[0])
+            self._taken = None
         self._experience.engine = weakref.ref(self)
         if self._journal is not None:
             self._journal.begin(epoch, progress, self._gauges)
@@ -265,16 +270,39 @@ class Engine:
             self._journal.begun()
         return foretold
 
-    @property
-    def over(self) -> bool:
-        """Whether the pass has no more batches."""
-        return self._dispatcher.over
-
     def next(self) -> Any:
         """The next batch. Raises StopIteration at the end of the pass, and what the batch's samples raised."""
         journal = self._journal
         if journal is not None:
             journal.enter()
+        if self._taken is None:
+            item = self._find()
+            flags, *_, used_bytes = self.ledger.contents(item.record)
+            try:
+                if self.plan.replicas is not None and flags & (STATES | FAILED):
+                    self._note_state(self.plan.replicas, item.record)
+                try:
+                    batch = self._reader.read(item.record, item.slot)
+                except StopIteration as stop:
+                    raise not_the_end("what the batch is made of", stop) from stop
+            except BaseException:
+                self._dispatcher.done(item, used_bytes)
+                try:
+                    self._prepare(item)
+                finally:
+                    self._hand_over(item, used_bytes)
+                raise
+            self._dispatcher.done(item, used_bytes)
+            self._taken = item, used_bytes, batch
+            # Functions of the user's may be interrupted in here: then the next call has the batch.
+            self._prepare(item)
+        item, used_bytes, batch = self._taken
+        self._taken = None
+        self._hand_over(item, used_bytes)
+        return batch
+
+    def _find(self) -> InFlight:
+        """Wait for the next batch."""
         try:
             if self._late is not None:
                 late, self._late = self._late, None
@@ -290,29 +318,28 @@ class Engine:
                 self._failures.end()
             if self._memory is not None:
                 self._memory.keep(self.profile(), self.timeouts.recent)
-            if journal is not None:
-                journal.finish()
+            if self._journal is not None:
+                self._journal.finish()
             raise
         if self._failures is not None:
             self._failures.finished += len(item.keys)
-        if self._foresight is not None:
-            self._foresight.learn(item.record)
-        flags, *_, used_bytes = self.ledger.contents(item.record)
-        try:
-            if self.plan.replicas is not None and flags & (STATES | FAILED):
-                self._note_state(self.plan.replicas, item.record)
-            return self._reader.read(item.record, item.slot)
-        finally:
-            self._dispatcher.done(item, used_bytes)
-            self._look_ahead()
-            if self._staging is not None:
-                self._staging.stage(self._dispatcher.upcoming(self._ahead))
-            self.arena.trim(self._dispatcher.num_open)
-            if journal is not None:
-                samples = item.keys[0] if self.plan.streams else len(item.keys)
-                journal.leave(samples, used_bytes, self._standing)
+        return item
 
-    def _look_ahead(self) -> None:
+    def _prepare(self, item: InFlight) -> None:
+        """Make ready for the calls to come before this one returns a batch."""
+        self._look_ahead(item)
+        if self._staging is not None:
+            self._staging.stage(self._dispatcher.upcoming(self._ahead))
+        self.arena.trim(self._dispatcher.num_open)
+
+    def _hand_over(self, item: InFlight, used_bytes: int) -> None:
+        """Note that the program gets a batch, or its error."""
+        self._dispatcher.deliver(item)
+        if self._journal is not None:
+            samples = item.keys[0] if self.plan.streams else len(item.keys)
+            self._journal.leave(samples, used_bytes, self._standing)
+
+    def _look_ahead(self, item: InFlight) -> None:
         """See to what the workers do next; what goes wrong is raised by the next call: this one has a batch."""
         try:
             if self._parts_slow:
@@ -321,6 +348,8 @@ class Engine:
                 self._scaler.look()
             if self.plan.num_workers > 0:
                 self._dispatcher.top_up()
+            if self._foresight is not None:
+                self._foresight.learn(item.record)
         except Exception as error:
             self._late = Postponed(error)
 

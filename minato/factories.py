@@ -43,7 +43,15 @@ def _imported(place: str) -> Any:
         if not path.is_file():
             raise Refused(f"there is no file {place!r}: check the path")
         sys.path.insert(0, str(path.parent))  # workers that are not forked import it by its name
-        return importlib.import_module(path.stem)
+        module = importlib.import_module(path.stem)
+        if (
+            getattr(module, "__file__", None) is None
+            or Path(module.__file__ or "").resolve() != path
+        ):
+            raise Refused(
+                f"{place!r} has the name of another module, {path.stem!r}, which Python takes in its place: rename it"
+            )
+        return module
     except Refused:
         raise
     except ModuleNotFoundError as error:

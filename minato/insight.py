@@ -192,13 +192,20 @@ class Insight(Opening):
         self._refuse_attached("coverage()")
         return self._course.coverage()
 
-    def reproduce(self, index: Any, epoch: int | None = None, seed: int | None = None) -> Any:
+    def reproduce(
+        self,
+        index: Any,
+        epoch: int | None = None,
+        seed: int | None = None,
+        occurrence: int = 0,
+    ) -> Any:
         """Load one sample in this process as a worker did, random numbers included.
 
         Args:
             index: What the dataset is asked for.
             epoch: By default the one that is running, or ran last.
             seed: As a quarantine file tells it; by default that of the loader, or of the pass that is running.
+            occurrence: How often the index came before in that epoch, where the sampler repeats indices.
 
         Returns:
             ``dataset[index]`` after all transforms, not collated. What it raises is not caught.
@@ -206,8 +213,9 @@ class Insight(Opening):
         Raises:
             ValueError: No pass has begun and ``seed`` is not given.
         """
+        epoch = max(self._course.epoch, 0) if epoch is None else epoch
         if seed is None:
-            seed = self._options.seed if self._options.seed is not None else self._course.seed
+            seed = self._course.seed_of(epoch) if self._options.seed is None else self._options.seed
         if seed is None:
             raise ValueError(
                 "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "
@@ -216,7 +224,7 @@ class Insight(Opening):
         randomness = SampleRandomness(seed)
         with randomness.saved():
             if self._options.rng == "sample":
-                randomness.bind(max(self._course.epoch, 0) if epoch is None else epoch, index)
+                randomness.bind(epoch, index, occurrence)
             return Fetcher(self.dataset, self._chain, self._auto_collation).single(index)
 
 

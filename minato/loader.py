@@ -27,7 +27,7 @@ from minato.integrations.lightning import counts_batches
 from minato.opening import RestingEngine
 from minato.options import Options, PaperController
 from minato.plan import Unbound
-from minato.scheduler.failures import SampleFailure
+from minato.scheduler.failures import FailureLog, SampleFailure
 from minato.sharing import Sharing
 from minato.source.epochs import tell_epoch
 from minato.source.passes import SeededSampler
@@ -236,6 +236,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         self._spare_arenas = SpareArenas()
         self._resting_engine = RestingEngine()
         self._trace = None if trace is None else Trace(os.fspath(trace))
+        if self._options.quarantine is not None:
+            FailureLog.check(self._options.quarantine)
         self._sharing = Sharing.of(self._options)
         if self._sharing is not None:
             shuffle, sampler = self._sharing.divided(
@@ -273,7 +275,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         Samplers with a ``set_epoch`` of their own are told too. It is enough to tell the sampler instead.
         """
         tell_epoch(self._index_sampler, epoch)
-        self._course.epoch = epoch - 1
+        self._course.tell(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """How far the newest iterator is, by torchdata's protocol.

@@ -139,7 +139,8 @@ class Opening:
         sharing = None if self._sharing is None or self._sharing.alone else self._sharing
         resumes = course.resumes
         done = None if sharing is None or resumes is None else sharing.done_by_all(self, *resumes)
-        run, state = course.open(self._whole, self._replay, done)
+        persists = self._iterator is not None
+        run, state = course.open(self._whole, self._replay, done, persists)
         if sharing is not None:
             assert course.last is not None
             own = None if resumes is None else resumes[1]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
+from minato._postponed import not_the_end
 from minato.assembler.writer import BatchWriter
 from minato.chain import generators
 from minato.plan import Plan
@@ -48,6 +49,9 @@ def make_pool(
         ledger.shut_down()
         roster.dismiss()
 
+    def may_leave(number: int) -> bool:
+        return ledger.draining and not ledger.owns(number)
+
     def wanted(number: int, parent_lives: Callable[[], bool]) -> bool:
         return workplace.roster(ledger, number).stand_by(
             number, lambda: ledger.stopping or ledger.draining, parent_lives
@@ -63,7 +67,7 @@ def make_pool(
                 number, ledger, wrapped_in_thread(number), failure, BaseException
             )
 
-        return ThreadPool(plan.all_workers, in_thread, ready, stop, lambda: ledger.draining)
+        return ThreadPool(plan.all_workers, in_thread, ready, stop, may_leave)
     overdue: Overdue | None = None
     if plan.sample_timeout_s is not None:
         workplace.stacks = StackFile()
@@ -94,9 +98,7 @@ def make_pool(
             wrap = wrapped_in_actor(number)
             return workplace.worker(number, ledger, wrap, None, Exception, hired=crew.hire(number))
 
-        return ActorPool(
-            crew, buried, plan.all_workers, with_actor, ready, stop, lambda: ledger.draining
-        )
+        return ActorPool(crew, buried, plan.all_workers, with_actor, ready, stop, may_leave)
     if plan.seeds_samples:
         generators.examine()
     return ProcessPool(
@@ -107,7 +109,7 @@ def make_pool(
         (workplace,),
         ready,
         stop,
-        lambda number: ledger.draining and ledger.lease(number)[0] is None,
+        may_leave,
         buried,
         lambda: ledger.unclaimed() > 0,
         overdue,
@@ -141,6 +143,8 @@ def _initialise(plan: Plan, number: int) -> Exception | None:
         if plan.worker_init_fn is not None:
             plan.worker_init_fn(number)
         _restore(plan, number)
+    except StopIteration as stop:
+        return not_the_end("worker_init_fn", stop)
     except Exception as error:
         return error
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import sys
@@ -11,20 +12,21 @@ from typing import Any
 
 from minato._machine import available_cores
 from minato._stateful import is_stateful
+from minato._version import __version__
 from minato.assembler.parcels import ParcelReader
 from minato.delivery.accelerator import accelerator_of
 from minato.delivery.attached import Link
-from minato.delivery.channel import meeting_place
 from minato.delivery.dock import Dock, DockedSource
 from minato.delivery.hub import Hub
 from minato.delivery.iterator import BatchSource
-from minato.delivery.seats import Greeting
-from minato.delivery.shared import AttachedSource, HostSource
+from minato.delivery.meeting import Meeting
+from minato.delivery.messages import Greeting
+from minato.delivery.shared import AttachedSource, HostSource, had
 from minato.engine import Engine
 from minato.experience import Experience
 from minato.options import Options
 from minato.source.parts import united
-from minato.source.progress import Done
+from minato.source.progress import Done, Tally
 from minato.source.ranks import InTurn, RankSampler, ranked
 
 __all__ = ["Place", "Sharing"]
@@ -226,7 +228,7 @@ class Sharing:
         self._check_owner()
         if not self.hosts:
             if self._link is None:
-                self._link = Link(self._address, self._greeting(loader))
+                self._link = Link(Meeting(self._number), self._greeting(loader))
                 weakref.finalize(self, self._link.close)
             return AttachedSource(self._link)
         hub = self._meet(loader)
@@ -247,15 +249,14 @@ class Sharing:
             return Done()  # the host leaves out what is done
         self._check_owner()
         hub = self._meet(loader)
-        parts = hub.gather(epoch, own)
+        parts = hub.gather(epoch, had(own))
         try:
-            return united(parts)
+            return united(
+                Done(part.ranges, part.batches, Tally(*part.delivered), Tally(*part.skipped))
+                for part in parts
+            )
         except ValueError as error:
             hub.refuse(str(error))
-
-    @property
-    def _address(self) -> str:
-        return meeting_place(self._number)
 
     def _check_owner(self) -> None:
         if os.getpid() != self._owner:
@@ -265,27 +266,51 @@ class Sharing:
             )
 
     def _greeting(self, loader: Any) -> Greeting:
-        alike = (
-            *(type(loader.dataset).__name__, len(loader.dataset)),
-            *(loader.batch_size, loader.drop_last, loader._options.order, loader._options.seed),
-        )
-        return Greeting(self._place.local_rank, self._place.rank, alike)
+        known = ranked(loader._index_sampler)
+        alike = {
+            "minato": __version__,
+            "ranks": self._place.local_count,
+            "dataset": type(loader.dataset).__qualname__,
+            "len(dataset)": len(loader.dataset),
+            "sampler": type(known).__qualname__,
+            "sampler.shuffle": getattr(known, "shuffle", None),
+            "sampler.seed": getattr(known, "seed", None),
+            "len(loader)": len(loader._index_sampler),
+            "batch_size": loader.batch_size,
+            "drop_last": loader.drop_last,
+            "order": loader._options.order,
+            "seed": loader._options.seed,
+            "transforms": loader._chain.names,
+            "collate_fn": _name_of(loader.collate_fn),
+            "on_rank_death": self._on_rank_death,
+        }
+        facts = {name: str(value) for name, value in alike.items()}
+        return Greeting(self._place.local_rank, self._place.rank, facts)
 
     def _meet(self, loader: Any) -> Hub:
         """The hub, where the other ranks find it."""
         if self._hub is None:
             in_turn = loader._options.order == "strict"
-            count = self._place.local_count
+            count, meeting = self._place.local_count, Meeting(self._number)
             try:
                 self._hub = Hub(
-                    self._address, self._greeting(loader), count, in_turn, self._on_rank_death
+                    meeting, self._greeting(loader), count, in_turn, self._on_rank_death
                 )
             except OSError as error:
+                remedy = "free space there, or set TMPDIR, in all ranks, to another directory"
+                if error.errno == errno.EADDRINUSE:
+                    remedy = (
+                        "another job with the same MASTER_ADDR, MASTER_PORT and TORCHELASTIC_RUN_ID runs here: start "
+                        "one of them with another port (--master-port)"
+                    )
                 raise RuntimeError(
-                    f"the ranks of this node cannot meet: {error}. Another job with the same MASTER_ADDR, MASTER_PORT "
-                    "and TORCHELASTIC_RUN_ID runs here: start one of them with another port (--master-port)"
+                    f"the ranks of this node cannot meet in {meeting.directory}: {error.strerror}; {remedy}"
                 ) from None
             weakref.finalize(
                 self, self._hub.close
             ).atexit = False  # at exit it waits for the others
         return self._hub
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -16,7 +16,7 @@ from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato.assembler.arena import Arena
 from minato.assembler.traced import TracedWriter
-from minato.assembler.transport import LocalRooms, SharedRooms, Store
+from minato.assembler.transport import Store
 from minato.assembler.writer import BatchWriter
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness
@@ -25,7 +25,6 @@ from minato.plan import Plan
 from minato.scheduler.actors import ActorReads
 from minato.scheduler.failures import ErrorPolicy
 from minato.scheduler.fetch import Fetcher, StreamFetcher
-from minato.scheduler.handover import Handover
 from minato.scheduler.leniency import Leniency
 from minato.scheduler.overdue import StackFile
 from minato.scheduler.parking import Parking
@@ -44,7 +43,6 @@ __all__ = ["Workplace"]
 
 _PARKED_SHARE = 4
 """What workers have set aside may take the memory budget divided by this, besides the batches in flight."""
-_LEAST_ROOM_BYTES = 1 << 16
 
 
 @dataclass
@@ -58,7 +56,6 @@ class Workplace:
         arena: Memory of the batches.
         written_plan: Where in the arena the pickled plan lies, if it was written there.
         stacks: Where stuck workers write their stacks.
-        rooms: Where slow samples lie while they go from one worker to another; None: they stay.
         habits: What the worker in line has learned, kept for the next engine's.
         policy: What to do about failures; not in the written plan, because only a starting child can be given its log.
     """
@@ -70,23 +67,11 @@ class Workplace:
     traffic_offset: int
     arena: Segment
     store: Store
-    rooms: SharedRooms | LocalRooms | None = None
     written_plan: tuple[int, int] | None = None
     stacks: StackFile | None = None
     habits: Habits | None = None
     policy: ErrorPolicy | None = None
     _meters: dict[int, Meters] = field(default_factory=dict)
-
-    def furnish(self) -> None:
-        """Give each worker room for a sample that another one shall go on with, where they set any aside."""
-        count = self.plan.all_workers
-        if not self.plan.leaves_samples or count < 2:
-            return
-        if self.plan.worker_method == "thread":
-            self.rooms = LocalRooms()
-        else:
-            nbytes = max(self.plan.budget_bytes // _PARKED_SHARE, count * _LEAST_ROOM_BYTES)
-            self.rooms = SharedRooms(Segment(nbytes, count * _LEAST_ROOM_BYTES), count)
 
     def write_plan(self, arena: Arena) -> None:
         """Pickle the plan once for all workers, into a slot that stays theirs.
@@ -220,7 +205,6 @@ class Workplace:
         if stepper is not None and plan.leaves_samples:
             most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.all_workers)
             always = plan.order.name == "fast_first"
-            handover = None if self.rooms is None else Handover(number, ledger, self.rooms)
             parking = Parking(
                 ledger,
                 stepper.left,
@@ -228,7 +212,6 @@ class Workplace:
                 plan.order.bound,
                 most_bytes=most_bytes,
                 workers=lambda: roster.wanted,
-                handover=handover,
             )
             stepper.may_leave = parking.may_leave
         runner = parts.runner(
@@ -241,6 +224,7 @@ class Workplace:
             catches,
             plan.measure,
             self.habits,
+            ledger.occurrences,
         )
         leniency: Leniency | None = None
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):

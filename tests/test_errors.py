@@ -107,7 +107,6 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "os-error": lambda: FileNotFoundError(2, "No such file", "picture.png"),
     "unicode": lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
     "assertion": lambda: AssertionError(),
-    "stop-iteration": lambda: StopIteration("stop"),
     "runtime-error": lambda: RuntimeError("two\nlines"),
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -13,9 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import minato
 from minato import SKIP, DataLoader, SampleFailure
+from minato.scheduler.failures import FailureLog
+from tests.disks import file_size_limit, small_disk
 
 BAD = {3, 4, 17, 30, 31, 32, 33, 39}
 
@@ -297,9 +303,133 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: 
 
 
 def test_a_quarantine_that_cannot_be_written(tmp_path: Path) -> None:
-    loader = DataLoader(Flawed(), quarantine=tmp_path / "none" / "file", on_error="skip")
     with pytest.raises(FileNotFoundError, match="none/file"):
-        iter(loader)
+        DataLoader(Flawed(), quarantine=tmp_path / "none" / "file", on_error="skip")
+    (tmp_path / "model.pt").write_bytes(b"PK\x03\x04 precious")
+    with pytest.raises(
+        ValueError, match=r"model.pt' holds something else than a record of failures"
+    ):
+        DataLoader(Flawed(), quarantine=tmp_path / "model.pt")
+    assert (tmp_path / "model.pt").read_bytes() == b"PK\x03\x04 precious"
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    with pytest.raises(OSError, match="symbolic link"):
+        DataLoader(Flawed(), quarantine=tmp_path / "link")
+    assert not (tmp_path / "new").exists()
+
+
+@each
+def test_a_full_disk_under_the_quarantine_costs_records_and_nothing_else(
+    workers: dict[str, Any], tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        path = disk.path / "bad.jsonl"
+        loader = DataLoader(
+            Flawed(), 4, **workers, order="strict", on_error="skip", quarantine=path
+        )
+        disk.fill(left_bytes=4096)  # enough for two or three
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "a failed sample could not be recorded")
+            for _ in range(2):
+                found = [index for batch in loader for index in batch[0].tolist()]
+                assert found == [index for index in range(40) if index not in BAD]
+        trouble = loader.report().run.trouble
+        kept = recorded(path)
+        assert trouble.skipped == 2 * len(BAD)
+        assert trouble.unrecorded == 2 * len(BAD) - len(kept) > 0
+        disk.clear()
+        assert sum(len(batch[0]) for batch in loader) == 40 - len(BAD)
+        assert loader.report().run.trouble.unrecorded == trouble.unrecorded
+        assert recorded(path)[: len(kept)] == kept
+        assert sorted(recorded(path)[len(kept) :]) == sorted(BAD)
+
+
+def recorded(path: Path) -> list[int]:
+    """The samples of all whole records of a quarantine."""
+    found = []
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line)["index"])
+    return found
+
+
+def test_a_full_disk_under_the_quarantine_warns_once_and_keeps_the_budget(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    loader = DataLoader(Flawed(), 4, on_error="skip", quarantine=path, error_budget=4)
+    batches = iter(loader)
+    with (
+        file_size_limit(100),
+        pytest.warns(RuntimeWarning, match="File too large|No space left") as caught,
+        pytest.raises(minato.ErrorBudgetError, match="^5 samples of this epoch failed"),
+    ):
+        list(batches)
+    assert len(caught) == 1
+    assert path.stat().st_size == 100
+
+
+def test_a_quarantine_that_is_gone_at_a_later_epoch(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        path = disk.path / "bad.jsonl"
+        loader = DataLoader(Flawed(), 4, on_error="skip", quarantine=path)
+        disk.make_read_only()
+        with pytest.warns(RuntimeWarning, match=r"cannot be opened any more: Read-only file"):
+            assert sum(len(batch[0]) for batch in loader) == 40 - len(BAD)
+        assert loader.report().run.trouble.skipped == len(BAD)
+
+
+@each
+def test_no_temporary_directory_is_needed(
+    workers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", refuse)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    limit = {"sample_timeout_s": 30} if workers == WORKERS[1] else {}
+    loader = DataLoader(Flawed(), 4, **workers, on_error="skip", **limit)
+    assert sum(len(batch[0]) for batch in loader) == 40 - len(BAD)
+
+
+def record_of(index: Any) -> dict[str, Any]:
+    return {
+        "index": index,
+        "attempts": 1,
+        "outcome": "skipped",
+        "exception": "ValueError",
+        "message": "",
+    }
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    parts=st.lists(
+        st.one_of(
+            st.integers(-5, 5).map(record_of),
+            st.text(max_size=9).map(record_of),
+            st.binary(max_size=30),
+            st.sampled_from(
+                [b"\n", b'{"index":', b"[" * 9999, b"\xff\n", b'{"index":[]}\n', b"1\n"]
+            ),
+        ),
+        max_size=12,
+    )
+)
+def test_a_log_with_torn_and_foreign_lines_gives_every_whole_record(parts: list[Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bad.jsonl"
+        log = FailureLog(str(path))
+        found, expected = [], []
+        for part in parts:
+            if isinstance(part, bytes):
+                with path.open("ab") as file:
+                    file.write(part)
+            else:
+                log.append(part)
+                expected.append(part)
+            found += log.read_new()
+        assert [each for each in found if each in expected] == expected
+        assert log.counts()["skipped"] == len(expected)
+        assert log.counts()["unrecorded"] == 0
 
 
 # ---- stuck and deadly -------------------------------------------------------------------------

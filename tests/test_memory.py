@@ -269,3 +269,45 @@ def test_batches_of_very_different_sizes() -> None:
             for number, batch in enumerate(DataLoader(Samples(samples), 1, **workers)):
                 assert batch.shape == (1, sizes[number % 7])
                 assert batch.unique().tolist() == [number]
+
+
+class Mappings(Numbers):
+    """Which large mappings of the process that loads the sample would be written to its core dump."""
+
+    def __getitem__(self, index: int) -> list[str]:
+        return dumped_mappings()
+
+
+def dumped_mappings() -> list[str]:
+    """Shared memory of minato, and anything of a gigabyte or more, that a core dump would contain."""
+    found, header, kib = [], "", 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name = line.split(":")[0]
+        if "-" in line.split()[0] and not name.isalpha():
+            header = line
+        elif name == "Size":
+            kib = int(line.split()[1])
+        elif name == "VmFlags" and ("memfd:minato" in header or kib >= 1 << 20):
+            found += [] if "dd" in line.split() else [header]
+    return found
+
+
+def as_it_is(sample: Any) -> Any:
+    return sample
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+@pytest.mark.parametrize("method", [None, "fork", "spawn"])
+def test_no_process_has_the_loaders_memory_in_its_core_dump(method: str | None) -> None:
+    loader = DataLoader(
+        Mappings(2),
+        None,
+        num_workers=0 if method is None else 1,
+        multiprocessing_context=method,
+        collate_fn=as_it_is,
+        transforms=[as_it_is],
+        order="batch",
+    )
+    iterator = iter(loader)
+    assert next(iterator) == []
+    assert dumped_mappings() == []

@@ -18,11 +18,10 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from bench import record
-from bench.ablation.work import FEW, LOADS, PHOTOGRAPHS, InTurn, Load, real_loads
+from bench.ablation.work import LOADS, PHOTOGRAPHS, Load, real_loads
 from minato import DataLoader
 from minato.chain.chain import Chain
 from minato.plan import Plan
-from minato.workplace import Workplace
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def run(load: Load, step: Step, seed: int) -> Reading:
         "persistent_workers": True,
     }
     dataset, waits_s = load.make(), []
-    shared |= {"sampler": InTurn(len(dataset))} if load.in_turn else {"shuffle": True}
+    shared["shuffle"] = True
     torch.manual_seed(seed)
     begun = perf_counter()
     with only(step):
@@ -214,38 +213,6 @@ def sweep(load: Load, repeats: int) -> str:
     return SWEEP.format(name=load.name) + "".join(lines) + "\n"
 
 
-OFFERS = """## What idle workers take over
-
-In `fast_first` order, with deferral: what a worker has set aside stays with it, or it offers one sample at a time to
-those that have nothing to do. Batch 8, 4 workers, 10 epochs, each of which begins when the one before it is over.
-Medians of {repeats} runs in turn.
-
-| load | bound, s per epoch | it stays | it is offered | gain |
-|---|---|---|---|---|
-"""
-
-
-def offers(repeats: int) -> str:
-    """What it gains that idle workers take over what others have set aside, as Markdown."""
-    step = Step("offers", FAST_FIRST, leaves=True, foretold=False)
-    stay = mock.patch.object(Workplace, "furnish", return_value=None)
-    lines = []
-    for load in FEW:
-        stays_s, moves_s = [], []
-        for repeat in range(repeats):
-            with stay:
-                stays_s.append(run(load, step, repeat).epoch_s)
-            moves_s.append(run(load, step, repeat).epoch_s)
-        stays, moves = statistics.median(stays_s), statistics.median(moves_s)
-        bound_s = sum(load.make().costs_s) / load.workers
-        lines.append(
-            f"| {load.title} | {bound_s:.3f} "
-            f"| {stays:.3f} ({min(stays_s):.3f}–{max(stays_s):.3f}) "
-            f"| {moves:.3f} ({min(moves_s):.3f}–{max(moves_s):.3f}) | {100 * (1 - moves / stays):+.0f} % |\n"
-        )
-    return OFFERS.format(repeats=repeats) + "".join(lines) + "\n"
-
-
 HEAD = """# Ablation
 
 Written by `python -m bench.ablation`. Each line adds one mechanism against slow samples to those above it, with the
@@ -264,7 +231,7 @@ only the time of an epoch says something.
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__)
     loads = (*LOADS, *real_loads())
-    names = ",".join([*(load.name for load in loads), FEW[0].name])
+    names = ",".join(load.name for load in loads)
     parser.add_argument("--loads", default=names, metavar="NAME,…")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
     parser.add_argument("--out", type=Path, default=None, metavar="FOLDER")
@@ -284,9 +251,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(parts[-1], flush=True)
     if SWEPT in options.loads.split(","):
         parts.append(sweep(next(load for load in LOADS if load.name == SWEPT), options.repeats))
-        print(parts[-1], flush=True)
-    if FEW[0].name in options.loads.split(","):
-        parts.append(offers(options.repeats))
         print(parts[-1], flush=True)
     conditions["load average after"] = record.load_average()
     parts.append("## Conditions\n\n| | |\n|---|---|\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,19 +30,6 @@ class Costs(Dataset[Any]):
         return self.costs_s[index], index
 
 
-class InTurn:
-    """A sampler that gives one index after the other, of which no loader knows beforehand."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
-
-
 class SleepsShare:
     """A transform that takes a share of a sample's cost; by default one of ``NUM_STEPS`` equal ones."""
 
@@ -51,28 +38,6 @@ class SleepsShare:
 
     def __call__(self, sample: Any) -> Any:
         time.sleep(sample[0] * self.share)
-        return sample
-
-
-class Parts(Costs):
-    """Returns what each transform shall cost, in seconds, and the sample's index."""
-
-    def __init__(self, parts_s: list[tuple[float, float]]) -> None:
-        super().__init__([sum(parts) for parts in parts_s])
-        self.parts_s = parts_s
-
-    def __getitem__(self, index: int) -> Any:
-        return self.parts_s[index], index
-
-
-class SleepsPart:
-    """A transform that takes one of these parts."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __call__(self, sample: Any) -> Any:
-        time.sleep(sample[0][self.number])
         return sample
 
 
@@ -132,7 +97,6 @@ class Load:
         workers: worker processes.
         epochs: epochs that are run and counted, the first one included.
         pause_s: how long the consumer sleeps on each batch.
-        in_turn: the samples come in the dataset's order, of which nobody knows beforehand, instead of shuffled.
     """
 
     name: str
@@ -143,7 +107,6 @@ class Load:
     workers: int
     epochs: int
     pause_s: float = 0.0
-    in_turn: bool = False
 
 
 class Corner:
@@ -237,25 +200,3 @@ LOADS = (
         3,
     ),
 )
-FEW = (
-    Load(
-        "few",
-        "64 samples of 2 ms, a fifth of them 150 ms, at random, nine tenths of it in the last of two transforms",
-        lambda: Costs(straggler_costs_s(64, 0.002, 0.150, 0.2)),
-        (SleepsShare(0.1), SleepsShare(0.9)),
-        8,
-        4,
-        10,
-    ),
-    Load(
-        "few, made for it",
-        "64 samples of 2 ms; the first three take 300 ms in the first transform, four more 20 there and 200 after",
-        lambda: Parts([(0.3, 0.0)] * 3 + [(0.02, 0.2)] * 4 + [(0.0, 0.002)] * 57),
-        (SleepsPart(0), SleepsPart(1)),
-        8,
-        4,
-        10,
-        in_turn=True,
-    ),
-)
-"""Epochs so short that it matters who has set what aside when nothing is left to begin."""

@@ -55,14 +55,14 @@ are mean numbers of workers that were too many or too few for the load of the mo
 
 _MOVING = """## What idle workers take over
 
-How much longer an epoch lasts than if idle workers took over, at no cost, all that others have set aside: if they take
-nothing / if they take what is offered, at no cost either, as in the engine. {workers} workers, means of several epochs;
-with a consumer that takes its time for each batch, and with one that takes none.
+How much longer an epoch lasts, as in the engine, than if idle workers took over, at no cost, all that others have set
+aside. {workers} workers, means of several epochs; with a consumer that takes its time for each batch, and with one that
+takes none.
 """
 
 
 def moving(
-    found: Mapping[tuple[str, str, bool], Sequence[tuple[float, float]]],
+    found: Mapping[tuple[str, str, bool], Sequence[float]],
     workers: int,
     lengths: Sequence[int],
 ) -> str:
@@ -74,7 +74,7 @@ def moving(
         "|---|---|---|" + "---|" * len(heads),
     ]
     for (workload, order, steps), shares in found.items():
-        cells = (f"{100 * nothing:+.1f} % / {100 * offered:+.1f} %" for nothing, offered in shares)
+        cells = (f"{100 * share:+.1f} %" for share in shares)
         consumer = "takes its time" if steps else "takes none"
         lines.append(f"| {workload} | {order} | {consumer} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

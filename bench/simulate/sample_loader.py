@@ -17,7 +17,7 @@ from minato.scheduler.window import Window
 _MOST_PARKED = 4
 """Samples that a worker sets aside at most."""
 
-Moves: TypeAlias = Literal["none", "offered", "all"]
+Moves: TypeAlias = Literal["none", "all"]
 """What idle workers go on with of what others have set aside."""
 
 
@@ -34,8 +34,8 @@ class SampleLoader(Shop):
         cores: How many there are. A sample that begins when more are needed takes so much longer.
         on_core: Part of a sample's time that needs a core.
         standbys: Workers that stand in for those whose sample takes longer than the threshold.
-        moves: What an idle worker goes on with, at no cost: nothing, what another one offers, as in the engine, or all
-            that others have set aside.
+        moves: What an idle worker goes on with, at no cost: nothing, as in the engine, or all that others have set
+            aside.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SampleLoader(Shop):
         cores: float = 1.0,
         on_core: float = 0.0,
         standbys: int = 0,
-        moves: Moves = "offered",
+        moves: Moves = "none",
     ) -> None:
         super().__init__(clock)
         self.cores = cores
@@ -74,7 +74,6 @@ class SampleLoader(Shop):
         self._overdue: set[int] = set()
         self._moves = moves
         self._parked: list[deque[tuple[int, int]]] = [deque() for _ in range(standbys)]
-        self._offers: dict[int, tuple[int, int]] = {}
         self._head = self._tail = 0  # samples claimed, samples published
         self._opened = self._handed_out = 0
         self._oldest = 0  # batch that may have an open place
@@ -184,7 +183,6 @@ class SampleLoader(Shop):
         )
         if parked and (resting or self._is_due(parked)):
             self._run(worker, *self._take(worker))
-            self._offer(worker)
         elif resting:
             (self._asleep if worker < self._standbys else self._standby).add(worker)
         elif self._head < self._tail:
@@ -192,10 +190,6 @@ class SampleLoader(Shop):
             self._run(worker, self._head - 1, -1)
         elif self._moves == "all" and (longest := max(self._parked, key=len)):
             self._run(worker, *longest.popleft())
-        elif self._offers:
-            giver, partial = self._offers.popitem()
-            self._parked[giver].remove(partial)
-            self._run(worker, *partial)
         else:
             self._idle.append(worker)
             self._grow()
@@ -213,22 +207,7 @@ class SampleLoader(Shop):
         parked = self._parked[worker]
         taken = next((each for each in parked if each[0] in self._bound), parked[0])
         parked.remove(taken)
-        if self._offers.get(worker) == taken:
-            del self._offers[worker]
         return taken
-
-    def _offer(self, worker: int) -> None:
-        """Let another worker go on with the newest of them while this one has its hands full, as ``Parking``."""
-        parked = self._parked[worker]
-        if (
-            self._moves == "offered"
-            and parked
-            and worker not in self._offers
-            and not self._others_have_work(len(parked) + 1)
-        ):
-            self._offers[worker] = parked[-1]
-            if self._idle:
-                self._look(self._idle.pop())
 
     def _others_have_work(self, held: int) -> bool:
         return self._tail - self._head > (0 if self._moves == "all" else held * self.workers)
@@ -283,7 +262,6 @@ class SampleLoader(Shop):
             self._look(worker)
         else:
             self._run(worker, position, step)
-            self._offer(worker)
 
     def _finished(self, worker: int, position: int, factor: float) -> None:
         self._count_busy(-1)

@@ -1,9 +1,10 @@
-"""Which of the keys that a sampler gave have arrived."""
+"""Which of the keys that a sampler gave have arrived, and how often each was given."""
 
 cimport cython
-from cpython.long cimport PyLong_AsUnsignedLongLongMask, PyLong_CheckExact
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
-from libc.stdint cimport int64_t, uint8_t, uint64_t
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_AsUnsignedLongLongMask, PyLong_CheckExact
+from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
+from cpython.unicode cimport PyUnicode_CheckExact
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 
 cdef extern from "seeding.h" nogil:
@@ -11,7 +12,7 @@ cdef extern from "seeding.h" nogil:
     uint64_t GOLDEN "MN_GOLDEN"
 
 
-__all__ = ["Arrivals", "sum_of_hashes"]
+__all__ = ["Arrivals", "Occurrences", "sum_of_hashes"]
 
 cdef enum:
     FIRST_CAPACITY = 1024
@@ -207,3 +208,60 @@ cdef class Arrivals:
         PyMem_Free(self.states)
         self.hashes, self.states, self.mask = hashes, states, mask
         return 0
+
+
+@cython.final
+cdef class Occurrences:
+    """Counts how often each key came.
+
+    Keys below ``length`` take 4 bytes each, all others a dictionary's entry for each different one.
+
+    Args:
+        length: How many keys there are, from 0 on; 0: they are not known.
+        hash_other: An integer that stands for a key that is neither an integer nor a string.
+    """
+
+    cdef object hash_other
+    cdef dict others
+    cdef uint32_t *counts
+    cdef int64_t length
+
+    def __cinit__(self, int64_t length, hash_other):
+        self.hash_other = hash_other
+        self.others = {}
+        self.length = length
+        self.counts = <uint32_t *>PyMem_Calloc(length + 1, sizeof(uint32_t))
+        if self.counts is NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        PyMem_Free(self.counts)
+
+    def count(self, keys) -> list | None:
+        """How often each of these keys came before, those before it among them included; None: none did."""
+        cdef list found = None
+        cdef Py_ssize_t i = 0
+        cdef uint64_t before
+        for key in keys:
+            before = self._count(key)
+            if before and found is None:
+                found = [0] * i
+            if found is not None:
+                found.append(before)
+            i += 1
+        return found
+
+    cdef int64_t _count(self, key) except -1:
+        cdef int overflow = 0
+        cdef int64_t index, before
+        if not PyLong_CheckExact(key) and not PyUnicode_CheckExact(key):
+            key = self.hash_other(key)
+        if PyLong_CheckExact(key):
+            index = PyLong_AsLongLongAndOverflow(key, &overflow)
+            if not overflow and 0 <= index < self.length:
+                before = self.counts[index]
+                self.counts[index] += 1
+                return before
+        before = self.others.get(key, 0)
+        self.others[key] = before + 1
+        return before

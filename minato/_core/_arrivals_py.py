@@ -1,13 +1,14 @@
-"""Which of the keys that a sampler gave have arrived."""
+"""Which of the keys that a sampler gave have arrived, and how often each was given."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 from minato._core._seeding_py import _GOLDEN, _MASK, _avalanche
 
-__all__ = ["Arrivals", "sum_of_hashes"]
+__all__ = ["Arrivals", "Occurrences", "sum_of_hashes"]
 
 
 def _hash(key: Any, hash_other: Callable[[Any], int]) -> int:
@@ -148,3 +149,37 @@ class Arrivals:
         while self._prefix in self._arrived:
             self._arrived.remove(self._prefix)
             self._prefix += 1
+
+
+@final
+class Occurrences:
+    """Counts how often each key came.
+
+    Keys below ``length`` take 4 bytes each, all others a dictionary's entry for each different one.
+
+    Args:
+        length: How many keys there are, from 0 on; 0: they are not known.
+        hash_other: An integer that stands for a key that is neither an integer nor a string.
+    """
+
+    def __init__(self, length: int, hash_other: Callable[[Any], int]) -> None:
+        self._hash_other = hash_other
+        self._counts = array("I", bytes(4 * length))
+        self._others: dict[Any, int] = {}
+
+    def count(self, keys: Sequence[Any]) -> list[int] | None:
+        """How often each of these keys came before, those before it among them included; None: none did."""
+        counts, others = self._counts, self._others
+        length = len(counts)
+        found = []
+        for key in keys:
+            if type(key) not in (int, str):
+                key = self._hash_other(key)
+            if type(key) is int and 0 <= key < length:
+                before = counts[key]
+                counts[key] = before + 1
+            else:
+                before = others.get(key, 0)
+                others[key] = before + 1
+            found.append(before)
+        return found if any(found) else None

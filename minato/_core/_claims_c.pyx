@@ -22,7 +22,6 @@ from minato._core.layout cimport (
     MN_FREE,
     MN_NOT_COMPLETE,
     MN_NUMBER,
-    MN_OFFERED,
     MN_READY,
     MN_SKIP_BLOB,
     MN_STATE,
@@ -32,13 +31,9 @@ from minato._core.layout cimport (
 )
 from minato._core.places cimport give_back, take_newest, take_oldest
 
+from minato._core.limits import slot_overflow
+
 __all__ = ["Claims"]
-
-
-cdef inline uint64_t is_offered(Records ledger, uint32_t giver, uint64_t seq) noexcept nogil:
-    """The ticket of a sample if this worker offers it and nobody has taken it yet; else 0."""
-    cdef uint64_t word = mn_load_acquire_u64(&ledger.positions[seq & ledger.mask].ticket)
-    return word if word & ~MN_NUMBER == MN_CLAIMED | MN_OFFERED | worker_bits(giver) else 0
 
 
 cdef class Claims(Records):
@@ -115,65 +110,6 @@ cdef class Claims(Records):
         record.busy_ns += busy_ns
         record.idle_ns += idle_ns
 
-    def offer(self, uint32_t worker, uint64_t position, uint64_t nbytes):
-        """Let any worker go on with a sample that this one has claimed and set aside.
-
-        What it has come to lies in the worker's room, in so many bytes; nothing else is offered from there.
-        """
-        cdef uint64_t *ticket = &self.positions[position & self.mask].ticket
-        cdef uint64_t word
-        self.workers[worker].offered_nbytes = nbytes
-        mn_store_release_u64(&self.workers[worker].offered, position + 1)
-        while True:
-            word = mn_load_acquire_u64(ticket)
-            if mn_cas_seq_cst_u64(ticket, word, word | MN_OFFERED):
-                break  # else the consumer has just bound it to a place
-        mn_gate_notify(&self.header.work, INT_MAX)
-
-    def offered(self, uint32_t worker):
-        """``(position or None, still)``: whose value lies in a worker's room, and whether it is still to be taken."""
-        cdef uint64_t offered = mn_load_acquire_u64(&self.workers[worker].offered)
-        return (offered - 1, is_offered(self, worker, offered - 1) != 0) if offered else (None, False)
-
-    def accept(self, uint32_t worker):
-        """Take a sample that any worker offers.
-
-        Returns:
-            ``(giver, position, nbytes)``: it lies in the giver's room, which is to be given back with ``accepted``.
-            None if none is offered.
-        """
-        cdef uint64_t offered, word
-        cdef uint32_t giver
-        for giver in range(self.header.num_workers):
-            offered = mn_load_acquire_u64(&self.workers[giver].offered)
-            word = is_offered(self, giver, offered - 1) if offered else 0
-            if word and mn_cas_seq_cst_u64(
-                &self.positions[(offered - 1) & self.mask].ticket,
-                word,
-                MN_CLAIMED | worker_bits(worker) | word & MN_NUMBER,
-            ):
-                # The ring may have come round between the look and the claim: the room says what lies in it.
-                offered = mn_load_acquire_u64(&self.workers[giver].offered)
-                return giver, offered - 1, self.workers[giver].offered_nbytes
-        return None
-
-    def accepted(self, uint32_t giver):
-        """Say that what was taken out of a worker's room is no longer needed there."""
-        mn_store_release_u64(&self.workers[giver].offered, 0)
-
-    def withdraw(self, uint32_t worker):
-        """Take back what this worker offers; False if another one has taken it."""
-        cdef uint64_t word, offered = mn_load_acquire_u64(&self.workers[worker].offered)
-        cdef uint64_t *ticket = &self.positions[(offered - 1) & self.mask].ticket
-        while offered:
-            word = is_offered(self, worker, offered - 1)
-            if word == 0:
-                break
-            if mn_cas_seq_cst_u64(ticket, word, word & ~MN_OFFERED):
-                mn_store_release_u64(&self.workers[worker].offered, 0)
-                return True
-        return False
-
     def reserve(self, uint32_t worker, uint64_t position, bint late=False):
         """Take a place for a finished sample.
 
@@ -236,7 +172,7 @@ cdef class Claims(Records):
         """Say that a sample has no result; one without a place leaves it to another.
 
         Returns:
-            As ``fill``.
+            ``(batch, answer)``: the batch that its place belongs to, or its own if it has none; and as ``fill``.
         """
         cdef mn_position *record = &self.positions[position & self.mask]
         cdef mn_position *there
@@ -251,13 +187,18 @@ cdef class Claims(Records):
                 there.blob = MN_SKIP_BLOB
                 mn_store_seq_cst_u64(&there.place, MN_FILLED | (position + 1))
                 mn_cas_seq_cst_u64(&record.ticket, word, MN_DONE)
-                return complete(self, worker, batch)
+                return batch, complete(self, worker, batch)
+            batch = record.batch
             if mn_cas_seq_cst_u64(&record.ticket, word, MN_DONE):
                 self.hungry()  # it may have been what the consumer waits for
-                return MN_NOT_COMPLETE
+                return batch, MN_NOT_COMPLETE
 
     def set_result(self, uint32_t batch, uint64_t result, uint64_t nbytes):
-        """Say where the collated result of a batch lies whose last samples are about to be filled in."""
+        """Say where the result of a whole batch lies, after everything else that is said of the batch.
+
+        All its samples must be this worker's. From this store on the batch is complete: its places need no data, and if
+        the worker dies, ``release`` fills those that it has not.
+        """
         self.batches[batch].result_nbytes = nbytes
         mn_store_release_u64(&self.batches[batch].result, result)
 
@@ -285,10 +226,7 @@ cdef class Claims(Records):
         while True:
             offset = mn_load_acquire_u64(&record.cursor)
             if nbytes > record.slot_end or offset + rounded > record.slot_end:
-                raise MemoryError(
-                    f"a batch needs more than the {record.slot_end - record.slot} bytes of address space of "
-                    "its slot: use smaller batches, or raise the limit on address space (ulimit -v)"
-                )
+                raise MemoryError(slot_overflow(record.slot_end - record.slot))
             if mn_cas_seq_cst_u64(&record.cursor, offset, offset + rounded):
                 return offset
 

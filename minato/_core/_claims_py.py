@@ -13,7 +13,6 @@ from minato._core._records_py import (
     FILLED,
     FREE,
     NUMBER,
-    OFFERED,
     STATE,
     Records,
 )
@@ -31,6 +30,7 @@ from minato._core.codes import (
     SKIP_BLOB,
     SKIPPED,
 )
+from minato._core.limits import slot_overflow
 
 __all__ = ["Claims"]
 
@@ -94,55 +94,6 @@ class Claims(Records):
         for name, more in (("samples", samples), ("busy_ns", busy_ns), ("idle_ns", idle_ns)):
             record[name] = int(record[name]) + more  # NumPy 1 makes a float of uint64 + int
 
-    def offer(self, worker: int, position: int, nbytes: int) -> None:
-        """Let any worker go on with a sample that this one has claimed and set aside.
-
-        What it has come to lies in the worker's room, in so many bytes; nothing else is offered from there.
-        """
-        with self._locked():
-            self._workers[worker]["offered_nbytes"] = nbytes
-            self._workers[worker]["offered"] = position + 1
-            self._set_ticket(position, self._ticket(position) | OFFERED)
-        self._work.notify()
-
-    def offered(self, worker: int) -> tuple[int | None, bool]:
-        """``(position or None, still)``: whose value lies in a worker's room, and whether it is still to be taken."""
-        with self._locked():
-            offered = int(self._workers[worker]["offered"])
-            if not offered:
-                return None, False
-            return offered - 1, self._is_offered(worker, offered - 1)
-
-    def accept(self, worker: int) -> tuple[int, int, int] | None:
-        """Take a sample that any worker offers.
-
-        Returns:
-            ``(giver, position, nbytes)``: it lies in the giver's room, which is to be given back with ``accepted``.
-            None if none is offered.
-        """
-        with self._locked():
-            for giver, record in enumerate(self._workers):
-                offered = int(record["offered"])
-                if offered and self._is_offered(giver, offered - 1):
-                    place = self._ticket(offered - 1) & NUMBER
-                    self._set_ticket(offered - 1, CLAIMED | worker << 48 | place)
-                    return giver, offered - 1, int(record["offered_nbytes"])
-        return None
-
-    def accepted(self, giver: int) -> None:
-        """Say that what was taken out of a worker's room is no longer needed there."""
-        self._workers[giver]["offered"] = 0
-
-    def withdraw(self, worker: int) -> bool:
-        """Take back what this worker offers; False if another one has taken it."""
-        with self._locked():
-            seq = int(self._workers[worker]["offered"]) - 1
-            if seq < 0 or not self._is_offered(worker, seq):
-                return False
-            self._set_ticket(seq, self._ticket(seq) & ~OFFERED)
-            self._workers[worker]["offered"] = 0
-            return True
-
     def reserve(self, worker: int, position: int, late: bool = False) -> tuple[int, int, int]:
         """Take a place for a finished sample.
 
@@ -193,25 +144,32 @@ class Claims(Records):
                 self._fill_one(seq, seq)
             return self._complete(worker, batch)
 
-    def skip(self, worker: int, position: int) -> int:
+    def skip(self, worker: int, position: int) -> tuple[int, int]:
         """Say that a sample has no result; one without a place leaves it to another.
 
         Returns:
-            As ``fill``.
+            ``(batch, answer)``: the batch that its place belongs to, or its own if it has none; and as ``fill``.
         """
         with self._locked():
             place = self._ticket(position) & NUMBER
-            self._set_ticket(position, DONE)
             if place:
                 there = self._positions[(place - 1) & self._mask]
+                batch = int(there["batch"])
                 there["blob"] = SKIP_BLOB
                 there["place"] = FILLED | (position + 1)
-                return self._complete(worker, int(there["batch"]))
+                self._set_ticket(position, DONE)
+                return batch, self._complete(worker, batch)
+            self._set_ticket(position, DONE)
+            batch = int(self._positions[position & self._mask]["batch"])
         self.hungry()  # it may have been what the consumer waits for
-        return NOT_COMPLETE
+        return batch, NOT_COMPLETE
 
     def set_result(self, batch: int, result: int, nbytes: int) -> None:
-        """Say where the collated result of a batch lies whose last samples are about to be filled in."""
+        """Say where the result of a whole batch lies, after everything else that is said of the batch.
+
+        All its samples must be this worker's. From this store on the batch is complete: its places need no data, and if
+        the worker dies, ``release`` fills those that it has not.
+        """
         with self._locked():
             self._batches[batch]["result_nbytes"] = nbytes
             self._batches[batch]["result"] = result
@@ -239,10 +197,7 @@ class Claims(Records):
             rounded = -(-nbytes // ALIGNMENT) * ALIGNMENT
             offset, start, end = (int(record[name]) for name in ("cursor", "slot", "slot_end"))
             if offset + rounded > end:
-                raise MemoryError(
-                    f"a batch needs more than the {end - start} bytes of address space of its slot: "
-                    "use smaller batches, or raise the limit on address space (ulimit -v)"
-                )
+                raise MemoryError(slot_overflow(end - start))
             record["cursor"] = offset + rounded
             return offset
 
@@ -254,9 +209,6 @@ class Claims(Records):
             return int(self._batches[batch]["layout"])
 
     # ---- inner parts, called with the lock held ---------------------------------------------
-
-    def _is_offered(self, giver: int, seq: int) -> bool:
-        return self._ticket(seq) & ~NUMBER == CLAIMED | OFFERED | giver << 48
 
     def _claim_hinted(self, worker: int, front: int) -> int | None:
         """Claim the hinted sample that should be started first, if one should by now; returns its position."""

@@ -35,7 +35,7 @@ from minato._core.layout cimport (
     mn_worker,
 )
 from minato._core.places cimport give_back, take, try_oldest
-from minato._core.recovery cimport reoffer, reopen_places
+from minato._core.recovery cimport is_claimed, is_collating, reoffer, reopen_places
 
 __all__ = ["Ledger"]
 
@@ -91,6 +91,7 @@ cdef class Ledger(Claims):
         uint64_t keys_nbytes=0,
         int wake=INT_MAX,
         uint32_t owner=0,
+        occurrences=None,
     ):
         """Open a batch and offer its samples to the workers; ``has_room(count)`` must hold.
 
@@ -99,6 +100,7 @@ cdef class Ledger(Claims):
             slot: ``(start, cursor, end)``: arena offsets of the batch's slot and of its first free byte.
             wake: How many sleeping workers to wake.
             owner: Number + 1 of the one worker that may claim these samples, if they are bound; 0: any may.
+            occurrences: How often each key came before in the epoch; None: none did.
 
         Returns:
             The number of the batch's record, valid until ``retire``.
@@ -111,8 +113,9 @@ cdef class Ledger(Claims):
         cdef mn_position *position
         if not self.has_room(count):
             raise ValueError(f"there is no room for a batch of {count} samples")
-        if keys is not None and len(keys) != count:
-            raise ValueError(f"{len(keys)} keys are not those of a batch of {count} samples")
+        for values in (keys, occurrences):
+            if values is not None and len(values) != count:
+                raise ValueError(f"{len(values)} keys are not those of a batch of {count} samples")
         while self.batches[index].state & 15 != MN_VACANT:
             index += 1
         cdef mn_batch *batch = &self.batches[index]
@@ -126,6 +129,7 @@ cdef class Ledger(Claims):
         for seq in range(tail, tail + count):
             position = &self.positions[seq & self.mask]
             position.key = 0 if keys is None else keys[seq - tail]
+            position.occurrence = 0 if occurrences is None else occurrences[seq - tail]
             position.position = seq
             position.batch = index
             position.blob = position.blob_nbytes = position.cost_ns = 0
@@ -242,7 +246,7 @@ cdef class Ledger(Claims):
         mn_store_release_u64(&record.state, record.state >> 16 << 16 | MN_VACANT)
 
     def release(self, uint32_t worker):
-        """Offer again what a dead worker had claimed and not finished.
+        """Offer again what a dead worker had claimed and not finished; a batch whose result it has set is finished.
 
         Only for a worker that cannot run any more.
 
@@ -255,13 +259,48 @@ cdef class Ledger(Claims):
         released = reoffer(self, worker, base, tail)
         for index in self.live:
             word = mn_load_acquire_u64(&self.batches[index].state)
-            if word & 15 == MN_COLLATING and (word >> 4) & 0xFFF == worker:
+            if is_collating(word, worker):
                 mn_store_release_u64(&self.batches[index].state, word & ~<uint64_t>0xFFFF | MN_OPEN)
         self.workers[worker].position = 0
         # Whoever claims next looks for batches that are full and that nobody collates.
         mn_fetch_add_seq_cst_u32(&self.header.stranded, 1)
         mn_gate_notify(&self.header.work, INT_MAX)
         return released
+
+    def owns(self, uint32_t worker):
+        """Whether a worker has claimed a sample or collates a batch: if it has ended, ``release`` is due."""
+        cdef uint64_t seq, tail = self.header.tail
+        cdef uint64_t base = next(iter(self.live.values())) if self.live else tail
+        for seq in range(base, tail):
+            if is_claimed(mn_load_acquire_u64(&self.positions[seq & self.mask].ticket), worker):
+                return True
+        for index in self.live:
+            if is_collating(mn_load_acquire_u64(&self.batches[index].state), worker):
+                return True
+        return False
+
+    def undecided(self, uint32_t worker, uint64_t position):
+        """Whether a worker that has ended left it open what becomes of a sample.
+
+        It has claimed the sample and its result is not there, or it was collating the batch that the sample lies in.
+        """
+        cdef mn_position *record = &self.positions[position & self.mask]
+        cdef uint64_t word = mn_load_acquire_u64(&record.ticket)
+        cdef uint64_t place = word & MN_NUMBER
+        if record.position != position:
+            return False
+        if place == 0:
+            return is_claimed(word, worker)
+        place -= 1
+        cdef mn_position *there = &self.positions[place & self.mask]
+        cdef mn_batch *batch = &self.batches[there.batch]
+        if there.batch not in self.live or not batch.first <= place < batch.first + batch.count:
+            return False
+        if not is_claimed(word, worker):
+            return is_collating(mn_load_acquire_u64(&batch.state), worker)
+        return mn_load_acquire_u64(&there.place) == MN_BOUND | (position + 1) and not (
+            batch.bound and mn_load_acquire_u64(&batch.result)
+        )
 
     def unclaimed(self):
         """How many published samples nobody has claimed yet (an upper bound)."""

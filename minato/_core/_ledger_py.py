@@ -76,6 +76,7 @@ class Ledger(Claims):
         keys_nbytes: int = 0,
         wake: int = 2**31 - 1,
         owner: int = 0,
+        occurrences: Sequence[int] | None = None,
     ) -> int:
         """Open a batch and offer its samples to the workers; ``has_room(count)`` must hold.
 
@@ -84,6 +85,7 @@ class Ledger(Claims):
             slot: ``(start, cursor, end)``: arena offsets of the batch's slot and of its first free byte.
             wake: How many sleeping workers to wake.
             owner: Number + 1 of the one worker that may claim these samples, if they are bound; 0: any may.
+            occurrences: How often each key came before in the epoch; None: none did.
 
         Returns:
             The number of the batch's record, valid until ``retire``.
@@ -94,8 +96,11 @@ class Ledger(Claims):
         with self._locked():
             if not self.has_room(count):
                 raise ValueError(f"there is no room for a batch of {count} samples")
-            if keys is not None and len(keys) != count:
-                raise ValueError(f"{len(keys)} keys are not those of a batch of {count} samples")
+            for values in (keys, occurrences):
+                if values is not None and len(values) != count:
+                    raise ValueError(
+                        f"{len(values)} keys are not those of a batch of {count} samples"
+                    )
             states = self._batches["state"].tolist()
             index = next(i for i, state in enumerate(states) if state & 15 == VACANT)
             tail = int(self._header["tail"])
@@ -104,7 +109,8 @@ class Ledger(Claims):
                 own = seq + 1
                 self._positions[seq & self._mask] = (
                     FREE | own if bound else FREE, BOUND | own if bound else own, 0, 0,
-                    0 if keys is None else keys[k], 0, seq, index, 0,
+                    0 if keys is None else keys[k], 0, seq, index,
+                    0 if occurrences is None else occurrences[k],
                 )  # fmt: skip
             generation = (int(self._batches[index]["state"]) >> 16) + 1
             start, cursor, end = slot
@@ -191,7 +197,7 @@ class Ledger(Claims):
             self._set_state(batch, VACANT)
 
     def release(self, worker: int) -> int:
-        """Offer again what a dead worker had claimed and not finished.
+        """Offer again what a dead worker had claimed and not finished; a batch whose result it has set is finished.
 
         Only for a worker that cannot run any more.
 
@@ -204,42 +210,72 @@ class Ledger(Claims):
             released = 0
             for seq in range(base, tail):
                 ticket = self._ticket(seq)
-                if ticket & STATE != CLAIMED or (ticket >> 48) & 0x3FFF != worker:
+                if not self._is_claimed(seq, worker):
                     continue
-                # What it had taken from another's room goes out again as any other sample, and the room is free.
-                self._workers["offered"][self._workers["offered"] == seq + 1] = 0
                 place = ticket & NUMBER
                 if not place:
                     # A place that the worker had taken without having said so on the ticket is open again.
                     held = self._held(seq)
                     if held:
                         self._give_back(held)
-                elif self._place(place - 1) != BOUND | (seq + 1):
-                    # Once filled, the place may long have been delivered and have come round the ring.
-                    there = self._positions[(place - 1) & self._mask]
-                    skipped = (
-                        int(there["place"]) == FILLED | (seq + 1)
-                        and int(there["blob"]) & KIND_MASK == SKIP_BLOB
-                    )
-                    self._set_ticket(seq, DONE if skipped else DONE | place)
-                    continue
                 else:
-                    self._positions[(place - 1) & self._mask]["blob"] = 0
-                record = self._batches[int(self._positions[seq & self._mask]["batch"])]
-                if record["bound"]:
-                    record["result"] = 0
+                    there = self._positions[(place - 1) & self._mask]
+                    record = self._batches[int(self._positions[seq & self._mask]["batch"])]
+                    empty = self._place(place - 1) == BOUND | (seq + 1)
+                    if empty and record["bound"] and record["result"]:
+                        # The result of the whole batch is there: the worker was about to fill its places.
+                        there["place"] = FILLED | (seq + 1)
+                        empty = False
+                    if not empty:
+                        # Once filled, the place may long have been delivered and have come round the ring.
+                        skipped = (
+                            int(there["place"]) == FILLED | (seq + 1)
+                            and int(there["blob"]) & KIND_MASK == SKIP_BLOB
+                        )
+                        self._set_ticket(seq, DONE if skipped else DONE | place)
+                        continue
+                    there["blob"] = 0
                 self._set_ticket(seq, FREE | place)
                 self._header["head"] = min(int(self._header["head"]), seq)
                 released += 1
             for index in self._live:
-                state = int(self._batches[index]["state"])
-                if state & 15 == COLLATING and (state >> 4) & 0xFFF == worker:
+                if self._is_collating(index, worker):
                     self._set_state(index, OPEN)
             self._workers[worker]["position"] = 0
             # Whoever claims next looks for batches that are full and that nobody collates.
             self._header["stranded"] += 1
         self._work.notify()
         return released
+
+    def owns(self, worker: int) -> bool:
+        """Whether a worker has claimed a sample or collates a batch: if it has ended, ``release`` is due."""
+        with self._locked():
+            tail = int(self._header["tail"])
+            return any(
+                self._is_claimed(seq, worker)
+                for seq in range(next(iter(self._live.values()), tail), tail)
+            ) or any(self._is_collating(index, worker) for index in self._live)
+
+    def undecided(self, worker: int, position: int) -> bool:
+        """Whether a worker that has ended left it open what becomes of a sample.
+
+        It has claimed the sample and its result is not there, or it was collating the batch that the sample lies in.
+        """
+        with self._locked():
+            if int(self._positions[position & self._mask]["position"]) != position:
+                return False
+            place = (self._ticket(position) & NUMBER) - 1
+            if place < 0:
+                return self._is_claimed(position, worker)
+            index = int(self._positions[place & self._mask]["batch"])
+            if index not in self._live or place not in self._range(index):
+                return False
+            if not self._is_claimed(position, worker):
+                return self._is_collating(index, worker)
+            record = self._batches[index]
+            return self._place(place) == BOUND | (position + 1) and not (
+                record["bound"] and record["result"]
+            )
 
     def unclaimed(self) -> int:
         """How many published samples nobody has claimed yet (an upper bound)."""
@@ -270,3 +306,13 @@ class Ledger(Claims):
         """``(samples, busy_ns, idle_ns)`` of a worker so far."""
         record = self._workers[worker]
         return int(record["samples"]), int(record["busy_ns"]), int(record["idle_ns"])
+
+    # ---- inner parts, called with the lock held ---------------------------------------------
+
+    def _is_claimed(self, seq: int, worker: int) -> bool:
+        ticket = self._ticket(seq)
+        return ticket & STATE == CLAIMED and (ticket >> 48) & 0x3FFF == worker
+
+    def _is_collating(self, batch: int, worker: int) -> bool:
+        state = int(self._batches[batch]["state"])
+        return state & 15 == COLLATING and (state >> 4) & 0xFFF == worker

@@ -199,6 +199,18 @@ cdef class Records:
         cdef uint64_t seq, first = self.batches[batch].first + k
         return [self.positions[seq & self.mask].key for seq in range(first, first + count)]
 
+    def occurrences(self, uint64_t position, uint64_t count):
+        """How often the key of each of ``count`` samples from this position on came before; None: of none it did."""
+        cdef uint64_t seq
+        for seq in range(position, position + count):
+            if self.positions[seq & self.mask].occurrence:
+                break
+        else:
+            return None
+        return [
+            self.positions[seq & self.mask].occurrence for seq in range(position, position + count)
+        ]
+
     def fields(self, uint32_t batch):
         """``(generation, layout, count)``: what a worker needs to find a place in the batch's fields."""
         cdef mn_batch *record = &self.batches[batch]

@@ -27,11 +27,9 @@ FREE, CLAIMED, DONE, CANCELLED = (state << 62 for state in range(4))
 BOUND, FILLED = 1 << 62, 2 << 62
 STATE = 3 << 62
 NUMBER = (1 << 48) - 1
-OFFERED = 1 << 61
-"""Beside the number of a ticket's worker: it has set the sample aside, and any worker may go on with it."""
 
 _MAGIC = 0x6F74616E696D
-_VERSION = 3
+_VERSION = 4
 _HINTS, _MOST_AHEAD = 256, 65535
 STOPPING, DRAINING = 1, 2
 _INT64 = 1 << 63
@@ -59,7 +57,7 @@ _WORKER = np.dtype(
     [
         ("position", "u8"), ("started_ns", "u8"), ("step", "i8"),
         ("samples", "u8"), ("busy_ns", "u8"), ("idle_ns", "u8"),
-        ("offered", "u8"), ("offered_nbytes", "u8"),
+        ("pad", "u8", (2,)),
     ]
 )  # fmt: skip
 _BATCH = np.dtype(
@@ -73,7 +71,7 @@ _BATCH = np.dtype(
 _POSITION = np.dtype(
     [
         ("ticket", "u8"), ("place", "u8"), ("blob", "u8"), ("blob_nbytes", "u8"), ("key", "i8"),
-        ("cost_ns", "u8"), ("position", "u8"), ("batch", "u4"), ("pad", "u4"),
+        ("cost_ns", "u8"), ("position", "u8"), ("batch", "u4"), ("occurrence", "u4"),
     ]
 )  # fmt: skip
 
@@ -259,6 +257,15 @@ class Records:
             return [
                 int(self._positions[seq & self._mask]["key"]) for seq in range(first, first + count)
             ]
+
+    def occurrences(self, position: int, count: int) -> list[int] | None:
+        """How often the key of each of ``count`` samples from this position on came before; None: of none it did."""
+        with self._locked():
+            found = [
+                int(self._positions[seq & self._mask]["occurrence"])
+                for seq in range(position, position + count)
+            ]
+        return found if any(found) else None
 
     def fields(self, batch: int) -> tuple[int, int, int]:
         """``(generation, layout, count)``: what a worker needs to find a place in the batch's fields."""

@@ -6,7 +6,7 @@
 #include <stddef.h>
 
 #define MN_MAGIC 0x6f74616e696dULL /* "minato" */
-enum { MN_LAYOUT_VERSION = 3, MN_PASSES = 8, MN_HINTS = 256, MN_MOST_AHEAD = 65535 };
+enum { MN_LAYOUT_VERSION = 4, MN_PASSES = 8, MN_HINTS = 256, MN_MOST_AHEAD = 65535 };
 enum { MN_MAX_WORKERS = 4096 }; /* as many as have a number in mn_batch.state */
 
 /* The lower 4 bits of mn_batch.state */
@@ -32,8 +32,6 @@ enum { MN_STOPPING = 1, MN_DRAINING = 2 };
 #define MN_STATE (3ULL << 62)
 #define MN_NUMBER ((1ULL << 48) - 1)
 #define MN_ONE_VERSION (1ULL << 48)
-/* Beside the number of a ticket's worker: it has set the sample aside, and any worker may go on with it. */
-#define MN_OFFERED (1ULL << 61)
 
 /* The pass (one run over the sampler) whose places a sample may take. */
 typedef struct {
@@ -78,7 +76,7 @@ typedef struct {
     uint64_t cost_ns; /* time the sample took */
     uint64_t position; /* its own number: the ring reuses records */
     uint32_t batch;   /* record of the batch that this position belongs to */
-    uint32_t pad;
+    uint32_t occurrence; /* how often its key came before in the epoch */
 } mn_position;
 
 typedef struct {
@@ -102,7 +100,7 @@ typedef struct {
     uint64_t slot_end;
 } mn_batch;
 
-/* Written by its worker alone, read by everybody; `offered` is cleared by whoever has taken what it names. */
+/* Written by its worker alone, read by everybody. */
 typedef struct {
     uint64_t position; /* position + 1 that it works on, 0: none */
     uint64_t started_ns;
@@ -110,8 +108,7 @@ typedef struct {
     uint64_t samples;
     uint64_t busy_ns;
     uint64_t idle_ns;
-    uint64_t offered; /* position + 1 of the sample whose value lies in the worker's room, 0: none */
-    uint64_t offered_nbytes;
+    uint64_t pad[2];
 } mn_worker;
 
 _Static_assert(sizeof(mn_header) == 512 + 8 * MN_HINTS, "header");

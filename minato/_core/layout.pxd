@@ -38,7 +38,6 @@ cdef extern from "layout.h" nogil:
     uint64_t MN_STATE
     uint64_t MN_NUMBER
     uint64_t MN_ONE_VERSION
-    uint64_t MN_OFFERED
 
     ctypedef struct mn_pass:
         uint64_t cursor
@@ -73,6 +72,7 @@ cdef extern from "layout.h" nogil:
         uint64_t cost_ns
         uint64_t position
         uint32_t batch
+        uint32_t occurrence
 
     ctypedef struct mn_batch:
         uint64_t state
@@ -101,8 +101,6 @@ cdef extern from "layout.h" nogil:
         uint64_t samples
         uint64_t busy_ns
         uint64_t idle_ns
-        uint64_t offered
-        uint64_t offered_nbytes
 
     size_t offset_work "offsetof(mn_header, work)"
     size_t offset_ready "offsetof(mn_header, ready)"

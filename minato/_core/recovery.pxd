@@ -11,6 +11,7 @@ from minato._core.atomics cimport (
 from minato._core.layout cimport (
     MN_BOUND,
     MN_CLAIMED,
+    MN_COLLATING,
     MN_DONE,
     MN_FILLED,
     MN_FREE,
@@ -39,8 +40,7 @@ cdef inline void reopen_places(
         word = mn_load_acquire_u64(&position.ticket)
         if (
             position.position == seq
-            and word & MN_STATE == MN_CLAIMED
-            and worker_of(word) == worker
+            and is_claimed(word, worker)
             and word & MN_NUMBER != place + 1
         ):
             give_back(ledger, place + 1, seq)
@@ -49,42 +49,48 @@ cdef inline void reopen_places(
 cdef inline uint64_t reoffer(
     Records ledger, uint32_t worker, uint64_t base, uint64_t tail
 ) noexcept nogil:
-    """Offer the samples again that the worker had claimed and not finished; returns how many."""
+    """Offer the samples again that the worker had claimed and not finished; returns how many.
+
+    A batch whose result it has set is finished.
+    """
     cdef uint64_t seq, word, place, released = 0
+    cdef bint empty
     cdef mn_position *position
     cdef mn_position *there
     cdef mn_batch *batch
     for seq in range(base, tail):
         position = &ledger.positions[seq & ledger.mask]
         word = mn_load_acquire_u64(&position.ticket)
-        if word & MN_STATE != MN_CLAIMED or worker_of(word) != worker:
+        if not is_claimed(word, worker):
             continue
-        empty_room(ledger, seq)
         place = word & MN_NUMBER
         if place:
             there = &ledger.positions[(place - 1) & ledger.mask]
-            # Once filled, the place may long have been delivered and have come round the ring.
-            if mn_load_acquire_u64(&there.place) != MN_BOUND | (seq + 1):
+            batch = &ledger.batches[position.batch]
+            empty = mn_load_acquire_u64(&there.place) == MN_BOUND | (seq + 1)
+            if empty and batch.bound and mn_load_acquire_u64(&batch.result):
+                # The result of the whole batch is there: the worker was about to fill its places.
+                mn_store_seq_cst_u64(&there.place, MN_FILLED | (seq + 1))
+                empty = False
+            if not empty:
+                # Once filled, the place may long have been delivered and have come round the ring.
                 if is_skipped(there, seq):
                     place = 0
                 mn_store_release_u64(&position.ticket, MN_DONE | place)
                 continue
             there.blob = 0
-        batch = &ledger.batches[position.batch]
-        if batch.bound:
-            batch.result = 0
         mn_store_seq_cst_u64(&position.ticket, MN_FREE | place)
         lower(&ledger.header.head, seq)
         released += 1
     return released
 
 
-cdef inline void empty_room(Records ledger, uint64_t seq) noexcept nogil:
-    """Free the room that a sample lies in which the dead worker had taken: it goes out again as any other."""
-    cdef uint32_t giver
-    for giver in range(ledger.header.num_workers):
-        if mn_load_acquire_u64(&ledger.workers[giver].offered) == seq + 1:
-            mn_store_release_u64(&ledger.workers[giver].offered, 0)
+cdef inline bint is_claimed(uint64_t ticket, uint32_t worker) noexcept nogil:
+    return ticket & MN_STATE == MN_CLAIMED and worker_of(ticket) == worker
+
+
+cdef inline bint is_collating(uint64_t state, uint32_t worker) noexcept nogil:
+    return state & 15 == MN_COLLATING and (state >> 4) & 0xFFF == worker
 
 
 cdef inline bint is_skipped(mn_position *there, uint64_t seq) noexcept nogil:

@@ -14,19 +14,28 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Segment"]
+from minato._core.limits import explained
+
+__all__ = ["Segment", "unnamed_file"]
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """Linux's MAP_NORESERVE, which the mmap module does not name."""
 
+_mapped: list[weakref.ref[mmap.mmap]] = []
+"""The memory of all segments of this process, and of some that are gone."""
+
+
+def unnamed_file() -> int:
+    """A descriptor of an empty file without a name: in memory or, where that cannot be had, in the temporary folder."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("minato", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile(prefix="minato") as file:
+        return os.dup(file.fileno())
+
 
 def _anonymous_file(nbytes: int) -> int:
     """Open a file without a name and give it a size; its pages exist once they are written."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("minato", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile(prefix="minato") as file:
-            descriptor = os.dup(file.fileno())
+    descriptor = unnamed_file()
     try:
         os.ftruncate(descriptor, nbytes)
     except BaseException:
@@ -45,7 +54,15 @@ def _shared(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def _map(descriptor: int, nbytes: int) -> mmap.mmap:
-    return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NO_RESERVE)
+    return _undumped(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NO_RESERVE))
+
+
+def _undumped(memory: mmap.mmap) -> mmap.mmap:
+    """Keep a mapping out of core dumps: the kernel would allocate a page for each hole of a sparse shared file."""
+    if hasattr(mmap, "MADV_DONTDUMP"):
+        with contextlib.suppress(OSError):  # the dump is then larger than it need be
+            memory.madvise(mmap.MADV_DONTDUMP)
+    return memory
 
 
 def _private(nbytes: int) -> tuple[int, mmap.mmap]:
@@ -54,7 +71,7 @@ def _private(nbytes: int) -> tuple[int, mmap.mmap]:
         # A small batch that is held would otherwise take two megabytes.
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return -1, memory
+    return -1, _undumped(memory)
 
 
 def _call(held: mmap.mmap, function: Callable[..., object], *arguments: object) -> None:
@@ -75,7 +92,7 @@ class Segment:
         shared: Whether other processes see what is written. If not, a forked child gets a copy.
 
     Raises:
-        OSError: Not even ``least_bytes`` can be mapped.
+        OSError: Not even ``least_bytes`` can be mapped; says which limit was met, and what to do.
 
     Attributes:
         descriptor: The file that is mapped; -1 if the memory is not shared.
@@ -89,8 +106,10 @@ class Segment:
             try:
                 descriptor, memory = mapped(size)
                 break
-            except (OSError, ValueError):
+            except (OSError, ValueError) as error:
                 if size // 2 < least_bytes:
+                    if isinstance(error, OSError):
+                        raise explained(error, f"map {size} bytes of memory") from None
                     raise
                 size //= 2
         if size < nbytes and size // 4 >= least_bytes:
@@ -109,6 +128,13 @@ class Segment:
         self.address: int = self.array.ctypes.data
         if descriptor >= 0:
             weakref.finalize(self, os.close, descriptor)
+        _mapped[:] = [reference for reference in _mapped if reference() is not None]
+        _mapped.append(weakref.ref(memory))
+
+    @staticmethod
+    def num_living() -> int:
+        """Segments of this process whose memory is still mapped."""
+        return sum(reference() is not None for reference in _mapped)
 
     def before_unmapping(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function once no array of this memory is left, while it is still mapped.
@@ -142,9 +168,20 @@ class Segment:
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int) -> Segment:
-        """The segment of another process, which has sent its descriptor; that is closed with the segment."""
+        """The segment of another process, which has sent its descriptor; that is closed with the segment.
+
+        Raises:
+            ValueError: The file is not so large; reading behind its end would end this process.
+            OSError: It cannot be mapped.
+        """
         segment = cls.__new__(cls)
-        segment._map_received(descriptor, nbytes)
+        try:
+            if not 0 < nbytes <= os.fstat(descriptor).st_size:
+                raise ValueError(f"a file of another size than {nbytes} bytes")
+            segment._map_received(descriptor, nbytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
         return segment
 
     def _map_received(self, descriptor: int, nbytes: int) -> None:

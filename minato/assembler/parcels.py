@@ -12,9 +12,9 @@ import numpy as np
 from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, TEXT_BLOB, TEXTS
 from minato._core.segment import Segment
 from minato.assembler.arena import Slot
-from minato.assembler.reader import BatchReader, too_large
+from minato.assembler.reader import BatchReader, check_texts, raised, too_large
 from minato.assembler.transport import SharedStore, Store
-from minato.assembler.writer import SampleError, read_layout
+from minato.assembler.writer import read_layout
 
 __all__ = ["Annex", "Packed", "Parcel", "ParcelReader", "Shipment", "opened"]
 
@@ -89,17 +89,16 @@ def opened(parcel: Parcel, segment: Segment, store: Store, lease: Any) -> Any:
     """The batch of a parcel; its arrays view the lease.
 
     Raises:
+        DamagedError: What lies there is not what the workers wrote.
         Exception: What a sample of the batch, or its collation, raised.
     """
     if parcel.failed:
-        error: SampleError = (
-            store.get(*parcel.result) if parcel.result[0] else too_large(parcel.slot)
-        )
-        error.reraise()
+        raised(store.get(*parcel.result) if parcel.result[0] else too_large(parcel.slot))
     if parcel.result[0]:
         return store.get(*parcel.result, lease)
-    fields, count, layout = read_layout(segment, parcel.layout)
+    fields, count, layout = read_layout(segment, parcel.layout, parcel.slot)
     texts = [store.get(*place) if place[0] else [] for place in parcel.texts]
+    check_texts(layout, count, texts)
     return layout.batch(lease, fields - parcel.slot.start, count, texts)
 
 
@@ -122,6 +121,18 @@ class Annex:
     def num_leased(self) -> int:
         """Slots of which something is left."""
         return len(self._leases)
+
+    def holds(self, what: Parcel | Slot) -> bool:
+        """Whether a slot lies in the memory, or a parcel with all its parts in a slot that does."""
+        slot = what.slot if isinstance(what, Parcel) else what
+        if not 0 <= slot.start <= slot.end <= self.segment.nbytes:
+            return False
+        if not isinstance(what, Parcel):
+            return True
+        places = [(what.layout, 0), what.result, *what.texts, (slot.start, what.nbytes)]
+        return all(
+            slot.start <= start and start + nbytes <= slot.end for start, nbytes in places if start
+        )
 
     def received(self, parcel: Parcel, portion: Any) -> Shipment:
         """A parcel, to be opened here."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, STATE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.ledger import Ledger
+from minato._core.limits import slot_overflow
 from minato.assembler.arena import Arena, Slot
-from minato.assembler.transport import Store
+from minato.assembler.layout import Layout
+from minato.assembler.transport import Store, damaged
 from minato.assembler.writer import SampleError, read_layout
 
-__all__ = ["BatchReader", "too_large"]
+__all__ = ["BatchReader", "check_texts", "raised", "too_large"]
 
 
 class BatchReader:
@@ -32,21 +35,22 @@ class BatchReader:
         if flags & FAILED or kind == ERROR_BLOB:
             if flags & FAILED:
                 result, result_nbytes = self._first_error(batch)
-            error: SampleError = (
-                self._store.get(result, result_nbytes) if result else too_large(slot)
-            )
-            self.discard(batch, slot)
-            error.reraise()
+            try:
+                error = self._store.get(result, result_nbytes) if result else too_large(slot)
+            finally:
+                self.discard(batch, slot)
+            raised(error)
         lease = self._arena.lease(slot, used)
         if result:
             return self._store.get(result, result_nbytes, lease)
-        fields, count, layout = read_layout(self._arena.segment, layout_offset)
+        fields, count, layout = read_layout(self._arena.segment, layout_offset, slot)
         texts: list[Any] = []
         if flags & TEXTS:
             texts = [
                 self._store.get(offset, nbytes) if kind == TEXT_BLOB else []
                 for kind, offset, nbytes in self._ledger.blobs(batch)
             ]
+        check_texts(layout, count, texts)
         return layout.batch(lease, fields - slot.start, count, texts)
 
     def state(self, batch: int) -> tuple[int, Any, Any, bool] | None:
@@ -72,17 +76,28 @@ class BatchReader:
 
     def _first_error(self, batch: int) -> tuple[int, int]:
         """Offset and size of the first error of a batch."""
-        _, offset, nbytes = next(
-            blob for blob in self._ledger.blobs(batch) if blob[0] == ERROR_BLOB
-        )
-        return offset, nbytes
+        for kind, offset, nbytes in self._ledger.blobs(batch):
+            if kind == ERROR_BLOB:
+                return offset, nbytes
+        raise damaged("the error of a sample")
+
+
+def raised(error: Any) -> NoReturn:
+    """Raise what a worker has left as an error."""
+    if not isinstance(error, SampleError):
+        raise damaged("the error of a sample")
+    error.reraise()
+    raise AssertionError(error)
+
+
+def check_texts(layout: Layout, count: int, texts: Sequence[Any]) -> None:
+    """Raise DamagedError unless each of ``count`` samples has the texts that the layout says."""
+    if layout.num_texts:
+        lengths = [len(each) if isinstance(each, (tuple, list)) else -1 for each in texts]
+        if lengths != [layout.num_texts] * count:
+            raise damaged("the texts of a batch")
 
 
 def too_large(slot: Slot) -> SampleError:
     """The error of a batch whose slot has no room left, not even for an error."""
-    return SampleError(
-        MemoryError(
-            f"a batch fills the {slot.end - slot.start} bytes of address space of its slot: use smaller "
-            "batches, or raise the limit on address space (ulimit -v)"
-        )
-    )
+    return SampleError(MemoryError(slot_overflow(slot.end - slot.start)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from minato._core.clock import now_ns
@@ -24,16 +25,23 @@ class TracedWriter(BatchWriter):
         super().write_run(batch, k, place, samples)
         self._lane.slice("copy", begun_ns, now_ns())
 
-    def write_batch(self, batch: int, samples: list[Any]) -> None:
+    def write_batch(self, batch: int, samples: list[Any], state: Any = None) -> None:
         """As ever."""
         line, begun_ns = self._lane.begin(), now_ns()
-        super().write_batch(batch, samples)
+        super().write_batch(batch, samples, state)
         self._lane.end(line, "copy", begun_ns)
 
-    def write_collated(self, batch: int, samples: list[Any]) -> None:
+    def write_collated(
+        self,
+        batch: int,
+        samples: list[Any],
+        skipped: Sequence[int] = (),
+        state: Any = None,
+        named: str | None = None,
+    ) -> None:
         """As ever."""
         begun_ns = now_ns()
-        super().write_collated(batch, samples)
+        super().write_collated(batch, samples, skipped, state, named)
         self._lane.slice("collate", begun_ns, now_ns())
 
     def collate(self, batch: int) -> None:

@@ -8,24 +8,40 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from minato._core.segment import Segment
 from minato._pickling import Purpose, dumps
 
-__all__ = ["LocalRooms", "LocalStore", "SharedRooms", "SharedStore", "Store"]
+__all__ = ["DamagedError", "LocalStore", "SharedStore", "Store", "damaged"]
 
 Allocate = Callable[[int], int]
 """Gives the arena offset of so many fresh bytes, aligned to 64."""
 
-_COUNT = struct.Struct("<Q")
+_HEAD = struct.Struct("<QQ")
+"""Number of arrays, and the checksum of what follows: the spans of pickle and arrays, and the pickle."""
 _SPAN = struct.Struct("<QQ")
+_TOP = struct.Struct("<QQQQ")
+"""The head, and the span of the pickle."""
 _ALIGNMENT = 64
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class DamagedError(RuntimeError):
+    """What a worker has left in shared memory is not what it has written."""
+
+
+def damaged(what: str) -> DamagedError:
+    """The error that says so of ``what``."""
+    return DamagedError(
+        f"{what}, as a worker has left it in shared memory, is damaged: something in one of the processes, such as an "
+        "extension module, has written to memory that is not its own"
+    )
 
 
 class Store(ABC):
@@ -65,38 +81,64 @@ class SharedStore(Store):
     def put(self, allocate: Allocate, value: Any, purpose: Purpose = "sample") -> tuple[int, int]:
         """Pickle an object into the arena. Raises whatever its pickling raises."""
         data, raws = dumps(value, purpose)
-        head = _aligned(_COUNT.size + _SPAN.size * (len(raws) + 1))
+        head = _aligned(_HEAD.size + _SPAN.size * (len(raws) + 1))
         spans, end = [], head
         for raw in (data, *raws):
             spans.append((end, raw.nbytes))
             end = _aligned(end + raw.nbytes)
         offset = allocate(end)
         memory = self._segment.array[offset : offset + end]
-        _COUNT.pack_into(memory, 0, len(raws))
         for i, span in enumerate(spans):
-            _SPAN.pack_into(memory, _COUNT.size + i * _SPAN.size, *span)
+            _SPAN.pack_into(memory, _HEAD.size + i * _SPAN.size, *span)
         for (start, nbytes), raw in zip(spans, (data, *raws), strict=True):
             memory[start : start + nbytes] = np.frombuffer(raw, np.uint8)
+        checksum = crc32(memory[_HEAD.size : head + data.nbytes])
+        _HEAD.pack_into(memory, 0, len(raws), checksum)
         return offset, end
 
     def get(self, offset: int, nbytes: int, lease: Any = None) -> Any:
-        """Unpickle an object; with a lease its arrays view the arena."""
+        """Unpickle an object; with a lease its arrays view the arena.
+
+        Raises:
+            DamagedError: What lies there is not what was put there. It is not unpickled.
+        """
         memory = self._segment.array[offset : offset + nbytes]
-        whole = memoryview(memory.copy() if lease is None else _spanning(lease, memory))
-        (count,) = _COUNT.unpack_from(whole, 0)
-        parts = []
-        for i in range(count + 1):
-            start, size = _SPAN.unpack_from(whole, _COUNT.size + i * _SPAN.size)
-            parts.append(whole[start : start + size])
-        return pickle.loads(parts[0], buffers=parts[1:])
+        (start, size), *arrays = _checked(memoryview(memory))
+        whole = memoryview(memory.copy()) if lease is None else _spanning(lease, memory)
+        buffers = [whole[first : first + count] for first, count in arrays]
+        return pickle.loads(whole[start : start + size], buffers=buffers)
 
     def drop(self, offset: int) -> None:
         """Nothing is to be done: what lies in the arena goes with its slot."""
 
 
+def _checked(whole: memoryview) -> list[tuple[int, int]]:
+    """Start and size of the pickle and of each array in the memory of an object.
+
+    Raises:
+        DamagedError: The checksum does not fit. The arrays themselves have none.
+    """
+    nbytes = len(whole)
+    if nbytes >= _TOP.size:
+        count, checksum, start, size = _TOP.unpack_from(whole)
+        table, end = _HEAD.size + _SPAN.size * (count + 1), start + size
+        # The pickle follows the spans: that bounds the number of these before it is used.
+        bounded = start == _aligned(table) and end <= nbytes
+        if bounded and crc32(whole[_HEAD.size : end]) == checksum:
+            spans = [(start, size)]
+            if count:
+                spans = list(_SPAN.iter_unpack(whole[_HEAD.size : table]))
+                end = sum(spans[-1])
+            if _aligned(end) == nbytes:
+                return spans
+    raise damaged("an object")
+
+
 def _spanning(lease: np.ndarray[Any, Any], memory: np.ndarray[Any, Any]) -> memoryview:
     """The part of the lease that is ``memory``, holding the lease itself alive."""
     start = memory.ctypes.data - lease.ctypes.data
+    if not 0 <= start <= lease.nbytes - memory.nbytes:
+        raise damaged("an object of another batch")
     # Slicing an array would skip the lease and hold its base; slicing a memoryview holds the lease.
     return memoryview(lease)[start : start + memory.nbytes]
 
@@ -125,55 +167,3 @@ class LocalStore(Store):
     def drop(self, offset: int) -> None:
         """Forget an object that nobody will fetch."""
         self._values.pop(offset, None)
-
-
-class SharedRooms:
-    """Room for one object of each worker process, from where another one can take it.
-
-    Args:
-        segment: Memory to divide among them.
-        count: How many workers there are.
-    """
-
-    def __init__(self, segment: Segment, count: int) -> None:
-        self._segment = segment
-        self._store = SharedStore(segment)
-        self._room_nbytes = segment.nbytes // count // _ALIGNMENT * _ALIGNMENT
-
-    def put(self, number: int, value: Any) -> int:
-        """Copy an object to the room of worker ``number``; returns its size.
-
-        Raises:
-            MemoryError: The room is too small.
-            PicklingError: The object would not arrive as it is, or may not.
-        """
-
-        def allocate(nbytes: int) -> int:
-            if nbytes > self._room_nbytes:
-                raise MemoryError(f"{nbytes} bytes do not fit a room of {self._room_nbytes}")
-            return number * self._room_nbytes
-
-        return self._store.put(allocate, value, "partial")[1]
-
-    def get(self, number: int, nbytes: int) -> Any:
-        """A copy of what lies there, which is no longer needed."""
-        start = number * self._room_nbytes
-        value = self._store.get(start, nbytes)
-        self._segment.discard(start, start + nbytes)
-        return value
-
-
-class LocalRooms:
-    """The same for worker threads: by reference."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, Any] = {}
-
-    def put(self, number: int, value: Any) -> int:
-        """Keep an object."""
-        self._values[number] = value
-        return 0
-
-    def get(self, number: int, nbytes: int) -> Any:
-        """The object; it is kept no longer."""
-        return self._values.pop(number)

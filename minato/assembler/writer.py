@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import struct
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+from zlib import crc32
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.collate import default_collate
@@ -24,17 +25,23 @@ from minato._core.copy import Packer
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._pickling import Purpose
+from minato._postponed import not_the_end
 from minato.assembler.layout import Layout
-from minato.assembler.transport import Store
+from minato.assembler.page_locks import Slot
+from minato.assembler.transport import DamagedError, Store, damaged
 from minato.errors import add_note
 
 __all__ = ["BatchWriter", "SampleError", "read_layout"]
 
 _LAYOUT_HEAD = struct.Struct("<QQQ")
-"""Offset of the fields, number of samples they are for, bytes of the layout that follows."""
+"""Offset of the fields, number of samples they are for, bytes of the layout that follows the checksums."""
+_CHECKSUMS = struct.Struct("<II")
+"""Of the head, and of the layout."""
 _SHARED_WORK_BYTES = 8 << 20
 """From here on, several threads copy faster than one, even where they are not at hand at once."""
 _NEVER = 1 << 62
+_MOST_LISTED = 8
+"""Of the indices of a batch, so many are named in a message."""
 
 
 class SampleError:
@@ -62,8 +69,8 @@ class SampleError:
             if isinstance(error, BaseException):
                 raise error
             error.reraise()
-        except Exception as raised:
-            if self.key is not None:
+        except BaseException as raised:
+            if self.key is not None and not isinstance(raised, KeyboardInterrupt):
                 add_note(raised, f"raised by the sample with index {self.key!r}")
             if raised is not error:
                 traceback.clear_frames(raised.__traceback__)  # torch's own
@@ -72,11 +79,42 @@ class SampleError:
             del error
 
 
-def read_layout(segment: Segment, offset: int) -> tuple[int, int, Layout]:
-    """``(fields, count, layout)`` of a batch whose layout is published at arena offset ``offset``."""
-    fields, count, nbytes = _LAYOUT_HEAD.unpack(segment.read(offset, _LAYOUT_HEAD.size))
-    data = segment.read(offset + _LAYOUT_HEAD.size, nbytes)
-    return fields, count, Layout.from_bytes(data)
+def read_layout(segment: Segment, offset: int, slot: Slot | None = None) -> tuple[int, int, Layout]:
+    """``(fields, count, layout)`` of a batch whose layout is published at arena offset ``offset``.
+
+    Args:
+        slot: Where the fields must lie, if that is known.
+
+    Raises:
+        DamagedError: What lies there is not what was written there.
+    """
+    head = segment.read(offset, _LAYOUT_HEAD.size + _CHECKSUMS.size)
+    # Only a size that is right bounds what is read next.
+    if len(head) == _LAYOUT_HEAD.size + _CHECKSUMS.size:
+        fields, count, nbytes = _LAYOUT_HEAD.unpack_from(head)
+        of_head, of_data = _CHECKSUMS.unpack_from(head, _LAYOUT_HEAD.size)
+        if crc32(head[: _LAYOUT_HEAD.size]) == of_head:
+            data = segment.read(offset + len(head), nbytes)
+            if crc32(data) == of_data:
+                layout = Layout.from_bytes(data)
+                end = fields + layout.fields_nbytes(count)
+                if slot is None or slot.start <= fields <= end <= slot.end:
+                    return fields, count, layout
+    raise damaged("the layout of a batch")
+
+
+def _layout_record(fields: int, count: int, data: bytes) -> bytes:
+    head = _LAYOUT_HEAD.pack(fields, count, len(data))
+    return head + _CHECKSUMS.pack(crc32(head), crc32(data)) + data
+
+
+_State: TypeAlias = tuple[int, Callable[[], Any]]
+
+
+def _listed(keys: list[Any]) -> str:
+    """Indices for a message: the first few."""
+    more = f" and {len(keys) - _MOST_LISTED} more" if len(keys) > _MOST_LISTED else ""
+    return f"indices {', '.join(map(repr, keys[:_MOST_LISTED]))}{more}"
 
 
 class _Held:
@@ -161,7 +199,7 @@ class BatchWriter:
         """
         try:
             packing = None if self.collates else self._packing(batch, samples[0])
-        except MemoryError as error:  # the batch does not fit its slot
+        except (MemoryError, DamagedError) as error:  # the batch does not fit its slot
             self.write_error(batch, place, error, None)
             return
         if packing is None:
@@ -178,24 +216,30 @@ class BatchWriter:
             elif texts:
                 self._attach(batch, place + i, texts, TEXT_BLOB)
 
-    def write_batch(self, batch: int, samples: list[Any]) -> None:
-        """Build a whole batch that has one place, however many samples it holds; the caller fills the place."""
+    def write_batch(self, batch: int, samples: list[Any], state: _State | None = None) -> None:
+        """Build a whole batch that has one place, however many samples it holds; the caller fills the place.
+
+        Args:
+            state: As for ``write_collated``.
+        """
         if not self.collates:
             layout = self._infer(samples[0])
             with suppress(
                 MemoryError
             ):  # then what is collated does not fit either, and becomes an error
                 if layout is not None and self._pack_all(batch, layout, samples):
+                    if state is not None:
+                        self._write_state(batch, *state)
                     return
-        self.write_collated(batch, samples)
+        self.write_collated(batch, samples, (), state, "a batch of the iterable dataset")
 
     def _pack_all(self, batch: int, layout: Layout, samples: list[Any]) -> bool:
         count = len(samples)
         fields = self._ledger.allocate(batch, layout.fields_nbytes(count))
         if not self._pack_run(_Packing(0, layout, layout.packer(count), fields, count), 0, samples):
             return False
-        self._publish(batch, layout, fields, count)
-        return True
+        # Somebody who was interrupted here before may have offered other fields.
+        return self._publish(batch, layout, fields, count)[0] == fields
 
     def _pack_run(self, packing: _Packing, k: int, samples: list[Any]) -> bool:
         """Copy samples to consecutive places; False if one is a misfit or holds texts."""
@@ -214,23 +258,49 @@ class BatchWriter:
         self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
     ) -> None:
         """Like ``write``, for a sample that raised."""
+        if isinstance(error, StopIteration):
+            source = "a batch" if key is None else f"the sample with index {key!r}"
+            error = not_the_end(source, error)
         failure = SampleError(self._describe_error(error), key, state)
         self._attach(batch, place, failure, ERROR_BLOB)
 
-    def write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
-        """Add the state of the worker's dataset, after a batch of which nothing lies at this place."""
+    def _write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
+        """Add the state of the worker's dataset after a batch of which nothing else lies at this place."""
         try:
             self._attach(batch, place, state(), STATE_BLOB)
         except Exception as error:
             self.write_error(batch, place, error, None)
 
-    def write_collated(self, batch: int, samples: list[Any]) -> None:
-        """Collate all samples of a batch that this worker holds; the caller fills their places afterwards."""
-        self._ledger.set_result(batch, *self._collated(batch, lambda: samples))
+    def write_collated(
+        self,
+        batch: int,
+        samples: list[Any],
+        skipped: Sequence[int] = (),
+        state: _State | None = None,
+        named: str | None = None,
+    ) -> None:
+        """Collate a batch of which this worker holds all samples; the caller fills their places afterwards.
 
-    def write_nothing(self, batch: int) -> None:
-        """Say that all samples of a batch are skipped."""
-        self._ledger.set_result(batch, SKIP_BLOB, 0)
+        What is collated is said to be there last. From then on the batch is complete, even if the worker dies.
+
+        Args:
+            skipped: Places of samples that were left out.
+            state: A place at which nothing else lies, and what gives the state of the worker's dataset after the batch.
+            named: The batch in messages; None: by its indices.
+        """
+        result = self._collated(batch, lambda: samples, named)
+        if state is not None:
+            self._write_state(batch, *state)
+        self._set_result(batch, skipped, result)
+
+    def write_nothing(self, batch: int, skipped: Sequence[int]) -> None:
+        """Say that all samples of a batch are skipped; these are their places, which the caller fills afterwards."""
+        self._set_result(batch, skipped, (SKIP_BLOB, 0))
+
+    def _set_result(self, batch: int, skipped: Sequence[int], result: tuple[int, int]) -> None:
+        for place in skipped:
+            self._ledger.attach(place, SKIP_BLOB, 0)
+        self._ledger.set_result(batch, *result)
 
     def finished(self, batch: int, outcome: int) -> None:
         """Act on the answer of ``Ledger.fill``."""
@@ -253,7 +323,8 @@ class BatchWriter:
                 continue
             value = self._store.get(offset, nbytes) if kind else []
             if kind != SAMPLE_BLOB:
-                assert layout is not None
+                if layout is None or len(value) != layout.num_texts:
+                    raise damaged("what belongs to a sample")
                 value = layout.sample(self._segment.array, fields, count, k, value)
             samples.append(value)
         if not samples:
@@ -267,7 +338,9 @@ class BatchWriter:
             raise AssertionError(held)
         return self.run_again(batch)
 
-    def _collated(self, batch: int, gather: Callable[[], list[Any]]) -> tuple[int, int]:
+    def _collated(
+        self, batch: int, gather: Callable[[], list[Any]], named: str | None = None
+    ) -> tuple[int, int]:
         try:
             samples = gather()
             result = self._collate_fn(samples if self._auto_collation else samples[0])
@@ -275,9 +348,28 @@ class BatchWriter:
             return offset | SAMPLE_BLOB, nbytes
         except _NothingLeftError:
             return SKIP_BLOB, 0
-        except self._catches as error:
+        except self._catches as raised:
+            error: BaseException = raised
+            if isinstance(error, StopIteration):
+                named = named or f"the batch of {_listed(self._keys_in(batch))}"
+                error = not_the_end(f"collate_fn, called for {named},", error)
             offset, nbytes = self._put_error(batch, SampleError(self._describe_error(error)))
             return offset | ERROR_BLOB, nbytes
+
+    def _keys_in(self, batch: int) -> list[Any]:
+        """The keys of the samples in a batch that is about to be collated."""
+        ledger = self._ledger
+        _, first, count, bound, *_ = ledger.describe(batch)
+        keys = []
+        for position in range(first, first + count) if bound else ledger.occupants(batch):
+            if position < 0:
+                continue  # nobody took the place
+            own, k = ledger.locate(position)
+            *_, offset, nbytes, _ = ledger.describe(own)
+            keys.append(
+                self._store.peek(offset, nbytes)[k] if offset else ledger.keys(own, k, 1)[0]
+            )
+        return keys
 
     def _packing(self, batch: int, sample: Any) -> _Packing | None:
         """How samples get into the batch; None if this one cannot start it."""
@@ -306,7 +398,7 @@ class BatchWriter:
     def _publish(self, batch: int, layout: Layout, fields: int, count: int) -> tuple[int, Layout]:
         """Offer a layout and its fields for the batch; returns those that hold: the first that were offered."""
         data = layout.to_bytes()
-        data = _LAYOUT_HEAD.pack(fields, count, len(data)) + data
+        data = _layout_record(fields, count, data)
         offset = self._ledger.allocate(batch, len(data))
         self._segment.write(offset, data)
         holding = self._ledger.publish_layout(batch, offset)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import pickle
 import threading
+import warnings
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from minato._counters import Counters
 
@@ -23,6 +23,7 @@ class CacheReport(NamedTuple):
         hits: Samples that were there.
         misses: Samples that were not, or not whole.
         damaged: Those of them that were there and could not be used.
+        errors: How often a sample could not be looked for or kept because the disk fails.
         full: Samples that were not kept because of the quota.
         stored_bytes: What was added.
     """
@@ -30,6 +31,7 @@ class CacheReport(NamedTuple):
     hits: int
     misses: int
     damaged: int
+    errors: int
     full: int
     stored_bytes: int
 
@@ -41,6 +43,8 @@ class CacheReport(NamedTuple):
 
 class Cache(ABC):
     """Keeps samples up to a quota; what comes when it is full is not kept, and nothing makes way for it.
+
+    It is a convenience: if its store fails, one warning says so, and samples come from the dataset.
 
     In epochs every sample comes once in turn, so that a cache which evicts would throw away what is needed next.
 
@@ -54,6 +58,8 @@ class Cache(ABC):
 
     shared = False
     """Whether several processes see one store."""
+    failures: ClassVar[tuple[type[Exception], ...]] = ()
+    """What the store raises when it fails."""
 
     def __init__(self, quota_bytes: int, after: int | None, version: str | None) -> None:
         if quota_bytes < 1:
@@ -66,6 +72,7 @@ class Cache(ABC):
         self.counters = Counters(*CacheReport._fields)
         """For reports of the loaders that use it."""
         self._lock = threading.Lock()
+        self._takes = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None}
@@ -88,29 +95,52 @@ class Cache(ABC):
 
     def get(self, key: bytes) -> tuple[bool, Any]:
         """``(True, sample)``, or ``(False, None)`` if it is not there or not whole."""
-        entry = self._load(key)
-        if entry is None:
-            self.counters.add(misses=1)
-            return False, None
         try:
-            if entry[:_DIGEST_NBYTES] != _digest(key, entry[_DIGEST_NBYTES:]):
-                raise ValueError("another entry, or a damaged one")
-            sample = pickle.load(io.BytesIO(entry[_DIGEST_NBYTES:]))
-        except Exception:  # whatever unpickling raises: it is made anew
-            self._drop(key)
-            self.counters.add(misses=1, damaged=1)
+            entry = self._load(key)
+            if entry is None:
+                self.counters.add(misses=1)
+                return False, None
+            try:
+                if entry[:_DIGEST_NBYTES] != _digest(key, entry[_DIGEST_NBYTES:]):
+                    raise ValueError("another entry, or a damaged one")
+                sample = pickle.loads(memoryview(entry)[_DIGEST_NBYTES:])
+            except Exception:  # whatever unpickling raises: it is made anew
+                self.counters.add(misses=1, damaged=1)
+                self._drop(key)
+                return False, None
+        except self.failures as error:
+            self.counters.add(misses=1)
+            self._failed(error)
             return False, None
         self.counters.add(hits=1)
         return True, sample
 
     def put(self, key: bytes, sample: Any) -> None:
-        """Keep a sample if there is room."""
+        """Keep a sample if there is room; after a failure of the store, this process keeps no more."""
+        if not self._takes:
+            self.counters.add(errors=1)
+            return
         content = pickle.dumps(sample, 5)
-        added = self._store(key, _digest(key, content) + content)
+        try:
+            added = self._store(key, _digest(key, content) + content)
+        except self.failures as error:
+            self._takes = False
+            self._failed(error)
+            return
         if added < 0:
             self.counters.add(full=1)
         else:
             self.counters.add(stored_bytes=added)
+
+    def _failed(self, error: Exception) -> None:
+        if not self.report().errors:  # in no process
+            warnings.warn(
+                f"{self!r} failed ({type(error).__name__}: {error}): samples that it cannot give or keep are read from "
+                "the dataset",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.counters.add(errors=1)
 
     def report(self) -> CacheReport:
         """What the cache did so far."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
+import functools
 import os
+import re
+import sqlite3
 from pathlib import Path
 from typing import Any
 
+from minato._files import PRIVATE, check_private, is_private, open_regular, write_all
 from minato.caching.base import Cache
 
 __all__ = ["DiskCache"]
@@ -14,20 +20,29 @@ __all__ = ["DiskCache"]
 _SHARDS = 4
 _UNBOUNDED = 1 << 62
 _BUSY_S = 60.0
+_MODE = 0o700
+_FILE = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{28}\.val")
+"""How diskcache names the file of a large entry."""
+_TRIES = 5
 
 
 class DiskCache(Cache):
     """Keeps samples in a folder, through diskcache.
 
     Args:
-        path: The folder. What lies in it is unpickled, so nobody else should be able to write there.
+        path: The folder, made with mode 0700. What lies in it is unpickled, so no other user may be able to write
+            there, or to replace it.
         quota_bytes: What the kept samples may take together, without the overhead of the file system and of SQLite. All
             processes and runs that use the folder count together, each against its own quota.
         after: How many of the loader's transforms run before a sample is kept; None: all of them.
         version: Stands for the dataset and these transforms; None: a fingerprint of them.
+
+    Raises:
+        PermissionError: Another user could write there; the message says where, and what to do.
     """
 
     shared = True
+    failures = (OSError, sqlite3.Error)
 
     def __init__(
         self,
@@ -40,6 +55,7 @@ class DiskCache(Cache):
         super().__init__(quota_bytes, after, version)
         self._path = Path(path).absolute()
         self._opened: tuple[int, Any] | None = None
+        check_private(self._path)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_opened": None}
@@ -48,22 +64,42 @@ class DiskCache(Cache):
         return f"DiskCache({str(self._path)!r}, quota_bytes={self.quota_bytes})"
 
     def _samples(self) -> Any:
-        """The part of diskcache, opened by each process: SQLite's connections must not be used over a fork."""
-        import diskcache
+        """The part of diskcache, opened by each process: SQLite's connections must not be used over a fork.
 
+        Raises:
+            OSError, sqlite3.Error: It cannot be opened; this process does not try again.
+        """
         with self._lock:
             if self._opened is None or self._opened[0] != os.getpid():
-                # Neither a limit nor an eviction of diskcache's own: the quota is ours.
-                how = {"eviction_policy": "none", "cull_limit": 0, "size_limit": _UNBOUNDED}
-                folder = self._path / "samples"
-                samples = diskcache.FanoutCache(folder, _SHARDS, timeout=_BUSY_S, **how)
-                self._opened = os.getpid(), samples
+                try:
+                    self._opened = os.getpid(), self._open()
+                except self.failures as error:
+                    self._opened = os.getpid(), OSError(*error.args)
+            if isinstance(self._opened[1], OSError):
+                raise self._opened[1].with_traceback(None)
             return self._opened[1]
+
+    def _open(self) -> Any:
+        import diskcache
+
+        folder = self._path / "samples"
+        self._path.mkdir(_MODE, parents=True, exist_ok=True)
+        folder.mkdir(_MODE, exist_ok=True)
+        for number in range(_SHARDS):
+            shard = folder / f"{number:03}"  # as diskcache names it
+            shard.mkdir(_MODE, exist_ok=True)
+            for part in (shard, *shard.glob("cache.db*")):
+                check_private(part)
+        if not os.access(folder, os.W_OK):
+            raise OSError(errno.EROFS, "May not be written to", str(folder))
+        # Neither a limit nor an eviction of diskcache's own: the quota is ours.
+        how = {"eviction_policy": "none", "cull_limit": 0, "size_limit": _UNBOUNDED}
+        return diskcache.FanoutCache(folder, _SHARDS, timeout=_BUSY_S, disk=_disk(), **how)
 
     def _add(self, nbytes: int) -> int:
         """Add to what all samples take, and return it; in a file, as a database makes writers wait long."""
-        self._path.mkdir(parents=True, exist_ok=True)
-        file = os.open(self._path / "bytes", os.O_RDWR | os.O_CREAT, 0o666)
+        self._path.mkdir(_MODE, parents=True, exist_ok=True)
+        file = open_regular(self._path / "bytes", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(
                 file, fcntl.LOCK_EX
@@ -79,7 +115,7 @@ class DiskCache(Cache):
         """Close the files; they are opened again when they are needed."""
         with self._lock:
             opened, self._opened = self._opened, None
-        if opened is not None and opened[0] == os.getpid():
+        if opened is not None and opened[0] == os.getpid() and not isinstance(opened[1], OSError):
             opened[1].close()
 
     @property
@@ -115,3 +151,58 @@ class DiskCache(Cache):
         size = samples.pop(key, tag=True)[1]
         if isinstance(size, int):
             self._add(-size)
+
+
+@functools.cache
+def _disk() -> Any:
+    """How diskcache keeps entries: bytes, and nothing that it would unpickle by itself."""
+    import diskcache
+    from diskcache.core import MODE_BINARY, MODE_RAW, UNKNOWN
+
+    class Disk(diskcache.Disk):  # type: ignore[misc]
+        def get(self, key: Any, raw: bool) -> Any:
+            return super().get(key, raw) if raw else b""
+
+        def store(self, value: Any, read: bool, key: Any = UNKNOWN) -> Any:
+            if type(value) is not bytes or len(value) < self.min_file_size:
+                return super().store(value, read, key=key)
+            filename, full_path = self.filename(key, value)
+            _write(full_path, value)
+            return len(value), MODE_BINARY, filename, None
+
+        def fetch(self, mode: int, filename: Any, value: Any, read: bool) -> bytes:
+            """The entry; empty, which no whole one is, if it is something else."""
+            if mode == MODE_RAW and type(value) is bytes:
+                return value
+            if mode != MODE_BINARY or not _FILE.fullmatch(str(filename)):
+                return b""
+            path = os.path.join(self._directory, filename)
+            with open(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                return file.read() if is_private(os.fstat(file.fileno())) else b""
+
+        def remove(self, file_path: str) -> None:
+            if _FILE.fullmatch(file_path):
+                super().remove(file_path)
+
+    return Disk
+
+
+def _write(path: str, content: bytes) -> None:
+    """Write a new file, or leave none: what a full disk took of it would be of no use to anybody."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    for left in reversed(range(_TRIES)):
+        os.makedirs(os.path.dirname(path), _MODE, exist_ok=True)
+        try:
+            descriptor = os.open(path, flags, PRIVATE)
+            break
+        except FileNotFoundError:  # another process has removed the folder, as it was empty
+            if not left:
+                raise
+    try:
+        write_all(descriptor, content, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)

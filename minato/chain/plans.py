@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from minato._core.seeding import mix
-from minato.chain.rng import draws_of, key_word
+from minato.chain.rng import draws_of, sample_word
 
 __all__ = ["Obeying", "Planned", "planner"]
 
@@ -43,9 +43,9 @@ class Planned(Protocol):
 class Obeying:
     """A planned transform as a step of a chain: it does what was planned for the sample in hand.
 
-    The plan is a function of the sample's seed, epoch and index and of the step's number. So it need not be sent:
-    whoever draws it, in whichever process, draws the same. Samples that are not bound to a seed are transformed by
-    ``transform(sample)``.
+    The plan is a function of the sample's seed, epoch, index and occurrence and of the step's number. So it need not be
+    sent: whoever draws it, in whichever process, draws the same. Samples that are not bound to a seed are transformed
+    by ``transform(sample)``.
 
     Args:
         transform: What the user gave.
@@ -63,10 +63,10 @@ class Obeying:
             return self.transform(sample)
         return self.transform.apply(sample, self.plan(*binding))
 
-    def plan(self, seed: int, epoch: int, key: Any) -> Any:
+    def plan(self, seed: int, epoch: int, key: Any, occurrence: int = 0) -> Any:
         """What it decides about a sample."""
-        word = key if type(key) is int else key_word(key)
-        return self.transform.plan(_generator(mix(mix(seed, epoch, word), self.number, 1)), key)
+        word = mix(seed, epoch, sample_word(key, occurrence))
+        return self.transform.plan(_generator(mix(word, self.number, 1)), key)
 
 
 class _Own(threading.local):
@@ -94,21 +94,21 @@ def _generator(seed: int) -> np.random.Generator:
 
 def planner(
     steps: Sequence[Callable[[Any], Any]],
-) -> Callable[[int, int, Any], Sequence[Any]] | None:
+) -> Callable[[int, int, Any, int], Sequence[Any]] | None:
     """What draws the plans of a chain before its samples run.
 
     Returns:
-        ``(seed, epoch, key) -> plans``, one for each step and None for those that do not plan; no plans if one of them
-        raises, which is for the worker to report. None if no step plans.
+        ``(seed, epoch, key, occurrence) -> plans``, one for each step and None for those that do not plan; no plans if
+        one of them raises, which is for the worker to report. None if no step plans.
     """
     planned = [step if isinstance(step, Obeying) else None for step in steps]
     if not any(planned):
         return None
 
     @functools.lru_cache(_REMEMBERED)
-    def plans_of(seed: int, epoch: int, key: Any) -> Sequence[Any]:
+    def plans_of(seed: int, epoch: int, key: Any, occurrence: int = 0) -> Sequence[Any]:
         try:
-            return [step and step.plan(seed, epoch, key) for step in planned]
+            return [step and step.plan(seed, epoch, key, occurrence) for step in planned]
         except Exception:
             return ()
 

@@ -1,4 +1,6 @@
-"""Randomness of a sample: a function of (seed, epoch, index), whoever runs it and when.
+"""Randomness of a sample: a function of (seed, epoch, index, occurrence), whoever runs it and when.
+
+The occurrence is how often the index came before in the epoch: 0, unless the sampler repeats indices.
 
 Before a sample, :meth:`SampleRandomness.bind` gives ``random``, ``numpy.random`` and torch's
 default CPU generator fresh states. They are real states: every way to draw sees them, compiled code
@@ -37,8 +39,13 @@ __all__ = [
     "key_word",
     "numpy_rng",
     "python_rng",
+    "sample_word",
     "torch_rng",
 ]
+
+
+_AGAIN = 0x616761696E
+"""Tells the words of later occurrences from those of indices."""
 
 
 class Binding(NamedTuple):
@@ -47,10 +54,11 @@ class Binding(NamedTuple):
     seed: int
     epoch: int
     key: object
+    occurrence: int = 0
 
 
 class _ThreadState(threading.local):
-    binding: tuple[int, int, object] | None = None
+    binding: tuple[int, int, object, int] | None = None
     generators_made: int = 0
 
 
@@ -97,21 +105,24 @@ class SampleRandomness:
             generator.publish for generator in self._all
         )
 
-    def bind(self, epoch: int, key: object) -> None:
-        """Start a sample: its draws become a function of (seed, epoch, key).
+    def bind(self, epoch: int, key: object, occurrence: int = 0) -> None:
+        """Start a sample: its draws become a function of (seed, epoch, key, occurrence).
 
         Args:
             epoch: Counts modulo 2**64.
             key: The sample's index in the dataset; an integer, or anything that
                 :func:`key_word` can turn into one.
+            occurrence: How often the key came before in the epoch.
         """
-        _this_thread.binding = (self.base_seed, epoch, key)
+        _this_thread.binding = (self.base_seed, epoch, key, occurrence)
         _this_thread.generators_made = 0
         if not self._bind_globals:
             return
         if self._rand._bit_generator is not self._bit_generator:  # np.random.set_bit_generator
             self._attach()
-        self._write(epoch, key if type(key) is int else key_word(key))
+        self._write(
+            epoch, key if type(key) is int and not occurrence else sample_word(key, occurrence)
+        )
         self._publish_python()
         self._publish_numpy()
         self._publish_torch()
@@ -195,11 +206,19 @@ def key_word(key: Any) -> int:
         return int.from_bytes(_digest(key), "little")
 
 
+def sample_word(key: Any, occurrence: int) -> int:
+    """Return the integer that stands for a key that came ``occurrence`` times before in its epoch."""
+    word = key if type(key) is int else key_word(key)
+    return mix(word, occurrence, _AGAIN) if occurrence else word
+
+
 def _digest(key: object) -> bytes:
     if isinstance(key, str):
         content = b"str" + key.encode("utf-8", "surrogatepass")
     elif isinstance(key, bytes):
         content = b"bytes" + key
+    elif isinstance(key, torch.Tensor):  # whose pickle differs from process to process
+        return _digest(key.tolist())
     elif isinstance(key, (tuple, list)):
         content = b"sequence" + b"".join(map(_digest, key))
     elif isinstance(key, (set, frozenset)):
@@ -222,7 +241,7 @@ def _pickled(key: object) -> bytes:
 
 
 def draws_of() -> Binding | None:
-    """The same as :func:`current`, for who is about to draw something from it."""
+    """Return the same as :func:`current` to a caller that is about to draw something from it."""
     _this_thread.generators_made += 1
     return current()
 
@@ -245,10 +264,10 @@ def _next_seed(kind: int) -> int | None:
     """Return a seed for the next generator made in this sample; ``None`` outside of samples."""
     if _this_thread.binding is None:
         return None
-    seed, epoch, key = _this_thread.binding
+    seed, epoch, key, occurrence = _this_thread.binding
     made = _this_thread.generators_made
     _this_thread.generators_made = made + 1
-    return mix(mix(seed, epoch, key_word(key)), kind, made)
+    return mix(mix(seed, epoch, sample_word(key, occurrence)), kind, made)
 
 
 def python_rng() -> random.Random:

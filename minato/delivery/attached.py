@@ -15,11 +15,15 @@ from minato.assembler.arena import Slot
 from minato.assembler.parcels import Annex, Parcel, Shipment
 from minato.delivery.channel import Channel, connected
 from minato.delivery.hub import PATIENCE_S
-from minato.delivery.seats import AHEAD, Greeting
+from minato.delivery.meeting import Meeting
+from minato.delivery.messages import Greeting, Had, from_host
+from minato.delivery.seats import AHEAD
 
 __all__ = ["Link"]
 
 _LIVENESS_S = 1.0
+_LOADS = "which loads for all ranks of this node"
+_ENDED = f"{_LOADS}, has ended or dropped this loader"
 _LINKS: set[Link] = set()
 """All that are connected: whoever holds a batch needs the connection, though the loader be gone."""
 
@@ -28,16 +32,16 @@ class Link:
     """A rank's connection to the host of its node.
 
     Args:
-        address: Where the host is found.
+        meeting: Where the host is found.
         me: Who this is.
         patience_s: How long to wait until it is there, and until it begins a pass.
 
     Raises:
         RuntimeError: It is not there in time, has another loader in this place, or has ended.
-        PermissionError: Another user has its address.
+        PermissionError: Another user has its place, or somebody who does not know its key.
     """
 
-    def __init__(self, address: str, me: Greeting, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, meeting: Meeting, me: Greeting, patience_s: float = PATIENCE_S) -> None:
         self._patience_s = patience_s
         self._owner = os.getpid()
         self._turn = threading.RLock()
@@ -50,12 +54,11 @@ class Link:
         self._round = -1  # no pass
         self._closed = False
         try:
-            self._channel: Channel = connected(address, patience_s)
-        except TimeoutError:
-            raise RuntimeError(
-                f"local rank 0 has not begun to iterate over this loader within {patience_s:.0f} s: with "
-                "shared_pool=True it hosts the workers of all ranks of its node, and must take part"
-            ) from None
+            self._channel: Channel = connected(meeting, patience_s, from_host)
+        except TimeoutError as error:
+            raise RuntimeError(str(error)) from None
+        except ConnectionError:
+            raise RuntimeError(f"local rank 0, {_ENDED}, or refuses this process") from None
         _LINKS.add(self)
         self._say("hello", 0, me)
         try:
@@ -65,7 +68,7 @@ class Link:
             self.close()
             raise
 
-    def enter(self, epoch: int, before: Any = None) -> int:
+    def enter(self, epoch: int, before: Had | None = None) -> int:
         """Begin the next pass, as soon as the host does; returns its number.
 
         Args:
@@ -101,9 +104,7 @@ class Link:
                     return self._annexes[arena].received(parcel, portion)
                 case ("failed", _, why):
                     self._round = -1
-                    raise RuntimeError(
-                        f"local rank 0, which loads for all ranks of this node: {why}"
-                    )
+                    raise RuntimeError(f"local rank 0, {_LOADS}: {why}")
             self._round = -1
             raise StopIteration
 
@@ -118,10 +119,6 @@ class Link:
         """Slots whose pages the host has given back since this was last asked."""
         slots, self._given_back = self._given_back, set()
         return [(self._annexes[arena].segment, slot) for arena, slot in slots]
-
-    def is_in(self, number: int) -> bool:
-        """Whether a pass is going on."""
-        return number == self._round
 
     def leave(self, number: int) -> None:
         """Be through with a pass."""
@@ -184,10 +181,9 @@ class Link:
                     return message
             if self._channel.over:
                 self._round = -1
-                raise RuntimeError(
-                    f"local rank 0 (process {self._channel.pid}), which loads for all ranks of this node, has ended "
-                    "or dropped this loader"
-                )
+                fault = self._channel.fault
+                how = _ENDED if fault is None else f"{_LOADS}, cannot be heard any more: {fault}"
+                raise RuntimeError(f"local rank 0 (process {self._channel.pid}), {how}")
             if late is not None and time.monotonic() > deadline:
                 raise RuntimeError(
                     f"local rank 0 (process {self._channel.pid}) {late}, for which this rank has waited "
@@ -198,25 +194,45 @@ class Link:
 
     def _first(self) -> tuple[Any, ...] | None:
         """The first message for whoever asks; what is about memory is seen to, what belongs to past passes let go."""
-        while self._channel.received:
+        while self._channel.received and not self._channel.fault:
             message, descriptor = self._channel.received[0]
             match message:
-                case ("arena", int(number), int(nbytes)):
-                    assert descriptor is not None
-                    segment = Segment.received(descriptor, nbytes)
-                    self._annexes[number] = Annex(segment, partial(self._returned, number))
-                case ("given back", slots):
-                    self._given_back.update(slots)
-                case ("batch", int(number), int(arena), Parcel(slot=slot), _) if (
-                    number != self._round
-                ):
-                    self._dropped.append((arena, slot.start))
-                case ("end" | "failed", int(number), *_) if number != self._round:
+                case ("arena", number, nbytes):
+                    self._annex(number, descriptor, nbytes)
+                case ("given back", places):
+                    for arena, slot in places:
+                        if self._holds(arena, slot):
+                            self._given_back.add((arena, slot))
+                case ("batch", _, arena, Parcel() as parcel, _) if not self._holds(arena, parcel):
                     pass
-                case ("open", int(number)) if number != self._rounds:
+                case ("batch", number, arena, Parcel(slot=slot), _) if number != self._round:
+                    self._dropped.append((arena, slot.start))
+                case ("end" | "failed", number, *_) if number != self._round:
+                    pass
+                case ("open", number) if number != self._rounds:
                     pass  # the second answer to whoever asked twice
                 case _:
                     first: tuple[Any, ...] = message
                     return first
             self._channel.received.popleft()
         return None
+
+    def _annex(self, number: int, descriptor: int | None, nbytes: int) -> None:
+        """Map an arena that the host has sent."""
+        self._channel.received[0] = None, None  # its descriptor is taken
+        try:
+            if descriptor is None:
+                raise ValueError("its descriptor is missing")
+            segment = Segment.received(descriptor, nbytes)
+        except (OSError, ValueError) as error:
+            self._channel.give_up(f"the memory that it sent cannot be mapped: {error}")
+            return
+        self._annexes[number] = Annex(segment, partial(self._returned, number))
+
+    def _holds(self, arena: int, what: Parcel | Slot) -> bool:
+        """Whether something lies in an arena that is known; if not, the host is not listened to any more."""
+        annex = self._annexes.get(arena)
+        if annex is not None and annex.holds(what):
+            return True
+        self._channel.give_up("it named memory that it has not sent")
+        return False

@@ -1,96 +1,80 @@
-"""Messages between the ranks of a node, over sockets that only processes of one user on one machine can use."""
+"""Messages between the ranks of a node, over connections whose both ends have proved that they know a key."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import pickle
 import select
 import socket
 import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Channel", "connected", "listening", "meeting_place"]
+from minato.delivery.handshake import WrongKeyError, peer_of, prove
+from minato.delivery.meeting import Meeting
+from minato.delivery.messages import encoded
+
+__all__ = ["Channel", "connected"]
 
 _HEAD = struct.Struct("<IB")
 """Bytes of a message, and whether a descriptor comes with it."""
-_PEER = struct.Struct("3i")
+_MOST_BYTES = 1 << 28
+"""Of a message: the state of a pass that is resumed can be large."""
 _PIECE_BYTES = 1 << 18
+_MOST_DESCRIPTORS = 4
+"""That wait for their messages: with each piece of the stream comes one at most."""
 _SEND_S = 30.0
 """A process that leaves so little room for a message for so long counts as ended."""
-_JOB = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-    "GROUP_RANK",
-)
-"""Variables that tell jobs, their restarts, and their nodes apart; torchrun sets them."""
 _AGAIN_S = 0.02
 """Pause before somebody who is not there yet is called again."""
 
 
-def meeting_place(number: int) -> str:
-    """Address, in Linux's abstract namespace, at which the ranks of this job on this node meet for one loader.
-
-    It is no file, and is gone with the socket.
+def connected(meeting: Meeting, patience_s: float, decode: Callable[[bytes], Any]) -> Channel:
+    """A channel to the host that listens there, or will within so many seconds.
 
     Args:
-        number: Which of the program's loaders it is.
-    """
-    job = "\0".join(os.environ.get(name, "") for name in _JOB)
-    digest = hashlib.blake2b(job.encode(), digest_size=16).hexdigest()
-    return f"\0minato-{os.geteuid()}-{digest}-{number}"
-
-
-def listening(address: str) -> socket.socket:
-    """A socket that others can connect to.
+        decode: For the channel.
 
     Raises:
-        OSError: Somebody else has the address.
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(address)
-        listener.listen(64)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def connected(address: str, patience_s: float) -> Channel:
-    """A channel to whoever listens there, or will within so many seconds.
-
-    Raises:
-        TimeoutError: Nobody did.
-        PermissionError: It is another user.
+        TimeoutError: Nobody listens, or whoever does does not answer; the text says which.
+        ConnectionError: The host has ended, or refuses this process.
+        PermissionError: Another user listens, or somebody who does not know the key.
     """
     deadline = time.monotonic() + patience_s
     while True:
-        caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            caller.connect(address)
-            return Channel(caller)
-        except (ConnectionRefusedError, BlockingIOError):
-            caller.close()
-            if time.monotonic() > deadline:
-                raise TimeoutError from None
-        except BaseException:
-            caller.close()
-            raise
+        found = meeting.call()
+        if found is not None:
+            connection, key = found
+            try:
+                pid = peer_of(connection)
+                prove(connection, key, deadline)
+                return Channel(connection, decode, takes_descriptors=True)
+            except TimeoutError:
+                connection.close()
+                raise TimeoutError(
+                    f"local rank 0 (process {pid}) has not given this rank its place in the pool of this loader within "
+                    f"{patience_s:.0f} s"
+                ) from None
+            except WrongKeyError:  # of a host that has ended, while the next one takes its place
+                connection.close()
+                if time.monotonic() > deadline:
+                    raise WrongKeyError(
+                        f"process {pid} listens in the place of local rank 0, and does not know the key in "
+                        f"{meeting.directory}"
+                    ) from None
+            except BaseException:
+                connection.close()
+                raise
+        elif time.monotonic() > deadline:
+            raise TimeoutError(
+                f"local rank 0 has not begun to iterate over this loader within {patience_s:.0f} s: with "
+                "shared_pool=True it hosts the workers of all ranks of its node, and must take part; and all ranks "
+                f"must use the same directory for temporary files, as they meet in {meeting.directory}"
+            )
         time.sleep(_AGAIN_S)
-
-
-def credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end of a connection, as the kernel knows them."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    pid, user, _ = _PEER.unpack(raw)
-    return pid, user
 
 
 class Channel:
@@ -100,6 +84,8 @@ class Channel:
 
     Args:
         connection: It is closed with the channel, or if the channel is refused.
+        decode: Makes a message of bytes; raises ValueError if they are none.
+        takes_descriptors: Whether the other process may send descriptors. If not, they do not arrive.
 
     Raises:
         PermissionError: The other process is another user's.
@@ -107,19 +93,25 @@ class Channel:
     Attributes:
         pid: The other process.
         over: Whether it has ended, or closed the connection. What it sent before may still be in ``received``.
+        fault: Why the connection was given up, if not because the other process did.
         received: ``(message, descriptor or None)`` of what has come.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.pid, user = credentials(connection)
-        if user != os.geteuid():
+    def __init__(
+        self,
+        connection: socket.socket,
+        decode: Callable[[bytes], Any],
+        takes_descriptors: bool = False,
+    ) -> None:
+        try:
+            self.pid = peer_of(connection)
+        except PermissionError:
             connection.close()
-            raise PermissionError(
-                f"process {self.pid} of user {user} wants to share a pool of workers with this one of user "
-                f"{os.geteuid()}: only processes of the same user may"
-            )
+            raise
         connection.settimeout(_SEND_S)
         self._connection = connection
+        self._decode = decode
+        self._takes_descriptors = takes_descriptors
         self._watch = self._watched()
         self._sending = threading.Lock()
         self._data = bytearray()
@@ -128,6 +120,7 @@ class Channel:
         for descriptor in self.descriptors:
             self._poll.register(descriptor, select.POLLIN)
         self.over = False
+        self.fault: str | None = None
         self.received: deque[tuple[Any, int | None]] = deque()
 
     def _watched(self) -> int | None:
@@ -143,13 +136,18 @@ class Channel:
         connection = self._connection.fileno()
         return (connection,) if self._watch is None else (connection, self._watch)
 
-    def send(self, message: Any, descriptor: int | None = None) -> None:
-        """Send an object that can be pickled, and a descriptor, of which the other process gets one of its own.
+    def send(self, message: tuple[Any, ...], descriptor: int | None = None) -> None:
+        """Send a message, and a descriptor, of which the other process gets one of its own.
 
         Raises:
             OSError: The other process has ended, or does not receive.
+            ValueError: The message is too large.
         """
-        data = pickle.dumps(message, 5)
+        data = encoded(message)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(
+                f"a message of {len(data)} bytes to another rank: {_MOST_BYTES} are allowed"
+            )
         data = _HEAD.pack(len(data), descriptor is not None) + data
         with self._sending:
             sent = 0
@@ -166,24 +164,47 @@ class Channel:
             self.over = True
 
     def _receive(self) -> None:
-        try:
-            data, descriptors, *_ = socket.recv_fds(
-                self._connection, _PIECE_BYTES, 4, socket.MSG_CMSG_CLOEXEC
-            )
-        except ConnectionError:
-            data, descriptors = b"", []
-        self._descriptors.extend(descriptors)
+        data, truncated = b"", 0
+        with suppress(ConnectionError):
+            if self._takes_descriptors:
+                data, descriptors, flags, _ = socket.recv_fds(
+                    self._connection, _PIECE_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                )
+                self._descriptors.extend(descriptors)
+                truncated = flags & socket.MSG_CTRUNC
+            else:
+                data = self._connection.recv(_PIECE_BYTES)
         self._data += data
         if not data:
             self.over = True
+        if truncated or len(self._descriptors) > _MOST_DESCRIPTORS:
+            self.give_up("there is no file descriptor left for it: raise the limit (ulimit -n)")
+            return
+        try:
+            self._take_messages()
+        except ValueError as error:
+            self.give_up(f"it sent what is no message: {error}")
+
+    def _take_messages(self) -> None:
         while len(self._data) >= _HEAD.size:
-            nbytes, has_descriptor = _HEAD.unpack_from(self._data)
+            nbytes, num_descriptors = _HEAD.unpack_from(self._data)
+            if nbytes > _MOST_BYTES or num_descriptors > self._takes_descriptors:
+                raise ValueError("it begins with no head of a message")
             end = _HEAD.size + nbytes
             if len(self._data) < end:
                 return
-            message = pickle.loads(self._data[_HEAD.size : end])
+            message = self._decode(bytes(self._data[_HEAD.size : end]))
+            if num_descriptors and not self._descriptors:
+                raise ValueError("a descriptor is missing")
             del self._data[:end]
-            self.received.append((message, self._descriptors.popleft() if has_descriptor else None))
+            descriptor = self._descriptors.popleft() if num_descriptors else None
+            self.received.append((message, descriptor))
+
+    def give_up(self, why: str) -> None:
+        """Receive nothing more: the other process is not to be trusted, or cannot be heard."""
+        self.fault, self.over = why, True
+        self._data.clear()
+        self.hang_up()
 
     def hang_up(self) -> None:
         """End the connection, for children that hold a copy of it too; whoever receives finds that it is over."""
@@ -195,6 +216,8 @@ class Channel:
         self.over = True
         self.hang_up()
         self._connection.close()
+        self._descriptors.extend(each for _, each in self.received if each is not None)
+        self.received.clear()
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()

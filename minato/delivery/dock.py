@@ -96,11 +96,6 @@ class DockedSource:
         self._dock = dock
         self._sent: deque[_Sent] = deque()
 
-    @property
-    def over(self) -> bool:
-        """Whether the pass has no more batches for this rank."""
-        return self._source.over and not self._sent
-
     def begin(self, *arguments: Any) -> bool:
         """Start a pass; what was sent of the last one is dropped."""
         self._sent.clear()

@@ -8,13 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from minato._core.segment import Segment
 from minato.assembler.arena import Slot
 from minato.assembler.parcels import Packed
+from minato.delivery.meeting import Meeting
+from minato.delivery.messages import Greeting, Had
 from minato.delivery.reception import Reception
-from minato.delivery.seats import AHEAD, FAREWELL, Greeting, Round, Source, misfit, next_seat
+from minato.delivery.seats import AHEAD, FAREWELL, Round, Source, misfit, next_seat
 from minato.delivery.switchboard import Switchboard
 
 __all__ = ["PATIENCE_S", "Hub"]
@@ -29,14 +31,6 @@ _FAREWELL_S = 60.0
 """The same if it has had its part of the epoch, and others have not had theirs."""
 
 
-class Had(Protocol):
-    """What a rank has had of a pass."""
-
-    @property
-    def batches(self) -> int:
-        """How many batches."""
-
-
 class Hub(Reception):
     """Deals the batches of one engine after the other out to the ranks of a node.
 
@@ -44,7 +38,7 @@ class Hub(Reception):
     switchboard's thread hears the other ranks. The threads end with ``close``, when all ranks are through.
 
     Args:
-        address: Where the other ranks find it.
+        meeting: Where the other ranks find it.
         me: What the others must resemble.
         count: Number of ranks.
         in_turn: Whether batch k is rank k mod n's, or whoever's asks.
@@ -52,20 +46,20 @@ class Hub(Reception):
     """
 
     def __init__(
-        self, address: str, me: Greeting, count: int, in_turn: bool, on_rank_death: str
+        self, meeting: Meeting, me: Greeting, count: int, in_turn: bool, on_rank_death: str
     ) -> None:
         super().__init__(me, count, on_rank_death)
         self._in_turn = in_turn
         self._owner = os.getpid()
         self._done_before = [0] * count
-        self._switchboard = Switchboard(address, self._said, self._lost)
+        self._switchboard = Switchboard(meeting, self._said, self._lost)
         self._thread = threading.Thread(target=self._run, name="minato-hub", daemon=True)
         self._thread.start()
         atexit.register(self._at_exit)
 
     # ---- the host's own rank ----------------------------------------------------------------
 
-    def gather(self, epoch: int, own: Had) -> list[Any]:
+    def gather(self, epoch: int, own: Had) -> list[Had]:
         """What each rank has had of the pass that all resume, when all have come to begin it.
 
         Args:
@@ -90,8 +84,8 @@ class Hub(Reception):
                 if seat.entering is not None:
                     _, theirs, before = seat.entering
                     why = misfit(seat.name, theirs, before is not None, epoch, True)
-                    if why is not None:
-                        self.refuse(why)
+                    if before is None or why is not None:
+                        self.refuse(str(why))
                     found.append(before)
                     self._done_before[seat.rank] = before.batches
             return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import threading
 from collections.abc import Callable, Iterator
 from operator import methodcaller
 from typing import Any, Protocol
@@ -12,6 +14,7 @@ from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from minato._core.clock import now_ns
+from minato._postponed import not_the_end
 from minato._ranges import in_profile
 from minato.assembler.page_locks import PageLocker
 from minato.checks import IN_PLACE
@@ -23,10 +26,6 @@ __all__ = ["BatchIterator", "BatchSource", "Pass"]
 
 class BatchSource(Protocol):
     """Where batches come from (the engine)."""
-
-    @property
-    def over(self) -> bool:
-        """Whether the pass has no more batches."""
 
     def begin(
         self,
@@ -107,6 +106,9 @@ class BatchIterator(_BaseDataLoaderIter):
         pins_ahead: bool = False,
         put_by: Callable[[Any], bool] = lambda source: False,
     ) -> None:
+        self._turn = threading.RLock()
+        self._in_turn = False
+        self._owner = os.getpid()
         self._put_by = put_by
         self._new_pass = new_pass
         self._pass = new_pass(loader)
@@ -145,12 +147,40 @@ class BatchIterator(_BaseDataLoaderIter):
             this.foretold_wrongly()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self._pass = self._new_pass(loader)
-        super()._reset(loader, first_iter)
-        self._base_seed = self._pass.seeded(int(self._base_seed))
-        self._begin()
+        if os.getpid() != self._owner:
+            self._enter_child()
+        with self._turn:
+            self._pass = self._new_pass(loader)
+            super()._reset(loader, first_iter)
+            self._base_seed = self._pass.seeded(int(self._base_seed))
+            self._begin()
 
     def __next__(self) -> Any:
+        if os.getpid() != self._owner:
+            self._enter_child()
+        with self._turn:  # several threads may take turns: each batch goes to one of them
+            if self._in_turn:
+                raise RuntimeError(
+                    "next() of an iterator is called inside of its own next(), by the dataset, the sampler or a "
+                    "signal handler: make another one by iter(loader)"
+                )
+            self._in_turn = True
+            try:
+                return self._next_in_turn()
+            finally:
+                self._in_turn = False
+
+    def _enter_child(self) -> None:
+        """Note that this process is a forked child of the iterator's: without workers it has a copy of its own."""
+        if self._num_workers > 0:
+            raise RuntimeError(
+                f"this iterator and its workers belong to the process with pid {self._owner}, and a forked child "
+                f"(pid {os.getpid()}) cannot go on with them: make a DataLoader of its own there"
+            )
+        self._owner = os.getpid()
+        self._turn, self._in_turn = threading.RLock(), False  # another thread may have had it
+
+    def _next_in_turn(self) -> Any:
         # The same range that torch records, but only while somebody is profiling: it costs more than a small batch.
         if profiler._is_profiler_enabled or self._dataset_kind == _DatasetKind.Iterable:
             return (
@@ -166,8 +196,7 @@ class BatchIterator(_BaseDataLoaderIter):
         try:
             batch = self._source.next()
         except StopIteration:
-            # A sample may have raised it; then there are batches left, as with torch.
-            if self._source.over and not self._persistent_workers:
+            if not self._persistent_workers:
                 if self._put_by(self._source):
                     self._source = None
                 self._shutdown_workers()
@@ -175,7 +204,10 @@ class BatchIterator(_BaseDataLoaderIter):
         if self._pin_memory:
             begun_ns = now_ns()
             with in_profile("minato: pin memory"):
-                batch = self._pin(batch)
+                try:
+                    batch = self._pin(batch)
+                except StopIteration as stop:
+                    raise not_the_end("pin_memory() of a batch", stop) from stop
             self._source.pinned(now_ns() - begun_ns)
         return batch
 

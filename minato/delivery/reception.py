@@ -8,7 +8,8 @@ from typing import Any
 
 from minato.assembler.arena import Arena
 from minato.delivery.channel import Channel
-from minato.delivery.seats import FAREWELL, Greeting, Round, Seat, misfit, refusal
+from minato.delivery.messages import Greeting
+from minato.delivery.seats import FAREWELL, Round, Seat, misfit, refusal
 
 __all__ = ["Reception"]
 
@@ -111,6 +112,8 @@ class Reception:
         return next((seat for seat in self._seats if seat.channel is channel), None)
 
     def _greet(self, channel: Channel, who: Greeting) -> None:
+        if self._seat_of(channel) is not None:
+            raise ValueError("a rank that has its place asks for another one")
         why = refusal(self._seats, self._me, who, self._waits)
         if why is not None:
             self._send(channel, ("refused", why))
@@ -144,7 +147,8 @@ class Reception:
             if seat is None:
                 return
             unexpected = seat.gone is None
-            seat.end(f"{seat.name} has ended")
+            how = "has ended" if channel.fault is None else f"was given up ({channel.fault})"
+            seat.end(f"{seat.name} {how}")
             if unexpected and self._raises and not self._closing:
                 self._break(
                     f"{seat.gone}, which shares the workers of this loader: the others cannot go on "

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from minato.assembler.arena import Arena, Slot
 from minato.assembler.parcels import Packed
 from minato.delivery.channel import Channel
+from minato.delivery.messages import Greeting, Had
 
 __all__ = [
     "AHEAD",
     "FAREWELL",
-    "Greeting",
     "Round",
     "Seat",
     "Source",
@@ -39,20 +39,6 @@ class Source(Protocol):
 
     def cancel(self) -> None:
         """Abandon what is in flight."""
-
-
-class Greeting(NamedTuple):
-    """What a rank says when it comes.
-
-    Attributes:
-        local_rank: Among those of the node.
-        rank: Among all of the job.
-        loader: What must be the same for all that share a pool.
-    """
-
-    local_rank: int
-    rank: int
-    loader: tuple[Any, ...]
 
 
 class Round:
@@ -127,7 +113,7 @@ class Seat:
         self.leases: dict[tuple[int, int], Any] = {}
         self.arenas: set[int] = set()
         self.given_back: set[tuple[int, Slot]] = set()
-        self.entering: tuple[int, int, Any] | None = None
+        self.entering: tuple[int, int, Had | None] | None = None
         self.gone: str | None = None
 
     @property
@@ -209,8 +195,12 @@ def refusal(seats: list[Seat], host: Greeting, who: Greeting, waits: bool) -> st
         waits: Whether the place of a rank that has ended is free.
     """
     if who.loader != host.loader:
+        names = dict.fromkeys([*host.loader, *who.loader])
+        differ = [name for name in names if who.loader.get(name) != host.loader.get(name)]
+        here = ", ".join(f"{name}={who.loader.get(name, 'unknown')}" for name in differ)
+        there = ", ".join(f"{name}={host.loader.get(name, 'unknown')}" for name in differ)
         return (
-            f"this loader is not the one that local rank 0 has in its place: {who.loader} is not {host.loader}. "
+            f"this loader is not the one that local rank 0 has in its place: here it has {here}, and there {there}. "
             "Make all loaders with shared_pool=True in the same sequence, and alike, in all ranks"
         )
     free = 0 < who.local_rank < len(seats) and seats[who.local_rank].channel is None

@@ -16,9 +16,10 @@ from minato.assembler.transport import SharedStore
 from minato.delivery.attached import Link
 from minato.delivery.hub import Hub
 from minato.delivery.iterator import BatchSource
+from minato.delivery.messages import Had
 from minato.delivery.seats import Source
 
-__all__ = ["AttachedSource", "HostSource", "RankSource"]
+__all__ = ["AttachedSource", "HostSource", "RankSource", "had"]
 
 
 class Part(Protocol):
@@ -45,11 +46,6 @@ class RankSource(ABC):
     def __init__(self) -> None:
         self._number = -1
         self._leave: Callable[[], Any] = lambda: None
-
-    @property
-    @abstractmethod
-    def over(self) -> bool:
-        """Whether the pass has no more batches for this rank."""
 
     @property
     @abstractmethod
@@ -115,11 +111,6 @@ class HostSource(RankSource):
         self._store = SharedStore(engine.arena.segment)
 
     @property
-    def over(self) -> bool:
-        """Whether the pass has no more batches for this rank."""
-        return not self._hub.is_in(self._number)
-
-    @property
     def has_next(self) -> bool:
         """Whether a batch is there."""
         return self._hub.has_next(self._number)
@@ -166,11 +157,6 @@ class AttachedSource(RankSource):
         self._link = link
 
     @property
-    def over(self) -> bool:
-        """Whether the pass has no more batches for this rank."""
-        return not self._link.is_in(self._number)
-
-    @property
     def has_next(self) -> bool:
         """Whether a batch is there."""
         return self._link.has_next(self._number)
@@ -181,7 +167,8 @@ class AttachedSource(RankSource):
         """Take part in the host's next pass; what this rank's sampler gives, the host's copy of it does."""
         self._leave()
         self.part = progress.part
-        self._number = self._link.enter(epoch, self.part.before)
+        before = self.part.before
+        self._number = self._link.enter(epoch, None if before is None else had(before))
         self._leave_at_the_end(self._link.leave)
         return True
 
@@ -197,3 +184,12 @@ class AttachedSource(RankSource):
 
     def lock_pages(self, locker: PageLocker) -> None:
         """As with the host."""
+
+
+def had(done: Any) -> Had:
+    """What a rank has had of a pass, as it says so to the host.
+
+    Args:
+        done: See :class:`minato.source.progress.Done`.
+    """
+    return Had(done.ranges, done.batches, tuple(done.delivered), tuple(done.skipped))

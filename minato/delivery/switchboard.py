@@ -2,99 +2,98 @@
 
 from __future__ import annotations
 
-import os
-import selectors
 import socket
-import threading
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from minato.delivery.channel import Channel, listening
+from minato._serving import Server
+from minato.delivery.channel import Channel
+from minato.delivery.handshake import Newcomer, peer_of
+from minato.delivery.meeting import Meeting
+from minato.delivery.messages import from_rank
 
 __all__ = ["Switchboard"]
+
+_HANDSHAKE_S = 30.0
+"""How long a rank may take for it."""
+_MOST_NEWCOMERS = 64
 
 
 class Switchboard:
     """Accepts connections, and passes on what comes over them.
 
+    A connection of a process that does not prove that it is a rank of this job is closed. Whatever a rank sends, only
+    its own channel can end by that.
+
     Args:
-        address: Where others connect to.
+        meeting: Where others find it.
         said: Called, in the thread, with a channel and what came over it.
         lost: Called, in the thread, with a channel whose other end is gone.
 
     Raises:
-        OSError: Somebody else has the address.
+        OSError: Somebody else listens there, or the files cannot be written.
+        RuntimeError: There is no directory for them.
     """
 
     def __init__(
-        self, address: str, said: Callable[[Channel, Any], None], lost: Callable[[Channel], None]
+        self,
+        meeting: Meeting,
+        said: Callable[[Channel, Any], None],
+        lost: Callable[[Channel], None],
     ) -> None:
+        self._meeting = meeting
         self._said = said
         self._lost = lost
-        self._listener = listening(address)
-        self._woken, self._wake = os.pipe2(os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="minato-ranks", daemon=True)
-        self._thread.start()
+        self._channels: set[Channel] = set()
+        listener, self._key = meeting.listen()
+        self._server = Server(
+            listener, self._newcomer, "minato-ranks", _HANDSHAKE_S, _MOST_NEWCOMERS
+        )
+        try:
+            self._server.start()
+        except RuntimeError:
+            meeting.end()
+            raise
 
     @property
     def works(self) -> bool:
         """Whether the thread is there."""
-        return self._thread.is_alive()
+        return self._server.works
 
     def close(self) -> None:
         """End the thread and all channels."""
-        with suppress(OSError):  # it has ended by itself
-            os.write(self._wake, b"!")
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-        os.close(self._wake)
+        self._meeting.end()
+        self._server.close()
+        for channel in self._channels:
+            channel.close()
+        self._channels.clear()
 
-    def _run(self) -> None:
-        channels: set[Channel] = set()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            try:
-                self._listen(selector, channels)
-            finally:
-                for channel in channels:
-                    channel.close()
-                self._listener.shutdown(socket.SHUT_RDWR)  # for forked children that hold it too
-                self._listener.close()
-                os.close(self._woken)
-
-    def _listen(self, selector: selectors.BaseSelector, channels: set[Channel]) -> None:
-        while True:
-            for key, _ in selector.select():
-                if key.fd == self._woken:
-                    return
-                if key.fileobj is self._listener:
-                    channel = self._accept()
-                    if channel is not None:
-                        channels.add(channel)
-                        for descriptor in channel.descriptors:
-                            selector.register(descriptor, selectors.EVENT_READ, channel)
-                elif key.data in channels:
-                    self._hear(key.data)
-                    if key.data.over:
-                        channels.remove(key.data)
-                        for descriptor in key.data.descriptors:
-                            selector.unregister(descriptor)
-                        key.data.close()
-                        self._lost(key.data)
-
-    def _accept(self) -> Channel | None:
-        connection, _ = self._listener.accept()
+    def _newcomer(self, connection: socket.socket) -> Newcomer | None:
         try:
-            return Channel(connection)
-        except (
-            PermissionError
-        ):  # the address is open to all, and who has no business here is not worth a word
+            peer_of(connection)
+        except PermissionError:
+            connection.close()
             return None
+        return Newcomer(connection, self._key, self._admit)
+
+    def _admit(self, connection: socket.socket) -> None:
+        channel = Channel(connection, from_rank)
+        self._channels.add(channel)
+        for descriptor in channel.descriptors:
+            self._server.watch(descriptor, partial(self._hear, channel))
 
     def _hear(self, channel: Channel) -> None:
-        channel.wait(0)
-        while channel.received:
-            message, _ = channel.received.popleft()
-            self._said(channel, message)
+        try:
+            channel.wait(0)
+            while channel.received:
+                message, _ = channel.received.popleft()
+                self._said(channel, message)
+        except Exception as error:  # the other ranks are served on
+            channel.give_up(f"{type(error).__name__}: {error}")
+        if channel.over:
+            self._channels.remove(channel)
+            for descriptor in channel.descriptors:
+                self._server.unwatch(descriptor)
+            channel.close()
+            self._lost(channel)

@@ -15,6 +15,8 @@ __all__ = ["as_bytes", "as_row", "decoded", "digest"]
 
 _ARRAY, _ARCHIVE = b"\x93NUMPY", b"PK\x03\x04"
 """How files of NumPy begin: of one array, of several by name."""
+_MOST_BYTES, _MOST_RATIO = 256 << 20, 16
+"""An archive may unpack to so many bytes, or to so many times its own size; what ingest() writes is not compressed."""
 _FIELD, _ONLY = "field_", "data"
 """Columns of a tuple, each with its number behind; the column of a sample that has no parts."""
 
@@ -65,6 +67,12 @@ def decoded(value: Any) -> Any:
     if bytes(value[:4]) != _ARCHIVE:
         return _of_cell(value)
     with np.load(io.BytesIO(value), allow_pickle=False) as archive:
+        unpacked = sum(member.file_size for member in archive.zip.infolist())
+        if unpacked > max(_MOST_BYTES, _MOST_RATIO * len(value)):
+            raise ValueError(
+                f"an .npz file of {len(value)} bytes names arrays of {unpacked} bytes, which is too much to be meant: "
+                "if it is, give decode= a function of yours that reads it"
+            )
         return _joined({name: _plain(archive[name]) for name in archive.files}, "")
 
 

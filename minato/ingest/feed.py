@@ -16,6 +16,9 @@ class Folder:
     Args:
         with_labels: Whether a sample is a dict of ``data``, the file's bytes, and ``label``, the folder that it lies
             in; otherwise the bytes.
+
+    Raises:
+        ValueError: A file is a link that leads out of the folder.
     """
 
     def __init__(self, path: str | Path, with_labels: bool) -> None:
@@ -27,6 +30,14 @@ class Folder:
             for file in found
             if not any(part.startswith(".") for part in file.parts)
         )
+        home = self._path.resolve()
+        for key in self.keys:
+            file = self._path / key
+            if file.is_symlink() and not file.resolve().is_relative_to(home):
+                raise ValueError(
+                    f"{str(file)!r} is a link out of the folder, to {str(file.resolve())!r}: copy what is to be "
+                    "ingested into the folder, or name the folder that holds it"
+                )
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -15,7 +15,7 @@ from typing import Any
 from minato.errors import MinatoError
 from minato.ingest.crews import in_processes, in_threads
 from minato.ingest.feed import Folder, chunks_of
-from minato.ingest.journal import Done, Journal
+from minato.ingest.journal import Done, Journal, JournalError
 from minato.ingest.progress import Progress
 from minato.ingest.store import Store
 from minato.ingest.work import Work
@@ -109,6 +109,8 @@ def ingest(
     path = _journal_of(about) if journal is None else Path(journal)
     with Journal(path, about) as notes, Progress(progress, count) as bar:
         try:
+            most = None if count is None else -(-count // chunk_samples)
+            _check_chunks(notes.done.values(), chunk_samples, most, path)
             before = _samples(notes.done.values())
             bar.add(before)
             # A store that was emptied meanwhile would otherwise keep gaps.
@@ -131,6 +133,15 @@ def ingest(
 def _journal_of(about: dict[str, Any]) -> Path:
     text = json.dumps([about["what"], about["store"]])
     return Path(f"minato-ingest-{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl")
+
+
+def _check_chunks(chunks: Iterable[Done], size: int, most: int | None, path: Path) -> None:
+    for done in chunks:
+        if len(done.digests) > size or (most is not None and done.chunk >= most):
+            raise JournalError(
+                f"{path} names chunk {done.chunk} of {len(done.digests)} samples, which there cannot be: delete it to "
+                "begin anew"
+            )
 
 
 def _samples(chunks: Iterable[Done]) -> int:

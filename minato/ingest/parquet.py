@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from minato._files import replacement
 from minato.ingest.encoding import as_row
 from minato.ingest.store import Items, Store
 from minato.sources.settings import Env
@@ -42,12 +42,9 @@ class ParquetStore(Store):
         self._folder.mkdir(parents=True, exist_ok=True)
         table = pa.Table.from_pylist([{self._key: key, **row} for key, row in items])
         path = self._path(chunk)
-        unfinished = path.with_name(f".{path.name}-{os.getpid()}")
-        try:
-            pq.write_table(table, unfinished, row_group_size=max(len(items), 1))
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        # Others may read what is ingested, if the umask lets them; the journal counts on what it was told is there.
+        with replacement(path, mode=0o666, sync=True) as file:
+            pq.write_table(table, file, row_group_size=max(len(items), 1))
 
     def read(self, chunk: int, keys: Sequence[Any]) -> list[Any]:
         """The rows of a chunk's file."""

@@ -9,7 +9,7 @@ from minato.ingest.store import Items
 from minato.ingest.tables import TableStore
 from minato.sources.postgres import Postgres
 from minato.sources.settings import Env
-from minato.sources.sql import quoted
+from minato.sources.sql import quoted_column
 
 __all__ = ["PostgresStore", "from_url"]
 
@@ -35,16 +35,19 @@ class PostgresStore(TableStore):
     ) -> None:
         super().__init__(Postgres(conninfo, table, key, **settings))
 
+    def escaped(self, text: str) -> str:
+        """With each ``%`` twice, as psycopg wants it."""
+        return text.replace("%", "%%")
+
     def write(self, chunk: int, items: Items) -> None:
         """Write a chunk in one transaction, its rows one behind the other in a pipeline."""
         self._trying(items, lambda: self._write(items))
 
     def _write(self, items: Items) -> None:
-        names = [quoted(name) for name in items[0][1]]
+        names = [quoted_column(name) for name in items[0][1]]
         replacing = ", ".join(f"{name} = EXCLUDED.{name}" for name in names)
-        insertion = (
-            f"{self._insertion(items)} ON CONFLICT ({self._column}) DO UPDATE SET {replacing}"
-        )
+        otherwise = f"ON CONFLICT ({self._column}) DO UPDATE SET {replacing}"
+        insertion = f"{self._insertion(items)} {self.escaped(otherwise)}"
         with (
             self.source._connections.lease() as connection,
             connection.transaction(),

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any, ClassVar
 
 from minato.sources.base import KeyedSource
-from minato.sources.settings import Env
+from minato.sources.settings import Env, shown_url
 
 __all__ = ["SourceStore", "Store", "Unknown", "open_store"]
 
@@ -110,16 +110,18 @@ def open_store(url: str, table: str = "samples", password: Env | None = None) ->
 
     Raises:
         Unknown: There is no such store, or its library is not installed.
+        ValueError: The password in the URL holds a character that ends this part of a URL.
     """
+    shown = shown_url(url)
     scheme = url.partition(":")[0]
     if ":" not in url or scheme not in _MODULES:
-        raise Unknown(f"{url!r} names no store: begin it with one of {', '.join(_MODULES)}")
+        raise Unknown(f"{shown!r} names no store: begin it with one of {', '.join(_MODULES)}")
     name = _MODULES[scheme]
     try:
         module = importlib.import_module(f"minato.ingest.{name}")
     except ModuleNotFoundError as error:
         raise Unknown(
-            f"{url!r} needs the package {error.name!r}: pip install 'minatoloader[{name}]'"
+            f"{shown!r} needs the package {error.name!r}: pip install 'minatoloader[{name}]'"
         ) from None
     store: Store = module.from_url(url, table, password)
     return store

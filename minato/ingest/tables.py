@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from minato.ingest.store import Items, SourceStore
-from minato.sources.sql import quoted
+from minato.sources.sql import quoted, quoted_column
 
 __all__ = ["TableStore"]
 
@@ -25,23 +25,30 @@ class TableStore(SourceStore):
     def __init__(self, source: Any) -> None:
         super().__init__(source)
         self._table = quoted(source._table)
-        self._column = quoted(source._key)
+        self._column = quoted_column(source._key)
 
     def _definition(self, items: Items) -> str:
         """The statement that makes the table."""
         key, row = items[0]
         columns = [f"{self._column} {self.types[type(key)]} PRIMARY KEY"]
-        columns += [f"{quoted(name)} {self.types.get(type(cell))}" for name, cell in row.items()]
+        columns += [
+            f"{quoted_column(name)} {self.types.get(type(cell))}" for name, cell in row.items()
+        ]
         return f"CREATE TABLE IF NOT EXISTS {self._table} ({', '.join(columns)})"
+
+    def escaped(self, text: str) -> str:
+        """A part of a statement with placeholders that holds none."""
+        return text
 
     def _has_types(self, items: Items) -> bool:
         return all(type(cell) in self.types for cell in items[0][1].values())
 
     def _insertion(self, items: Items, verb: str = "INSERT") -> str:
         """The statement that writes a row of these columns, key first."""
-        names = [self._column, *map(quoted, items[0][1])]
+        names = [self._column, *map(quoted_column, items[0][1])]
         marks = ", ".join([self.placeholder] * len(names))
-        return f"{verb} INTO {self._table} ({', '.join(names)}) VALUES ({marks})"
+        into = f"{verb} INTO {self._table} ({', '.join(names)}) VALUES"
+        return f"{self.escaped(into)} ({marks})"
 
     def _rows(self, items: Items) -> list[tuple[Any, ...]]:
         """The values, all in the order of the first row's columns."""

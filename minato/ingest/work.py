@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from minato._files import printable
 from minato.errors import MinatoError
 from minato.ingest.encoding import as_bytes, as_row, digest
 from minato.ingest.journal import Done
@@ -60,7 +61,7 @@ class Work:
         except Exception as error:
             raise MinatoError(
                 f"the sample with key {self._key(chunk, number)!r} cannot be encoded: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {printable(str(error), lines=True)}"
             ) from error
 
     def wrong(self, done: Done) -> tuple[int, list[str]]:
@@ -69,7 +70,7 @@ class Work:
         try:
             found = self._store.read(done.chunk, keys)
         except Exception as error:
-            return len(keys), [f"{keys[0]!r} … ({type(error).__name__}: {error})"]
+            return len(keys), [f"{keys[0]!r} … ({type(error).__name__}: {printable(str(error))})"]
         pairs = zip(keys, found, done.digests, strict=True)
         return len(keys), [repr(key) for key, value, was in pairs if self._digest(value) != was]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -150,9 +151,7 @@ def _period(notes: EpochNotes, name: str, steps: Sequence[str]) -> Period:
         _workers(readings, 0 if last is None else last.workers),
         room,
         _slowness(notes),
-        Trouble(
-            *(counts[name] for name in ("retries", "recovered", "skipped", "substituted", "raised"))
-        ),
+        Trouble(*(counts[each.name] for each in dataclasses.fields(Trouble))),
         _reads(counts),
         Host(
             len(notes.machine.gpus),
@@ -179,6 +178,7 @@ def _reads(counts: Mapping[str, int]) -> Reads:
         misses,
         _ratio(hits, hits + misses),
         counts["cache_damaged"],
+        counts["cache_errors"],
         counts["cache_full"],
         counts["cache_stored_bytes"],
     )

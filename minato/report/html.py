@@ -12,7 +12,10 @@ from minato.report.rows import Section, sections
 if TYPE_CHECKING:
     from minato.report.figures import Report
 
-__all__ = ["fragment", "page"]
+__all__ = ["BEGINS", "fragment", "page"]
+
+BEGINS = b"<!doctype html><html lang='en'><head>"
+"""The first bytes of each page."""
 
 _STYLE = """
 .minato{font:14px/1.45 system-ui,sans-serif;max-width:60rem}
@@ -53,7 +56,7 @@ def page(report: Report, before: str = "") -> str:
         before: HTML to show first.
     """
     return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        f"{BEGINS.decode()}<meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width,initial-scale=1'>"
         "<link rel='icon' href='data:,'>"
         f"<title>minato report</title><style>{_PAGE_STYLE}</style></head><body>"

@@ -230,6 +230,7 @@ class Trouble:
     skipped: int = figure("samples", "left out; each is missing in the epoch")
     substituted: int = figure("samples", "replaced by on_error")
     raised: int = figure("samples", "whose error came out of next()")
+    unrecorded: int = figure("failures", "that quarantine= misses; any: its disk is full or broken")
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,9 @@ class Reads:
         "share", "low in a second epoch: its quota is too small, or a transform has changed"
     )
     cache_damaged: int = figure("samples", "that it had and could not use; any: its disk is bad")
+    cache_errors: int = figure(
+        "times", "its disk failed, and the dataset was read; any: full, read-only or broken"
+    )
     cache_full: int = figure("times", "a sample was not kept; any: a larger quota_bytes would help")
     cache_stored_bytes: int = figure("bytes", "that were added to it; 0 once all is there")
 

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from minato._files import printable
+
 if TYPE_CHECKING:
     from minato.report.figures import Report
 
@@ -25,7 +27,14 @@ class Section(NamedTuple):
 
 
 def sections(report: Report) -> list[Section]:
-    """The tables of a report."""
+    """The tables of a report; names and keys without control characters."""
+    return [
+        section._replace(rows=[tuple(map(printable, row)) for row in section.rows])
+        for section in _sections(report)
+    ]
+
+
+def _sections(report: Report) -> list[Section]:
     run, bias = report.run, report.bias
     figures = [
         Section(title, ("figure", "value", "how to read it"), _figures(part))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from minato._files import printable
 from minato.report.pace import Pace
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Lines:
 
     def say(self, line: str) -> None:
         """Write a line, around progress bars if there are any."""
+        line = printable(line)
         bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
         if bars is not None and getattr(bars, "_instances", None):
             bars.write(line, file=self._stream)
@@ -191,12 +193,12 @@ def panel_of(pace: Pace) -> RenderableType:
 
     table = rich.table.Table.grid(padding=(0, 2))
     for name, words in pace.rows():
-        table.add_row(f"[dim]{name}[/]", rich.markup.escape(words))
+        table.add_row(f"[dim]{name}[/]", rich.markup.escape(printable(words)))
     bar = rich.table.Table.grid(expand=True)  # a bar by itself would not end its line
     bar.add_row(rich.progress_bar.ProgressBar(1.0, pace.done or 0.0))
     return rich.panel.Panel(
         rich.console.Group(bar, table),
-        title=f"[bold]{rich.markup.escape(pace.title)}[/]",
+        title=f"[bold]{rich.markup.escape(printable(pace.title))}[/]",
         title_align="left",
         subtitle=pace.progress,
         subtitle_align="right",

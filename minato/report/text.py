@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from minato._files import printable
 from minato.report.rows import Section, sections
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ __all__ = ["plain", "rich_of"]
 
 def plain(report: Report) -> str:
     """The report as text without colour."""
-    parts = [_verdict(report.verdict), *(f"Note: {words}" for words in report.warnings)]
+    parts = [_verdict(report.verdict), *(f"Note: {printable(words)}" for words in report.warnings)]
     parts += [_table(section) for section in sections(report) if section.rows]
     return "\n\n".join(parts)
 
@@ -35,7 +36,7 @@ def rich_of(report: Report) -> RenderableType:
     parts: list[RenderableType] = [
         rich.panel.Panel("\n".join(map(escape, rest)), title=f"[bold]{escape(head)}[/]")
     ]
-    parts += (f"[yellow]Note:[/] {escape(words)}" for words in report.warnings)
+    parts += (f"[yellow]Note:[/] {escape(printable(words))}" for words in report.warnings)
     for section in sections(report):
         if not section.rows:
             continue
@@ -62,7 +63,7 @@ def _verdict(verdict: Verdict) -> str:
         lines.append(f"What to do: {verdict.advice}")
     if verdict.gain > 1.005:
         lines.append(f"By the model, the run would be {verdict.gain:.3g} times as fast.")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _table(section: Section) -> str:

@@ -88,17 +88,17 @@ class ActorReads(FinishedReads):
         self.outstanding += 1
         read.started_ns = now_ns()
         try:
-            future = self._ask(read.key, read.epoch, read.seed)
+            future = self._ask(read.key, read.epoch, read.seed, read.occurrence)
         except Exception as error:  # the connection is closed, or the key cannot be pickled
             read.error = error
             self._finish(read)
             return
         future.add_done_callback(functools.partial(self._answered, read))
 
-    def _ask(self, key: Any, epoch: int, seed: int | None) -> Any:
+    def _ask(self, key: Any, epoch: int, seed: int | None, occurrence: int) -> Any:
         if not self._connected():  # the call would open another one
             raise ConnectionError("the connection to the cluster is closed")
-        return self._actor.sample.remote(key, epoch, seed).future()
+        return self._actor.sample.remote(key, epoch, seed, occurrence).future()
 
     def _answered(self, read: Read, future: Any) -> None:
         try:
@@ -133,9 +133,9 @@ class ActorReads(FinishedReads):
 
     def __getitem__(self, key: Any) -> Any:
         """The sample that this thread has in hand, run once more while the caller waits."""
-        seed, epoch, _ = current() or (None, 0, None)
+        seed, epoch, _, occurrence = current() or (None, 0, None, 0)
         try:
-            answer: Answer = self._ask(key, epoch, seed).result()
+            answer: Answer = self._ask(key, epoch, seed, occurrence).result()
         except Exception as error:
             raise self._loss(error) from None
         value, raised = self._taken(answer)

@@ -59,7 +59,8 @@ class Burial:
             progress = sum(self.ledger.activity(worker)[0] for worker in range(self.num_workers))
             error = self.deaths.report(pid, exit_code, sample, progress)
             attempts = 0 if sample is None else self.deaths.at(sample)
-        if error is not None and sample is not None:
+        # It may have delivered that sample: then it died, or was ended, too late to lose it.
+        if error and sample and self.ledger.undecided(number, sample.position):
             self._give_up(number, sample, error, attempts)
         self.ledger.release(number)
 
@@ -67,7 +68,14 @@ class Burial:
         """Do for a sample what its worker would have done if it had raised this."""
         assert self.policy is not None
         failure = SampleFailure(
-            sample.key, sample.epoch, sample.seed, number, attempts, error, sample.transform
+            sample.key,
+            sample.epoch,
+            sample.seed,
+            number,
+            attempts,
+            error,
+            sample.transform,
+            sample.occurrence,
         )
         result, raised = self.policy.settle(failure)
         ledger, sink = self.ledger, self.make_sink(number)

@@ -185,8 +185,9 @@ class ConcurrentWorker(Worker):
         held = [None] * count if whole and bound and count == size else None
         lease = _Lease(batch, first, k, bound, epoch, seed, keys, held, count)
         bound_to = seed if self._seeds else None
-        for i, key in enumerate(keys):
-            read = Read(key, epoch, bound_to, (lease, i))
+        occurrences = self._ledger.occurrences(first + k, count) or [0] * count
+        for i, (key, occurrence) in enumerate(zip(keys, occurrences, strict=True)):
+            read = Read(key, epoch, bound_to, (lease, i), occurrence=occurrence)
             self._underway[read] = first + k + i
             self._claimed.append(read)
         self._show_oldest()  # before the user's code runs, which may end the process

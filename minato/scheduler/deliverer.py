@@ -51,47 +51,63 @@ class Deliverer:
         error: BaseException | None,
         whole: bool,
     ) -> None:
-        """Put samples in their own places and fill all of them at once."""
-        sink = self._sink
-        if error is not None:
-            # The batch is lost, as with torch, which does not run the samples after a bad one either.
-            failed = len(samples)
-            state = self._state_after_error()
-            sink.write_error(batch, position + failed, error, keys[failed], state)
-        elif self._may_lack and any(map(_is_lacking, samples)):
-            self._pieces(batch, position, k, samples, whole)
-            return
-        elif whole and self._fetcher.keeps_state:
-            sink.write_collated(batch, samples)
-            sink.write_state(batch, position, self._state)
-        elif whole and (sink.collates or sink.holds):
-            sink.write_collated(batch, samples)
-        else:
-            sink.write_run(batch, k, position, samples)
-        sink.finished(batch, self._ledger.fill_run(self._number, batch, k, len(keys)))
-
-    def _pieces(self, batch: int, position: int, k: int, samples: list[Any], whole: bool) -> None:
-        """The same for samples some of which are set aside or left out."""
+        """Put samples in their own places and fill these."""
         sink, ledger = self._sink, self._ledger
-        complete = not any(type(sample) is Partial for sample in samples)
-        collated = complete and whole and (sink.collates or sink.holds)
-        if collated:
+        if error is not None:
+            # The batch is lost, as with torch, which does not run the samples after a bad one either. The place of the
+            # error is filled before the others, which then need no data.
+            failed, state = len(samples), self._state_after_error()
+            sink.write_error(batch, position + failed, error, keys[failed], state)
+            sink.finished(batch, ledger.fill_run(self._number, batch, k + failed, 1))
+            self._fill(batch, position, k, samples)
+            rest = len(keys) - failed - 1
+            if rest:
+                sink.finished(batch, ledger.fill_run(self._number, batch, k + failed + 1, rest))
+            return
+        lacking = self._may_lack and any(map(_is_lacking, samples))
+        in_one = whole and (sink.collates or sink.holds or self._fetcher.keeps_state)
+        if in_one and lacking:
+            in_one = not any(type(sample) is Partial for sample in samples)
+        if in_one:
+            self._collated(batch, position, samples, lacking)
+        if lacking:
+            self._fill(batch, position, k, samples, written=in_one)
+            return
+        if not in_one:
+            sink.write_run(batch, k, position, samples)
+        sink.finished(batch, ledger.fill_run(self._number, batch, k, len(keys)))
+
+    def _collated(self, batch: int, position: int, samples: list[Any], lacking: bool) -> None:
+        """Write the result of a whole batch, without the samples that were left out."""
+        places: list[int] = []
+        kept = samples
+        if lacking:
+            places = [position + i for i, sample in enumerate(samples) if sample is SKIP]
             kept = [sample for sample in samples if sample is not SKIP]
-            if kept:
-                sink.write_collated(batch, kept)
-            else:
-                sink.write_nothing(batch)
+        if not kept:
+            self._sink.write_nothing(batch, places)
+        elif self._fetcher.keeps_state:
+            first = next(i for i, sample in enumerate(samples) if sample is not SKIP)
+            self._sink.write_collated(batch, kept, places, (position + first, self._state))
+        else:
+            self._sink.write_collated(batch, kept, places)
+
+    def _fill(
+        self, batch: int, position: int, k: int, samples: list[Any], written: bool = True
+    ) -> None:
+        """Fill the places of samples some of which may be set aside or left out; write them before, one or a run."""
+        sink, ledger = self._sink, self._ledger
         first = 0
         for lacking, piece in itertools.groupby(samples, _is_lacking):
             run = list(piece)
             end = first + len(run)
             if not lacking:
-                if not collated:
+                if not written:
                     sink.write_run(batch, k + first, position + first, run)
                 sink.finished(batch, ledger.fill_run(self._number, batch, k + first, len(run)))
             for i in range(first, end) if lacking else ():
                 if samples[i] is SKIP:
-                    sink.finished(batch, ledger.skip(self._number, position + i))
+                    sink.finished(*ledger.skip(self._number, position + i))
             first = end
 
     def listed(
@@ -108,8 +124,7 @@ class Deliverer:
         if error is not None:
             sink.write_error(batch, first, error, keys, self._state_after_error())
         elif self._fetcher.keeps_state:
-            sink.write_collated(batch, result)
-            sink.write_state(batch, first, self._state)
+            sink.write_collated(batch, result, (), (first, self._state))
         elif sink.collates or type(result) is not list or len(result) != count:
             sink.write_collated(batch, result)
         else:
@@ -122,9 +137,8 @@ class Deliverer:
         """Deliver a batch of a stream, or its end."""
         sink = self._sink
         if error is None:
-            sink.write_batch(batch, samples)
-            if self._fetcher.keeps_state:
-                sink.write_state(batch, place, self._state)
+            state = (place, self._state) if self._fetcher.keeps_state else None
+            sink.write_batch(batch, samples, state)
         elif isinstance(error, StreamEnd):
             sink.write_end(place)
         else:
@@ -139,8 +153,7 @@ class Deliverer:
         if type(sample) is Partial:
             return
         if sample is SKIP:
-            batch = ledger.locate(position)[0]
-            sink.finished(batch, ledger.skip(self._number, position))
+            sink.finished(*ledger.skip(self._number, position))
             return
         late = self._fast_first and cost_ns > ledger.slow_ns > 0
         place, batch, k = ledger.reserve(self._number, position, late)

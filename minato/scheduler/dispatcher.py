@@ -11,6 +11,7 @@ from typing import Any
 from minato._core.codes import ENDED, KIND_MASK, NUM_PASSES, READY, SKIP_BLOB, SKIPPED
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
+from minato._occurrences import unmarked
 from minato.scheduler.assignment import Assignment
 from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import Foresight
@@ -82,7 +83,8 @@ class Dispatcher:
         self._ahead: deque[InFlight] = deque()  # of the pass that is expected next
         self._recent: deque[InFlight] = deque()  # the last max_lag + 1 opened of this pass
         self._batches: Iterator[list[Any]] = iter(())
-        self._drawn: deque[list[Any]] = deque()
+        self._drawn: deque[list[Any]] = deque()  # keys of batches that are not open yet
+        self._owner: int | None = None  # of the next of them, once it is chosen
         self._expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None] = lambda: None
         self._progress: Progress
         self._abandoned = False
@@ -149,6 +151,7 @@ class Dispatcher:
             self.cancel(ahead)
             self._recent.clear()
             self._assignment.reset()
+            self._owner = None
             self._open_pass(epoch, seed)
         return right
 
@@ -197,7 +200,7 @@ class Dispatcher:
     # ---- batches ----------------------------------------------------------------------------
 
     def next(self) -> InFlight:
-        """Wait for the next batch in this order; ``done`` must be called when it has been read.
+        """Wait for the next batch in this order; ``done`` and then ``deliver`` must be called when it has been read.
 
         Raises:
             StopIteration: The pass is over.
@@ -267,6 +270,9 @@ class Dispatcher:
     def done(self, item: InFlight, batch_bytes: int) -> None:
         """Say that a batch has been read and its slot leased or released."""
         self._window.observe(batch_bytes)
+
+    def deliver(self, item: InFlight) -> None:
+        """Say that the program gets it, or its error, now."""
         self._leavings.deliver(item)
 
     def _sleep(self, deadline: float | None, seen: int | None = None) -> None:
@@ -308,18 +314,23 @@ class Dispatcher:
             if keys is None:
                 self._run_dry()
                 return
+            self._drawn.appendleft(keys)  # and there they are again if what follows raises
             if not self._ledger.has_room(len(keys) or 1):
                 self._check_capacity(len(keys))
-                self._drawn.appendleft(keys)
                 return
-            owner = self._assignment.choose()
-            if owner is None:
-                self._drawn.appendleft(keys)
+            if self._owner is None:
+                self._owner = self._assignment.choose()
+            if self._owner is None:
                 if self._assignment.over:
                     self._exhausted = True
                     self._run_dry()
                 return
-            (self._ahead if self._foretold else self._open).append(self._publish(keys, owner))
+            item = self._publish(keys, self._owner)
+            (self._ahead if self._foretold else self._open).append(item)
+            self._drawn.popleft()
+            self._owner = None
+            if self._foresight is not None:  # which calls functions of the user's
+                self._foresight.published(item.record, keys)
 
     def top_up(self) -> None:
         """Refill, but not for each single batch where the window leaves the choice."""
@@ -350,15 +361,22 @@ class Dispatcher:
         self._open_pass(epoch, seed)
         return next(self._batches, None)
 
-    def _publish(self, keys: list[Any], owner: int) -> InFlight:
+    def _publish(self, keys: Any, owner: int) -> InFlight:
         self._filled_up = False
-        slot = self._slots.acquire()
         count = len(keys) or 1  # an empty batch has a place too: for what is collated of nothing
-        plain = self._ledger.can_hold(keys)
+        plain, occurrences = self._ledger.can_hold(keys), None
+        if not plain:
+            keys, occurrences = unmarked(keys)
+            plain = occurrences is not None and self._ledger.can_hold(keys)
         keys_slot, offset, nbytes = None, 0, 0
         if not plain:
             keys_slot = self._slots.acquire()
-            offset, nbytes = self._keys.put(lambda size: fitting(keys_slot, size), keys)
+            try:
+                offset, nbytes = self._keys.put(lambda size: fitting(keys_slot, size), keys)
+            except BaseException:
+                self._slots.release(keys_slot)
+                raise
+        slot = self._slots.acquire()
         index, epoch, seed = self._pass
         record = self._ledger.publish(
             keys if plain else None,
@@ -372,11 +390,10 @@ class Dispatcher:
             nbytes,
             _EVERYBODY if owner else count,  # a batch with an owner must wake that very worker
             owner,
+            occurrences,
         )
         if self._start is None:
             self._start = self._ledger.describe(record)[1]
-        if self._foresight is not None:
-            self._foresight.published(record, keys)
         progress = None if self._foretold else self._progress
         item = InFlight(
             record, keys, slot, keys_slot, offset, *self._pass, owner, self._start, progress

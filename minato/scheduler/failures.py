@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import tempfile
 import time
 import traceback
 import warnings
@@ -13,8 +13,11 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from multiprocessing import reduction
+from types import NoneType
 from typing import Any, Final
 
+from minato._counters import Counters
+from minato._files import anonymous_log, open_lines
 from minato.errors import ErrorBudgetError
 
 __all__ = ["SKIP", "ErrorPolicy", "FailureCount", "FailureLog", "SampleFailure"]
@@ -24,6 +27,11 @@ _LEAST = 100
 
 
 _MOST_SKIPPED = 1 << 16
+_MOST_ANONYMOUS_BYTES = 16 << 20
+"""What records in memory may take; later ones are only counted."""
+_LONGEST_READ_BYTES = 4 << 20
+_BEGINS = b'{"index":'
+_OUTCOMES = ("skipped", "substituted", "recovered", "raised")
 
 
 class _Skip(Enum):
@@ -44,11 +52,12 @@ class SampleFailure:
     Attributes:
         index: What the dataset was asked for.
         epoch: The epoch it happened in.
-        seed: What the randomness of the sample starts from; with index and epoch it gives the same draws again.
+        seed: What the randomness of the sample starts from; with index, epoch and occurrence it gives the same draws.
         worker: Number of the worker.
         attempts: How often the sample was run.
         error: What it raised the last time.
         transform: Name of the transform that raised, None for the dataset itself.
+        occurrence: How often the index came before in the epoch; 0 unless the sampler repeats indices.
     """
 
     index: Any
@@ -58,6 +67,7 @@ class SampleFailure:
     attempts: int
     error: BaseException
     transform: str | None
+    occurrence: int = 0
 
     def record(self, outcome: str) -> dict[str, Any]:
         """All of it as plain data."""
@@ -66,6 +76,7 @@ class SampleFailure:
             "index": self.index if plain else repr(self.index),
             "epoch": self.epoch,
             "seed": self.seed,
+            "occurrence": self.occurrence,
             "worker": self.worker,
             "attempts": self.attempts,
             "outcome": outcome,
@@ -78,50 +89,116 @@ class SampleFailure:
 
 
 class FailureLog:
-    """Lines of JSON, one per failure, that all workers append to and the consumer reads.
+    """Counts failures, and keeps a line of JSON for each, which all workers append and the consumer reads.
+
+    What is counted lies in shared memory and is exact. The lines are a convenience: where one cannot be written, it is
+    missing, a warning says why, and the run goes on.
 
     Args:
-        path: The file, made if it does not exist; None for one without a name.
+        path: The file, made with mode 0600 if it does not exist; None for one in memory, without tracebacks.
 
     Raises:
-        OSError: The file cannot be opened.
+        ValueError: The file holds something else, which is untouched.
     """
 
     def __init__(self, path: str | None = None) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-        if path is not None:
-            self._adopt(os.open(path, flags, 0o666))
-        else:
-            descriptor, name = tempfile.mkstemp(prefix="minato")
-            os.close(descriptor)
-            self._adopt(os.open(name, flags))
-            os.unlink(name)
+        try:
+            descriptor = anonymous_log() if path is None else _opened(path)
+        except OSError as error:  # at the loader's construction, it could be opened
+            if path is None:
+                raise
+            warnings.warn(
+                f"quarantine={path!r} cannot be opened any more: {error.strerror}; failures are only counted",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            path, descriptor = None, anonymous_log()
+        self._adopt(descriptor)
+        self._path = path
         self._read = os.fstat(self._descriptor).st_size
+        self._counters = Counters(*_OUTCOMES, "unrecorded", "retries")
+
+    @staticmethod
+    def check(path: str) -> None:
+        """Make the file if it does not exist.
+
+        Raises:
+            ValueError: It holds something else, which is untouched.
+            OSError: It cannot be opened; the message names it.
+        """
+        os.close(_opened(path))
 
     def _adopt(self, descriptor: int) -> None:
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add a line, by one call of the system, so that lines of several workers do not mix."""
-        os.write(self._descriptor, json.dumps(record).encode() + b"\n")
+        """Count a failure and add its line, by one call of the system, so that lines of several workers do not mix."""
+        try:
+            self._write(record)
+        except OSError as error:
+            if not self.counts()["unrecorded"]:
+                warnings.warn(
+                    f"a failed sample could not be recorded in quarantine={self._path!r}: {error.strerror}; samples "
+                    "are delivered and failures counted as before, and their records are missing there",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            self._counters.add(unrecorded=1)
+        retries = max(record["attempts"] - 1, 0)
+        self._counters.add(**{record["outcome"]: 1, "retries": retries})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        size = os.fstat(self._descriptor).st_size
+        if self._path is None:
+            if size > _MOST_ANONYMOUS_BYTES:
+                return
+            record = {name: value for name, value in record.items() if name != "traceback"}
+        line = json.dumps(record).encode() + b"\n"
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line  # of the last line, a full disk took only a part
+        if os.write(self._descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def counts(self) -> dict[str, int]:
+        """Failures by outcome, those without a line (``unrecorded``), and how often samples were tried again."""
+        return self._counters.by_name()
 
     def read_new(self) -> list[dict[str, Any]]:
-        """What was appended since the last call."""
+        """The records that were appended since the last call, as far as they are whole."""
         size = os.fstat(self._descriptor).st_size
         if size <= self._read:
             return []
-        data = os.pread(self._descriptor, size - self._read, self._read)
+        data = os.pread(self._descriptor, min(size - self._read, _LONGEST_READ_BYTES), self._read)
         whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        # No record is that long: something else was appended, and is skipped.
+        self._read += len(whole) or (len(data) if len(data) == _LONGEST_READ_BYTES else 0)
+        return [record for line in whole.splitlines() if (record := _record(line)) is not None]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"descriptor": reduction.DupFd(self._descriptor), "read": self._read}
+        return {**self.__dict__, "_descriptor": reduction.DupFd(self._descriptor)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._adopt(state["descriptor"].detach())
-        self._read = state["read"]
+        self.__dict__.update(state)
+        self._adopt(state["_descriptor"].detach())
+
+
+def _opened(path: str) -> int:
+    return open_lines(path, _BEGINS, "a record of failures (quarantine=)")
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What a line says, None if it is torn or of something else."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(
+        record.get("index", {}), (int, str, NoneType)
+    ):
+        return None
+    texts = (record.get(name) for name in ("outcome", "exception", "message"))
+    return record if all(isinstance(text, str) for text in texts) else None
 
 
 @dataclass(frozen=True)
@@ -183,7 +260,8 @@ class FailureCount:
         self._budget = budget
         self._place = place
         self.totals: Counter[str] = Counter()
-        """Failures by what became of them: ``skipped``, ``substituted``, ``recovered``, ``raised``."""
+        """Failures by what became of them: ``skipped``, ``substituted``, ``recovered``, ``raised``; those of which the
+        log has no record: ``unrecorded``."""
         self.retries = 0
         """How often samples were tried again."""
         self.skipped: set[Any] = set()
@@ -211,8 +289,7 @@ class FailureCount:
             ErrorBudgetError: More of this epoch's samples failed than ``error_budget`` allows.
         """
         self.look()
-        last = self._last
-        if self._budget is None or last is None or self._exceeded:
+        if self._budget is None or self._exceeded:
             return
         failed = self._of_epoch("skipped") + self._of_epoch("substituted")
         budget = self._budget
@@ -220,9 +297,17 @@ class FailureCount:
             budget *= max(self.finished, _LEAST) if self._size is None else self._size
         if failed > budget:
             self._exceeded = True
+            last = self._last
+            named = (
+                ""
+                if last is None
+                else (
+                    f"; the last is the one with index {last['index']!r}: {last['exception']}: {last['message']}"
+                )
+            )
             raise ErrorBudgetError(
-                f"{failed} samples of this epoch failed, more than error_budget={self._budget} allows; the last is the "
-                f"one with index {last['index']!r}: {last['exception']}: {last['message']}{self._where()}"
+                f"{failed} samples of this epoch failed, more than error_budget={self._budget} allows{named}"
+                f"{self._where()}"
             )
 
     def end(self) -> None:
@@ -243,9 +328,10 @@ class FailureCount:
 
     def look(self) -> None:
         """Bring the account up to date."""
+        counts = self._log.counts()
+        self.retries = counts.pop("retries")
+        self.totals = Counter(counts)
         new = self._log.read_new()
-        self.totals.update(record["outcome"] for record in new)
-        self.retries += sum(max(record["attempts"] - 1, 0) for record in new)
         self._last = new[-1] if new else self._last
         if len(self.skipped) < _MOST_SKIPPED:
             self.skipped.update(each["index"] for each in new if each["outcome"] == "skipped")

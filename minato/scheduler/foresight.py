@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from minato._core.ledger import Ledger
+from minato._postponed import not_the_end
 
 __all__ = ["CostModel", "Foresight", "Record"]
 
@@ -89,7 +90,8 @@ class Foresight:
         model: Foretells costs and learns from what came.
         record: How good that was so far.
         num_workers: How many run samples side by side.
-        plans_of: ``(seed, epoch, key)`` -> what the transforms of a sample will decide; None: they do not plan.
+        plans_of: ``(seed, epoch, key, occurrence)`` -> what the transforms of a sample will decide; None: they do not
+            plan.
         size_of: ``key`` -> a number that may say something about the cost of a sample; None: there is none.
     """
 
@@ -99,11 +101,11 @@ class Foresight:
         model: CostModel,
         record: Record,
         num_workers: int,
-        plans_of: Callable[[int, int, Any], Sequence[Any]] | None = None,
+        plans_of: Callable[[int, int, Any, int], Sequence[Any]] | None = None,
         size_of: Callable[[Any], float] | None = None,
     ) -> None:
         self._ledger = ledger
-        self._plans_of = plans_of or (lambda seed, epoch, key: ())
+        self._plans_of = plans_of or _no_plans
         self._size_of: Callable[[Any], float | None] = size_of or _no_size
         plain = plans_of is None and size_of is None
         self._worth_ns = _WORTH_LEARNING_NS if plain else _WORTH_PLANNING_NS
@@ -134,8 +136,12 @@ class Foresight:
             return
         model, plans_of, size_of = self._model, self._plans_of, self._size_of
         _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
-        for _, key, cost_ns, _ in self._ledger.samples(batch):
-            plans, size = plans_of(seed, epoch, key), size_of(key)
+        for position, key, cost_ns, _ in self._ledger.samples(batch):
+            (occurrence,) = self._ledger.occurrences(position, 1) or (0,)
+            try:
+                plans, size = plans_of(seed, epoch, key, occurrence), size_of(key)
+            except StopIteration as stop:
+                raise not_the_end("the dataset's size_of()", stop) from stop
             expected_ns = model.predict(key, size, plans)
             if expected_ns is not None:
                 self._record.note(expected_ns, cost_ns, threshold_ns)
@@ -152,13 +158,21 @@ class Foresight:
         threshold_ns = self._threshold_ns
         if threshold_ns == 0 or self._record.is_bad or pickled:
             return
-        for position, key in enumerate(keys, first):
-            plans = self._plans_of(seed, epoch, key)
-            cost_ns = self._model.predict(key, self._size_of(key), plans)
+        occurrences = self._ledger.occurrences(first, len(keys)) or [0] * len(keys)
+        for position, (key, occurrence) in enumerate(zip(keys, occurrences, strict=True), first):
+            try:
+                plans, size = self._plans_of(seed, epoch, key, occurrence), self._size_of(key)
+            except StopIteration as stop:
+                raise not_the_end("the dataset's size_of()", stop) from stop
+            cost_ns = self._model.predict(key, size, plans)
             if cost_ns is not None and cost_ns > threshold_ns:
                 others = (cost_ns - self.mean_ns) / self.mean_ns
                 ahead = min(math.ceil(others * self._num_workers), position - self._pass_first)
                 self._ledger.start_early(position, ahead)
+
+
+def _no_plans(seed: int, epoch: int, key: Any, occurrence: int) -> Sequence[Any]:
+    return ()
 
 
 def _no_size(key: Any) -> None:

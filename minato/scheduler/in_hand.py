@@ -19,6 +19,7 @@ class InHand:
         position: In the ledger.
         transform: Name of the one that runs; None: the dataset itself.
         started_ns: When the worker began with it, or went on with it, on ``clock.now_ns``.
+        occurrence: How often its key came before in the epoch.
     """
 
     position: int
@@ -27,6 +28,7 @@ class InHand:
     seed: int
     transform: str | None
     started_ns: int
+    occurrence: int = 0
 
 
 def sample_in_hand(
@@ -50,4 +52,5 @@ def sample_in_hand(
         return None  # it had finished its last sample, whose batch is gone
     key = read_keys(batch, k, 1)[0]
     name = names[step] if 0 <= step < len(names) else None
-    return InHand(position, key, epoch, seed, name, started_ns)
+    (occurrence,) = ledger.occurrences(position, 1) or (0,)
+    return InHand(position, key, epoch, seed, name, started_ns, occurrence)

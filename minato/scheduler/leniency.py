@@ -43,17 +43,21 @@ class Leniency:
         if not isinstance(error, Exception):
             return None, error
         policy, runner = self._policy, self._runner
-        failure = self._failure(epoch, key, error, 1)
+        occurrence = runner.occurrence(position)
+        failure = self._failure(epoch, key, error, 1, occurrence)
         for attempt in range(1, policy.retries + 1):
             samples, again = runner.run(position, epoch, [key], self._fetcher.single)
             if again is None:
                 policy.recovered(failure)
                 return samples[0], None
-            failure = self._failure(epoch, key, again, attempt + 1)
+            failure = self._failure(epoch, key, again, attempt + 1, occurrence)
         return policy.settle(failure)
 
-    def _failure(self, epoch: int, key: Any, error: BaseException, attempts: int) -> SampleFailure:
+    def _failure(
+        self, epoch: int, key: Any, error: BaseException, attempts: int, occurrence: int
+    ) -> SampleFailure:
         step = self._chain.failed_step(error)
         if step is None and self._lease[2] >= 0:
             step = self._chain.names[self._lease[2]]
-        return SampleFailure(key, epoch, self._runner.seed, self._worker, attempts, error, step)
+        seed, worker = self._runner.seed, self._worker
+        return SampleFailure(key, epoch, seed, worker, attempts, error, step, occurrence)

@@ -27,7 +27,7 @@ class ThreadPool:
         make_worker: Called in each thread with its number and a function that tells whether the consumer lives; may
             sleep until the worker is wanted, and returns None if it never is.
         stop: Tells the workers to leave.
-        may_leave: Whether they may leave by themselves.
+        may_leave: Whether worker number i may have left by itself.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ThreadPool:
         make_worker: Callable[[int, Callable[[], bool]], Worker | None],
         ready: Gate,
         stop: Callable[[], None],
-        may_leave: Callable[[], bool],
+        may_leave: Callable[[int], bool],
     ) -> None:
         self._may_leave = may_leave
         self._make_worker = make_worker
@@ -84,8 +84,8 @@ class ThreadPool:
 
     def check(self) -> None:
         """Raise if a thread is gone."""
-        gone = [self.threads[number].name for number in self._gone()]
-        if gone and not self._may_leave():
+        gone = [self.threads[n].name for n in self._gone() if not self._may_leave(n)]
+        if gone:
             raise RuntimeError(f"DataLoader worker thread(s) {', '.join(gone)} ended unexpectedly")
 
     def _gone(self) -> list[int]:

@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import os
 import signal
-import tempfile
 import time
 import weakref
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
+from minato._files import anonymous_log
 from minato.errors import SampleTimeoutError
 
 __all__ = ["Overdue", "StackFile"]
@@ -37,10 +37,7 @@ class StackFile:
     _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGTERM) - 1
 
     def __init__(self) -> None:
-        descriptor, name = tempfile.mkstemp(prefix="minato")
-        os.close(descriptor)
-        self._adopt(os.open(name, os.O_RDWR | os.O_APPEND))
-        os.unlink(name)
+        self._adopt(anonymous_log())
 
     def _adopt(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 
 from minato._core.ledger import Ledger
-from minato.scheduler.handover import Handover
 from minato.scheduler.stepper import Partial
 
 __all__ = ["MOST_PARKED", "Parking"]
@@ -24,8 +23,7 @@ class Parking:
 
     What a worker has set aside must not wait until nothing else is left: then the others would idle while this one
     works on what is its own. It goes on with them when no more samples are left to claim than all workers claim while
-    one completes these, if they cost the same. From then on it also offers one of them, the newest, to whoever has
-    nothing to do, while it works on another sample.
+    one completes these, if they cost the same.
 
     Args:
         left: What the stepper has left and nobody has put here yet.
@@ -34,7 +32,6 @@ class Parking:
         most: How many.
         most_bytes: How many bytes they may hold together.
         workers: Tells how many share what is left to claim.
-        handover: Takes samples to other workers; None: they stay.
     """
 
     def __init__(
@@ -46,7 +43,6 @@ class Parking:
         most: int = MOST_PARKED,
         most_bytes: int = 1 << 62,
         workers: Callable[[], int] = lambda: 1,
-        handover: Handover | None = None,
     ) -> None:
         self._ledger = ledger
         self._left = left
@@ -55,7 +51,6 @@ class Parking:
         self._most = most
         self._most_bytes = most_bytes
         self._workers = workers
-        self._handover = handover
         self.num_put = 0
         """How many were ever set aside here."""
         self._parked: deque[Partial] = deque()
@@ -68,7 +63,6 @@ class Parking:
 
         One that began before its turn is not: that was to have it done by then.
         """
-        self._share()
         ledger = self._ledger
         return (
             (held := len(self._parked) + len(self._left)) < self._most
@@ -88,7 +82,6 @@ class Parking:
 
     def due(self) -> bool:
         """Whether one of them goes before samples that nobody has begun."""
-        self._forget_taken()
         ledger = self._ledger
         return bool(self._parked) and (
             ledger.draining
@@ -98,42 +91,12 @@ class Parking:
         )
 
     def take(self) -> Partial | None:
-        """The oldest of them, an overdue one first; None if there is none. Others may now have one of the rest."""
-        self._forget_taken()
-        handover = self._handover
-        while self._parked:
-            partial = self._first()
-            self._parked.remove(partial)
-            if handover is None or partial is not handover.offered or handover.withdraw():
-                self._share()
-                return partial
-        return None
-
-    def accept(self) -> Partial | None:
-        """What another worker has set aside and offers; None if there is no such sample."""
-        return None if self._handover is None else self._handover.accept()
-
-    def _first(self) -> Partial:
+        """The oldest of them, an overdue one first; None if there is none."""
         overdue = (each for each in self._parked if self._is_overdue(each.position))
-        return next(overdue, self._parked[0])
-
-    def _share(self) -> None:
-        """Offer one of them to the others, if these will soon have nothing to do, or leave."""
-        handover = self._handover
-        if handover is None or not self._parked:
-            return
-        self._forget_taken()
-        in_hand_too = len(self._parked) + 1
-        if handover.offered is None and (
-            self._ledger.draining or not self._others_have_work(in_hand_too)
-        ):
-            movable = (each for each in reversed(self._parked) if not each.stays)
-            if (newest := next(movable, None)) is not None:
-                handover.offer(newest)
-
-    def _forget_taken(self) -> None:
-        if self._handover is not None and (partial := self._handover.taken()) is not None:
+        partial = next(overdue, self._parked[0] if self._parked else None)
+        if partial is not None:
             self._parked.remove(partial)
+        return partial
 
     def _others_have_work(self, held: int) -> bool:
         """Whether enough is left to claim to let so many samples wait."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-__all__ = ["KeyStore", "Pool", "Progress", "Rooms", "Sink", "Slots"]
+__all__ = ["KeyStore", "Pool", "Progress", "Sink", "Slots"]
 
 
 class Pool(Protocol):
@@ -36,16 +36,6 @@ class KeyStore(Protocol):
 
     def drop(self, offset: int) -> None:
         """Forget them."""
-
-
-class Rooms(Protocol):
-    """Where each worker has room for one object that another one shall get (the assembler's)."""
-
-    def put(self, number: int, value: Any) -> int:
-        """Copy an object to the room of worker ``number``; returns its size. Raises if it would not arrive as it is."""
-
-    def get(self, number: int, nbytes: int) -> Any:
-        """What lies there; it is no longer needed."""
 
 
 class Progress(Protocol):
@@ -80,7 +70,9 @@ class Sink(Protocol):
     def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
         """Put samples at consecutive places, the first of which is number k of the batch."""
 
-    def write_batch(self, batch: int, samples: list[Any]) -> None:
+    def write_batch(
+        self, batch: int, samples: list[Any], state: tuple[int, Callable[[], Any]] | None = None
+    ) -> None:
         """Build a whole batch, of however many samples, that has one place."""
 
     def write_error(
@@ -88,16 +80,19 @@ class Sink(Protocol):
     ) -> None:
         """The same for a sample that raised."""
 
-    def write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
-        """Add the state of the worker's dataset, after a batch of which nothing lies at this place."""
-
     def write_end(self, place: int) -> None:
         """Say that there is nothing more to come."""
 
-    def write_collated(self, batch: int, samples: list[Any]) -> None:
-        """Collate all samples of a batch, or those of them that are not skipped."""
+    def write_collated(
+        self,
+        batch: int,
+        samples: list[Any],
+        skipped: Sequence[int] = (),
+        state: tuple[int, Callable[[], Any]] | None = None,
+    ) -> None:
+        """Collate all samples of a batch, or those of them that are not skipped, with the dataset's state after it."""
 
-    def write_nothing(self, batch: int) -> None:
+    def write_nothing(self, batch: int, skipped: Sequence[int]) -> None:
         """Say that all samples of a batch are skipped."""
 
     def finished(self, batch: int, outcome: int) -> None:

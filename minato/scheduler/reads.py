@@ -27,6 +27,7 @@ class Read:
         seed: What the sample's randomness starts from, or None if it is not bound to the sample.
         tag: What the caller wants to find again.
         again_for: The read that this is a second request for.
+        occurrence: How often the key came before in the epoch.
     """
 
     __slots__ = (
@@ -37,6 +38,7 @@ class Read:
         "epoch",
         "error",
         "key",
+        "occurrence",
         "seed",
         "started_ns",
         "step",
@@ -51,8 +53,10 @@ class Read:
         seed: int | None,
         tag: Any,
         again_for: Read | None = None,
+        occurrence: int = 0,
     ) -> None:
         self.key = key
+        self.occurrence = occurrence
         self.epoch = epoch
         self.seed = seed
         self.tag = tag
@@ -72,7 +76,7 @@ class Read:
     def again(self) -> Read:
         """A second request for the sample."""
         self.attempts += 1
-        return Read(self.key, self.epoch, self.seed, self.tag, self)
+        return Read(self.key, self.epoch, self.seed, self.tag, self, self.occurrence)
 
     def bound(self) -> SampleRandomness | None:
         """Bind what ``minato.numpy_rng`` and its siblings give in this thread to the sample."""
@@ -80,7 +84,7 @@ class Read:
             return None
         # The global generators belong to the whole process and so to no single one of its reads.
         randomness = SampleRandomness(self.seed, bind_globals=False)
-        randomness.bind(self.epoch, self.key)
+        randomness.bind(self.epoch, self.key, self.occurrence)
         return randomness
 
 

@@ -90,11 +90,12 @@ class SampleServer:
         """Process id, and name of the machine."""
         return os.getpid(), platform.node()
 
-    def sample(self, key: Any, epoch: int, seed: int | None) -> Answer:
+    def sample(self, key: Any, epoch: int, seed: int | None, occurrence: int) -> Answer:
         """Run a sample.
 
         Args:
             seed: What its randomness starts from; None: it is not bound to the sample.
+            occurrence: How often the key came before in the epoch.
         """
         self._cursor[0] = -1
         size_bytes = 0
@@ -102,7 +103,7 @@ class SampleServer:
         try:
             if self._failure is not None:
                 raise self._failure
-            self._bind(seed, epoch, key)
+            self._bind(seed, epoch, key, occurrence)
             value = self._dataset[key]
             laps_ns = [now_ns() - begun_ns]
             size_bytes = nbytes_of(value)
@@ -115,12 +116,12 @@ class SampleServer:
         cpu_ns = thread_time_ns() - cpu_ns
         return Answer(failed, *parts, laps_ns, cpu_ns, size_bytes, self._cursor[0])
 
-    def _bind(self, seed: int | None, epoch: int, key: Any) -> None:
+    def _bind(self, seed: int | None, epoch: int, key: Any, occurrence: int) -> None:
         if seed is None:
             return
         if self._randomness is None or self._randomness.base_seed != seed:
             self._randomness = SampleRandomness(seed)
-        self._randomness.bind(epoch, key)
+        self._randomness.bind(epoch, key, occurrence)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 
 from minato._core.run import run_samples
 from minato.chain.chain import Chain
-from minato.chain.rng import SampleRandomness
+from minato.chain.rng import SampleRandomness, key_word
 from minato.scheduler.stepper import Partial, Stepper
 from minato.stats.profile import Meters
 from minato.stats.slowest import UNKNOWN
@@ -37,6 +37,7 @@ _RISE, _FALL = 0.2, 0.7
 
 Fetch = Callable[[Any], Any]
 Bind = Callable[[int, Any], None]
+Occurrences = Callable[[int, int], list[int] | None]
 
 
 @dataclass
@@ -67,6 +68,8 @@ class Runner:
         catches: What a sample may raise without ending the worker.
         watches_slowest: Keep the samples that take longest.
         habits: Those of an earlier worker on the same samples.
+        occurrences: How often the key of each of ``count`` samples from a position on came before in the epoch; None:
+            none did.
     """
 
     def __init__(
@@ -80,8 +83,10 @@ class Runner:
         catches: type[BaseException],
         watches_slowest: bool = True,
         habits: Habits | None = None,
+        occurrences: Occurrences = lambda position, count: None,
     ) -> None:
         self._watches_slowest = watches_slowest
+        self._occurrences = occurrences
         self._lease = lease
         self._make_randomness = make_randomness
         self._randomness: SampleRandomness | None = None
@@ -163,13 +168,20 @@ class Runner:
         return self.run(position, epoch, keys, fetch, self._runs % every == 0)
 
     def run(
-        self, position: int, epoch: int, keys: list[Any], fetch: Fetch, probes: bool = False
+        self,
+        position: int,
+        epoch: int,
+        keys: list[Any],
+        fetch: Fetch,
+        probes: bool = False,
+        batch_size: int = 0,
     ) -> tuple[list[Any], BaseException | None]:
         """Run samples until one raises; returns them and what it raised.
 
         Args:
             fetch: Gets a sample.
             probes: Measure the stages of the last one.
+            batch_size: The only key is the list of so many keys of a batch; 0: each key is a sample's own.
         """
         self._forget()
         if len(keys) > len(self.durations):
@@ -177,6 +189,9 @@ class Runner:
         if self._failure is not None:
             return [], self._failure
         randomness, habits = self._randomness, self.habits
+
+        def binder() -> Bind:
+            return self._binder(position, len(keys), batch_size)
 
         def run(bind: Bind | None, bound: bool = True) -> tuple[list[Any], BaseException | None]:
             return self._run(position, epoch, keys, fetch, probes, bind, bound)
@@ -193,10 +208,10 @@ class Runner:
                 randomness.rewind()
                 self._forget()
                 with self._guard(randomness):
-                    samples, error = run(randomness.bind)
+                    samples, error = run(binder())
         elif habits.draws is None and len(keys) == 1:
             with self._guard(randomness):
-                randomness.bind(epoch, keys[0])
+                binder()(epoch, keys[0])
                 randomness.mark(unbind=False)
                 samples, error = run(None)
                 habits.watched += 1
@@ -206,9 +221,26 @@ class Runner:
                     habits.draws = not randomness.watches
         else:
             with self._guard(randomness):
-                samples, error = run(randomness.bind)
+                samples, error = run(binder())
         self._record(samples, keys, epoch)
         return samples, error
+
+    def occurrence(self, position: int) -> int:
+        """How often the key of the sample at a position came before in the epoch."""
+        found = self._occurrences(position, 1)
+        return 0 if found is None else found[0]
+
+    def _binder(self, position: int, count: int, batch_size: int = 0) -> Bind:
+        """Return what binds the randomness to each of ``count`` samples in turn, each once."""
+        randomness = self._randomness
+        assert randomness is not None
+        found = self._occurrences(position, batch_size or count)
+        if found is None:
+            return randomness.bind
+        if batch_size:
+            found = [key_word(tuple(found))]
+        following = iter(found)
+        return lambda epoch, key: randomness.bind(epoch, key, next(following))
 
     def _are_cheap(self, count: int) -> bool:
         return self.longest_ns < _WORTH_BINDING_NS and count >= _WORTH_WATCHING
@@ -221,7 +253,7 @@ class Runner:
         def rebind(epoch: int, partial: Partial) -> None:
             assert randomness is not None
             if partial.randomness is None:
-                randomness.bind(epoch, partial.key)
+                randomness.bind(epoch, partial.key, self.occurrence(partial.position))
             else:
                 randomness.restore(partial.randomness)
 

@@ -32,7 +32,6 @@ class Partial:
         cpu_ns: Processor time spent on it so far; None: not measured.
         dearest: Of the stages so far the one that took longest, and its time; unused if not measured.
         left_ns: When it was left.
-        stays: Whether no other worker shall go on with it.
     """
 
     position: int
@@ -45,7 +44,6 @@ class Partial:
     cpu_ns: int | None
     dearest: tuple[int, int] = (-1, 0)
     left_ns: int = 0
-    stays: bool = False
 
 
 class Stepper:

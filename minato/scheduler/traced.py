@@ -79,7 +79,13 @@ class TracedRunner(Runner):
         return self.run(position, epoch, keys, self._stepper.measured)
 
     def run(
-        self, position: int, epoch: int, keys: list[Any], fetch: Fetch, probes: bool = False
+        self,
+        position: int,
+        epoch: int,
+        keys: list[Any],
+        fetch: Fetch,
+        probes: bool = False,
+        batch_size: int = 0,
     ) -> tuple[list[Any], BaseException | None]:
         """As ever."""
         lane, lease = self._lane, self._lease
@@ -90,7 +96,7 @@ class TracedRunner(Runner):
                 return _told_as_one(lane, fetch, key)
             return _told(lane, lease, fetch, key, key, self.name)
 
-        return super().run(position, epoch, keys, told)
+        return super().run(position, epoch, keys, told, batch_size=batch_size)
 
     def resume(self, partial: Partial, epoch: int) -> tuple[list[Any], BaseException | None]:
         """As ever."""

@@ -140,9 +140,7 @@ class Worker:
             return True
         lease = self._ledger.claim(self._number, self._longest_run())
         if lease is None:
-            return parking is not None and (
-                self._resume(parking.take()) or self._resume(parking.accept())
-            )
+            return parking is not None and self._resume(parking.take())
         batch, k, count = lease
         if count == 0:
             self._sink.collate(batch)
@@ -295,8 +293,8 @@ class Worker:
         keys: Sequence[Any],
     ) -> None:
         """Run a whole batch by one call of the dataset, or an empty one; the dataset may return what it likes."""
-        results, error = self._runner.run(first, epoch, [keys], fetch)
-        if error is not None and self._leniency is not None:
+        results, error = self._runner.run(first, epoch, [keys], fetch, batch_size=count)
+        if error is not None and self._leniency is not None and keys:
             alone = list(keys)
             samples, error = self._run_lenient(fetcher, first, epoch, alone)
             self._deliver.bound(batch, first, 0, alone, samples, error, True)

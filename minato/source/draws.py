@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import reprlib
 from collections.abc import Iterator
 from types import GeneratorType
 from typing import Any
@@ -129,9 +130,37 @@ class Draw:
         self._load_generators("before_iter")
         iterator = iter(self._sampler)
         if self._state["iterator"] is not None:
+            if not is_stateful(iterator):
+                raise _damaged("iterator", self._state["iterator"])
             iterator.load_state_dict(copy.deepcopy(self._state["iterator"]))
         self._load_generators("before_first")
         return iterator
+
+    def check(self, plain: dict[str, Any]) -> None:
+        """Check that a state can be taken up by these generators and samplers.
+
+        Raises:
+            ValueError: It is damaged; the message names the part.
+        """
+        epoch, samplers = plain.get("epoch"), plain.get("samplers")
+        if not (epoch is None or isinstance(epoch, int)):
+            raise _damaged("epoch", epoch)
+        if not isinstance(samplers, list) or len(samplers) != len(self._stateful):
+            raise _damaged("samplers", samplers)
+        for name in ("before_iter", "before_first"):
+            states = plain.get(name)
+            if states is None:
+                continue
+            if not isinstance(states, list) or len(states) != 1 + len(self._generators):
+                raise _damaged(name, states)
+            for generator, state in zip(
+                (torch.default_generator, *self._generators), states, strict=True
+            ):
+                try:
+                    if state is not None:
+                        torch.Generator(generator.device).set_state(_bytes_of(state))
+                except (ValueError, TypeError, RuntimeError):
+                    raise _damaged(name, state) from None
 
     def settle(self, state: dict[str, Any]) -> None:
         """Bring generators and samplers to a state that ``between`` gave."""
@@ -192,10 +221,13 @@ def _loaded(plain: dict[str, Any]) -> dict[str, Any]:
     state = dict(plain)
     for name, value in plain.items():
         if name.startswith("before") and value is not None:
-            state[name] = [
-                None
-                if one is None
-                else torch.frombuffer(bytearray(base64.b64decode(one)), dtype=torch.uint8)
-                for one in value
-            ]
-    return state
+            state[name] = [None if one is None else _bytes_of(one) for one in value]
+    return {"before_iter": None, "before_first": None, "iterator": None, **state}
+
+
+def _bytes_of(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _damaged(name: str, value: Any) -> ValueError:
+    return ValueError(f"the state is damaged: {name!r} of its 'draw' is {reprlib.repr(value)}")

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sized
+import itertools
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
+from minato._core.arrivals import Occurrences
 from minato._core.seeding import mix
+from minato._occurrences import Recurring
 from minato.source.cost_batches import CostBatchSampler
 from minato.source.ranks import InTurn, RankSampler
 
-__all__ = ["SEEDED", "SeededSampler", "batches_of", "largest_batch", "next_sampler", "sizes_of"]
+__all__ = [
+    "SEEDED",
+    "SeededSampler",
+    "batches_of",
+    "counted",
+    "largest_batch",
+    "next_sampler",
+    "sizes_of",
+]
+
+_MOST_COUNTED = 1 << 28
+"""Of a dataset's indices, so many are counted in an array."""
 
 
 class SeededSampler(RandomSampler):
@@ -59,6 +73,38 @@ def batches_of(index_sampler: Any, batched: bool, whole: bool = False) -> Iterat
     if not batched:
         return map(_alone, index_sampler)
     return map(_as_given if whole else list, index_sampler)
+
+
+def counted(
+    batches: Iterator[Any], index_sampler: Any, length: int | None, number_of: Callable[[Any], int]
+) -> Iterator[Any]:
+    """The batches of an epoch from its beginning, with each index marked that came before in it.
+
+    Args:
+        length: Of the dataset; None if it has none.
+        number_of: An integer that stands for a key that is neither an integer nor a string.
+    """
+    if not _may_repeat(index_sampler):
+        return batches
+    # Ranks count each for itself, as they do without a shared pool.
+    ranks = len(index_sampler.ranks) if type(index_sampler) is InTurn else 1
+    size = min(length or 0, _MOST_COUNTED)
+    counts = itertools.cycle([Occurrences(size, number_of) for _ in range(ranks)])
+
+    def count(keys: Any) -> Any:
+        found = next(counts).count(keys)
+        return keys if found is None else Recurring(keys, found)
+
+    return map(count, batches)
+
+
+def _may_repeat(sampler: Any) -> bool:
+    """Whether a sampler may give an index more than once in an epoch."""
+    if type(sampler) in (BatchSampler, InTurn):
+        return _may_repeat(sampler.sampler)
+    if type(sampler) is RandomSampler:
+        return sampler.replacement or sampler.num_samples > len(sampler.data_source)
+    return type(sampler) not in (SequentialSampler, DistributedSampler, *SEEDED)
 
 
 def _alone(key: Any) -> list[Any]:

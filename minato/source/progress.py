@@ -12,6 +12,7 @@ from operator import index as as_integer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minato._core.arrivals import Arrivals, sum_of_hashes
+from minato._occurrences import Again, keys_of
 from minato.errors import CoverageError
 from minato.source.replay import OrderRecord
 from minato.stats.lateness import Lateness
@@ -163,7 +164,7 @@ class Progress:
         """Note the next batch that the sampler gives; returns it."""
         if self.record is not None:
             self.record.asked(keys)
-        self._arrivals.ask(keys)
+        self._arrivals.ask(keys_of(keys))
         self.lateness.asked(len(keys) or 1)
         return keys
 
@@ -355,6 +356,8 @@ def _cut_anew(
 
 def number_of(key: Any) -> int:
     """An integer that stands for a key that is none: equal ones for equal keys, in any process."""
+    if type(key) is Again:
+        key = key.key
     try:
         return as_integer(key)  # numpy's, and tensors of one integer
     except TypeError:

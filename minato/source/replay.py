@@ -1,8 +1,9 @@
 """The order of batches in a file, to be repeated: JSON lines, one per batch.
 
 An epoch begins with ``{"minato_order": 1, "epoch": e, "seed": s, "first_batch": b}``. Then each delivered batch is a
-list of its keys in the order of their places, and ``{"end": n}`` says that there were n batches. A run that goes on
-after an interruption appends: what it says of an epoch from batch b on takes the place of what was there.
+list of its keys in the order of their places, where ``[key, n]`` is a key that came n times before in the epoch, and
+``{"end": n}`` says that there were n batches. A run that goes on after an interruption appends: what it says of an
+epoch from batch b on takes the place of what was there.
 """
 
 from __future__ import annotations
@@ -14,29 +15,36 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import index as as_integer
-from typing import Any
+from typing import Any, BinaryIO
+
+from minato._files import cut_torn_line, open_lines, open_regular, write_all
+from minato._occurrences import Again
 
 __all__ = ["OrderRecord", "RecordedOrder"]
 
 _VERSION = 1
+_INT64 = 1 << 63
+_BEGINS = b'{"minato_order":'
 
 
 class OrderRecord:
     """Writes down one pass while it runs; each batch is in the file before the consumer has it.
 
     Args:
-        path: Appended to; a last line that is not complete is cut off.
+        path: Appended to; a last line that is not complete is cut off. Made with mode 0600 if it does not exist.
         first_batch: How many batches of the pass were delivered before.
 
     Raises:
+        ValueError: The file holds something else, which is untouched.
         OSError: The file cannot be written.
     """
 
     def __init__(self, path: str, epoch: int, seed: int, first_batch: int) -> None:
-        self._file = open(path, "ab+")  # noqa: SIM115 - open for as long as the pass
-        self._close = weakref.finalize(self, self._file.close)
-        _cut_last_line(self._file)
-        self._waiting: dict[int, int | str] = {}
+        self._path = path
+        self._descriptor = open_lines(path, _BEGINS, "a recorded order (record_order=)")
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        cut_torn_line(self._descriptor)
+        self._waiting: dict[int, int | str | list[Any]] = {}
         self._asked = 0
         self._batches = first_batch
         self._write(
@@ -66,11 +74,13 @@ class OrderRecord:
         self._close()
 
     def _write(self, line: Any) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
+        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        write_all(self._descriptor, data, self._path)
 
 
-def _plain(key: Any) -> int | str:
+def _plain(key: Any) -> int | str | list[Any]:
+    if type(key) is Again:
+        return [_plain(key.key), key.occurrence]
     if isinstance(key, str):
         return key
     try:
@@ -82,21 +92,22 @@ def _plain(key: Any) -> int | str:
         ) from None
 
 
-def _cut_last_line(file: Any) -> None:
-    """Remove what a killed process has left of a line."""
-    size = file.seek(0, os.SEEK_END)
-    end = size
-    while end > 0:
-        step = min(end, 4096)
-        file.seek(end - step)
-        newline = file.read(step).rfind(b"\n")
-        if newline >= 0:
-            end = end - step + newline + 1
-            break
-        end -= step
-    if end < size:
-        file.truncate(end)
-    file.seek(0, os.SEEK_END)
+def _is_key(key: Any) -> bool:
+    if type(key) is list:
+        return len(key) == 2 and type(key[0]) in (int, str) and type(key[1]) is int and key[1] > 0
+    return type(key) in (int, str)
+
+
+def _line(raw: bytes) -> Any:
+    """What a line holds, None if it is not whole."""
+    try:
+        return json.loads(raw) if raw.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_batch(line: Any) -> bool:
+    return isinstance(line, list) and all(map(_is_key, line))
 
 
 @dataclass
@@ -122,10 +133,13 @@ class RecordedOrder:
     def __init__(self, path: str) -> None:
         self._path = path
         self._epochs: dict[int, _Epoch] = {}
-        with open(path, "rb") as file:
+        with self._opened() as file:
             self._scan(file)
         if not self._epochs:
             raise ValueError(f"{path} is empty: it is no record of an order (record_order=)")
+
+    def _opened(self) -> BinaryIO:
+        return open(open_regular(self._path, os.O_RDONLY), "rb")
 
     def _scan(self, file: Any) -> None:
         epoch: _Epoch | None = None
@@ -147,18 +161,15 @@ class RecordedOrder:
             offset += len(raw)
 
     def _parsed(self, raw: bytes, number: int) -> Any:
-        try:
-            line = json.loads(raw) if raw.endswith(b"\n") else None
-        except ValueError:
-            line = None
-        if isinstance(line, list) and all(type(key) in (int, str) for key in line):
-            return line
-        if isinstance(line, dict) and ("end" in line or "minato_order" in line):
+        line = _line(raw)
+        if _is_batch(line) or (
+            isinstance(line, dict) and ("end" in line or "minato_order" in line)
+        ):
             return line
         raise self._wrong(number, "it is no line of a recorded order")
 
     def _begun(self, line: dict[str, Any], number: int) -> _Epoch:
-        if line["minato_order"] != _VERSION:
+        if type(line["minato_order"]) is not int or line["minato_order"] != _VERSION:
             raise self._wrong(
                 number, f"version {line['minato_order']!r}, and this minato reads {_VERSION}"
             )
@@ -166,6 +177,8 @@ class RecordedOrder:
         if any(type(value) is not int for value in head):
             raise self._wrong(number, "it must give epoch, seed and first_batch as integers")
         epoch, seed, first = head
+        if first < 0 or not all(-_INT64 <= value < _INT64 for value in head):
+            raise self._wrong(number, "epoch, seed or first_batch is out of range")
         before = self._epochs.get(epoch, _Epoch(seed, number))
         if first > len(before.offsets) or (first and seed != before.seed):
             raise self._wrong(number, "what it goes on from does not stand before it")
@@ -193,10 +206,14 @@ class RecordedOrder:
             )
         return found.seed
 
-    def batches(self, epoch: int) -> Iterator[list[int | str]]:
+    def batches(self, epoch: int) -> Iterator[list[int | str | Again]]:
         """The keys of each batch of a complete epoch."""
-        with open(self._path, "rb") as file:
-            for offset in self._epochs[epoch].offsets:
+        with self._opened() as file:
+            for number, offset in enumerate(self._epochs[epoch].offsets):
                 file.seek(offset)
-                keys: list[int | str] = json.loads(file.readline())
-                yield keys
+                keys = _line(file.readline())
+                if not _is_batch(keys):
+                    raise ValueError(
+                        f"{self._path} has changed since it was opened: batch {number} of epoch {epoch} is gone"
+                    )
+                yield [Again(*key) if type(key) is list else key for key in keys]

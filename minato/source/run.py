@@ -13,15 +13,17 @@ import torch
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _DatasetKind
 
+from minato._core.epochs import seed_of_epoch
 from minato._stateful import is_stateful
 from minato.source.draws import Draw
 from minato.source.epochs import epoch_of, nested, tell_epoch
-from minato.source.passes import SEEDED, batches_of, next_sampler, sizes_of
-from minato.source.progress import Coverage, Done, Progress, rest_of
+from minato.source.passes import SEEDED, batches_of, counted, next_sampler, sizes_of
+from minato.source.progress import Coverage, Done, Progress, number_of, rest_of
 from minato.source.ranks import InTurn
 from minato.source.replay import OrderRecord, RecordedOrder
 from minato.source.state import checked, done_of, plain_done, signature
 from minato.stats.lateness import Lateness
+from minato.stats.size import length_of
 
 __all__ = ["Course", "Run", "Standing", "is_stream"]
 
@@ -43,6 +45,8 @@ class Standing:
         progress: What has become of its keys.
         draw: What decided their order.
         base_seed: What torch drew for the workers.
+        drawn_epoch: The epoch that a seed which torch drew is in: told by the sampler or by ``set_epoch``, or else
+            counted from the creation of the iterator, so that ``torch.manual_seed`` repeats an epoch.
         seed: What the randomness of its samples starts from.
         replicas: Knows the states of the workers' datasets; None if they have none.
     """
@@ -51,8 +55,13 @@ class Standing:
     progress: Progress
     draw: Draw
     base_seed: int = 0
+    drawn_epoch: int = 0
     seed: int = 0
     replicas: Any = None
+
+    def seed_in(self, epoch: int) -> int:
+        """What the randomness of samples starts from in another epoch of the same iterator."""
+        return seed_of_epoch(self.base_seed, self.drawn_epoch + epoch - self.epoch, epoch)
 
 
 class Run:
@@ -104,11 +113,16 @@ class Run:
         """Take torch's draw for the workers; returns the one that holds."""
         if self._state is not None:
             base_seed = self._state["base_seed"]
-        seed: int = base_seed if self._loader.seed is None else self._loader.seed
+        self._standing.base_seed = base_seed
         if self._replay is not None:
-            seed = self._replay.seed(self.epoch)
-        self._standing.base_seed, self._standing.seed = base_seed, seed
+            self._standing.seed = self._replay.seed(self.epoch)
+        else:
+            self._standing.seed = self._seed_in(self.epoch)
         return base_seed
+
+    def _seed_in(self, epoch: int) -> int:
+        given: int | None = self._loader.seed
+        return self._standing.seed_in(epoch) if given is None else given
 
     def batches(self, indices: Any) -> Iterator[Any]:
         """The keys of each batch that is left, from what ``iter(sampler)`` gave.
@@ -149,8 +163,10 @@ class Run:
         yield self._keys(indices)
 
     def _keys(self, indices: Any) -> Iterator[Any]:
-        whole = bool(getattr(self._loader.dataset, "__getitems__", None))
-        return batches_of(indices, self._loader._auto_collation, whole)
+        loader = self._loader
+        whole = bool(getattr(loader.dataset, "__getitems__", None))
+        batches = batches_of(indices, loader._auto_collation, whole)
+        return counted(batches, loader._index_sampler, length_of(loader.dataset), number_of)
 
     def expected(self) -> tuple[Iterator[list[Any]], int, int] | None:
         """``(batches, epoch, seed)`` of the pass after this one, where it is known and can be prepared."""
@@ -166,7 +182,8 @@ class Run:
         if later is None:
             return None
         # Persistent workers keep their base seed, as with torch, so it is the same in the next pass.
-        return batches_of(later, loader._auto_collation), self.epoch + 1, self.seed
+        epoch = self.epoch + 1
+        return batches_of(later, loader._auto_collation), epoch, self._seed_in(epoch)
 
     def size(self) -> int | None:
         """How many samples the sampler says it has, where there is no other than torch's batch sampler above it."""
@@ -197,6 +214,7 @@ class Course:
         self.last: Standing | None = None
         self.foretells = True
         self._sampler_epoch: int | None = 0
+        self._told = False
         self._last_seed: int | None = None
         self._loaded: dict[str, Any] | None = None
 
@@ -204,10 +222,22 @@ class Course:
         # What the last run is, is its iterator's, which no copy shares.
         return {**self.__dict__, "last": None, "_last_seed": self.seed}
 
+    def tell(self, epoch: int) -> None:
+        """Learn which epoch the next run begins."""
+        self.epoch, self._told = epoch - 1, True
+
     @property
     def seed(self) -> int | None:
         """What the randomness of the last run's samples started from; None before the first."""
         return self._last_seed if self.last is None else self.last.seed
+
+    def seed_of(self, epoch: int) -> int | None:
+        """The same in another epoch of the last run's iterator, where torch drew the seed."""
+        last = self.last
+        if last is None:
+            return self._last_seed
+        drawn = last.seed == last.seed_in(last.epoch)
+        return last.seed_in(epoch) if drawn else last.seed
 
     def twin(self) -> Course:
         """Another one at the same epoch, without a state to begin with."""
@@ -223,11 +253,16 @@ class Course:
         return self._loaded["epoch"], done_of(self._loaded["done"])
 
     def open(
-        self, loader: Any, replay: RecordedOrder | None, done: Done | None = None
+        self,
+        loader: Any,
+        replay: RecordedOrder | None,
+        done: Done | None = None,
+        persists: bool = False,
     ) -> tuple[Run, Any]:
         """Begin the next run; returns it and the states of the workers' datasets to begin with, or None.
 
         Args:
+            persists: It is another one of the iterator that had the last run.
             done: What is done of the pass that is resumed, if that is not what the loaded state says.
         """
         sampler, loaded = loader._index_sampler, self._loaded
@@ -236,22 +271,34 @@ class Course:
             if done is not None:
                 loaded = {**loaded, "done": plain_done(done)}
             self.epoch = loaded["epoch"]
-            if loaded["draw"]["epoch"] is not None:
+            if loaded["draw"].get("epoch") is not None:
                 tell_epoch(sampler, loaded["draw"]["epoch"])
             self._sampler_epoch = epoch_of(sampler)
             self.last = _standing(loader, self.epoch, done_of(loaded["done"]))
+            self.last.drawn_epoch = loaded.get("drawn_epoch", self.epoch)
             return Run(loader, self.last, replay, loaded, self._forget), replicas
         if loaded is not None:
             self.epoch = loaded["epoch"]
             Draw(loader.generator, sampler).settle(loaded["draw"])
         said = epoch_of(sampler)
-        self.epoch = self.epoch + 1 if said is None or said == self._sampler_epoch else said
+        told = self._told
+        if said is None or said == self._sampler_epoch:
+            self.epoch += 1
+        else:
+            self.epoch, told = said, True
+        drawn_epoch = 0
+        if told:
+            drawn_epoch = self.epoch
+        elif persists and self.last is not None:
+            drawn_epoch = self.last.drawn_epoch + 1
+        self._told = False
         for one in nested(sampler):
             if isinstance(one, SEEDED):
                 one.set_epoch(self.epoch)
         self._sampler_epoch = epoch_of(sampler)
         self._loaded = None
         self.last = _standing(loader, self.epoch)
+        self.last.drawn_epoch = drawn_epoch
         return Run(loader, self.last, replay), replicas
 
     def _forget(self) -> None:
@@ -275,6 +322,7 @@ class Course:
         return {
             **state,
             "base_seed": last.base_seed,
+            "drawn_epoch": last.drawn_epoch,
             "done": plain_done(account.done()),
             "draw": last.draw.plain(),
             "replicas": _with_own(loader, kept),
@@ -289,9 +337,11 @@ class Course:
         Raises:
             TypeError, ValueError: It is none, or belongs to another loader.
         """
-        sources = Draw(loader.generator, loader._index_sampler).sources
-        mine = signature(loader, is_stream(loader), sources)
-        self._loaded = checked(state, mine, replicas)
+        draw = Draw(loader.generator, loader._index_sampler)
+        mine = signature(loader, is_stream(loader), draw.sources)
+        loaded = checked(state, mine, replicas)
+        draw.check(loaded["draw"])
+        self._loaded = loaded
         self._last_seed, self.last = self.seed, None
 
     def lateness(self) -> Lateness:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import reprlib
+from collections.abc import Callable
 from typing import Any
 
 from minato.source.epochs import nested
@@ -12,6 +15,7 @@ from minato.stats.size import length_of
 __all__ = ["checked", "done_of", "plain_done", "signature"]
 
 _VERSION = 1
+_INT64 = 1 << 63
 _FAMILY = "minato.DataLoader"
 _WORDS = {
     "place": "its place among ranks that share a pool",
@@ -55,7 +59,7 @@ def checked(state: Any, mine: dict[str, Any], replicas: int) -> dict[str, Any]:
 
     Raises:
         TypeError: It is no dictionary.
-        ValueError: It belongs to another loader; the message names what differs.
+        ValueError: It belongs to another loader, or is damaged; the message names what differs or is wrong.
     """
     if not isinstance(state, dict):
         raise TypeError(f"a loader's state is a dictionary, not a {type(state).__name__}")
@@ -71,6 +75,7 @@ def checked(state: Any, mine: dict[str, Any], replicas: int) -> dict[str, Any]:
                 f"the state belongs to another loader: {_WORDS.get(name, name)} was {theirs.get(name)!r} when it "
                 f"was taken and is {value!r} here"
             )
+    _check_parts(state)
     known = state["replicas"]
     if known is not None and len(known["each"]) != replicas:
         raise ValueError(
@@ -78,6 +83,69 @@ def checked(state: Any, mine: dict[str, Any], replicas: int) -> dict[str, Any]:
             "which worker gives which samples of such a dataset depends on their number, so use the same"
         )
     return copy.deepcopy(state)
+
+
+def _check_parts(state: dict[str, Any]) -> None:
+    """Check all that is this package's own; states of samplers and datasets are theirs."""
+    _check("epoch", state, _is_int64)
+    _check("finished", state, lambda value: isinstance(value, bool))
+    _check("draw", state, lambda value: isinstance(value, dict))
+    _check("replicas", state, _are_replicas)
+    if not state["finished"]:
+        _check("base_seed", state, _is_int64)
+        _check("done", state, _is_done)
+
+
+def _check(name: str, state: dict[str, Any], fits: Callable[[Any], bool]) -> None:
+    if name not in state:
+        raise ValueError(f"the state is damaged: it has no {name!r}")
+    if not fits(state[name]):
+        raise ValueError(f"the state is damaged: {name!r} is {reprlib.repr(state[name])}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < _INT64
+
+
+def _is_int64(value: Any) -> bool:
+    return isinstance(value, int) and -_INT64 <= value < _INT64
+
+
+def _are_replicas(value: Any) -> bool:
+    if value is None:
+        return True
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("each"), list)
+        and _is_count(value.get("turn"))
+        and value["turn"] < max(len(value["each"]), 1)
+        and all(
+            isinstance(each, dict)
+            and each.keys() == {"dataset", "iterator", "batches", "ended"}
+            and _is_count(each["batches"])
+            and isinstance(each["ended"], bool)
+            for each in value["each"]
+        )
+    )
+
+
+def _is_done(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"ranges", "batches", "delivered", "skipped"}:
+        return False
+    tallies, ranges = (value["delivered"], value["skipped"]), value["ranges"]
+    pairs = (list, tuple)
+    if not isinstance(ranges, pairs) or not all(
+        isinstance(pair, pairs) and len(pair) == 2 for pair in (*tallies, *ranges)
+    ):
+        return False
+    bounds = [bound for pair in ranges for bound in pair]
+    return (
+        _is_count(value["batches"])
+        and all(_is_count(samples) for samples, _ in tallies)
+        and all(isinstance(hashed, int) and 0 <= hashed < 2 * _INT64 for _, hashed in tallies)
+        and all(map(_is_count, bounds))
+        and all(one < next_one for one, next_one in itertools.pairwise(bounds))
+    )
 
 
 def plain_done(done: Done) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch.utils.data import Dataset
 
 from minato._counters import Counters
+from minato._files import printable
 from minato.errors import MinatoError
 from minato.sources.retry import Retry
 
@@ -164,7 +165,7 @@ class KeyedSource(Dataset[Any], ABC):
             spent_s = time.monotonic() - started
             given_up = f" after {spent_s:.1f} s of tries" if self._may_pass(error) else ""
             raise SourceError(
-                f"{self!r} cannot {verb} {what}{given_up}: {self._in_words(error)}"
+                f"{self!r} cannot {verb} {what}{given_up}: {printable(self._in_words(error), lines=True)}"
             ) from error
 
     def _decoded(self, key: Any, value: Any) -> Any:
@@ -174,5 +175,5 @@ class KeyedSource(Dataset[Any], ABC):
             return self._decode(value)
         except Exception as error:
             raise SourceError(
-                f"{self!r} cannot decode key {key!r}: {type(error).__name__}: {error}"
+                f"{self!r} cannot decode key {key!r}: {type(error).__name__}: {printable(str(error), lines=True)}"
             ) from error

@@ -18,7 +18,7 @@ from minato.sources.base import KeyedSource, SourceError
 from minato.sources.connections import Connections
 from minato.sources.retry import Retry
 from minato.sources.settings import Settings
-from minato.sources.sql import quoted
+from minato.sources.sql import quoted, quoted_column
 
 __all__ = ["Cassandra"]
 
@@ -116,10 +116,10 @@ class Cassandra(KeyedSource):
         cluster, session = self._connect()
         names = "*"
         if self._columns is not None:
-            names = ", ".join(map(quoted, (self._key, *self._columns)))
+            names = ", ".join(map(quoted_column, (self._key, *self._columns)))
         try:
             select = session.prepare(
-                f"SELECT {names} FROM {quoted(self._table)} WHERE {quoted(self._key)} = ?"
+                f"SELECT {names} FROM {quoted(self._table)} WHERE {quoted_column(self._key)} = ?"
             )
         except BaseException:
             cluster.shutdown()
@@ -196,7 +196,7 @@ class Cassandra(KeyedSource):
 
     def _list(self) -> Sequence[Any]:
         _, session, _ = self._opened()
-        rows = session.execute(f"SELECT {quoted(self._key)} FROM {quoted(self._table)}")
+        rows = session.execute(f"SELECT {quoted_column(self._key)} FROM {quoted(self._table)}")
         return sorted(row[self._key] for row in rows)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 import fsspec
 
-from minato.sources.base import KeyedSource
+from minato.sources.base import KeyedSource, SourceError
 from minato.sources.connections import Connections
 from minato.sources.retry import Retry
 from minato.sources.settings import Env, Place, Settings
@@ -57,6 +58,9 @@ class Files(KeyedSource):
         self._systems.close()
 
     def _fetch(self, key: str) -> bytes:
+        # Some file systems take the parts of a path as those of a URL.
+        if "\0" in key or ".." in unquote(key).replace("\\", "/").split("/"):
+            raise SourceError(f"key {key!r} leads out of the folder {self._place!r}")
         with self._systems.lease() as (system, folder):
             try:
                 value: bytes = system.cat_file(f"{folder}/{key}")

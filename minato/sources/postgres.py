@@ -66,6 +66,9 @@ class Postgres(TableSource):
                 raise MissingKey(f"{self!r} has no key {key!r}")
         return [self._decoded(key, dict(found[key])) for key in wanted]
 
+    def _select(self) -> str:
+        return super()._select().replace("%", "%%")  # as psycopg looks for its placeholders there
+
     def _fetch_all(self, wanted: list[Any]) -> dict[Any, dict[str, Any]]:
         rows, names = self._query(f"{self._select()} = ANY(%s)", (wanted,))
         at = names.index(self._key)
@@ -87,6 +90,11 @@ class Postgres(TableSource):
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    return {
-        name: value for name, value in conninfo.conninfo_to_dict(text).items() if value is not None
-    }
+    try:
+        given = conninfo.conninfo_to_dict(text)
+    except psycopg.ProgrammingError:  # which quotes parts of it
+        raise ValueError(
+            "conninfo is no connection string of libpq (not shown, as it may hold a password): in a URL, give the "
+            "characters / ? # @ of a password as %2F, %3F, %23 and %40"
+        ) from None
+    return {name: value for name, value in given.items() if value is not None}

@@ -7,17 +7,24 @@ import re
 from collections.abc import Mapping
 from multiprocessing import context
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
-__all__ = ["Env", "Place", "Settings", "without_password"]
+__all__ = ["Env", "Place", "Settings", "shown_url", "without_password"]
 
 _SECRET = re.compile(
-    r"pass|secret|token|credential|account_key|access_key(?!_id)|auth|sas|signature|proxy_url|headers",
+    r"pass|pwd|secret|token|credential|(?<!ssl)key(?!_?(id|name|space|file|path))|auth|sas|signature|proxy_url|headers|"
+    r"bearer|jwt|cookie|conn_?(str|info)|connection_?string|dsn|session(_id)?$",
     re.IGNORECASE,
 )
 """What the name of a setting contains that must be kept secret."""
-_SIGNED = frozenset({"sig", "key"})
-"""Parameters of a URL that grant access, by names that say less."""
+_SHOWN = frozenset(
+    {"version", "versionid", "revision", "sv", "sp", "sr", "region", "db", "protocol"}
+)
+"""Parameters of a URL that grant nothing; all others are kept secret."""
+_WITH_USERS = re.compile(
+    "sftp|ssh|scp|ftp|hdfs|webhdfs|smb|abfss?|az|rediss?|postgres(ql)?|cassandra"
+)
+"""Schemes of URLs where the name before an @ is a user, not a token."""
 
 
 class Env:
@@ -105,12 +112,15 @@ class Place:
 
     Args:
         url: With a password or a signature or without, or the name of the environment variable that holds it.
+
+    Raises:
+        ValueError: The password in it holds a character that ends this part of a URL.
     """
 
     def __init__(self, url: str | Env) -> None:
-        self._shown = repr(url) if isinstance(url, Env) else repr(_without_secrets(url))
-        told = isinstance(url, Env) or _without_secrets(url) == url
-        self._settings = Settings({"url": url}, secret=() if told else ("url",))
+        shown = url if isinstance(url, Env) else shown_url(url)
+        self._shown = repr(shown)
+        self._settings = Settings({"url": url}, secret=() if shown == url else ("url",))
 
     def __repr__(self) -> str:
         return self._shown
@@ -122,7 +132,8 @@ class Place:
 
 
 def without_password(url: str) -> tuple[str, str | None]:
-    """Take the password out of a URL: the rest, and the password or None."""
+    """Take the password out of a URL: the rest, and the password or None; raises as ``shown_url``."""
+    shown_url(url)
     parts = urlsplit(url)
     if parts.password is None:
         return url, None
@@ -131,12 +142,28 @@ def without_password(url: str) -> tuple[str, str | None]:
     return urlunsplit(parts._replace(netloc=f"{user}@{place}" if user else place)), parts.password
 
 
-def _without_secrets(url: str) -> str:
-    """The URL without a password, and without the parameters that are secret."""
-    rest, _ = without_password(url)
-    parts = urlsplit(rest)
-    given = parse_qsl(parts.query, keep_blank_values=True)
-    open_to_all = [pair for pair in given if not (_SECRET.search(pair[0]) or pair[0] in _SIGNED)]
-    if len(open_to_all) == len(given):
-        return rest
-    return urlunsplit(parts._replace(query=urlencode(open_to_all)))
+def shown_url(url: str) -> str:
+    """The URL without what may be secret: passwords, tokens in the place of users, most parameters, the fragment.
+
+    Raises:
+        ValueError: A password in it holds a character that ends this part of a URL, so that no library understands it.
+    """
+    scheme, separator, rest = url.partition("://")
+    kind = scheme.rpartition("::")[2].lower()  # fsspec knows several, one inside the other
+    if not separator or kind in ("file", "local"):
+        return url
+    length = re.match(r"[^/?#]*", rest).end()  # type: ignore[union-attr]
+    place, tail = rest[:length], rest[length:]
+    user, at, host = place.rpartition("@")
+    if "@" in tail and (":" in user or (not host.partition(":")[2].isdigit() and ":" in host)):
+        raise ValueError(
+            f"a URL that begins with {scheme}:// has a password with one of the characters / ? # in it: give these as "
+            "%2F, %3F and %23"
+        )
+    user = user.partition(":")[0] if _WITH_USERS.fullmatch(kind) else ""
+    path, _, query = tail.partition("#")[0].partition("?")
+    given = query.split("&") if query else []
+    shown = [each for each in given if each.partition("=")[0].lower() in _SHOWN]
+    return (
+        f"{scheme}://{user}{at if user else ''}{host}{path}{'?' if shown else ''}{'&'.join(shown)}"
+    )

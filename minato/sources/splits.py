@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from minato._files import write_atomically
+
 __all__ = ["folds", "load_splits", "save_splits", "split"]
 
 _FORMAT = 1
+_BEGINS = f'{{"format": {_FORMAT}, "splits": '.encode()
 
 
 def split(
@@ -100,28 +103,31 @@ def folds(
 
 
 def save_splits(path: str | os.PathLike[str], splits: Mapping[str, Sequence[Any]]) -> None:
-    """Write splits to a JSON file, at once or not at all.
+    """Write splits to a JSON file, at once or not at all; a new one has mode 0600.
 
     Raises:
+        ValueError: There is a file that holds something else, which is untouched.
         TypeError: A key is neither a text, an integer, bytes nor a UUID, nor a tuple of these.
     """
     content = {name: [_plain(key) for key in keys] for name, keys in splits.items()}
-    target = Path(path)
-    written = target.with_name(f".{target.name}.{os.getpid()}")
-    written.write_text(json.dumps({"format": _FORMAT, "splits": content}))
-    written.replace(target)
+    text = json.dumps({"format": _FORMAT, "splits": content})
+    write_atomically(path, text, sync=True, recognised=lambda head: head.startswith(_BEGINS))
 
 
 def load_splits(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
     """Read what :func:`save_splits` wrote; a :class:`~minato.sources.objects.Part` comes as the tuple that it is.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: It is something else; the message names it.
     """
-    content = json.loads(Path(path).read_text())
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(f"{os.fspath(path)!r} holds no splits of format {_FORMAT}")
-    return {name: [_key(plain) for plain in keys] for name, keys in content["splits"].items()}
+    text = Path(path).read_bytes()
+    try:
+        content = json.loads(text)
+        if content["format"] != _FORMAT:
+            raise ValueError
+        return {name: [_key(plain) for plain in keys] for name, keys in content["splits"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ValueError(f"{os.fspath(path)!r} holds no splits of format {_FORMAT}") from None
 
 
 def _plain(key: Any) -> Any:
@@ -147,7 +153,11 @@ def _key(plain: Any) -> Any:
     ((kind, value),) = plain.items()
     if kind == "tuple":
         return tuple(_key(part) for part in value)
-    return bytes.fromhex(value) if kind == "bytes" else UUID(hex=value)
+    if kind == "bytes":
+        return bytes.fromhex(value)
+    if kind == "uuid":
+        return UUID(hex=value)
+    raise ValueError(f"a key of kind {kind!r}")
 
 
 def _check_weights(

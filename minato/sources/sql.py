@@ -10,14 +10,19 @@ from minato.sources.base import KeyedSource, SourceError
 from minato.sources.connections import Connections
 from minato.sources.retry import Retry
 
-__all__ = ["TableSource", "quoted"]
+__all__ = ["TableSource", "quoted", "quoted_column"]
 
 
 def quoted(name: str) -> str:
-    """An SQL identifier, dotted ones part by part."""
+    """The name of a table as SQL has it, dotted ones part by part."""
+    return ".".join(map(quoted_column, name.split(".")))
+
+
+def quoted_column(name: str) -> str:
+    """The name of a column as SQL has it; a dot is a part of it."""
     if not name or "\0" in name:
         raise ValueError(f"{name!r} is no name of a table or column")
-    return ".".join('"' + part.replace('"', '""') + '"' for part in name.split("."))
+    return '"' + name.replace('"', '""') + '"'
 
 
 class TableSource(KeyedSource):
@@ -77,7 +82,7 @@ class TableSource(KeyedSource):
 
     def _column(self, name: str) -> str:
         # With its table's name: by itself, SQLite takes a quoted column that is not there for a text.
-        return f"{quoted(self._table)}.{quoted(name)}"
+        return f"{quoted(self._table)}.{quoted_column(name)}"
 
     def _select(self) -> str:
         names = "*"

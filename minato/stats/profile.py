@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minato._core.histogram import NBYTES, Histogram
+from minato._files import open_regular, write_atomically
 from minato.stats.size import length_of
 from minato.stats.slowest import NBYTES as SLOWEST_NBYTES
 from minato.stats.slowest import Slowest
@@ -25,6 +26,8 @@ _FIXED = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "aside",
 _FORMAT = 1
 _COUNT = attrgetter("count")
 _PLAIN = (str, int, float, bool, type(None))
+_LONGEST_FILE_BYTES = 64 << 20
+"""What is larger is no profile, and not read."""
 _LONGEST_TEXT = 1000
 """A longer text is the content of something, not its settings."""
 
@@ -107,7 +110,7 @@ class Profile:
     def save(
         self, folder: str | os.PathLike[str], key: str, recent: Histogram | None = None
     ) -> None:
-        """Write the run to ``folder/key.json``, at once or not at all.
+        """Write the run to ``folder/key.json``, at once or not at all, with mode 0600 in a folder of mode 0700.
 
         Args:
             key: What :func:`fingerprint` gave.
@@ -120,10 +123,8 @@ class Profile:
             "recent": to_words(self.run["total"] if recent is None else recent),
         }
         target = Path(folder) / f"{key}.json"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        written = target.with_name(f".{target.name}.{os.getpid()}")
-        written.write_text(json.dumps(content))
-        written.replace(target)
+        target.parent.mkdir(0o700, parents=True, exist_ok=True)
+        write_atomically(target, json.dumps(content))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], key: str) -> tuple[Profile, Histogram] | None:
@@ -133,7 +134,8 @@ class Profile:
             None if there are none, or if they cannot be read: a run can always start without.
         """
         try:
-            content = json.loads((Path(folder) / f"{key}.json").read_text())
+            with open(open_regular(Path(folder) / f"{key}.json", os.O_RDONLY), "rb") as file:
+                content = json.loads(file.read(_LONGEST_FILE_BYTES))
             if content["format"] != [_FORMAT, NBYTES]:
                 return None
             profile = cls()
@@ -141,7 +143,7 @@ class Profile:
             profile.run = {name: from_words(content["run"][name]) for name in profile.names}
             profile._before = profile.run
             return profile, from_words(content["recent"])
-        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
 
 

@@ -14,6 +14,8 @@ __all__ = ["NOTHING", "Summary", "from_words", "merged", "share_above", "to_word
 NOTHING: Final = Histogram()
 """An empty one, to be read: whoever has many that stay empty need not take six kilobytes for each."""
 
+_MOST = 1 << 62
+"""Counts and sums beyond this belong to no run."""
 _HALVINGS = 12
 """A share is found to 1 / 2**12."""
 
@@ -87,6 +89,10 @@ def from_words(words: Mapping[str, int]) -> Histogram:
     view = memoryview(memory).cast("Q")
     for i, word in words.items():
         view[int(i)] = word
-    values = Histogram()
-    values.merge(Histogram(memory))
-    return values
+    found = Histogram(memory)
+    values = (found.count, found.total, found.max)
+    if sum(view) != found.count + sum(values) or max(values) >= _MOST:
+        raise ValueError("the counts of the buckets do not add up")
+    whole = Histogram()
+    whole.merge(found)
+    return whole

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 
-__all__ = ["LIMIT_BYTES", "EventFile", "begin"]
+from minato._files import open_lines, open_regular, write_all
+
+__all__ = ["LIMIT_BYTES", "EventFile", "begin", "check"]
 
 LIMIT_BYTES = 256 << 20
 """Where a trace ends: about half a million samples with three transforms, and what the viewer opens with ease."""
 
 
 def begin(path: str) -> None:
-    """Empty the file, or make it, and begin the array of events, which is never closed: the format does not ask for it.
+    """Empty a trace, or make it, and begin the array of events, which is never closed: the format does not ask for it.
 
     Raises:
+        ValueError: The file holds something else, which is untouched.
         OSError: It cannot be written.
     """
-    with open(path, "w", encoding="ascii") as file:
-        file.write("[\n")
+    descriptor = _opened(path)
+    try:
+        os.ftruncate(descriptor, 0)
+        write_all(descriptor, b"[\n", path)
+    finally:
+        os.close(descriptor)
+
+
+def check(path: str) -> None:
+    """Make the file, with mode 0600, if it does not exist; raises what ``begin`` does."""
+    os.close(_opened(path))
+
+
+def _opened(path: str) -> int:
+    return open_lines(path, b'[\n{"ph":', "a trace (trace=)")
 
 
 class EventFile:
@@ -38,7 +55,7 @@ class EventFile:
         """Whether what is appended is written."""
         self.limit_bytes = limit_bytes
         try:
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+            self._descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND)
         except OSError as error:
             self.error = error
             return
@@ -54,6 +71,7 @@ class EventFile:
             if os.fstat(self._descriptor).st_size + len(data) > self.limit_bytes:
                 self.open = False
                 data = at_the_end.encode("ascii")
-            os.write(self._descriptor, data)
+            if os.write(self._descriptor, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self.open, self.error = False, error

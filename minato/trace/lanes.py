@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minato._core.clock import now_ns
-from minato.trace.file import LIMIT_BYTES, EventFile, begin
+from minato.trace.file import LIMIT_BYTES, EventFile, begin, check
 
 __all__ = ["REPEATED", "SAMPLE", "Lane", "Lanes", "Trace", "in_json"]
 
@@ -29,6 +30,7 @@ class Trace:
         path: The file; made anew when the loader is first iterated over, and only opened before.
 
     Raises:
+        ValueError: The file holds something else, which is untouched.
         OSError: It cannot be written.
     """
 
@@ -37,8 +39,7 @@ class Trace:
         self._begun = False
         self._taken: set[int] = set()
         try:
-            with open(self._path, "a"):
-                pass
+            check(self._path)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -48,8 +49,11 @@ class Trace:
     def take(self) -> Lanes:
         """Lanes for another engine: those of one that has ended, if there is one."""
         if not self._begun:
-            begin(self._path)
-            self._begun = True
+            with contextlib.suppress(
+                OSError
+            ):  # of which the lanes will speak, as they cannot be written either
+                begin(self._path)
+                self._begun = True
         number = next(each for each in range(len(self._taken) + 1) if each not in self._taken)
         self._taken.add(number)
         return Lanes(self._path, LIMIT_BYTES, os.getpid(), number)

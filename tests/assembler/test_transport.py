@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import threading
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from minato._core.segment import Segment
-from minato.assembler.transport import LocalRooms, LocalStore, SharedRooms, SharedStore
+from minato.assembler.transport import LocalStore, SharedStore
 from tests.datasets import Pair, assert_same
 
 
@@ -188,70 +187,3 @@ def test_local_objects_are_passed_by_reference() -> None:
 
 STORAGE = torch.arange(12.0)
 ARRAY = np.arange(24.0).reshape(4, 6)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"image": np.arange(6.0).reshape(2, 3), "label": 3, "name": "x"},
-        [np.asfortranarray(ARRAY), (torch.ones(2), None)],
-        torch.arange(12.0).view(3, 4).t(),
-        (STORAGE, STORAGE[6:]),
-        (ARRAY, ARRAY),
-        np.frombuffer(b"12345678", np.uint8),
-    ],
-    ids=["dict", "nested", "strided-tensor", "shared-storage", "same-array", "read-only"],
-)
-def test_an_object_moves_as_it_is(value: Any) -> None:
-    rooms = SharedRooms(Segment(1 << 18), 2)
-    sizes = [rooms.put(number, value) for number in range(2)]
-    for number, nbytes in enumerate(sizes):
-        moved = rooms.get(number, nbytes)
-        assert_same(moved, value)
-        for one, other in zip(flat(moved), flat(value), strict=True):
-            if isinstance(one, np.ndarray):
-                assert one.flags.writeable == other.flags.writeable
-                assert one.strides == other.strides
-            elif isinstance(one, torch.Tensor):
-                assert one.stride() == other.stride()
-
-
-def flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    parts = value if type(value) in (list, tuple) else ()
-    return [leaf for each in parts for leaf in flat(each)] or [value]
-
-
-def test_what_shares_memory_still_does_where_it_moved() -> None:
-    rooms = SharedRooms(Segment(1 << 18), 1)
-    whole, part = rooms.get(0, rooms.put(0, (STORAGE, STORAGE[6:])))
-    part += 100
-    assert whole[6] == 106
-    assert STORAGE[6] == 6
-    one, same = rooms.get(0, rooms.put(0, (ARRAY, ARRAY)))
-    assert one is same
-
-
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [
-        (ARRAY[:, 1:], pickle.PicklingError),
-        (ARRAY.transpose(1, 0)[::2], pickle.PicklingError),
-        ([ARRAY, ARRAY[1:]], pickle.PicklingError),
-        ([ARRAY, torch.from_numpy(ARRAY)], pickle.PicklingError),
-        (STORAGE[:2], pickle.PicklingError),
-        (threading.Lock(), pickle.PicklingError),
-        ([Pair(1, 2)], pickle.PicklingError),
-        (np.zeros(1 << 16), MemoryError),
-    ],
-    ids=["slice", "strided", "view", "array-and-tensor", "small-view", "lock", "object", "large"],
-)
-def test_what_would_arrive_otherwise_does_not_move(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        SharedRooms(Segment(1 << 18), 2).put(0, value)
-
-
-def test_between_threads_objects_move_by_reference() -> None:
-    rooms, value = LocalRooms(), object()
-    assert rooms.get(1, rooms.put(1, value)) is value

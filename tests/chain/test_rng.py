@@ -324,7 +324,7 @@ def test_saved_restores_everything(access: str, cached_normals: bool) -> None:
     with randomness.saved():
         for index in range(3):
             bound_draws(randomness, 0, index)
-        assert current() == (5, 0, 2)
+        assert current() == (5, 0, 2, 0)
     assert_state_is(before)
     assert torch.initial_seed() == 41
     assert current() is None
@@ -346,7 +346,7 @@ def test_saved_may_be_nested() -> None:
         outer.bind(0, 0)
         with inner.saved():
             assert bound_draws(inner, 0, 0) == expected[1]
-        assert current() == (1, 0, 0)
+        assert current() == (1, 0, 0, 0)
         assert draws() == expected[0]
 
 
@@ -362,7 +362,7 @@ def test_a_sample_can_be_continued_elsewhere(access: str) -> None:
     elsewhere = SampleRandomness(5)
     bound_draws(elsewhere, 0, 0)
     elsewhere.restore(pickle.loads(captured))
-    assert current() == (5, 3, "key")
+    assert current() == (5, 3, "key", 0)
     assert (draws(), python_rng().random()) == rest
 
 
@@ -534,7 +534,7 @@ def test_a_worker_thread_leaves_the_global_generators_alone() -> None:
         shared.bind(0, 2)
         helper_draws()
     assert_state_is(before)
-    assert current() == (5, 0, 1)
+    assert current() == (5, 0, 1, 0)
 
 
 def test_each_thread_has_its_own_sample() -> None:
@@ -546,7 +546,7 @@ def test_each_thread_has_its_own_sample() -> None:
         randomness.bind(3, "other")
         return current()
 
-    assert in_a_thread(other) == (5, 3, "other")
+    assert in_a_thread(other) == (5, 3, "other", 0)
     binding = current()
     assert binding is not None
     assert (binding.seed, binding.epoch, binding.key) == (5, 2, "mine")

@@ -111,3 +111,31 @@ def test_twins_agree(twins: tuple[ModuleType, ModuleType], batches: Any, random:
         assert first[3] == 0
         done = set(range(asked)) - set(waiting)
         assert set(range(first[4])) | set(first[5]) == done
+
+
+def test_each_key_is_counted(twin: ModuleType) -> None:
+    occurrences = twin.Occurrences(4, number_of)
+    assert occurrences.count([0, 3, 4, -1, 1 << 80, "ab"]) is None
+    assert occurrences.count([]) is None
+    assert occurrences.count([1, 3, 3, 4, -1, 1 << 80, "ab", "abc"]) == [0, 1, 2, 1, 1, 1, 1, 0]
+    assert occurrences.count(("ab", b"abc", [0, 0, 0])) == [
+        2,
+        3,
+        4,
+    ]  # the other kind: by their numbers
+    assert occurrences.count([2]) is None
+    assert twin.Occurrences(0, number_of).count([0, 1, 0]) == [0, 0, 1]
+
+
+@given(st.lists(st.lists(st.integers(-3, 12) | st.sampled_from("ab"))), st.integers(0, 9))
+def test_counts_agree(twins: Any, batches: list[list[Any]], length: int) -> None:
+    pure, compiled = (half.Occurrences(length, number_of) for half in twins)
+    before: list[Any] = []
+    for keys in batches:
+        found = pure.count(keys)
+        assert found == compiled.count(keys)
+        counts = []
+        for key in keys:
+            counts.append(before.count(key))
+            before.append(key)
+        assert (found or [0] * len(keys)) == counts

@@ -671,13 +671,82 @@ def test_what_a_dead_worker_attached_is_forgotten(desk: Desk, kind: str, bound: 
     assert [blob[0] for blob in desk.ledger.blobs(batch)] == [0, 0]
 
 
-def test_the_result_of_a_dead_worker_is_forgotten(desk: Desk) -> None:
-    batch = desk.publish(2)
-    desk.claim(0, 2)
-    desk.ledger.set_result(batch, 16384 | codes.SAMPLE_BLOB, 20)
-    desk.ledger.release(0)
-    assert delivered_exactly_once(desk, [batch])
-    assert desk.ledger.contents(batch)[2] == 0
+@pytest.mark.parametrize("filled", range(4))
+def test_a_result_completes_its_batch_however_far_its_worker_came(desk: Desk, filled: int) -> None:
+    """The places of such a batch hold nothing, so none of its samples may go out again."""
+    ledger, batch = desk.ledger, desk.publish(3)
+    assert ledger.claim(0, 3) == (batch, 0, 3)
+    ledger.attach(1, codes.SKIP_BLOB, 0)
+    ledger.set_result(batch, 16384 | codes.SAMPLE_BLOB, 20)
+    for k in range(filled):
+        if k == 1:
+            ledger.skip(0, 1)
+        elif k < 2:
+            ledger.fill_run(0, batch, k, 1)
+        else:
+            desk.set_place(2, FILLED | 3)  # all but the ticket
+    assert ledger.release(0) == 0
+    assert ledger.state(batch) == codes.OPEN
+    assert ledger.claim(1, 3) is None  # who looks for work finds the batch
+    assert ledger.state(batch) == codes.READY
+    assert ledger.contents(batch)[2:4] == (16384 | codes.SAMPLE_BLOB, 20)
+    assert ledger.settled(batch)
+    assert ledger.skipped(batch) == [1]
+
+
+def test_the_error_of_a_dead_worker_stays_once_its_place_is_filled(desk: Desk) -> None:
+    ledger, batch = desk.ledger, desk.publish(3)
+    ledger.claim(0, 3)
+    ledger.attach(1, 16384 | codes.ERROR_BLOB, 20)
+    assert ledger.fill_run(0, batch, 1, 1) == codes.NOT_COMPLETE
+    assert ledger.release(0) == 2
+    for k in (0, 2):
+        assert ledger.claim(1, 3) == (batch, k, 1)
+        desk.ledger.publish_layout(batch, LAYOUT)
+        outcome = ledger.fill_run(1, batch, k, 1)
+    assert outcome == codes.PUBLISHED
+    assert ledger.contents(batch)[0] & codes.FAILED
+    assert ledger.blobs(batch)[1] == (codes.ERROR_BLOB, 16384, 20)
+
+
+def test_what_a_worker_owns_when_it_ends(desk: Desk) -> None:
+    ledger, batch = desk.ledger, desk.publish(2)
+    assert not ledger.owns(0)
+    ledger.claim(0, 2)
+    assert ledger.owns(0)
+    assert not ledger.owns(1)
+    assert ledger.undecided(0, 1)
+    assert not ledger.undecided(1, 1)
+    ledger.attach(0, 64 | codes.SAMPLE_BLOB, 1)
+    assert ledger.fill_run(0, batch, 0, 1) == codes.NOT_COMPLETE
+    assert not ledger.undecided(0, 0)
+    assert ledger.owns(0)
+    assert ledger.fill_run(0, batch, 1, 1) == codes.MUST_COLLATE
+    assert ledger.owns(0)  # the batch that it collates
+    assert ledger.undecided(0, 1)
+    ledger.set_ready(batch, 128 | codes.SAMPLE_BLOB, 1)
+    assert not ledger.owns(0)
+    assert not ledger.undecided(0, 1)
+    ledger.retire(batch)
+    assert not ledger.undecided(0, 1)
+    batch = desk.publish(1)
+    ledger.claim(0, 1)
+    ledger.set_result(batch, 64 | codes.SAMPLE_BLOB, 1)
+    assert ledger.owns(0)  # the place is still to be filled
+    assert not ledger.undecided(0, 2)
+
+
+def test_a_sample_without_a_place_is_undecided_while_it_is_claimed(desk: Desk) -> None:
+    old, new = desk.publish(1, bound=False), desk.publish(1, bound=False)
+    position = desk.claim_position(0)
+    assert desk.ledger.undecided(0, position)
+    desk.ledger.bind_late(old, new)
+    assert desk.ledger.undecided(0, position)
+    assert desk.ledger.skip(0, position) == (new, codes.MUST_COLLATE)
+    assert not desk.ledger.undecided(0, position)
+    assert desk.ledger.owns(0)  # the batch that its place belongs to
+    desk.ledger.set_ready(new, codes.SKIP_BLOB, 0)
+    assert not desk.ledger.owns(0)
 
 
 @pytest.mark.parametrize("bound", [True, False])
@@ -970,7 +1039,7 @@ def test_bytes_of_a_slot_are_given_out_once_and_aligned(desk: Desk) -> None:
 def test_a_slot_that_is_too_small_says_so_and_stays_as_it_was(desk: Desk) -> None:
     batch = desk.ledger.publish([1], 1, (4096, 4160, 8192), 0, 0, 0, True)
     for nbytes in (4097, 1 << 40, (1 << 63) - 1):
-        with pytest.raises(MemoryError, match=r"more than the 4096 bytes .*ulimit -v"):
+        with pytest.raises(MemoryError, match=r"more than the 4096 bytes .*fewer batches"):
             desk.ledger.allocate(batch, nbytes)
     assert desk.ledger.contents(batch)[5] == 64
     assert desk.ledger.allocate(batch, 4032) == 4160
@@ -987,7 +1056,7 @@ def test_a_skipped_sample_leaves_its_own_place_empty(desk: Desk) -> None:
     batch = desk.publish(3)
     assert ledger.claim(0, 3) == (batch, 0, 3)
     first = ledger.describe(batch)[1]
-    assert ledger.skip(0, first + 1) == codes.NOT_COMPLETE
+    assert ledger.skip(0, first + 1) == (batch, codes.NOT_COMPLETE)
     assert ledger.fill_run(0, batch, 0, 1) == codes.NOT_COMPLETE
     assert ledger.fill_run(0, batch, 2, 1) == codes.MUST_COLLATE
     assert ledger.contents(batch)[0] & codes.SKIPPED
@@ -1002,7 +1071,7 @@ def test_a_skipped_sample_leaves_a_free_place_to_another(desk: Desk) -> None:
     new = desk.publish(2, bound=False)
     first = ledger.describe(old)[1]
     assert ledger.claim(0, 2) == (old, 0, 2)
-    assert ledger.skip(0, first) == codes.NOT_COMPLETE
+    assert ledger.skip(0, first) == (old, codes.NOT_COMPLETE)
     assert ledger.claim(0, 2) == (new, 0, 2)
     for position in (first + 1, first + 2, first + 3):
         place, _, _ = ledger.reserve(0, position)

@@ -66,7 +66,6 @@ class Twins(RuleBasedStateMachine):
         self.wanted: set[int] = set()
         self.delivered: list[int] = []
         self.occupant: dict[int, int] = {}  # the sample at each place
-        self.rooms: dict[int, int] = {}  # the sample that each worker has offered last
         self.next_key = 0
         for index in range(PASSES):
             self.both("open_pass", index)
@@ -158,7 +157,11 @@ class Twins(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def kill(self, worker: int) -> None:
+        assert self.both("owns", worker) >= bool(self.hands[worker].positions)
+        for position in self.hands[worker].positions:
+            assert self.both("undecided", worker, position)
         self.both("release", worker)
+        assert not self.both("owns", worker)
         self.hands[worker] = Hand()
 
     # ---- workers
@@ -211,6 +214,20 @@ class Twins(RuleBasedStateMachine):
         self.occupant[place] = position
         self.settle(worker, record, self.both("fill", worker, position, place))
 
+    @rule(worker=workers, max_run=st.integers(1, 5), filled=st.integers(0, 5))
+    def die_with_a_result(self, worker: int, max_run: int, filled: int) -> None:
+        """Killed when it has filled so many places of a batch whose result is there."""
+        before = list(self.hands[worker].positions)
+        self.claim(worker, max_run)
+        run = [p for p in self.hands[worker].positions if p not in before]
+        if not run or len(run) < (batch := self.batch_of(run[0])).count or not batch.bound:
+            return
+        self.both("set_result", batch.record, 4096 | codes.SAMPLE_BLOB, 99)
+        if filled := min(filled, len(run) - 1):
+            self.both("fill_run", worker, batch.record, 0, filled)
+        self.hands[worker].positions = before
+        self.kill(worker)
+
     @rule(worker=workers, max_run=st.integers(1, 5), together=st.booleans())
     def fill_run(self, worker: int, max_run: int, together: bool) -> None:
         before = list(self.hands[worker].positions)
@@ -242,30 +259,6 @@ class Twins(RuleBasedStateMachine):
             self.both("note_costs", position, array("q", [cost_ns]), 1)
             self.both("is_placed", position)
 
-    @rule(worker=workers, which=pick)
-    def offer(self, worker: int, which: int) -> None:
-        positions = self.hands[worker].positions
-        if positions and self.both("offered", worker)[0] is None:
-            position = positions.pop(which % len(positions))
-            self.both("offer", worker, position, which)
-            self.rooms[worker] = position
-
-    @rule(worker=workers, reads=st.booleans())
-    def accept(self, worker: int, reads: bool) -> None:
-        found = self.both("accept", worker)
-        if found is not None:
-            giver, position, _ = found
-            assert self.rooms[giver] == position
-            assert not any(position in hand.positions for hand in self.hands)
-            self.hands[worker].positions.append(position)
-            if reads:
-                self.both("accepted", giver)
-
-    @rule(worker=workers)
-    def withdraw(self, worker: int) -> None:
-        if self.both("withdraw", worker):
-            self.hands[worker].positions.append(self.rooms[worker])
-
     @rule(worker=workers)
     def collate(self, worker: int) -> None:
         collating = self.hands[worker].collating
@@ -289,7 +282,6 @@ class Twins(RuleBasedStateMachine):
         while idle < WORKERS:
             for worker, hand in enumerate(self.hands):
                 self.claim(worker, 3)
-                self.accept(worker, True)
                 idle = 0 if hand.positions or hand.collating else idle + 1
                 while hand.positions:
                     self.fill(worker, 0, False, 0)
@@ -324,9 +316,6 @@ WEIGHTS = {
     "fill_run": 4,
     "start_early": 3,
     "note_costs": 2,
-    "offer": 4,
-    "accept": 4,
-    "withdraw": 1,
     "collate": 5,
     "deliver": 4,
     "sweep": 2,
@@ -334,6 +323,7 @@ WEIGHTS = {
     "wait": 1,
     "allocate": 1,
     "kill": 0.7,
+    "die_with_a_result": 0.3,
     "cancel": 0.15,
 }
 
@@ -359,9 +349,6 @@ def test_a_long_random_walk(twins: tuple[ModuleType, ModuleType], seed: int) -> 
         "fill_run": lambda: (draw.randrange(WORKERS), draw.randint(1, 5), draw.random() < 0.5),
         "start_early": lambda: (draw.randrange(99), draw.randrange(12)),
         "note_costs": lambda: (draw.randrange(WORKERS), draw.randrange(99)),
-        "offer": lambda: (draw.randrange(WORKERS), draw.randrange(99)),
-        "accept": lambda: (draw.randrange(WORKERS), draw.random() < 0.8),
-        "withdraw": lambda: (draw.randrange(WORKERS),),
         "collate": lambda: (draw.randrange(WORKERS),),
         "deliver": lambda: (),
         "sweep": lambda: (draw.randrange(PASSES),),
@@ -369,6 +356,10 @@ def test_a_long_random_walk(twins: tuple[ModuleType, ModuleType], seed: int) -> 
         "wait": lambda: (draw.random() < 0.5,),
         "allocate": lambda: (draw.randrange(99), draw.randrange(300)),
         "kill": lambda: (draw.randrange(WORKERS),),
+        "die_with_a_result": lambda: (
+            *(draw.randrange(WORKERS), draw.randint(1, 5)),
+            draw.randrange(6),
+        ),
         "cancel": lambda: (draw.randrange(PASSES),),
     }
     for name in draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=15_000):

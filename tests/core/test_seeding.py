@@ -8,6 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minato._core.epochs import seed_of_epoch
+from minato._core.seeding import mix
+
 TWIN = "seeding"
 WORDS = 624
 
@@ -198,3 +201,11 @@ def test_a_snapshot_sees_each_change(
     memory[:] = 7
     snapshot.take()
     assert snapshot.holds()
+
+
+@given(st.integers(-(2**63), 2**63 - 1), *3 * [st.integers(-(2**40), 2**40)])
+def test_a_seed_of_another_epoch(seed: int, drawn_epoch: int, epoch: int, index: int) -> None:
+    other = seed_of_epoch(seed, drawn_epoch, epoch)
+    assert -(2**63) <= other < 2**63
+    assert mix(other, epoch, index) == mix(seed, drawn_epoch, index)
+    assert seed_of_epoch(other, epoch, drawn_epoch) == seed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import uuid
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import pytest
 from minato import DataLoader
 from minato.assembler.arena import Slot
 from minato.delivery.attached import Link
-from minato.delivery.channel import connected, listening
-from minato.delivery.seats import Greeting
+from minato.delivery.channel import connected
+from minato.delivery.meeting import Meeting
+from minato.delivery.messages import Greeting, from_host
 from minato.delivery.switchboard import Switchboard
 from tests.datasets import TOO_MANY_WORKERS, Filled, Numbers, indices
 from tests.delivery.jobs import Job, run, until
@@ -32,8 +33,9 @@ def loader_of(dataset: Any, **arguments: Any) -> DataLoader[Any]:
 
 
 @pytest.fixture
-def address() -> str:
-    return f"\0minato-test-{uuid.uuid4()}"
+def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Meeting:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return Meeting(0, "a job")
 
 
 def test_batches_are_held_while_arenas_take_turns() -> None:
@@ -109,17 +111,24 @@ def test_a_host_that_lives_and_does_not_iterate() -> None:
     assert run(program) == [[[[0, 2], [4, 6]]] * 3, [[[1, 3], [5, 7]]] * 3]
 
 
-def test_a_host_that_lives_and_does_not_answer(address: str) -> None:
+def test_a_host_that_lives_and_does_not_answer(meeting: Meeting) -> None:
+    listener, _ = meeting.listen()
     with (
-        listening(address),
+        listener,
         pytest.raises(RuntimeError, match=r"local rank 0 .* has not given this rank its place"),
     ):
-        Link(address, Greeting(1, 1, ()), patience_s=0.0)
+        Link(meeting, Greeting(1, 1, {}), patience_s=0.0)
 
 
-def test_nobody_reaches_a_host_that_is_through_by_what_its_children_keep(address: str) -> None:
-    switchboard = Switchboard(address, lambda *_: None, lambda _: None)
-    with switchboard._listener.dup():  # as a forked child has it
+def test_nobody_reaches_a_host_that_is_through_by_what_its_children_keep(
+    meeting: Meeting,
+) -> None:
+    switchboard = Switchboard(meeting, lambda *_: None, lambda _: None)
+    with switchboard._server._listener.dup():  # as a forked child has it
+        for left in (tmp := Path(meeting.directory)).iterdir():  # as if they had not been removed
+            left.rename(tmp / f"{left.name}.kept")
         switchboard.close()
-        with pytest.raises(TimeoutError):
-            connected(address, 0.0)
+        for kept in tmp.iterdir():
+            kept.rename(kept.with_suffix(""))
+        with pytest.raises(TimeoutError, match="has not begun to iterate"):
+            connected(meeting, 0.0, from_host)

@@ -23,7 +23,6 @@ class Source:
     foretells_rightly: bool = True
     journal: list[Any] = field(default_factory=list)
     batches: Iterator[Any] = iter(())
-    over: bool = False
 
     def begin(
         self,
@@ -37,15 +36,11 @@ class Source:
         assert progress == f"of {epoch}"
         self.journal.append(("begin", epoch, seed, expected()))
         self.batches = batches
-        self.over = False
         return self.foretells_rightly
 
     def next(self) -> Any:
         for batch in self.batches:
-            if batch == ["stop"]:
-                raise StopIteration("by a sample")
             return torch.tensor(batch)
-        self.over = True
         raise StopIteration
 
     def shut_down(self) -> None:
@@ -132,20 +127,6 @@ def test_wrong_expectations_are_reported(make: Callable[..., BatchIterator]) -> 
     source.foretells_rightly = False
     iterator._reset(torch.utils.data.DataLoader(Numbers(2), 2))
     assert Pass.disappointed == 1
-
-
-def test_a_sample_that_raises_stop_iteration_does_not_end_the_source(
-    make: Callable[..., BatchIterator],
-) -> None:
-    iterator = make(sampler=[[0], ["stop"], [1]])
-    assert next(iterator).tolist() == [0]
-    with pytest.raises(StopIteration, match="by a sample"):
-        next(iterator)
-    assert next(iterator).tolist() == [1]
-    source: Any = iterator._source
-    assert source.journal[1:] == []
-    assert next(iterator, None) is None
-    assert source.journal[1:] == ["shut down"]
 
 
 def test_a_profiler_sees_the_range_that_torch_records(make: Callable[..., BatchIterator]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from minato.assembler.arena import Slot
-from minato.delivery.seats import Greeting, Round, Seat, next_seat, refusal
+from minato.delivery.messages import Greeting
+from minato.delivery.seats import Round, Seat, next_seat, refusal
 
 
 class Nothing:
@@ -57,16 +58,16 @@ def test_those_that_are_there_come_first() -> None:
 @pytest.mark.parametrize(
     ("who", "words"),
     [
-        (Greeting(1, 5, (8,)), None),
-        (Greeting(1, 5, (9,)), "not the one that local rank 0 has"),
-        (Greeting(1, 4, (8,)), "start the ranks of a node by torchrun"),
-        (Greeting(2, 6, (8,)), "start the ranks of a node by torchrun"),
-        (Greeting(0, 4, (8,)), "taken"),
+        (Greeting(1, 5, {"batch_size": "8"}), None),
+        (Greeting(1, 5, {"batch_size": "9"}), "here it has batch_size=9, and there batch_size=8"),
+        (Greeting(1, 4, {"batch_size": "8"}), "start the ranks of a node by torchrun"),
+        (Greeting(2, 6, {"batch_size": "8"}), "start the ranks of a node by torchrun"),
+        (Greeting(0, 4, {"batch_size": "8"}), "taken"),
     ],
 )
 def test_who_gets_a_seat(who: Greeting, words: str | None) -> None:
     seats, _ = seats_of("out", "out")
-    why = refusal(seats, Greeting(0, 4, (8,)), who, waits=False)
+    why = refusal(seats, Greeting(0, 4, {"batch_size": "8"}), who, waits=False)
     assert (why is None) == (words is None)
     assert words is None or words in str(why)
 
@@ -75,7 +76,9 @@ def test_who_gets_a_seat(who: Greeting, words: str | None) -> None:
 def test_whose_process_has_ended_may_come_again(waits: bool) -> None:
     seats, _ = seats_of("out", "out")
     seats[1].gone = "local rank 1 (process 7) has ended"
-    why = refusal(seats, Greeting(0, 4, (8,)), Greeting(1, 5, (8,)), waits)
+    why = refusal(
+        seats, Greeting(0, 4, {"batch_size": "8"}), Greeting(1, 5, {"batch_size": "8"}), waits
+    )
     assert (
         why is None if waits else "process 7) has ended, and the others do without it" in str(why)
     )

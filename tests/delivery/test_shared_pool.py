@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 import minato
 from minato import CostBatchSampler, DataLoader
-from minato.delivery import channel as channels
+from minato.delivery import handshake
 from tests.datasets import (
     ORDERS,
     TOO_MANY_WORKERS,
@@ -266,14 +266,14 @@ def test_an_error_is_raised_where_its_batch_goes() -> None:
         for _ in range(4):
             try:
                 found.append(next(batches).tolist())
-            except (KeyError, StopIteration) as error:
+            except (KeyError, RuntimeError) as error:
                 found.append(
                     (type(error).__name__, "no such" in str(error) or "nor such" in str(error))
                 )
         return found, next(batches, "over")
 
     first, second = run(program)
-    assert first == ([[0, 2], ("StopIteration", True), [8, 10], [12, 14]], "over")
+    assert first == ([[0, 2], ("RuntimeError", True), [8, 10], [12, 14]], "over")
     assert second == ([[1, 3], ("KeyError", True), [9, 11], [13, 15]], "over")
 
 
@@ -456,7 +456,7 @@ def test_a_host_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stranger", [0, 1])
 def test_another_user_is_refused(stranger: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "credentials", lambda connection: (1, os.geteuid() + 1))
+    monkeypatch.setattr(handshake, "credentials", lambda connection: (1, os.geteuid() + 1))
 
     def program(rank: int, together: Any) -> Any:
         if rank != stranger:

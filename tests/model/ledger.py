@@ -67,7 +67,6 @@ class Setting:
         collated: Batches must be collated; "whole": by who ran all their samples, where one did.
         owned: Batch k is for worker k mod n.
         any_order: Batches are delivered when they are ready.
-        offers: Workers set samples aside and offer them to each other: for ``Sharing``.
         leave_after: Batches that are delivered of a pass that is abandoned.
     """
 
@@ -83,7 +82,6 @@ class Setting:
     collated: str = ""
     owned: bool = False
     any_order: bool = False
-    offers: bool = False
     leave_after: int = 0
     kills: int = 1
     buffered: bool = False
@@ -313,7 +311,6 @@ class Ledger:
             word = yield load(self.ticket[self.at(seq)])
             if word & STATE != CLAIMED or not self.is_of(word, worker):
                 continue
-            yield from self.empty_room(seq)
             place = word & NUMBER
             if place:
                 kept = yield from self.is_kept(seq, place - 1)
@@ -330,12 +327,7 @@ class Ledger:
         yield from self.notify(self.work, EVERYBODY)
 
     def is_of(self, word: int, worker: int) -> bool:
-        """Whether a ticket is this worker's, and not offered to the others."""
         return (word >> 4) & 3 == worker
-
-    def empty_room(self, seq: int) -> Steps:
-        """Free the room that a sample lies in which the dead worker had taken; here nobody has one."""
-        yield from ()
 
     def is_kept(self, seq: int, place: int) -> Steps:
         word = yield load(self.place[self.at(place)])

@@ -19,7 +19,6 @@ from tests.model.ledger import (
     Setting,
     Steps,
 )
-from tests.model.offers import OFFERED, Sharing
 
 
 class NotifierLooksFirst(Ledger):
@@ -205,69 +204,6 @@ class ClosesWithoutLooking(Ledger):
         return True
 
 
-class TicketSaysItFirst(Sharing):
-    """What its giver has marked and not yet named when it dies, is found by nobody."""
-
-    def say_offered(self, worker: int, seq: int) -> Steps:
-        yield from self.mark_offered(seq)
-        yield store(self.on_offer[worker], seq + 1)
-
-
-class TakesOverWithoutLooking(Sharing):
-    """A worker takes what its giver has just taken back."""
-
-    def take_over(self, worker: int, seq: int, word: int) -> Steps:
-        yield store_sc(self.ticket[self.at(seq)], CLAIMED | worker << 4 | word & NUMBER)
-        return True
-
-
-class TakesBackWithoutLooking(Sharing):
-    """The giver goes on with what another worker has just taken."""
-
-    def take_back(self, seq: int, word: int) -> Steps:
-        yield store_sc(self.ticket[self.at(seq)], word & ~OFFERED)
-        return True
-
-
-class RoomIsGivenBackFirst(Sharing):
-    """The next sample lies in the room before this one is read."""
-
-    def take_out(self, giver: int) -> Steps:
-        yield store(self.on_offer[giver], 0)
-        copy = yield load(self.room[giver])
-        return copy
-
-
-class RoomIsAlwaysFree(Sharing):
-    """The giver knows that its sample was taken, and does not ask whether it was read."""
-
-    def is_in_use(self, worker: int) -> Steps:
-        yield peek(self.on_offer[worker])
-        return False
-
-
-class FirstLookIsBelieved(Sharing):
-    """The ring may have come round between the look and the claim."""
-
-    def taken_from(self, giver: int, looked_at: int) -> Steps:
-        yield peek(self.on_offer[giver])
-        return looked_at
-
-
-class ReleaseKeepsTheRoom(Sharing):
-    """The room of what a dead worker had taken is in use for ever."""
-
-    def empty_room(self, seq: int) -> Steps:
-        yield peek(self.tail)
-
-
-class ReleaseTakesWhatIsOffered(Sharing):
-    """What a dead worker had offered goes out again while another one takes it."""
-
-    def is_of(self, word: int, worker: int) -> bool:
-        return super().is_of(word & ~OFFERED, worker)
-
-
 ONE = ((1,),)
 TWO = ((2,),)
 MUTATIONS: dict[type[Ledger], Setting] = {
@@ -289,13 +225,6 @@ MUTATIONS: dict[type[Ledger], Setting] = {
     ClosesWithoutLooking: Setting(
         ((1,), (1,)), records=1, positions=2, window=1, kills=0, collated="yes"
     ),
-    TicketSaysItFirst: Setting(ONE, offers=True),
-    TakesOverWithoutLooking: Setting(ONE, offers=True, kills=0),
-    TakesBackWithoutLooking: Setting(ONE, offers=True, kills=0),
-    RoomIsAlwaysFree: Setting(((1, 1, 1),), records=3, any_order=True, offers=True, kills=0),
-    ReleaseKeepsTheRoom: Setting(ONE, offers=True),
-    ReleaseTakesWhatIsOffered: Setting(ONE, offers=True),
-    FirstLookIsBelieved: Setting(((1, 1),), positions=1, records=1, window=1, kills=0, offers=True),
 }
 """Where each mistake shows."""
 LARGE_MUTATIONS: dict[type[Ledger], Setting] = {
@@ -303,5 +232,4 @@ LARGE_MUTATIONS: dict[type[Ledger], Setting] = {
     HeadHasNoVersion: Setting(((1, 1),)),
     BindsWithoutLooking: Setting(((1, 1, 1),), bound=False, records=3, lag=2, kills=0),
     HintHasNoGeneration: Setting(((2, 2),), positions=2, records=1, window=1, kills=0, hint=True),
-    RoomIsGivenBackFirst: Setting(((1, 1, 1),), records=3, any_order=True, offers=True, kills=0),
 }

@@ -10,7 +10,6 @@ import pytest
 from tests.model.explore import Memory, Process, Report, add, explore, load, peek, start, store
 from tests.model.ledger import Ledger, Setting
 from tests.model.mutations import LARGE_MUTATIONS, MUTATIONS
-from tests.model.offers import Sharing
 
 SETTINGS = {
     "the gate, a kill, delayed stores": Setting(((1,),), whole_gate=False, buffered=True),
@@ -23,8 +22,6 @@ SETTINGS = {
     "unbound": Setting(((2, 2),), bound=False, kills=0),
     "unbound, a kill": Setting(((1,),), bound=False, collated="yes"),
     "unbound, bound late": Setting(((1, 1, 1),), bound=False, records=3, kills=0),
-    "offers": Setting(((2,),), offers=True, kills=0),
-    "offers, a kill": Setting(((1,),), offers=True),
 }
 """Two workers and the consumer."""
 LARGE_SETTINGS = {
@@ -45,19 +42,6 @@ LARGE_SETTINGS = {
     "unbound, bound late, used again": Setting(((1, 1, 1),), bound=False, positions=2, kills=0),
     "unbound, abandoned": Setting(((1, 1), (1,)), bound=False, records=3, kills=0),
     "unbound, abandoned, a kill": Setting(((1,), (1,)), bound=False, collated="yes"),
-    "offers, unbound": Setting(((2,),), offers=True, bound=False, kills=0),
-    "offers, a kill, two samples": Setting(((2,),), offers=True),
-    "offers, two kills": Setting(((1,),), offers=True, kills=2),
-    "offers, delayed stores": Setting(((1,),), offers=True, buffered=True),
-    "offers, three samples": Setting(((3,),), offers=True, kills=0),
-    "offers, used again": Setting(
-        ((1, 1),), positions=1, records=1, window=1, offers=True, kills=0
-    ),
-    "offers, abandoned": Setting(((1,), (1,)), offers=True, kills=0),
-    "offers, unbound, a kill": Setting(((1,),), bound=False, offers=True),
-    "offers, unbound, bound late": Setting(
-        ((1, 1, 1),), bound=False, records=3, offers=True, kills=0
-    ),
 }
 LARGE_S, LONG_S = 900, 100
 """How long the largest setting may take, and from which ``--stress-s`` on there is time for that."""
@@ -77,7 +61,7 @@ def play(ledger: Ledger) -> Report:
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
 def test_every_interleaving_delivers_everything_once(setting: Setting) -> None:
-    report = play((Sharing if setting.offers else Ledger)(setting))
+    report = play(Ledger(setting))
     assert report.fault is None, report
     assert report.ends > 0
 

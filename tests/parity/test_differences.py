@@ -197,3 +197,18 @@ def test_iterators_and_processes_go_by_other_names() -> None:
         assert isinstance(iterator, torch.utils.data.dataloader._BaseDataLoaderIter)
         assert hasattr(iterator, "_workers") == has_workers
         assert next(iterator).startswith(name)
+
+
+class Stopping(Numbers):
+    """A sample that ends an iteration of its own, by mistake."""
+
+    def __getitem__(self, index: int) -> int:
+        return next(iter(())) if index == 3 else index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stop_iteration_of_a_sample_does_not_end_the_epoch(workers: int) -> None:
+    theirs = [*TorchLoader(Stopping(8), 2, num_workers=workers)]
+    assert [batch.tolist() for batch in theirs] == [[0, 1]]
+    with pytest.raises(RuntimeError, match="the sample with index 3 raised StopIteration"):
+        list(minato.DataLoader(Stopping(8), 2, num_workers=workers))

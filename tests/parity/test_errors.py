@@ -87,7 +87,6 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "lines": raising(lambda: RuntimeError("two\nlines")),
     "key": raising(lambda: KeyError("a key")),
     "index": raising(lambda: IndexError("out of range")),
-    "stop": raising(lambda: StopIteration("a text")),
     "asynchronous stop": raising(lambda: StopAsyncIteration("a text")),
     "file": raising(lambda: FileNotFoundError(2, "No such file", "picture.png")),
     "decoding": lambda: b"\xff".decode(),

@@ -193,3 +193,23 @@ def test_nobody_reads(loaders: Path) -> None:
     _, err = process.communicate(timeout=50)
     assert process.returncode == 1
     assert b"Traceback" not in err
+
+
+def test_a_file_with_the_name_of_a_module_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "json.py").write_text("def f():\n    return 3\n")
+    assert main(["profile", f"{tmp_path / 'json.py'}:f"]) == 2
+    told = capsys.readouterr().err
+    assert "json.py' has the name of another module, 'json'" in told
+    assert "rename it" in told
+
+
+def test_a_page_that_is_something_else_stays(
+    loaders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("precious")
+    command = ["profile", f"{loaders}:mine", "--html", str(tmp_path / "train.py")]
+    assert main(command) == 2
+    assert "holds something else than a page of minato's" in capsys.readouterr().err
+    assert (tmp_path / "train.py").read_text() == "precious"

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import io
 import re
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import rich.console
+import torch
 import tqdm
 
+from minato import DataLoader
+from minato.command import main
 from minato.report.pace import Pace
 from minato.report.screens import Lines, Notebook, Panel, html_of, screen_for
+from minato.report.text import plain
 from tests.report.terminals import terminal
 
 PACE = Pace(
@@ -195,3 +203,55 @@ def test_a_notebook_shows_one_output_that_changes(monkeypatch: pytest.MonkeyPatc
     assert re.findall(r">([^<]+)<", shown[0]) == ["all is &lt;over&gt;"]
     screen.show([PACE])
     assert len(shown) == 2
+
+
+EVIL = "cat\x1b[2J\x1b]0;owned\x07\x9b31m\rdog\nrow"
+CONTROLS = {chr(code) for code in [*range(0x20), *range(0x7F, 0xA0)]} - {"\n"}
+
+
+def test_names_do_not_steer_the_terminal() -> None:
+    pace = dataclasses.replace(PACE, title=EVIL, slowest=EVIL)
+    with terminal() as term:
+        panel = Panel(term.stream)
+        panel.show([pace])
+        assert any("cat" in row and "dog row" in row for row in term.look())
+        panel.hide()
+    stream = io.StringIO()
+    Lines(stream).show([pace])
+    assert not CONTROLS & set(stream.getvalue())
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_a_report_does_not_steer_the_terminal() -> None:
+    class Named(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, key: Any) -> int:
+            time.sleep(0.02)
+            return 1
+
+    def transform(sample: int) -> int:
+        return sample
+
+    transform.__qualname__ = transform.__name__ = EVIL
+    loader = DataLoader(Named(), 1, sampler=[EVIL, "a"], transforms=[transform])
+    list(loader)
+    report = loader.report()
+    assert EVIL in [stage.name for stage in report.run.stages][1]
+    told = plain(report)
+    assert "cat" in told
+    assert not CONTROLS & set(told)
+    console = rich.console.Console(file=io.StringIO(), force_terminal=False, width=300)
+    console.print(report)
+    assert not CONTROLS & set(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_the_command_line_does_not_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "evil_loaders.py").write_text(f"def f():\n    raise RuntimeError({EVIL!r})\n")
+    assert main(["profile", f"{tmp_path / 'evil_loaders.py'}:f"]) == 2
+    assert main(["ingest", EVIL, "sqlite:x"]) == 2
+    assert main(["ingest", str(tmp_path), f"{EVIL}:x"]) == 2
+    assert not CONTROLS & set(capsys.readouterr().err)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from minato._core.codes import ERROR_BLOB, SAMPLE_BLOB
+from minato._core.codes import MUST_COLLATE, SAMPLE_BLOB
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
@@ -167,6 +167,7 @@ class Bench:
         item = self.dispatcher.next()
         self.slots.release(item.slot)
         self.dispatcher.done(item, 100)
+        self.dispatcher.deliver(item)
         return item
 
     def rest(self) -> list[list[Any]]:
@@ -186,19 +187,29 @@ class Bench:
         return Lease(worker, *lease)
 
     def finish(self, lease: Lease, late: bool = False) -> list[int]:
-        """Put results in their places; returns in which batch each is."""
-        first = self.ledger.describe(lease.batch)[1] + lease.k
-        if self.ledger.describe(lease.batch)[3]:
-            self.ledger.set_result(lease.batch, 64 | SAMPLE_BLOB, 0)
-            self.ledger.fill_run(lease.worker, lease.batch, lease.k, lease.count)
+        """Put results in their places, as a worker with a ``collate_fn``; returns in which batch each is."""
+        _, first, size, bound, *_ = self.ledger.describe(lease.batch)
+        first += lease.k
+        if bound:
+            if lease.count == size:
+                self.ledger.set_result(lease.batch, 64 | SAMPLE_BLOB, 0)
+            else:
+                for place in range(first, first + lease.count):
+                    self.ledger.attach(place, 64 | SAMPLE_BLOB, 0)
+            outcome = self.ledger.fill_run(lease.worker, lease.batch, lease.k, lease.count)
+            self._finished(lease.batch, outcome)
             return [lease.batch] * lease.count
         batches = []
         for position in range(first, first + lease.count):
             place, batch, _ = self.ledger.reserve(lease.worker, position, late)
-            self.ledger.attach(place, 64 | ERROR_BLOB, 0)
-            self.ledger.fill(lease.worker, position, place)
+            self.ledger.attach(place, 64 | SAMPLE_BLOB, 0)
+            self._finished(batch, self.ledger.fill(lease.worker, position, place))
             batches.append(batch)
         return batches
+
+    def _finished(self, batch: int, outcome: int) -> None:
+        if outcome == MUST_COLLATE:
+            self.ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)
 
     def work(self, samples: int, worker: int = 0) -> None:
         """Claim and finish so many samples, one by one."""
@@ -208,7 +219,10 @@ class Bench:
     def work_all(self) -> None:
         """Claim and finish all there is."""
         while (lease := self.ledger.claim(0, 1)) is not None:
-            self.finish(Lease(0, *lease))
+            if lease[2]:
+                self.finish(Lease(0, *lease))
+            else:
+                self.ledger.set_ready(lease[0], 64 | SAMPLE_BLOB, 0)
 
     def always_work(self, times: int = 1000) -> None:
         """Let the workers do everything whenever the consumer waits."""

@@ -14,13 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
-from minato._core.segment import Segment
 from minato._core.wait import Gate
-from minato.assembler.transport import LocalRooms, SharedRooms
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness, numpy_rng
 from minato.scheduler.fetch import Fetcher
-from minato.scheduler.handover import Handover
 from minato.scheduler.parking import Parking
 from minato.scheduler.runner import Runner
 from minato.scheduler.stepper import Stepper
@@ -144,10 +141,7 @@ class Case:
         usual_ns: float,
         bad: set[int] = frozenset(),  # type: ignore[assignment]
         workers: int = 2,
-        rooms: SharedRooms | LocalRooms | None = None,
     ) -> None:
-        self.rooms = rooms
-        self.num_moved = 0
         self.bench = Bench(order, max_lag=8, fixed=SIZE // BATCH, workers=workers)
         self.calls: Counter[Any] = Counter()
         self.meters = Meters(len(steps))
@@ -170,8 +164,7 @@ class Case:
         # As if nobody else were there: so samples are left as often as can be.
         alone = functools.partial(int, 0)
         bound = order in ("strict", "batch")
-        handover = None if self.rooms is None else Handover(number, ledger, self.rooms)
-        parking = Parking(ledger, stepper.left, True, bound, workers=alone, handover=handover)
+        parking = Parking(ledger, stepper.left, True, bound, workers=alone)
 
         def may_leave(position: int, nbytes: int) -> bool:
             self.most_parked = max(self.most_parked, len(parking) + len(stepper.left))
@@ -181,7 +174,7 @@ class Case:
         runner = Runner(lease, SampleRandomness, self.meters, stepper, None, False, Exception)
         runner.habits.usual_ns = usual_ns
         runner.habits.draws = False if usual_ns < 1000 else None
-        worker = Worker(
+        return Worker(
             number,
             ledger,
             Gate(self.bench.segment.array, ledger.work_gate_offset),
@@ -191,18 +184,9 @@ class Case:
             ledger.keys,
             parking,
         )
-        parking.accept = functools.partial(self._accept, parking.accept)  # type: ignore[method-assign]
-        return worker
 
-    def _accept(self, accept: Any) -> Any:
-        partial = accept()
-        self.num_moved += partial is not None
-        return partial
-
-    def kill(self, number: int, while_it_takes: bool) -> None:
-        """A worker is killed between two leases, or when it has just taken what another one offers."""
-        if while_it_takes:
-            self.bench.ledger.accept(number)
+    def kill(self, number: int) -> None:
+        """A worker is killed between two leases."""
         self.bench.ledger.release(number)
         self.workers[number] = self.hire(number)
 
@@ -267,56 +251,25 @@ def test_samples_really_are_left() -> None:
 @given(
     steps=st.lists(st.sampled_from(TRANSFORMS), min_size=2, max_size=4),
     seed=st.integers(0, 10**6),
-    in_processes=st.booleans(),
-    deaths=st.integers(0, 4),
+    deaths=st.integers(1, 4),
 )
-def test_whoever_goes_on_with_samples_they_are_the_same(
-    order: str, steps: list[Any], seed: int, in_processes: bool, deaths: int
+def test_whoever_dies_with_samples_set_aside_they_are_the_same(
+    order: str, steps: list[Any], seed: int, deaths: int
 ) -> None:
-    """Each transform runs once, too, unless a worker dies: what it had in hand is then run from the start."""
-    rooms = SharedRooms(Segment(1 << 20), 3) if in_processes else LocalRooms()
     with SampleRandomness(SEED).saved():
         expected = straight(steps, binds=True)
         chance = random.Random(seed)
-        case = Case(steps, order, chance, 4e6, workers=3, rooms=rooms)
+        case = Case(steps, order, chance, 4e6, workers=3)
         case.share = 1.0
-        for _ in range(deaths if in_processes else 0):
+        for _ in range(deaths):
             for _ in range(chance.randrange(SIZE)):
                 chance.choice(case.workers).step()
-            case.kill(chance.randrange(3), chance.random() < 0.5)
+            case.kill(chance.randrange(3))
         case.run(chance)
     assert sorted(case.sink.samples) == list(range(SIZE))
     for key, value in expected.items():
         np.testing.assert_array_equal(case.sink.samples[key], value)
     assert case.all_ready()
-    if not deaths or not in_processes:
-        assert set(case.calls.values()) == {1}
-        assert len(case.calls) == SIZE * len(steps)
-
-
-def test_samples_really_move() -> None:
-    with SampleRandomness(SEED).saved():
-        case = Case(
-            [add_in_place, draw_from_all, draw_a_gauss],
-            "arrival",
-            random.Random(0),
-            4e6,
-            rooms=SharedRooms(Segment(1 << 20), 2),
-        )
-        case.share = 1.0
-        giver, taker = case.workers
-        while case.bench.ledger.unclaimed():
-            giver.step()
-        # Nothing is left to begin: the giver goes on with one of those that it has set aside, and offers another one.
-        assert giver.step()
-        assert taker.step()
-        assert case.num_moved == 1
-        assert not taker.step()
-        case.run(random.Random(0))
-        expected = straight([add_in_place, draw_from_all, draw_a_gauss], binds=True)
-    for key, value in expected.items():
-        np.testing.assert_array_equal(case.sink.samples[key], value)
-    assert set(case.calls.values()) == {1}
 
 
 @pytest.mark.parametrize("order", ["batch", "arrival"])

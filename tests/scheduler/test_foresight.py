@@ -123,7 +123,7 @@ def test_samples_are_judged_by_what_is_planned_for_them() -> None:
     bench, model = Bench(), Planning({})
     asked = []
 
-    def plans_of(seed: int, epoch: int, key: int) -> tuple[bool]:
+    def plans_of(seed: int, epoch: int, key: int, occurrence: int) -> tuple[bool]:
         asked.append((seed, epoch, key))
         return (key == 5,)
 

@@ -344,7 +344,7 @@ class Worker:
 def threads(leave: threading.Event, may_leave: bool = False) -> ThreadPool:
     stage = Stage()
     return ThreadPool(
-        2, lambda number, _: Worker(number, leave), stage.ready, leave.set, lambda: may_leave
+        2, lambda number, _: Worker(number, leave), stage.ready, leave.set, lambda number: may_leave
     )
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
+from minato._core.codes import (
+    ERROR_BLOB,
+    MUST_COLLATE,
+    READY,
+    SAMPLE_BLOB,
+    SKIP_BLOB,
+    STATE_BLOB,
+)
 from minato._core.wait import Gate
 from minato.chain.chain import Chain
 from minato.scheduler.fetch import Fetcher
@@ -43,11 +50,15 @@ class Sink:
         self.journal.append(("error", key, str(error)))
         self._ledger.attach(place, 64 | ERROR_BLOB, 0)
 
-    def write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
-        self.journal.append(("state", state()))
-
-    def write_collated(self, batch: int, samples: list[Any]) -> None:
+    def write_collated(
+        self, batch: int, samples: list[Any], skipped: Sequence[int] = (), state: Any = None
+    ) -> None:
         self.journal.append(("collated", samples))
+        if state is not None:
+            self.journal.append(("state", state[1]()))
+            self._ledger.attach(state[0], 64 | STATE_BLOB, 0)
+        for place in skipped:
+            self._ledger.attach(place, SKIP_BLOB, 0)
         self._ledger.set_result(batch, 64 | SAMPLE_BLOB, 0)
 
     def finished(self, batch: int, outcome: int) -> None:

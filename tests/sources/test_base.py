@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from minato.ingest.store import Unknown, open_store
 from minato.sources.base import KeyedSource, MissingKey, SourceError
 from minato.sources.connections import Connections
 from minato.sources.retry import Retry
-from minato.sources.settings import Env, Place, Settings, without_password
+from minato.sources.settings import Env, Place, Settings, shown_url, without_password
 from minato.sources.sqlite import SQLite
 
 
@@ -127,7 +128,18 @@ def test_passwords_are_taken_out_of_urls(url: str, rest: str, password: str | No
     ("url", "shown"),
     [
         ("https://host/data", "https://host/data"),
-        ("https://me:hush@host/data?version=2", "https://me@host/data?version=2"),
+        ("https://me:hush@host/data?version=2", "https://host/data?version=2"),
+        ("https://hush@host", "https://host"),
+        ("https://host/#access_token=hush", "https://host/"),
+        ("https://host/a?api_key=hush&apikey=hush&code=hush&region=eu", "https://host/a?region=eu"),
+        ("sftp://me:hush@host/data", "sftp://me@host/data"),
+        ("sftp://me:hush@hush@host/data", "sftp://me@host/data"),
+        ("sftp://me@host/data", "sftp://me@host/data"),
+        ("simplecache::https://me:hush@host/a", "simplecache::https://host/a"),
+        ("hf://datasets/me/photographs@main/a", "hf://datasets/me/photographs@main/a"),
+        ("http://host:9000/box@2", "http://host:9000/box@2"),
+        ("file:///data/run#3?a", "file:///data/run#3?a"),
+        ("abfs://box@account/data", "abfs://box@account/data"),
         ("az://box?sv=2024&sp=r&sig=hush", "az://box?sv=2024&sp=r"),
         ("s3://box/a?X-Amz-Signature=hush&X-Amz-Credential=hush", "s3://box/a"),
         ("redis://host/0?password=hush", "redis://host/0"),
@@ -142,6 +154,51 @@ def test_a_place_keeps_its_secrets(url: str, shown: str) -> None:
     else:
         with pytest.raises(TypeError, match="'url' is a secret and is not pickled"):
             pickle.dumps(place)
+
+
+@pytest.mark.parametrize("letter", list("/?#"))
+@pytest.mark.parametrize("scheme", ["sftp", "https", "redis", "mysql"])
+def test_a_password_that_no_library_understands_is_refused_and_not_shown(
+    scheme: str, letter: str
+) -> None:
+    for url in (f"{scheme}://me:hu{letter}sh@host/data", f"{scheme}://me:h@hu{letter}sh@host"):
+        for take in (Place, shown_url, open_store):
+            with pytest.raises(
+                ValueError, match="has a password with one of the characters"
+            ) as told:
+                take(url)
+            assert "hu" not in str(told.value)
+            assert "sh" not in str(told.value).replace("shown", "")
+
+
+@pytest.mark.parametrize("url", ["mysql://me:hush@host", "hush", "mysql://host?pwd=hush"])
+def test_an_unknown_store_is_named_without_secrets(url: str) -> None:
+    with pytest.raises(Unknown) as told:
+        open_store(url)
+    assert "hush" not in str(told.value) or "://" not in url
+
+
+SECRET = """
+master_key private_key pkey api_key apikey sse_customer_key encryption_key conn_str connection_string
+bearer jwt pwd cookies session account_key access_key key secret
+sasl_password dsn conninfo
+"""
+
+
+@pytest.mark.parametrize("name", SECRET.split())
+def test_settings_that_are_secret_by_name(name: str) -> None:
+    assert repr(Settings({name: "hush"})) == f"{name}=<secret>"
+
+
+OPEN = """
+access_key_id key_name keyspace ssl_keyfile sslkey keepalives session_timeout user connect_timeout
+port
+"""
+
+
+@pytest.mark.parametrize("name", OPEN.split())
+def test_settings_that_are_not(name: str) -> None:
+    assert repr(Settings({name: "x"})) == f"{name}='x'"
 
 
 def test_a_place_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -11,6 +12,7 @@ fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: install 
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
 from fsspec.utils import infer_storage_options  # noqa: E402
 
+from minato.sources.base import SourceError  # noqa: E402
 from minato.sources.files import Files  # noqa: E402
 
 
@@ -41,9 +43,27 @@ def test_host_and_user_come_from_the_url() -> None:
     assert source.keys == ["a"]
     assert source[0] == b"content"
     assert Remote.connected[-1] == {"host": "host", "username": "me", "password": "hush"}
-    assert repr(source) == "Files('remote://me@host/data')"
+    assert repr(source) == "Files('remote://host/data')"
     with pytest.raises(TypeError, match="is a secret and is not pickled"):
         pickle.dumps(source)
     apart = Files("remote://me@host/data", password="hush")
     assert apart.get("a") == b"content"
     assert Remote.connected[-1]["password"] == "hush"
+
+
+@pytest.mark.parametrize(
+    "key", ["../secret", "a/../../secret", "..", "%2e%2e/secret", "..\\secret", "a\0b"]
+)
+def test_keys_stay_in_the_folder(key: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"not yours")
+    (tmp_path / "data").mkdir()
+    source = Files(str(tmp_path / "data"), keys=[key])
+    with pytest.raises(SourceError, match="leads out of the folder") as told:
+        source[0]
+    assert repr(key) in str(told.value)
+
+
+def test_keys_that_only_look_like_it(tmp_path: Path) -> None:
+    (tmp_path / "..data").mkdir()
+    (tmp_path / "..data" / "a..b").write_bytes(b"content")
+    assert Files(str(tmp_path), keys=["..data/a..b"])[0] == b"content"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import resource
 import sqlite3
 import subprocess
 import sys
 import time
 import uuid
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import minato
 from minato.command import main
@@ -420,3 +426,89 @@ def test_what_was_ingested_can_be_loaded(tmp_path: Path) -> None:
     assert torch.cat([batch["label"] for batch in batches]).tolist() == list(range(20))
     assert batches[0]["x"].shape == (5, 2, 3)
     source.close()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_links_out_of_a_folder_are_refused(number: int, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"not yours")
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a").write_bytes(b"a")
+    (folder / "b").symlink_to(folder / "a")  # inside: a sample like others
+    link = [folder / "c", folder / "sub" / "c"][number]
+    store = open_store(f"sqlite:{tmp_path / 'samples.db'}")
+    assert ingest(folder, store, workers=1, journal=tmp_path / "one").samples == 2
+    link.symlink_to("../secret" if number == 0 else "../../secret")
+    with pytest.raises(ValueError, match=r"folder/.*c' is a link out of the folder"):
+        ingest(folder, store, workers=1, journal=tmp_path / "two")
+
+
+NAMES = ["image.png", "50%", "100%s", 'a"b', "%(x)s", "a.b.c", "; DROP TABLE samples"]
+
+
+def postgres_table(_: Path, kind_named: Callable[[str], Kind]) -> tuple[Any, Callable[..., Any]]:
+    from minato.ingest.postgres import PostgresStore
+    from minato.sources.postgres import Postgres
+
+    settings = kind_named("postgres").source()._settings.values()
+    table = "any%names"
+    return (
+        PostgresStore("", table, **settings),
+        lambda **more: Postgres("", table, "id", **more, **settings),
+    )
+
+
+def sqlite_table(tmp_path: Path, _: Any) -> tuple[Any, Callable[..., Any]]:
+    path = tmp_path / "samples.db"
+    return open_store(f"sqlite:{path}"), lambda **more: SQLite(path, "samples", "id", **more)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_columns_of_any_name(kind: str, tmp_path: Path, kind_named: Callable[[str], Kind]) -> None:
+    tables = {"sqlite": sqlite_table, "postgres": postgres_table}
+    store, source_of = tables[kind](tmp_path, kind_named)
+    rows = [{name: f"{name} {number}" for name in NAMES} for number in range(3)]
+    done = ingest(rows, store, workers=1, journal=tmp_path / "journal", verify=True)
+    assert done.verified == 3
+    for columns in (None, NAMES):
+        source = source_of(columns=columns)
+        assert len(source) == 3
+        assert [source[number] for number in range(3)] == rows
+        if hasattr(source, "__getitems__"):
+            assert source.__getitems__([2, 0]) == [rows[2], rows[0]]
+        source.close()
+
+
+def test_an_archive_that_unpacks_to_too_much_is_refused() -> None:
+    to = io.BytesIO()
+    with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(9):
+            archive.writestr(f"{number}.npy", bytes(32 << 20))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(
+        ValueError, match=r"an .npz file of \d+ bytes names arrays of 301989888 bytes"
+    ):
+        decoded(to.getvalue())
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+    np.savez_compressed(to := io.BytesIO(), mask=np.zeros(100 << 20, np.uint8))
+    assert decoded(to.getvalue())["mask"].nbytes == 100 << 20
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    start=st.sampled_from([b"PK\x03\x04", b"\x93NUMPY", b"\x93NUMPY\x01\x00", b""]),
+    rest=st.binary(max_size=60),
+    cut=st.integers(0, 500),
+)
+def test_a_value_of_any_bytes_is_a_sample_or_an_error(start: bytes, rest: bytes, cut: int) -> None:
+    whole = as_bytes({"x": np.arange(4), "y": np.float32(2)})
+    for value in (start + rest, whole[:cut] + rest + whole[cut:]):
+        with contextlib.suppress(Exception):  # of numpy's and zipfile's own; a source names the key
+            decoded(value)
+
+
+def test_a_header_that_names_too_much_is_refused_before_memory_is_taken() -> None:
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000000,), }"
+    value = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    with pytest.raises((ValueError, MemoryError)):
+        decoded(value)

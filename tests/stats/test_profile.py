@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minato._core.histogram import Histogram
+from minato._core.histogram import NBYTES, Histogram
+from minato.scheduler.policy import TimeoutPolicy
 from minato.stats.profile import Meters, Profile, fingerprint
 from minato.stats.summary import Summary, from_words, merged, share_above, to_words
 from tests.datasets import Numbers, double, plus_one
@@ -165,3 +168,55 @@ def test_the_share_above_is_exact_where_buckets_are(drawn, limit):
 def test_nothing_is_above_in_an_empty_histogram():
     assert share_above(Histogram(), 0) == 0
     assert Summary.of(Histogram()) == Summary(0, 0.0, 0, 0, 0, 0, 0)
+
+
+WORDS = st.dictionaries(
+    st.integers(-3, NBYTES // 8 + 3).map(str) | st.text(max_size=3),
+    st.integers(-1, 5) | st.integers(0, 2**64) | st.none() | st.floats(),
+    max_size=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    content=st.fixed_dictionaries(
+        {
+            "format": st.just([1, NBYTES]),
+            "names": st.lists(st.sampled_from(["total", "cpu", "x"]), max_size=4) | st.integers(),
+            "run": st.dictionaries(st.sampled_from(["total", "cpu", "x"]), WORDS | st.none()),
+            "recent": WORDS | st.none(),
+        }
+    ).map(json.dumps)
+    | st.binary(max_size=50)
+)
+@example(content=b"[" * 100_000)
+@example(content=b'{"format": ' + b"9" * 5000)
+def test_any_cost_history_is_used_or_left(
+    content: str | bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    check_cost_history(content, tmp_path_factory.getbasetemp())
+
+
+def check_cost_history(content: str | bytes, folder: Path) -> None:
+    """Whatever another user of a shared folder has written: it changes what is expected, and ends nothing."""
+    path = folder / "history.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    kept = Profile.load(folder, "history")
+    if kept is None:
+        return
+    profile, recent = kept
+    profile.summary()
+    policy, times = TimeoutPolicy(None, recent), Histogram()
+    for _ in range(200):
+        times.record(1000)
+        if policy.due(times.count):
+            policy.observe(times)
+    assert policy.decision.threshold_ns >= 0
+    assert 0 <= share_above(recent, 5) <= 1
+
+
+def test_a_pipe_in_the_place_of_a_cost_history_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "history.json")
+    assert Profile.load(tmp_path, "history") is None
+    (tmp_path / "history.json").unlink()
+    assert Profile.load(tmp_path, "history") is None

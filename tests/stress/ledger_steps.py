@@ -49,7 +49,6 @@ class Scene:
     late: bool = False
     ragged: bool = False
     max_run: int = 1
-    moves: bool = False
 
 
 SCENES = (
@@ -59,8 +58,6 @@ SCENES = (
     Scene("arrival"),
     Scene("arrival, collated", ragged=True),
     Scene("late", late=True, max_run=2),
-    Scene("offered to others", moves=True),
-    Scene("bound, offered to others", bound=True, moves=True),
 )
 
 
@@ -86,7 +83,6 @@ class World:
         self.is_abandoned = False
         self.wanted: set[int] = set()
         self.delivered: list[int] = []
-        self.offered: dict[int, int] = {}  # by workers from the beginning
         self.ledger.open_pass(0)
         for _ in range(2):
             self.publish()
@@ -158,8 +154,6 @@ class World:
             pause()
             lease = self.ledger.claim(worker, self.scene.max_run)
             if lease is None:
-                if self.accept(worker, pause):
-                    continue
                 return
             batch, k, count = lease
             if count == 0:
@@ -177,39 +171,13 @@ class World:
                 self.sample(worker, position, key, pause)
 
     def claim_for(self, worker: int) -> int:
-        """Give a worker a sample to work on, which others may take if samples move; returns its position."""
+        """Give a worker a sample to work on; returns its position."""
         batch, k, _ = self.ledger.claim(worker, 1)
-        position = int(self.ledger.describe(batch)[1]) + k
-        if self.scene.moves:
-            self.offered[worker] = position
-            self.ledger.offer(worker, position, 0)
-        return position
-
-    def accept(self, worker: int, pause: Callable[[], None]) -> bool:
-        """Finish what another worker offers; False if none does."""
-        pause()
-        found = self.ledger.accept(worker) if self.scene.moves else None
-        if found is None:
-            return False
-        giver, position, _ = found
-        pause()
-        self.ledger.accepted(giver)
-        self.finish(worker, position, 1000 + position, pause)
-        return True
-
-    def keeps(self, worker: int, position: int, pause: Callable[[], None]) -> bool:
-        """Offer a sample to the others, unless that was done, and take it back; False if one of them has it."""
-        if self.offered.get(worker) != position:
-            if self.ledger.offered(worker)[0] is not None:
-                return True
-            self.ledger.offer(worker, position, 0)
-            pause()
-        return bool(self.ledger.withdraw(worker))
+        return int(self.ledger.describe(batch)[1]) + k
 
     def sample(self, worker: int, position: int, key: int, pause: Callable[[], None] = int) -> None:
         pause()
-        if not self.scene.moves or self.keeps(worker, position, pause):
-            self.finish(worker, position, key, pause)
+        self.finish(worker, position, key, pause)
 
     def finish(self, worker: int, position: int, key: int, pause: Callable[[], None]) -> None:
         pause()
@@ -315,8 +283,6 @@ def after_kill(world: World, other: int | None) -> dict[str, Callable[[], None]]
         world.cancel()
         worker_1()
         world.ledger.release(0)
-        if world.scene.moves:
-            world.work(2)  # what the dead worker had offered is still to be done
         world.deliver()
         assert world.cancel()
         world.publish_more(3)

@@ -29,6 +29,7 @@ from minato.trace.lanes import Lane
 from minato.trace.loop import TracedJournal
 from tests.datasets import Filled, Numbers, Sleepy, double, plus_one, wait_until
 from tests.delivery.recorder import Recorder
+from tests.disks import file_size_limit, small_disk
 from tests.trace.events import check_nesting, lanes, names, parents, read, samples
 
 SIZE, BATCH = 24, 4
@@ -331,9 +332,10 @@ def test_headroom_is_not_traced(tmp_path: Path) -> None:
 
 def test_the_file_is_made_anew_when_iteration_starts(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    path.write_text("another one")
+    run(DataLoader(Numbers(6), 2, trace=path))
+    another = path.read_text()
     loader: Any = DataLoader(Numbers(4), 2, trace=path)
-    assert path.read_text() == "another one"
+    assert path.read_text() == another
     assert loader.trace == str(path)
     run(loader)
     assert samples(read(path)) == once(1, 4)
@@ -370,15 +372,35 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
         DataLoader(Numbers(4), trace=tmp_path)
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_a_full_disk_ends_the_trace_and_not_the_training() -> None:
-    lane = Lane(EventFile("/dev/full", 1 << 20), 1, 1, "training loop")
+def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes(b"[\n")
+    lane = Lane(EventFile(str(tmp_path / "run.json"), 1 << 20), 1, 1, "training loop")
     journal = TracedJournal(None, lane)
     journal.begin(0, None, None)  # type: ignore[arg-type]
     journal.begun()
     journal.enter()
-    with pytest.warns(RuntimeWarning, match="the trace ends here: .*No space left"):
+    with (
+        file_size_limit(10),
+        pytest.warns(RuntimeWarning, match="the trace ends here: .*(No space left|File too large)"),
+    ):
         journal.leave(1, 1, standing)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("message", ["No space left", "Read-only file system"])
+def test_a_disk_that_fails_from_the_start_costs_the_trace(
+    message: str, num_workers: int, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        loader: Any = DataLoader(
+            Numbers(40), 4, trace=disk.path / "run.json", num_workers=num_workers
+        )
+        disk.fill()
+        if "Read-only" in message:
+            disk.make_read_only()
+        with pytest.warns(RuntimeWarning, match=f"the trace ends here: .*{message}"):
+            found = [value for batch in loader for value in batch.tolist()]
+        assert found == list(range(40))
 
 
 def test_data_pipes_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""Errors of the system that come from a limit, in words that name the limit and the remedy."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+
+if sys.platform != "win32":
+    import resource
+
+__all__ = ["address_space_advice", "explained", "slot_overflow"]
+
+
+def _limit(name: str) -> int | None:
+    """The soft limit of this process; None if there is none."""
+    if sys.platform == "win32" or not hasattr(resource, name):
+        return None
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def address_space_advice() -> str:
+    """What else to do where address space is short, as the end of a sentence; empty if nothing limits it."""
+    limit = _limit("RLIMIT_AS")
+    return (
+        ""
+        if limit is None
+        else f", or raise the limit on address space, which is {limit} bytes (ulimit -v)"
+    )
+
+
+def slot_overflow(slot_nbytes: int) -> str:
+    """The text of the error of a batch that does not fit its slot of the arena."""
+    return (
+        f"a batch needs more than the {slot_nbytes} bytes of address space of its slot: use smaller batches, or keep "
+        f"fewer batches and iterators alive, which share the address space{address_space_advice()}"
+    )
+
+
+def explained(error: OSError, task: str) -> OSError:
+    """An error of the same type that says which limit was met and what to do; ``error`` itself if that is not known.
+
+    Args:
+        error: What the system said.
+        task: What was tried, as the end of "cannot …".
+    """
+    reason = _reason(error.errno)
+    if reason is None:
+        return error
+    return type(error)(error.errno, f"cannot {task}: {os.strerror(error.errno or 0)}. {reason}")
+
+
+def _reason(number: int | None) -> str | None:
+    if number == errno.EMFILE:
+        return (
+            f"This process may have {_limit('RLIMIT_NOFILE')} open files and has no more to spare: raise the limit "
+            "(ulimit -n), or use fewer workers, loaders and open files"
+        )
+    if number == errno.ENFILE:
+        return (
+            "All processes of this machine together have too many open files (sysctl fs.file-max)"
+        )
+    if number == errno.EFBIG:
+        return (
+            f"The limit on the size of files, which is {_limit('RLIMIT_FSIZE')} bytes, holds for shared memory too: "
+            "raise it (ulimit -f), or use num_workers=0 or worker_method='thread'"
+        )
+    if number == errno.ENOMEM:
+        limit = _limit("RLIMIT_AS")
+        if limit is None:
+            return (
+                "Address space or memory is used up, or the kernel does not commit more (sysctl "
+                "vm.overcommit_memory, vm.max_map_count): use fewer iterators, workers and batches at once"
+            )
+        return (
+            f"The limit on address space is {limit} bytes: raise it (ulimit -v), or use fewer iterators, workers and "
+            "batches at once"
+        )
+    if number == errno.EAGAIN:
+        return (
+            f"This user may have {_limit('RLIMIT_NPROC') or 'only so many'} processes and threads, or the container "
+            "has no more to spare: raise the limit (ulimit -u, pids.max), or use fewer workers"
+        )
+    if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+        return (
+            "A security policy of this machine or container (seccomp) refuses it: allow it, or use num_workers=0 or "
+            "worker_method='thread'"
+        )
+    return None

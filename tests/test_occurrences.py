@@ -1,0 +1,300 @@
+"""An index that comes more than once in an epoch: each time with random numbers of its own, as with torch."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+import minato
+from minato import DataLoader
+from minato.source.passes import SeededSampler, counted
+from minato.source.progress import number_of
+from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Numbers
+
+pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
+
+TorchLoader = torch.utils.data.DataLoader
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "inline": {"num_workers": 0},
+    "2-processes": {"num_workers": 2},
+    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "reads": {"num_workers": 1, "fetch_concurrency": 3},
+}
+each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
+REPEATED = [3, 1, 3, 3, 0, 1, 2, 3, 3, 1, 0, 2, 2, 3]
+
+
+class Own(Numbers):
+    """A draw that is bound to the sample in threads too."""
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [float(index), minato.python_rng().random()]
+
+
+def uncollated(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def samples_of(loader: Any) -> list[tuple[float, ...]]:
+    return [tuple(sample) for batch in loader for sample in batch]
+
+
+def make(dataset: Any = None, **options: Any) -> Any:
+    options = {"sampler": REPEATED, "seed": 6, "collate_fn": uncollated, **options}
+    return DataLoader(Own(4) if dataset is None else dataset, 3, **options)
+
+
+@each
+@pytest.mark.parametrize("order", ORDERS)
+def test_each_occurrence_draws_anew_whoever_runs_it(order: str, workers: dict[str, Any]) -> None:
+    expected = samples_of(make())
+    assert len(set(expected)) == len(REPEATED)
+    loader = make(order=order, **workers)
+    assert sorted(samples_of(loader)) == sorted(expected)
+    # The first of them draws what it does where nothing comes twice.
+    alone = dict(samples_of(make(sampler=[0, 1, 2, 3])))
+    first = {index: drawn for index, drawn in reversed(expected)}
+    assert first == alone
+    assert set(samples_of(loader)).isdisjoint(expected)  # the next epoch
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_as_many_augmentations_as_with_torch(num_workers: int) -> None:
+    weights = torch.tensor([1.0] * 5 + [0.001] * 95)
+
+    def augmentations(make: Any) -> int:
+        torch.manual_seed(0)
+        sampler = WeightedRandomSampler(weights, 200)
+        loader = make(Draws(100), 50, sampler=sampler, num_workers=num_workers)
+        return len({tuple(sample) for batch in loader for sample in torch.stack(batch).T.tolist()})
+
+    assert augmentations(DataLoader) == augmentations(TorchLoader) == 200
+
+
+class Repeating:
+    """A batch sampler without an end (timm, ultralytics)."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.batch_sampler = batch_sampler
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from iter(self.batch_sampler)
+
+
+def multi_epochs(base: Any) -> Any:
+    class MultiEpochs(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._DataLoader__initialized = False
+            self.batch_sampler = Repeating(self.batch_sampler)
+            self._DataLoader__initialized = True
+            self.iterator = super().__iter__()
+
+        def __len__(self) -> int:
+            return len(self.batch_sampler)
+
+        def __iter__(self) -> Iterator[Any]:
+            for _ in range(len(self)):
+                yield next(self.iterator)
+
+    return MultiEpochs
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_without_an_end_repeats_no_augmentation(num_workers: int) -> None:
+    with minato.patch():
+        patched = multi_epochs(torch.utils.data.DataLoader)
+    assert issubclass(patched, DataLoader)
+    for base in (multi_epochs(TorchLoader), patched):
+        loader = base(Draws(4), 2, num_workers=num_workers)
+        epochs = [[tuple(batch[1].tolist()) for batch in loader] for _ in range(3)]
+        assert len({drawn for epoch in epochs for drawn in epoch}) == 6
+
+
+class Lists(Own):
+    """Gets the indices of a batch in one call, in the sampler's container."""
+
+    def __getitems__(self, indices: Any) -> list[Any]:
+        assert isinstance(indices, torch.Tensor)
+        return [[float(index), random.random()] for index in indices.tolist()]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_that_the_dataset_gets_as_a_whole(num_workers: int) -> None:
+    batches = [torch.tensor(numbers) for numbers in ([0, 1], [0, 1], [2, 3], [0, 1], [1, 0])]
+
+    def found(**options: Any) -> list[Any]:
+        loader = DataLoader(
+            Lists(4), batch_sampler=batches, seed=2, collate_fn=uncollated, **options
+        )
+        return samples_of(loader)
+
+    expected = found()
+    assert len(set(expected)) == 10
+    assert found(num_workers=num_workers) == expected
+
+
+@pytest.mark.parametrize("keys", [list("abacaba"), [(1, 2), (1, 3), (1, 2)], [np.int64(3)] * 4])
+def test_keys_of_any_kind(keys: list[Any]) -> None:
+    class Keyed(Numbers):
+        def __getitem__(self, key: Any) -> Any:
+            return [repr(key), random.random()]
+
+    expected = samples_of(make(Keyed(9), sampler=keys))
+    assert len(set(expected)) == len(keys)
+    assert samples_of(make(Keyed(9), sampler=keys, num_workers=2)) == expected
+
+
+# ---- what the count travels with
+
+
+def test_reproduce() -> None:
+    loader = make(num_workers=2)
+    expected = samples_of(loader)
+    before: Counter[float] = Counter()
+    for index, drawn in expected:
+        occurrence = before[index]
+        assert loader.reproduce(int(index), occurrence=occurrence) == [index, drawn]
+        before[index] += 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("order", ORDERS)
+def test_resume(order: str, num_workers: int) -> None:
+    def loader(**options: Any) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        sampler = WeightedRandomSampler([1.0, 5.0, 2.0, 9.0], 30, generator=generator)
+        return make(
+            sampler=sampler, order=order, max_lag=2 if order in ORDERS[2:] else None, **options
+        )
+
+    expected = sorted(samples_of(loader()))
+    first = loader(num_workers=num_workers)
+    iterator = iter(first)
+    got = [tuple(sample) for _ in range(4) for sample in next(iterator)]
+    state = json.dumps(first.state_dict())
+    del iterator
+    later = loader(num_workers=2 - num_workers)
+    later.load_state_dict(json.loads(state))
+    assert sorted(got + samples_of(later)) == expected
+    assert later.coverage().complete
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_recorded_order(order: str, tmp_path: Path) -> None:
+    path = tmp_path / "order"
+    recorded = make(order=order, num_workers=2, record_order=path)
+    epochs = [samples_of(recorded) for _ in range(2)]
+    replayed = make(seed=None, replay_order=path)
+    assert [samples_of(replayed) for _ in range(2)] == epochs
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert any([3, 5] in line for line in lines if isinstance(line, list))
+
+
+class Torn(Own):
+    """The third time that index 3 comes, it fails: as often as its draws are the same."""
+
+    def __init__(self, bad: float) -> None:
+        super().__init__(4)
+        self.bad = bad
+
+    def __getitem__(self, index: int) -> list[float]:
+        sample = super().__getitem__(index)
+        if sample[1] == self.bad:
+            raise ValueError("torn")
+        return sample
+
+
+@each
+def test_what_fails_is_tried_and_told_as_the_same_occurrence(
+    workers: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = samples_of(make())
+    third = [sample for sample in expected if sample[0] == 3][2]
+    quarantine = tmp_path / "quarantine"
+    loader = make(Torn(third[1]), on_error="skip", retries=2, quarantine=quarantine, **workers)
+    with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+        assert sorted(samples_of(loader)) == sorted({*expected} - {third})
+    (record,) = [json.loads(line) for line in quarantine.read_text().splitlines()]
+    assert (record["index"], record["occurrence"], record["attempts"]) == (3, 2, 3)
+    told = {name: record[name] for name in ("index", "epoch", "seed", "occurrence")}
+    with pytest.raises(ValueError, match="torn"):
+        loader.reproduce(**told)
+
+
+class Scale:
+    """A planned transform."""
+
+    def __call__(self, sample: Any) -> Any:
+        raise AssertionError("samples are bound")
+
+    def plan(self, rng: np.random.Generator, meta: Any) -> float:
+        return float(rng.random())
+
+    def apply(self, sample: Any, plan: float) -> Any:
+        return [sample, plan]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_planned_transforms(num_workers: int) -> None:
+    expected = samples_of(make(Numbers(4), transforms=[Scale()]))
+    assert len(set(expected)) == len(REPEATED)
+    assert samples_of(make(Numbers(4), transforms=[Scale()], num_workers=num_workers)) == expected
+
+
+# ---- what it costs
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SequentialSampler(Numbers(5)),
+        RandomSampler(Numbers(5)),
+        SeededSampler(Numbers(5), 1),
+        DistributedSampler(Numbers(5), 2, 0),
+        BatchSampler(RandomSampler(Numbers(5)), 2, False),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_samplers_that_repeat_nothing_are_not_counted(sampler: Any) -> None:
+    batches = iter([[1], [1]])
+    assert counted(batches, sampler, 5, number_of) is batches
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        [1, 2],
+        RandomSampler(Numbers(5), replacement=True),
+        RandomSampler(Numbers(5), num_samples=6),
+        SubsetRandomSampler([1, 1]),
+        type("Own", (SequentialSampler,), {})(Numbers(5)),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_samplers_that_may_repeat_are_counted(sampler: Any) -> None:
+    first, second = counted(iter([[1], [1, 2]]), sampler, 5, number_of)
+    assert first == [1]
+    again, other = second
+    assert (again.key, again.occurrence, other) == (1, 1, 2)

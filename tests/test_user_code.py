@@ -1,0 +1,537 @@
+"""Functions of the user's that raise, once or always: no batch is lost, and the error is the one that was raised."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, Sampler
+
+from minato import DataLoader
+from minato._core.clock import now_ns
+from tests.datasets import ORDERS, Numbers
+
+WORKERS = {
+    "inline": {"num_workers": 0},
+    "2-processes": {"num_workers": 2},
+    "2-threads": {"num_workers": 2, "worker_method": "thread"},
+}
+each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
+
+
+class OddError(Exception):
+    """No library raises it."""
+
+
+def drain(iterator: Iterator[Any], most: int = 1000) -> tuple[list[int], list[BaseException]]:
+    """The samples of what is left of an epoch, and what was raised on the way."""
+    found: list[int] = []
+    raised: list[BaseException] = []
+    while len(raised) < most:
+        try:
+            found += next(iterator).tolist()
+        except StopIteration:
+            break
+        except (Exception, KeyboardInterrupt) as error:
+            raised.append(error)
+    return found, raised
+
+
+# ---- StopIteration --------------------------------------------------------------------------
+
+
+class Empty(Numbers):
+    """A usual mistake: the first of nothing."""
+
+    def __getitem__(self, index: int) -> int:
+        return next(iter(())) if index == 5 else index
+
+
+def first_of_nothing(samples: list[int]) -> torch.Tensor:
+    return next(iter(())) if 5 in samples else torch.tensor(samples)
+
+
+@each
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("on_error", ["raise", "retry"])
+def test_stop_iteration_of_a_sample_is_an_error_that_names_it(
+    workers: dict[str, Any], order: str, on_error: str
+) -> None:
+    loader = DataLoader(Empty(24), 4, order=order, on_error=on_error, **workers)
+    found, raised = drain(iter(loader))
+    assert len(found) == 20
+    (error,) = raised
+    assert isinstance(error, RuntimeError)
+    assert "the sample with index 5 raised StopIteration" in str(error)
+
+
+@each
+def test_stop_iteration_of_a_sample_can_be_skipped(workers: dict[str, Any]) -> None:
+    loader = DataLoader(Empty(24), 4, on_error="skip", **workers)
+    with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+        found, raised = drain(iter(loader))
+    assert (len(found), raised) == (23, [])
+
+
+@each
+@pytest.mark.parametrize("order", ORDERS)
+def test_stop_iteration_of_collate_fn_is_an_error_that_names_the_batch(
+    workers: dict[str, Any], order: str
+) -> None:
+    loader = DataLoader(Numbers(24), 4, collate_fn=first_of_nothing, order=order, **workers)
+    found, raised = drain(iter(loader))
+    (error,) = raised
+    assert isinstance(error, RuntimeError)
+    missing = sorted({*range(24)} - {*found})
+    assert len(missing) == 4
+    assert "collate_fn, called for the batch of indices " in str(error)
+    named = str(error).split("batch of indices ")[1].split(", raised StopIteration")[0]
+    assert sorted(map(int, named.split(", "))) == missing
+
+
+class Stream(IterableDataset[int]):
+    """Five numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def stops_at_two(sample: int) -> int:
+    return next(iter(())) if sample == 2 else sample
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_ends_by_stop_iteration_of_its_iterator_alone(num_workers: int) -> None:
+    plain = DataLoader(Stream(), 2, num_workers=num_workers)
+    assert drain(iter(plain)) == ([0, 1, 2, 3, 4], [])
+    for broken in ({"transforms": [stops_at_two]}, {"collate_fn": stopping_at_two}):
+        loader = DataLoader(Stream(), 2, num_workers=num_workers, **broken)
+        found, (error,) = drain(iter(loader))
+        assert found == [0, 1, 4]
+        assert isinstance(error, RuntimeError)
+        assert "raised StopIteration" in str(error)
+
+
+def stopping_at_two(samples: list[int]) -> torch.Tensor:
+    return torch.tensor([stops_at_two(sample) for sample in samples])
+
+
+class Unpinnable:
+    """A batch whose ``pin_memory`` has a fault."""
+
+    def pin_memory(self) -> Unpinnable:
+        raise StopIteration
+
+
+def unpinnable(samples: list[int]) -> Unpinnable:
+    return Unpinnable()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_stop_iteration_while_a_batch_is_pinned_is_an_error(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = DataLoader(Numbers(4), 2, collate_fn=unpinnable, num_workers=num_workers)
+    iterator = iter(loader)
+    iterator._pin_memory = True
+    iterator._pin = Unpinnable.pin_memory
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"pin_memory\(\) of a batch raised StopIteration"):
+            next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+# ---- size_of and plan() ---------------------------------------------------------------------
+
+
+class Sized(Numbers):
+    """Samples of two costs, and a ``size_of`` that raises at some of its calls.
+
+    Args:
+        raises: Called with the number of the call.
+    """
+
+    def __init__(self, size: int, raises: Callable[[int], BaseException | None]) -> None:
+        super().__init__(size)
+        self._raises = raises
+        self.calls = 0
+
+    def __getitem__(self, index: int) -> int:
+        until = now_ns() + (20_000_000 if index % 8 == 0 else 3_000_000)
+        while now_ns() < until:
+            time.sleep(0.001)
+        return index
+
+    def size_of(self, index: int) -> float:
+        self.calls += 1
+        error = self._raises(self.calls)
+        if error is not None:
+            raise error
+        return float(index)
+
+
+def foreseeing(dataset: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(
+        dataset, 2, num_workers=2, worker_method="thread", slow_after_s=0.01, **options
+    )
+
+
+@pytest.mark.parametrize("kind", [OddError, StopIteration, KeyboardInterrupt])
+@pytest.mark.parametrize("call", range(1, 40, 6))
+def test_size_of_that_raises_once_loses_nothing(kind: type[BaseException], call: int) -> None:
+    dataset = Sized(64, lambda number: kind("odd") if number == call else None)
+    loader = foreseeing(dataset)
+    found, raised = drain(iter(loader))
+    assert dataset.calls > call
+    assert found == [*range(64)]
+    (error,) = raised
+    assert type(error) is (RuntimeError if kind is StopIteration else kind)
+    assert loader.coverage().delivered.samples == 64
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_size_of_that_always_raises_loses_nothing(order: str) -> None:
+    dataset = Sized(64, lambda number: OddError(number))
+    loader = foreseeing(dataset, order=order)
+    found, raised = drain(iter(loader))
+    assert raised
+    assert {type(error) for error in raised} == {OddError}
+    assert sorted(found) == [*range(64)]
+
+
+class Planning:
+    """A transform whose plan raises at some of its calls in the training process."""
+
+    def __init__(self, kind: type[BaseException], in_training: Callable[[int], bool]) -> None:
+        self._kind = kind
+        self._in_training = in_training
+        self.calls = 0
+
+    def plan(self, rng: Any, meta: Any) -> int:
+        if threading.current_thread() is threading.main_thread():
+            self.calls += 1
+            if self._in_training(self.calls):
+                raise self._kind
+        return 1
+
+    def apply(self, sample: int, plan: int) -> int:
+        return sample
+
+    def __call__(self, sample: int) -> int:
+        return sample
+
+
+@pytest.mark.parametrize("kind", [OddError, StopIteration, KeyboardInterrupt])
+@pytest.mark.parametrize("every", [1, 7])
+def test_a_plan_that_raises_in_the_training_process_loses_nothing(
+    kind: type[BaseException], every: int
+) -> None:
+    planning = Planning(kind, lambda number: number % every == 0)
+    dataset = Sized(64, lambda number: None)
+    found, raised = drain(iter(foreseeing(dataset, transforms=[planning])))
+    assert planning.calls > 1
+    assert found == [*range(64)]
+    # An exception is left to the worker, whose own call of the plan decides; an interrupt is the program's.
+    assert {type(error) for error in raised} == ({kind} if kind is KeyboardInterrupt else set())
+
+
+# ---- samplers -------------------------------------------------------------------------------
+
+
+class Shaky(Sampler[Any]):
+    """Gives batches, but raises at some of its calls, and is no generator: it can be asked again."""
+
+    def __init__(
+        self, batches: list[list[Any]], raises: Callable[[int], BaseException | None]
+    ) -> None:
+        self._batches = batches
+        self._raises = raises
+
+    def __iter__(self) -> Iterator[Any]:
+        self._left = iter(self._batches)
+        self.calls = 0
+        return self
+
+    def __next__(self) -> Any:
+        self.calls += 1
+        error = self._raises(self.calls)
+        if error is not None:
+            raise error
+        return next(self._left)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+PAIRS = [[2 * i, 2 * i + 1] for i in range(20)]
+
+
+@each
+@pytest.mark.parametrize("order", ["strict", "batch"])
+@pytest.mark.parametrize("kind", [OddError, KeyboardInterrupt])
+@pytest.mark.parametrize("call", [2, 5, 20, 21])
+def test_a_sampler_that_raises_once_loses_nothing(
+    workers: dict[str, Any], order: str, kind: type[BaseException], call: int
+) -> None:
+    sampler = Shaky(PAIRS, lambda number: kind("odd") if number == call else None)
+    loader = DataLoader(
+        Numbers(40),
+        batch_sampler=sampler,
+        order=order,
+        prefetch_factor=2 if workers["num_workers"] else None,
+        **workers,
+    )
+    found: list[int] = []
+    raised: list[BaseException] = []
+    try:
+        iterator = iter(loader)
+    except kind:
+        return  # asked when the epoch begins: then there is none
+    found, raised = drain(iterator)
+    assert [type(error) for error in raised] == [kind]
+    assert sorted(found) == [*range(40)]
+
+
+@each
+def test_a_sampler_that_ends_with_an_error_loses_none_of_its_batches(
+    workers: dict[str, Any],
+) -> None:
+    def batches() -> Iterator[list[int]]:
+        yield from PAIRS[:8]
+        raise OddError
+
+    class Generated(Shaky):
+        def __iter__(self) -> Iterator[Any]:
+            return batches()
+
+    prefetch = 2 if workers["num_workers"] else None
+    loader = DataLoader(
+        Numbers(40), batch_sampler=Generated(PAIRS, bool), prefetch_factor=prefetch, **workers
+    )
+    found, raised = drain(iter(loader))
+    assert found == [*range(16)]
+    assert [type(error) for error in raised] == [OddError]
+
+
+@each
+def test_a_sampler_that_always_raises_ends_with_its_error(workers: dict[str, Any]) -> None:
+    sampler = Shaky(PAIRS, lambda number: OddError(number) if number > 4 else None)
+    prefetch = 2 if workers["num_workers"] else None
+    loader = DataLoader(Numbers(40), batch_sampler=sampler, prefetch_factor=prefetch, **workers)
+    iterator, found = iter(loader), []
+    while len(found) < 8:  # each call raises, also while batches are under way
+        more, raised = drain(iterator, most=1)
+        found += more
+        assert [type(error) for error in raised] == [OddError]
+        time.sleep(0.01)
+    assert found == [*range(8)]
+
+
+class Key:
+    """A key that cannot always be sent."""
+
+    fails = False
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        if Key.fails and self.number == 9:
+            raise OddError
+        return Key, (self.number,)
+
+
+class ByKey(Numbers):
+    """Samples whose keys are objects."""
+
+    def __getitem__(self, key: Any) -> int:
+        return int(key.number)
+
+
+@pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
+def test_keys_that_cannot_be_sent_for_a_while_are_not_lost(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Key, "fails", True)
+    sampler = [[Key(number) for number in pair] for pair in PAIRS]
+    loader = DataLoader(
+        ByKey(40), batch_sampler=sampler, num_workers=2, prefetch_factor=1, schedule=schedule
+    )
+    iterator = iter(loader)
+    found: list[int] = []
+    while len(found) < 8:  # each call raises, also while batches are under way
+        more, raised = drain(iterator, most=1)
+        found += more
+        assert [type(error) for error in raised] == [OddError]
+        time.sleep(0.01)
+    assert found == [*range(8)]
+    monkeypatch.setattr(Key, "fails", False)
+    assert drain(iterator) == ([*range(8, 40)], [])
+
+
+# ---- collate_fn, worker_init_fn, on_error ----------------------------------------------------
+
+
+class Flaky:
+    """A ``collate_fn`` that raises at its n-th call, or always."""
+
+    def __init__(self, call: int) -> None:
+        self._call = call
+        self._calls = itertools.count(1)
+
+    def __call__(self, samples: list[int]) -> torch.Tensor:
+        if self._call in (0, next(self._calls)):
+            raise OddError
+        return torch.tensor(samples)
+
+
+@each
+@pytest.mark.parametrize("order", ORDERS)
+def test_collate_fn_that_raises_costs_its_batch(workers: dict[str, Any], order: str) -> None:
+    once = DataLoader(Numbers(24), 4, collate_fn=Flaky(2), order=order, **workers)
+    found, raised = drain(iter(once))
+    # Each worker process has a copy of the function.
+    assert 1 <= len(raised) <= max(workers["num_workers"], 1)
+    assert len(found) == 24 - 4 * len(raised)
+    found, raised = drain(iter(DataLoader(Numbers(24), 4, collate_fn=Flaky(0), **workers)))
+    assert (found, len(raised)) == ([], 6)
+    assert {type(error) for error in raised} == {OddError}
+
+
+def unable(number: int) -> None:
+    raise OddError
+
+
+def ends(number: int) -> None:
+    raise StopIteration
+
+
+@pytest.mark.parametrize("workers", [WORKERS["2-processes"], WORKERS["2-threads"]])
+def test_worker_init_fn_that_raises_is_the_error_of_each_batch(workers: dict[str, Any]) -> None:
+    for function, kind in ((unable, OddError), (ends, RuntimeError)):
+        found, raised = drain(iter(DataLoader(Numbers(24), 4, worker_init_fn=function, **workers)))
+        assert (found, len(raised)) == ([], 6)
+        assert {type(error) for error in raised} == {kind}
+    assert "worker_init_fn raised StopIteration" in str(raised[0])
+
+
+class Bad(Numbers):
+    """One sample raises."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise ValueError("bad")
+        return index
+
+
+def gives_up(failure: Any) -> int:
+    raise OddError("from on_error")
+
+
+def stops(failure: Any) -> int:
+    raise StopIteration
+
+
+@each
+@pytest.mark.parametrize("order", ORDERS)
+def test_on_error_that_raises_costs_its_batch(workers: dict[str, Any], order: str) -> None:
+    for function, kind in ((gives_up, OddError), (stops, RuntimeError)):
+        loader = DataLoader(Bad(24), 4, on_error=function, order=order, **workers)
+        found, raised = drain(iter(loader))
+        assert len(found) == 20
+        assert [type(error) for error in raised] == [kind]
+
+
+# ---- an iterator in other threads and processes ---------------------------------------------
+
+
+@each
+@pytest.mark.parametrize("order", ORDERS)
+def test_several_threads_may_share_an_iterator(workers: dict[str, Any], order: str) -> None:
+    loader = DataLoader(Numbers(600), 2, order=order, **workers)
+    for _ in range(2):
+        iterator = iter(loader)
+        found: list[int] = []
+        raised: list[BaseException] = []
+
+        def consume(iterator: Any = iterator, found: Any = found, raised: Any = raised) -> None:
+            try:
+                for batch in iterator:
+                    found.extend(batch.tolist())
+            except BaseException as error:
+                raised.append(error)
+
+        threads = [threading.Thread(target=consume) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (sorted(found), raised) == ([*range(600)], [])
+
+
+class Recursive(Numbers):
+    """Asks its own iterator for a batch."""
+
+    iterator: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        return next(Recursive.iterator)
+
+
+def test_an_iterator_inside_of_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    iterator = iter(DataLoader(Recursive(2), None))
+    monkeypatch.setattr(Recursive, "iterator", iterator)
+    with pytest.raises(RuntimeError, match="inside of its own next"):
+        next(iterator)
+
+
+def in_child(function: Callable[[], Any]) -> str:
+    """What a forked child finds."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            text = repr(function())
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(theirs, text.encode())
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    return text
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("method", ["process", "thread"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_cannot_go_on_with_an_iterator(method: str, persistent: bool) -> None:
+    loader = DataLoader(
+        Numbers(80), 4, num_workers=2, worker_method=method, persistent_workers=persistent
+    )
+    iterator = iter(loader)
+    first = next(iterator).tolist()
+    text = in_child(lambda: [*iterator])
+    assert text.startswith(
+        f"RuntimeError: this iterator and its workers belong to the process with pid {os.getpid()}"
+    )
+    assert in_child(lambda: [len(batch) for batch in DataLoader(Numbers(8), 4)]) == "[4, 4]"
+    if persistent:
+        assert "belong to the process" in in_child(lambda: iter(loader))
+    assert (first + drain(iterator)[0], drain(iter(loader))) == ([*range(80)], ([*range(80)], []))
+
+
+def test_a_forked_child_goes_on_with_a_copy_where_there_are_no_workers() -> None:
+    iterator = iter(DataLoader(Numbers(8), 2))
+    next(iterator)
+    left = [[2, 3], [4, 5], [6, 7]]
+    assert in_child(lambda: [batch.tolist() for batch in iterator]) == repr(left)
+    assert [batch.tolist() for batch in iterator] == left
