@@ -221,12 +221,12 @@ def test_result_that_cannot_be_pickled() -> None:
     dataset = Samples([1, unpicklable, 3])
     found = outcomes(iter(DataLoader(dataset, None, num_workers=2)))
     assert [outcome[0] for outcome in found] == ["batch", "raised", "batch"]
-    assert "pickle" in found[1][2]
+    assert re.search("pickle|local object", found[1][2])  # from Python 3.13 on the second
     collated = outcomes(
         iter(DataLoader(Numbers(4), 2, collate_fn=unpicklable_batch, num_workers=1))
     )
     assert [outcome[0] for outcome in collated] == ["raised", "raised"]
-    assert "pickle" in collated[0][2]
+    assert re.search("pickle|local object", collated[0][2])
     for workers in (WORKERS["inline"], WORKERS["2-threads"]):
         found = list(DataLoader(dataset, None, **workers))
         assert found[1]() is None
@@ -380,7 +380,7 @@ WRONG_FOR_TORCH: dict[str, dict[str, Any]] = {
     "context-inline": {"multiprocessing_context": "fork"},
     "context": {"multiprocessing_context": "thread", "num_workers": 1},
     "context-type": {"multiprocessing_context": 3, "num_workers": 1},
-    "unknown": {"worker": 3},
+    "unknown": {"unheard_of": 3},  # nothing that Python would suggest instead
     "no-length": {"dataset": iter(()), "shuffle": True},
 }
 
