@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import cast
 
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato._postponed import not_the_end
+from minato.assembler.transport import LocalStore
 from minato.assembler.writer import BatchWriter
 from minato.chain import generators
 from minato.plan import Plan
@@ -43,7 +45,11 @@ def make_pool(
                 number, ledger, lambda error: error, None, BaseException, in_line=True
             )
 
-        return InlinePool(in_line, functools.partial(ledger.release, 0))
+        def give_back() -> None:
+            ledger.release(0)
+            cast(LocalStore, workplace.store).sweep(ledger)
+
+        return InlinePool(in_line, give_back)
 
     def stop() -> None:
         ledger.shut_down()

@@ -277,6 +277,11 @@ class Ledger(Claims):
                 record["bound"] and record["result"]
             )
 
+    @property
+    def live(self) -> list[int]:
+        """The records of the batches in flight, the oldest first."""
+        return list(self._live)
+
     def unclaimed(self) -> int:
         """How many published samples nobody has claimed yet (an upper bound)."""
         return int(self._header["tail"]) - int(self._header["head"])

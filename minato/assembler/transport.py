@@ -12,6 +12,8 @@ from zlib import crc32
 
 import numpy as np
 
+from minato._core.codes import ERROR_BLOB, KIND_MASK, STATE_BLOB
+from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._pickling import Purpose, dumps
 
@@ -149,6 +151,18 @@ class LocalStore(Store):
     def __init__(self) -> None:
         self._values: dict[int, Any] = {}
         self._offsets = itertools.count(_ALIGNMENT, _ALIGNMENT)
+
+    def sweep(self, ledger: Ledger) -> None:
+        """Drop what no batch in flight refers to: an interrupted worker left it. No other worker may run."""
+        kept: set[int] = set()
+        for batch in ledger.live:
+            result = ledger.contents(batch)[2]
+            kept.add(result & ~KIND_MASK)
+            kept.add(ledger.describe(batch)[6])
+            for kind, offset, _ in ledger.blobs(batch):
+                if not result or kind in (ERROR_BLOB, STATE_BLOB):  # else it is collated
+                    kept.add(offset)
+        self._values = {offset: value for offset, value in self._values.items() if offset in kept}
 
     def put(self, allocate: Allocate, value: Any, purpose: Purpose = "sample") -> tuple[int, int]:
         """Keep an object until it is fetched."""

@@ -309,7 +309,11 @@ class BatchWriter:
 
     def collate(self, batch: int) -> None:
         """Collate a full batch from what its workers wrote and publish it."""
+        offsets = [offset for _, offset, _ in self._ledger.blobs(batch)]
         self._ledger.set_ready(batch, *self._collated(batch, lambda: self._gathered(batch)))
+        # Not before: whoever is interrupted collates them again.
+        for offset in offsets:
+            self._store.drop(offset)
 
     def _gathered(self, batch: int) -> list[Any]:
         """The samples of a full batch, from what its workers wrote; without those that were skipped."""
@@ -321,7 +325,7 @@ class BatchWriter:
         for k, (kind, offset, nbytes) in enumerate(self._ledger.blobs(batch)):
             if kind == SKIP_BLOB:
                 continue
-            value = self._store.get(offset, nbytes) if kind else []
+            value = self._store.peek(offset, nbytes) if kind else []
             if kind != SAMPLE_BLOB:
                 if layout is None or len(value) != layout.num_texts:
                     raise damaged("what belongs to a sample")

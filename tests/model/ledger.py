@@ -34,12 +34,14 @@ from tests.model.explore import (
 from tests.model.explore import (
     count as count_event,
 )
+from tests.protocol import Call, delivery
 
 __all__ = ["Consumer", "Gate", "Ledger", "Setting"]
 
 VACANT, OPEN, COLLATING, READY, CLOSED = range(5)
 STOPPING, DRAINING = 1, 2
 NOT_COMPLETE, PUBLISHED, MUST_COLLATE = range(3)
+SKIP_BLOB, ERROR_BLOB = 1, 2
 EVERYBODY = 99
 
 # state << 6 | worker << 4 | number
@@ -65,6 +67,7 @@ class Setting:
         lag: Where places are free, samples that have none are bound when so many more batches are open.
         max_run: Samples that a worker claims at most.
         collated: Batches must be collated; "whole": by who ran all their samples, where one did.
+        bad: What becomes of the last sample of each run: ``"error"``: it raises, but only in worker 0; ``"skip"``.
         owned: Batch k is for worker k mod n.
         any_order: Batches are delivered when they are ready.
         leave_after: Batches that are delivered of a pass that is abandoned.
@@ -80,6 +83,7 @@ class Setting:
     lag: int = 1
     max_run: int = 1
     collated: str = ""
+    bad: str = ""
     owned: bool = False
     any_order: bool = False
     leave_after: int = 0
@@ -142,6 +146,7 @@ class Ledger:
         self.ticket = memory.words("ticket", setting.positions)
         self.place = memory.words("place", setting.positions)
         self.value = memory.words("value", setting.positions)
+        self.blob = memory.words("blob", setting.positions)
         self.position = memory.words("position", setting.positions)
         self.batch = memory.words("batch", setting.positions)
         self.state = memory.words("state", setting.records)
@@ -227,6 +232,7 @@ class Ledger:
         for seq in range(tail, tail + count):
             yield self.plain(self.position[self.at(seq)], seq)
             yield self.plain(self.batch[self.at(seq)], index)
+            yield poke(self.blob[self.at(seq)], 0)
             yield self.plain(self.place[self.at(seq)], BOUND | (seq + 1) if bound else seq + 1)
         yield store(self.state[index], (state & -ONE_GENERATION) + ONE_GENERATION | OPEN)
         yield (poke if bound else store)(self.limit[pass_index], tail + count)
@@ -313,13 +319,19 @@ class Ledger:
                 continue
             place = word & NUMBER
             if place:
-                kept = yield from self.is_kept(seq, place - 1)
-                if not kept:
-                    yield store(self.ticket[self.at(seq)], DONE | place)
+                empty = yield from self.is_empty(seq, place - 1)
+                if empty and self.setting.bound:
+                    index = yield peek(self.batch[self.at(seq)])
+                    result = yield from self.result_of(index)
+                    if result:
+                        yield store_sc(self.place[self.at(place - 1)], FILLED | (seq + 1))
+                        empty = False
+                if not empty:
+                    blob = yield peek(self.blob[self.at(place - 1)])
+                    skipped = yield from self.is_skipped(seq, place - 1, blob)
+                    yield store(self.ticket[self.at(seq)], DONE if skipped else DONE | place)
                     continue
-            if self.setting.bound:
-                index = yield peek(self.batch[self.at(seq)])
-                yield store(self.result[index], 0)
+                yield poke(self.blob[self.at(place - 1)], 0)
             yield store_sc(self.ticket[self.at(seq)], FREE | place)
             yield from self.lower(self.head, seq)
         yield from self.release_batches(worker, live)
@@ -329,9 +341,19 @@ class Ledger:
     def is_of(self, word: int, worker: int) -> bool:
         return (word >> 4) & 3 == worker
 
-    def is_kept(self, seq: int, place: int) -> Steps:
+    def is_empty(self, seq: int, place: int) -> Steps:
         word = yield load(self.place[self.at(place)])
         return word == BOUND | (seq + 1)
+
+    def result_of(self, index: int) -> Steps:
+        result = yield load(self.result[index])
+        return result
+
+    def is_skipped(self, seq: int, place: int, blob: int) -> Steps:
+        if blob != SKIP_BLOB:
+            return False
+        word = yield load(self.place[self.at(place)])
+        return word == FILLED | (seq + 1)
 
     def release_places(self, worker: int, base: int, tail: int) -> Steps:
         for place in range(base, tail):
@@ -459,8 +481,32 @@ class Ledger:
         before = yield store_sc(self.place[self.at(place)], FILLED | (seq + 1))
         assert before == BOUND | (seq + 1), f"place {place} was not kept for sample {seq}"
 
+    def set_result(self, index: int) -> Steps:
+        first = yield peek(self.first[index])
+        yield store(self.result[index], first + 1)
+
+    def skip(self, worker: int, seq: int) -> Steps:
+        """A sample with a place is left out."""
+        index = yield peek(self.batch[self.at(seq)])
+        yield poke(self.blob[self.at(seq)], SKIP_BLOB)
+        yield from self.mark_filled(seq, seq)
+        yield cas(self.ticket[self.at(seq)], CLAIMED | worker << 4 | (seq + 1), DONE)
+        outcome = yield from self.complete(worker, index)
+        return outcome
+
+    def gather(self, index: int) -> Steps:
+        """Read what lies at the places of a full batch."""
+        first = yield peek(self.first[index])
+        count = yield peek(self.count[index])
+        for place in range(first, first + count):
+            word = yield peek(self.place[self.at(place)])
+            value = yield peek(self.value[self.at(place)])
+            blob = yield peek(self.blob[self.at(place)])
+            assert blob == SKIP_BLOB or value == word & NUMBER, f"place {place} is without data"
+
     def set_ready(self, index: int) -> Steps:
-        yield store(self.result[index], 1)
+        yield from self.gather(index)
+        yield from self.set_result(index)
         # The worker is the only one who changes this state, unless it is not.
         word = yield load(self.state[index])
         assert word & CODE == COLLATING, f"batch record {index} is published by two"
@@ -601,7 +647,14 @@ class Ledger:
         if not won:
             return NOT_COMPLETE
         result = yield peek(self.result[index])
-        if result or not self.setting.collated:
+        flags = 0
+        first = yield peek(self.first[index])
+        count = yield peek(self.count[index])
+        for place in range(first, first + count):
+            blob = yield peek(self.blob[self.at(place)])
+            flags |= 1 << blob
+        failed, skipped = flags >> ERROR_BLOB & 1, flags >> SKIP_BLOB & 1
+        if failed or result or not (self.setting.collated or skipped):
             yield store(self.state[index], state & -ONE_GENERATION | READY)
             yield from self.notify(self.ready, EVERYBODY)
             return PUBLISHED
@@ -668,16 +721,39 @@ class Ledger:
             yield from self.set_ready(there)
 
     def run_bound(self, number: int, index: int, first: int, k: int, count: int) -> Steps:
-        seq, end = first + k, first + k + count
-        while seq < end:
-            yield from self.write(seq, seq)
-            seq += 1
         size = yield peek(self.count[index])
-        if count == size and self.setting.collated == "whole":
-            yield store(self.result[index], 1)
-        outcome = yield from self.fill_run(number, index, k, count)
-        if outcome == MUST_COLLATE:
-            yield from self.set_ready(index)
+        for call in self.delivery(number, count, size):
+            outcome = yield from self.call(call, number, index, first, k)
+            if outcome == MUST_COLLATE:
+                yield from self.set_ready(index)
+
+    def delivery(self, number: int, count: int, size: int) -> tuple[Call, ...]:
+        """What worker ``number`` does with so many samples that it has run together."""
+        whole = count == size and self.setting.collated == "whole"
+        if self.setting.bad == "error" and number == 0:
+            return delivery("error", count, count - 1)
+        if self.setting.bad == "skip":
+            return delivery("whole, skip" if whole else "skip", count, count - 1)
+        return delivery("whole" if whole else "samples", count)
+
+    def call(self, call: Call, number: int, index: int, first: int, k: int) -> Steps:
+        """One part of a delivery; the answer of the last operation."""
+        seq, end = first + k + call.first, first + k + call.first + call.count
+        if call.name == "fill":
+            outcome = yield from self.fill_run(number, index, k + call.first, call.count)
+            return outcome
+        if call.name == "skip":
+            outcome = yield from self.skip(number, seq)
+            return outcome
+        if call.name == "result":
+            yield from self.set_result(index)
+        elif call.name == "write":
+            while seq < end:
+                yield from self.write(seq, seq)
+                seq += 1
+        else:
+            yield poke(self.blob[self.at(seq)], ERROR_BLOB if call.name == "error" else SKIP_BLOB)
+        return NOT_COMPLETE
 
     def consumer(self) -> Process:
         state = Consumer()
@@ -783,15 +859,24 @@ class Ledger:
         first = yield peek(self.first[record])
         count = yield peek(self.count[record])
         result = yield peek(self.result[record])
-        assert not self.setting.collated or result, f"batch record {record} is not collated"
+        assert result in (0, first + 1), f"batch record {record} has the result of an earlier one"
         got: tuple[int, ...] = ()
+        failed = False
+        for place in range(first, first + count):
+            blob = yield peek(self.blob[self.at(place)])
+            failed = failed or blob == ERROR_BLOB
+        assert result or failed or not self.setting.collated, f"record {record} is not collated"
         for place in range(first, first + count):
             word = yield peek(self.place[self.at(place)])
             value = yield peek(self.value[self.at(place)])
+            blob = yield peek(self.blob[self.at(place)])
             assert word & STATE == FILLED, f"place {place} is not filled"
-            assert value == word & NUMBER, f"place {place} does not hold what it says"
-            assert not self.setting.bound or value == place + 1, f"place {place} holds {value - 1}"
-            got = (*got, value - 1)
+            number = word & NUMBER
+            if not (failed or result):
+                assert blob != SKIP_BLOB, f"a skipped sample lies in record {record}"
+                assert value == number, f"place {place} does not hold what it says"
+            assert not self.setting.bound or number == place + 1, f"place {place} holds {number}"
+            got = (*got, number - 1)
         return got
 
     def sweep(self, state: Consumer) -> Steps:

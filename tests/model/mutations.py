@@ -19,6 +19,7 @@ from tests.model.ledger import (
     Setting,
     Steps,
 )
+from tests.protocol import Call
 
 
 class NotifierLooksFirst(Ledger):
@@ -115,7 +116,7 @@ class ReleaseForgetsBatches(Ledger):
 class ReleaseRepeats(Ledger):
     """What the dead worker had filled without having said so on the ticket goes out again."""
 
-    def is_kept(self, seq: int, place: int) -> Steps:
+    def is_empty(self, seq: int, place: int) -> Steps:
         yield peek(self.tail)
         return True
 
@@ -204,6 +205,41 @@ class ClosesWithoutLooking(Ledger):
         return True
 
 
+class FilledWithoutData(Ledger):
+    """The places before that of an error are filled before it, and hold nothing if the error does not come."""
+
+    def delivery(self, number: int, count: int, size: int) -> tuple[Call, ...]:
+        calls = super().delivery(number, count, size)
+        if calls[0].name == "error":
+            return calls[0], Call("fill", 0, count)
+        return calls
+
+
+class ResultIsDropped(Ledger):
+    """The samples of a dead worker go out again although those that it has filled hold nothing."""
+
+    def result_of(self, index: int) -> Steps:
+        yield store(self.result[index], 0)
+        return 0
+
+
+class ErrorIsDropped(Ledger):
+    """The error of a dead worker is taken away from a place that counts as filled."""
+
+    def is_skipped(self, seq: int, place: int, blob: int) -> Steps:
+        yield store(self.blob[self.at(place)], 0)
+        return False
+
+
+class SkipSaysItIsDoneFirst(Ledger):
+    """A worker that dies before it has filled the place of a skipped sample leaves it to nobody."""
+
+    def skip(self, worker: int, seq: int) -> Steps:
+        yield store(self.ticket[self.at(seq)], DONE)
+        outcome = yield from super().skip(worker, seq)
+        return outcome
+
+
 ONE = ((1,),)
 TWO = ((2,),)
 MUTATIONS: dict[type[Ledger], Setting] = {
@@ -220,6 +256,10 @@ MUTATIONS: dict[type[Ledger], Setting] = {
     NobodyAdopts: Setting(ONE, collated="yes"),
     SettlesWithoutLooking: Setting(((2, 1),), positions=2, records=1, window=1, kills=0),
     TwoPublish: Setting(TWO, collated="yes", kills=0),
+    FilledWithoutData: Setting(TWO, max_run=2, bad="error"),
+    ResultIsDropped: Setting(TWO, max_run=2, collated="whole"),
+    ErrorIsDropped: Setting(TWO, max_run=2, bad="error"),
+    SkipSaysItIsDoneFirst: Setting(ONE, bad="skip"),
     NobodySweeps: Setting(((1,), (1,)), positions=1, records=1, window=1, kills=0),
     ClaimsWithoutLooking: Setting(ONE, kills=0),
     ClosesWithoutLooking: Setting(

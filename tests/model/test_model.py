@@ -15,6 +15,11 @@ SETTINGS = {
     "the gate, a kill, delayed stores": Setting(((1,),), whole_gate=False, buffered=True),
     "bound": Setting(((2, 2),), kills=0),
     "bound, in runs, a kill": Setting(((2,),), max_run=2, collated="whole"),
+    "bound, an error, a kill": Setting(((2,),), max_run=2, bad="error"),
+    "bound, a skipped sample, a kill": Setting(((2,),), max_run=2, bad="skip"),
+    "bound, whole, a skipped sample, a kill": Setting(
+        ((2,),), max_run=2, collated="whole", bad="skip"
+    ),
     "bound, hints, delayed stores": Setting(((2,),), kills=0, hint=True, buffered=True),
     "bound, used again": Setting(((1, 1, 1),), positions=2, kills=0),
     "bound, with owners": Setting(((1, 1, 1),), records=3, owned=True, kills=0),
@@ -25,6 +30,7 @@ SETTINGS = {
 }
 """Two workers and the consumer."""
 LARGE_SETTINGS = {
+    "bound, an error, collated, a kill": Setting(((3,),), max_run=3, collated="whole", bad="error"),
     "bound, a kill": Setting(((2, 2),), max_run=2),
     "bound, a kill, delayed stores": Setting(((2,),), collated="yes", buffered=True),
     "bound, a kill, used again": Setting(((1, 1),), positions=1, records=1, window=1),

@@ -13,6 +13,7 @@ from minato.scheduler.assignment import AnyWorker
 from minato.scheduler.dispatcher import Dispatcher
 from minato.scheduler.in_flight import InFlight, Order
 from minato.scheduler.window import Window
+from tests.protocol import deliver, delivery
 
 SLOT_BYTES = 1 << 16
 
@@ -191,13 +192,7 @@ class Bench:
         _, first, size, bound, *_ = self.ledger.describe(lease.batch)
         first += lease.k
         if bound:
-            if lease.count == size:
-                self.ledger.set_result(lease.batch, 64 | SAMPLE_BLOB, 0)
-            else:
-                for place in range(first, first + lease.count):
-                    self.ledger.attach(place, 64 | SAMPLE_BLOB, 0)
-            outcome = self.ledger.fill_run(lease.worker, lease.batch, lease.k, lease.count)
-            self._finished(lease.batch, outcome)
+            self._deliver(lease, first, "whole" if lease.count == size else "samples")
             return [lease.batch] * lease.count
         batches = []
         for position in range(first, first + lease.count):
@@ -206,6 +201,22 @@ class Bench:
             self._finished(batch, self.ledger.fill(lease.worker, position, place))
             batches.append(batch)
         return batches
+
+    def _deliver(self, lease: Lease, start: int, path: str) -> None:
+        ledger, batch = self.ledger, lease.batch
+
+        def write(first: int, count: int) -> None:
+            for place in range(start + first, start + first + count):
+                ledger.attach(place, 64 | SAMPLE_BLOB, 0)
+
+        def fill(first: int, count: int) -> None:
+            outcome = ledger.fill_run(lease.worker, batch, lease.k + first, count)
+            self._finished(batch, outcome)
+
+        def result(*_: int) -> None:
+            ledger.set_result(batch, 64 | SAMPLE_BLOB, 0)
+
+        deliver(delivery(path, lease.count), {"write": write, "fill": fill, "result": result})
 
     def _finished(self, batch: int, outcome: int) -> None:
         if outcome == MUST_COLLATE:

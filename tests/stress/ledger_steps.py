@@ -26,9 +26,12 @@ from types import FrameType
 from typing import Any
 
 from minato._core import codes
+from tests.protocol import deliver, delivery
 from tests.stress.bare import core, fork
 from tests.stress.tracee import POSSIBLE, Tracee
 
+WHOLE = 32768
+"""Where the result of a whole batch lies."""
 UNTRACEABLE = 77
 """Exit status where processes cannot be traced."""
 HANG_S = 20
@@ -49,12 +52,19 @@ class Scene:
     late: bool = False
     ragged: bool = False
     max_run: int = 1
+    path: str = "samples"
+    bad: int = 0
 
 
 SCENES = (
     Scene("bound", bound=True, max_run=2),
     Scene("bound one by one", bound=True),
     Scene("bound, collated", bound=True, ragged=True, max_run=2),
+    Scene("bound, whole", bound=True, max_run=2, path="whole"),
+    Scene("bound, the first raises", bound=True, max_run=2, path="error"),
+    Scene("bound, the second raises", bound=True, max_run=2, path="error", bad=1),
+    Scene("bound, one skipped", bound=True, max_run=2, path="skip"),
+    Scene("bound, whole, one skipped", bound=True, max_run=2, path="whole, skip", bad=1),
     Scene("arrival"),
     Scene("arrival, collated", ragged=True),
     Scene("late", late=True, max_run=2),
@@ -108,14 +118,29 @@ class World:
                 continue
             _, first, count, *_ = self.ledger.describe(batch)
             keys = [1000 + position for position in self.ledger.occupants(batch)]
-            places = [place % len(self.values) for place in range(first, first + count)]
-            assert [self.values[place] for place in places] == keys, (batch, keys)
+            self.check(
+                batch, [place % len(self.values) for place in range(first, first + count)], keys
+            )
             if not set(keys) <= set(self.delivered):
                 assert not set(keys) & set(self.delivered), f"repeated: {keys}"
                 self.delivered += keys
             if self.scene.bound or self.ledger.settled(batch):
                 self.ledger.retire(batch)
                 self.open.remove(batch)
+
+    def check(self, batch: int, places: list[int], keys: list[int]) -> None:
+        """Compare what lies in a batch with the keys of its samples, as far as anything does."""
+        flags, _, result, nbytes, *_ = self.ledger.contents(batch)
+        blobs = self.ledger.blobs(batch)
+        if flags & codes.FAILED:
+            errors = [i for i, blob in enumerate(blobs) if blob[0] == codes.ERROR_BLOB]
+            assert [blobs[i][2] for i in errors] == [keys[i] for i in errors], (batch, blobs)
+            return
+        kept = [i for i, blob in enumerate(blobs) if blob[0] != codes.SKIP_BLOB]
+        if result:
+            assert nbytes == sum(keys[i] for i in kept), (batch, result, nbytes)
+        if result != WHOLE | codes.SAMPLE_BLOB:
+            assert [self.values[places[i]] for i in kept] == [keys[i] for i in kept], (batch, keys)
 
     def publish_more(self, batches: int) -> None:
         """Go round the ring, as far as there is room."""
@@ -162,13 +187,49 @@ class World:
             first = self.ledger.describe(batch)[1]
             keys = self.ledger.keys(batch, k, count)
             if self.scene.bound and self.scene.max_run > 1:
-                for place, key in enumerate(keys, first + k):
-                    self.write(batch, place, key)
-                pause()
-                self.finished(batch, self.ledger.fill_run(worker, batch, k, count), pause)
+                self.together(worker, batch, first, k, keys, pause)
                 continue
             for position, key in enumerate(keys, first + k):
                 self.sample(worker, position, key, pause)
+
+    def together(
+        self,
+        worker: int,
+        batch: int,
+        first: int,
+        k: int,
+        keys: list[int],
+        pause: Callable[[], None],
+    ) -> None:
+        """Deliver samples that were run together; what one raises in worker 0, it does not raise in the others."""
+        ledger, path, bad, start = self.ledger, self.scene.path, self.scene.bad, first + k
+        if len(keys) < self.SIZE or (path == "error" and worker != 0):
+            path = "samples"
+        kept = sum(keys) - (keys[bad] if "skip" in path else 0)
+
+        def write(first: int, count: int) -> None:
+            for i in range(first, first + count):
+                self.write(batch, start + i, keys[i])
+
+        def fill(first: int, count: int) -> None:
+            pause()
+            self.finished(batch, ledger.fill_run(worker, batch, k + first, count), pause)
+
+        def skip(i: int, _: int) -> None:
+            pause()
+            self.finished(*ledger.skip(worker, start + i), pause)
+
+        deliver(
+            delivery(path, len(keys), bad),
+            {
+                "write": write,
+                "error": lambda i, _: ledger.attach(start + i, 64 | codes.ERROR_BLOB, keys[i]),
+                "mark": lambda i, _: ledger.attach(start + i, codes.SKIP_BLOB, 0),
+                "result": lambda *_: ledger.set_result(batch, WHOLE | codes.SAMPLE_BLOB, kept),
+                "fill": fill,
+                "skip": skip,
+            },
+        )
 
     def claim_for(self, worker: int) -> int:
         """Give a worker a sample to work on; returns its position."""
@@ -199,7 +260,11 @@ class World:
             self.collate(batch)
 
     def collate(self, batch: int) -> None:
-        self.ledger.set_ready(batch, 16384 | codes.SAMPLE_BLOB, 20)
+        _, first, count, *_ = self.ledger.describe(batch)
+        kinds = [kind for kind, _, _ in self.ledger.blobs(batch)]
+        kept = [first + i for i in range(count) if kinds[i] != codes.SKIP_BLOB]
+        total = sum(self.values[place % len(self.values)] for place in kept)
+        self.ledger.set_ready(batch, 16384 | codes.SAMPLE_BLOB, total)
 
     # ---- the end
 

@@ -24,11 +24,14 @@ from typing import Any
 import numpy as np
 
 from minato._core import codes
+from tests.protocol import PATHS, deliver, delivery
 from tests.stress.bare import core, fork
 
 PATIENCE_S = 30.0
 """Without any progress for so long, something is lost."""
 VALUES_AT = 1 << 16
+WHOLE = 128
+"""Where the result of a whole batch lies."""
 POISON = -1
 SLOT = (4096, 4160, 1 << 30)
 PASSES = 8
@@ -91,16 +94,37 @@ class Worker:
         _, first, size, bound, *_ = self.ledger.describe(batch)
         keys = self.ledger.keys(batch, k, count)
         if bound and self.draw.random() < 0.7:
-            for position, key in enumerate(keys, first + k):
-                self.write(batch, position, key)
-            if count == size and self.draw.random() < 0.3:
-                self.ledger.set_result(batch, 64 | codes.SAMPLE_BLOB, sum(keys))
-            self.finished(batch, self.ledger.fill_run(self.number, batch, k, count))
+            self.deliver(batch, first, k, keys, whole=count == size)
             return
         for position, key in enumerate(keys, first + k):
             place, there, _ = self.ledger.reserve(self.number, position, key % 3 == 0)
             self.write(there, place, key)
             self.finished(there, self.ledger.fill(self.number, position, place))
+
+    def deliver(self, batch: int, first: int, k: int, keys: list[int], whole: bool) -> None:
+        """Deliver samples that were run together, on a random path; what one raises may not be raised again."""
+        paths = PATHS if whole else [path for path in PATHS if not path.startswith("whole")]
+        path, bad = self.draw.choice([*paths, "samples"]), self.draw.randrange(len(keys))
+        ledger, start = self.ledger, first + k
+        kept = sum(keys) - (keys[bad] if "skip" in path else 0)
+
+        def write(first: int, count: int) -> None:
+            for i in range(first, first + count):
+                self.write(batch, start + i, keys[i])
+
+        deliver(
+            delivery(path, len(keys), bad),
+            {
+                "write": write,
+                "error": lambda i, _: ledger.attach(start + i, 64 | codes.ERROR_BLOB, keys[i]),
+                "mark": lambda i, _: ledger.attach(start + i, codes.SKIP_BLOB, 0),
+                "result": lambda *_: ledger.set_result(batch, WHOLE | codes.SAMPLE_BLOB, kept),
+                "fill": lambda i, count: self.finished(
+                    batch, ledger.fill_run(self.number, batch, k + i, count)
+                ),
+                "skip": lambda i, _: self.finished(*ledger.skip(self.number, start + i)),
+            },
+        )
 
     def write(self, batch: int, place: int, key: int) -> None:
         if self.draw.random() < 0.1:  # some samples take longer
@@ -119,7 +143,9 @@ class Worker:
 
     def collate(self, batch: int) -> None:
         _, first, size, *_ = self.ledger.describe(batch)
-        total = sum(int(self.values[place & self.mask]) for place in range(first, first + size))
+        kinds = [kind for kind, _, _ in self.ledger.blobs(batch)]
+        places = [first + i for i in range(size) if kinds[i] != codes.SKIP_BLOB]
+        total = sum(int(self.values[place & self.mask]) for place in places)
         self.ledger.set_ready(batch, 64 | codes.SAMPLE_BLOB, total)
 
 
@@ -235,6 +261,7 @@ class Consumer:
         self.next_key = 1
         self.home: dict[int, tuple[int, int]] = {}  # position: its key, number of its batch
         self.batches = self.samples = self.finished = self.abandoned = 0
+        self.errors = self.wholes = 0
 
     def run(self) -> dict[str, int]:
         crew = Crew(self.plan, self.segment, self.ledger)
@@ -262,6 +289,8 @@ class Consumer:
             "samples": self.samples,
             "passes": self.finished,
             "abandoned": self.abandoned,
+            "errors": self.errors,
+            "wholes": self.wholes,
             "kills": crew.kills,
             "stops": crew.stops,
             "released": crew.released,
@@ -319,23 +348,39 @@ class Consumer:
         occupants = self.ledger.occupants(batch.record)
         places = [(batch.first + k) & self.mask for k in range(len(occupants))]
         keys = [self.home[position][0] for position in occupants]
-        assert self.values[places].tolist() == keys, (batch, occupants, self.values[places])
+        self.check_content(batch, places, keys)
         if one.bound:
             assert keys == batch.keys, (batch, keys)
         for position in occupants:
             lag = batch.number - self.home[position][1]
             assert lag <= MAX_LAG, f"{position} is {lag} batches late"
-        flags, _, result, nbytes, count, _ = self.ledger.contents(batch.record)
-        assert count == len(batch.keys)
-        assert bool(flags & codes.RAGGED) == any(map(is_ragged, keys)), (flags, keys)
-        assert result or not flags & codes.RAGGED
-        if result:
-            assert (result, nbytes) == (64 | codes.SAMPLE_BLOB, sum(keys)), (result, nbytes)
         self.values[places] = POISON
         one.delivered += keys
         batch.delivered = True
         self.batches += 1
-        self.samples += count
+        self.samples += len(keys)
+
+    def check_content(self, batch: Batch, places: list[int], keys: list[int]) -> None:
+        """Compare what lies in a batch with the keys of its samples, as far as anything does."""
+        flags, _, result, nbytes, count, _ = self.ledger.contents(batch.record)
+        assert count == len(batch.keys)
+        blobs = self.ledger.blobs(batch.record)
+        if flags & codes.FAILED:
+            errors = [i for i, blob in enumerate(blobs) if blob[0] == codes.ERROR_BLOB]
+            assert errors
+            assert all(blobs[i] == (codes.ERROR_BLOB, 64, keys[i]) for i in errors), (blobs, keys)
+            self.errors += 1
+            return
+        kept = [i for i, blob in enumerate(blobs) if blob[0] != codes.SKIP_BLOB]
+        assert bool(flags & codes.SKIPPED) == (len(kept) < count)
+        assert not result or nbytes == sum(keys[i] for i in kept), (batch, result, nbytes)
+        if result == WHOLE | codes.SAMPLE_BLOB:  # nothing else was written
+            self.wholes += 1
+            return
+        found = [int(self.values[places[i]]) for i in kept]
+        assert found == [keys[i] for i in kept], (batch, keys, found)
+        assert bool(flags & codes.RAGGED) == any(is_ragged(keys[i]) for i in kept), (flags, keys)
+        assert result == 64 | codes.SAMPLE_BLOB or not flags & (codes.RAGGED | codes.SKIPPED)
 
     def maybe_abandon(self, one: Pass) -> None:
         if self.draw.random() < 0.003:

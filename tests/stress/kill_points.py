@@ -1,0 +1,465 @@
+"""Every store is a kill point: a worker is killed after each one, and the epoch must be right to the last byte.
+
+    python -m tests.stress.kill_points --all
+
+A loader with all its real parts (dispatcher, ledger, arena, writer, reader) runs in one process. Its first worker does
+its part step by step, and the shared memory is kept after each store to the ledger: these are all the states in which a
+kill can leave it. From each of them a copy of the process finds the worker dead, lets the other one do the rest, and
+compares every batch with what it should hold. The pure core is watched at each of its instructions, the compiled one
+by a tracer at each machine instruction of an operation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils.data import Dataset
+
+import minato
+import minato.engine
+from minato._core.ledger import Ledger
+from minato.scheduler.process import wrapped_in_process
+from minato.scheduler.usage import thread_usage
+from minato.scheduler.worker import Worker
+from tests.stress.bare import fork
+from tests.stress.ledger_steps import UNTRACEABLE
+from tests.stress.tracee import POSSIBLE, Tracee
+
+HANG_S = 30
+SIZE, BATCHES = 3, 5
+LENGTH = SIZE * BATCHES
+DELIVERED = 2
+"""Batches that the loop has had before the worker is killed, so that the slots hold bytes of other samples."""
+BAD = 7
+"""The second sample of the first batch that the killed worker may run."""
+IMAGE_BYTES = 1 << 14
+"""How much of each slot is kept; the batches are smaller."""
+POSITIONS, RECORDS = 64, 8
+STALLED = 2000
+CHANGING = {
+    *("attach", "claim", "end", "fill", "fill_run", "note_costs", "allocate", "publish_layout"),
+    *("reserve", "set_ready", "set_result", "skip"),
+}
+"""Operations of workers that change the ledger."""
+
+
+class Flag:
+    """Whether the worker that will be killed runs."""
+
+    up = False
+
+
+# ------------------------------------------------------------------------------------- the samples
+
+
+def content(index: int) -> dict[str, Any]:
+    data = torch.arange(24, dtype=torch.float64).reshape(4, 6) + 1000 * (index + 1)
+    return {"index": index, "data": data}
+
+
+class Samples(Dataset[Any]):
+    """Samples that say their index in each of their bytes.
+
+    Args:
+        bad: What the sample ``BAD`` does: ``"flaky"``: it raises, but only in the worker that is killed; ``"bad"``: it
+            always raises; ``"text"`` and ``"ragged"``: all samples hold what has no place in a layout.
+    """
+
+    def __init__(self, kind: str = "") -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        if index == BAD and (self.kind == "bad" or (self.kind == "flaky" and Flag.up)):
+            raise ValueError(f"sample {index} is bad")
+        sample = content(index)
+        if self.kind == "text":
+            sample["text"] = f"sample {index}" * (1 + index % 3)
+        elif self.kind == "ragged":
+            sample["data"] = sample["data"] if index % 2 else sample["data"].tolist()
+        return sample
+
+
+class Listed(Samples):
+    """The same, fetched in lists."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class Wholes(Samples):
+    """The same, fetched as collated batches."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices], "of one piece"
+
+
+def collate(samples: Any) -> Any:
+    """A collate function of the user's."""
+    if type(samples) is tuple:
+        samples = samples[0]
+    data = [torch.as_tensor(sample["data"], dtype=torch.float64) for sample in samples]
+    return {"index": torch.tensor([s["index"] for s in samples]), "data": torch.stack(data)}
+
+
+def same(sample: Any) -> Any:
+    """A transform."""
+    return sample
+
+
+def check(batch: Any, kind: str) -> list[int]:
+    """Compare every byte of a batch; returns its indices."""
+    indices: list[int] = batch["index"].tolist()
+    assert len(batch["data"]) == len(indices), batch
+    for row, index in zip(batch["data"], indices, strict=True):
+        assert torch.equal(row, content(index)["data"]), f"{index} is not what it should be: {row}"
+    if kind == "text":
+        assert batch["text"] == [f"sample {index}" * (1 + index % 3) for index in indices]
+    return indices
+
+
+# --------------------------------------------------------------------------------------- the paths
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One way from a sample to the training loop.
+
+    Attributes:
+        cheap: Samples are claimed in runs.
+        aside: The worker sets each sample aside once.
+        slow: All samples count as slow.
+    """
+
+    name: str
+    dataset: Samples = field(default_factory=Samples)
+    options: dict[str, Any] = field(default_factory=dict)
+    cheap: bool = False
+    aside: bool = False
+    slow: bool = False
+
+    @property
+    def kind(self) -> str:
+        return self.dataset.kind
+
+
+ARRIVAL: dict[str, Any] = {"order": "arrival", "max_lag": 1}
+COLLATE: dict[str, Any] = {"collate_fn": collate}
+SKIP: dict[str, Any] = {"on_error": "skip"}
+ASIDE: dict[str, Any] = {"order": "batch", "transforms": [same]}
+SCENES = (
+    Scene("single"),
+    Scene("run", cheap=True),
+    Scene("text", Samples("text"), cheap=True),
+    Scene("ragged", Samples("ragged"), COLLATE, cheap=True),
+    Scene("collate_fn", options=COLLATE, cheap=True),
+    Scene("collate_fn, single", options=COLLATE),
+    Scene("list", Listed()),
+    Scene("list, collate_fn", Listed(), COLLATE),
+    Scene("list, not a list", Wholes(), COLLATE),
+    Scene("error", Samples("flaky"), cheap=True),
+    Scene("error, single", Samples("flaky")),
+    Scene("error, collate_fn", Samples("flaky"), COLLATE, cheap=True),
+    Scene("error, list", Listed("flaky")),
+    Scene("skip", Samples("bad"), SKIP, cheap=True),
+    Scene("skip, single", Samples("bad"), SKIP),
+    Scene("skip, collate_fn", Samples("bad"), {**SKIP, **COLLATE}, cheap=True),
+    Scene("skip, list", Listed("bad"), SKIP),
+    Scene("arrival", options=ARRIVAL),
+    Scene("arrival, run", options=ARRIVAL, cheap=True),
+    Scene("arrival, collate_fn", options={**ARRIVAL, **COLLATE}),
+    Scene("arrival, error", Samples("flaky"), ARRIVAL),
+    Scene("arrival, skip", Samples("bad"), {**ARRIVAL, **SKIP}),
+    Scene("fast_first", options={**ARRIVAL, "order": "fast_first"}, slow=True),
+    Scene("concurrent reads", options={"fetch_concurrency": 2}),
+    Scene("concurrent reads, collate_fn", Samples("flaky"), {"fetch_concurrency": 2, **COLLATE}),
+    Scene("set aside", options=ASIDE, aside=True),
+    Scene("set aside, error", Samples("flaky"), ASIDE, cheap=True, aside=True),
+)
+
+
+class Stage:
+    """In the place of the workers' processes: two workers that are steps of this program."""
+
+    def __init__(self, plan: Any, workplace: Any, ledger: Any, *others: Any) -> None:
+        self.workplace = workplace
+        self.ledger = ledger
+        self.worker: Worker | None = None
+        self.stalled = 0
+
+    def make(self, number: int, scene: Scene, wrap: Callable[[Any], Any] = lambda one: one) -> Any:
+        segment = self.workplace.segment
+        ledger = wrap(Ledger(segment.array, None, segment.descriptor))
+        describe_error = wrapped_in_process(number)
+        worker = self.workplace.worker(number, ledger, describe_error, None, Exception)
+        if scene.cheap:
+            worker._runner.habits.draws, worker._runner.habits.usual_ns = False, 1000.0
+        return worker
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        assert self.worker is not None
+        self.stalled += 1
+        assert self.stalled < STALLED, "the epoch does not go on"
+        work(self.worker, 1)
+
+    def start(self) -> None:
+        """The workers begin when the consumer waits."""
+
+    def check(self) -> None:
+        """Nobody dies but where the program says so."""
+
+    def usage(self) -> Any:
+        return thread_usage([threading.get_native_id()])
+
+    def shut_down(self) -> bool:
+        return True
+
+
+def work(worker: Any, steps: int) -> None:
+    """Do so many steps, and wait for reads under way in between."""
+    for _ in range(steps):
+        if worker.step():
+            continue
+        if worker.idle:
+            return
+        worker._reads.wait(0.05)
+
+
+def set_aside(worker: Any, ledger: Any) -> None:
+    """Have a worker leave each sample where it can."""
+    ledger.slow_ns = 1
+    stepper = worker._runner._stepper
+    stepper.may_leave = lambda position, nbytes: True
+
+
+class World:
+    """A loader of a scene in the middle of an epoch, just before its first worker begins."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        made: list[Stage] = []
+
+        def make_pool(*arguments: Any) -> Stage:
+            made.append(Stage(*arguments))
+            return made[-1]
+
+        options = {
+            "batch_size": SIZE,
+            "num_workers": 2,
+            "multiprocessing_context": "fork",
+            "prefetch_factor": 1,
+            "persistent_workers": True,
+            **scene.options,
+        }
+        with (
+            mock.patch.object(minato.engine, "make_pool", make_pool),
+            mock.patch.object(minato.engine, "_POSITIONS", POSITIONS),
+            mock.patch.object(minato.engine, "_BATCH_RECORDS", RECORDS),
+        ):
+            self.loader = minato.DataLoader(scene.dataset, **options)
+            self.iterator = iter(self.loader)
+        self.stage = made[0]
+        self.ledger = self.stage.ledger
+        self.ledger.slow_ns = int(scene.slow)
+        capacity = self.ledger.capacity
+        self.nbytes = Ledger.nbytes(2, *capacity)
+        self.memory = memoryview(self.stage.workplace.segment.array)[: self.nbytes]
+        self.arena = memoryview(self.stage.workplace.arena.array)
+        self.stage.worker = self.stage.make(1, scene)
+        self.got: Counter[int] = Counter()
+        for _ in range(DELIVERED):
+            self.got.update(check(next(self.iterator), scene.kind))
+        # A copy of this process has none of its threads, so each makes a worker anew.
+        self.stage.worker.close()
+        self.ledger.release(1)
+
+    @functools.cached_property
+    def slots(self) -> list[memoryview]:
+        iterator: Any = self.iterator
+        taken = [item.slot for item in iterator._source._dispatcher._open]
+        return [self.arena[slot.start : slot.start + IMAGE_BYTES] for slot in taken]
+
+    def image(self) -> tuple[bytes, list[bytes]]:
+        return bytes(self.memory), [bytes(slot) for slot in self.slots]
+
+    def restore(self, image: tuple[bytes, list[bytes]]) -> None:
+        self.memory[:] = image[0]
+        for slot, kept in zip(self.slots, image[1], strict=True):
+            slot[:] = kept
+
+    # ---- the worker that is killed
+
+    def images(self) -> list[tuple[bytes, list[bytes]]]:
+        """Memory after each store of the first worker."""
+        found = [self.image()]
+
+        def look() -> None:
+            if bytes(self.memory) != found[-1][0]:
+                found.append(self.image())
+
+        Flag.up = True
+        try:
+            (self._step_by_instruction if self.is_compiled else self._step_by_line)(look)
+        finally:
+            Flag.up = False
+        return found
+
+    @property
+    def is_compiled(self) -> bool:
+        return minato.implementation()[0] == "compiled"
+
+    def _run(self, wrap: Callable[[Any], Any]) -> None:
+        worker = self.stage.make(0, self.scene, wrap)
+        if self.scene.aside:
+            set_aside(worker, self.ledger)
+        work(worker, 2 * SIZE if not self.scene.options.get("fetch_concurrency") else 40)
+        worker.close()
+
+    def _step_by_line(self, look: Callable[[], None]) -> None:
+        def trace(frame: FrameType, event: str, argument: Any) -> Any:
+            if "_core" not in frame.f_code.co_filename:
+                return None
+            frame.f_trace_opcodes = True
+            look()
+            return trace
+
+        sys.settrace(trace)
+        try:
+            self._run(lambda ledger: ledger)
+        finally:
+            sys.settrace(None)
+        look()
+
+    def _step_by_instruction(self, look: Callable[[], None]) -> None:
+        tracee = Tracee(lambda pause: self._run(lambda ledger: Pausing(ledger, pause)))
+        try:
+            while tracee.pid:  # it stands before an operation
+                while tracee.step():
+                    look()
+                tracee.resume()
+                look()
+        finally:
+            tracee.kill()
+        look()
+
+    # ---- what becomes of the epoch
+
+    def survive(self, image: tuple[bytes, list[bytes]], late: bool) -> None:
+        """Find the first worker dead, and go on to the end of the epoch.
+
+        Args:
+            late: The death is found when the other worker has done everything that it could.
+        """
+        self.restore(image)
+        self.stage.worker = self.stage.make(1, self.scene)
+        iterator: Any = self.iterator
+        iterator._owner = os.getpid()  # this copy stands for the consumer itself
+        if late:
+            work(self.stage.worker, 20)
+        self.ledger.release(0)
+        raised: list[str] = []
+        while True:
+            try:
+                self.got.update(check(next(self.iterator), self.scene.kind))
+            except StopIteration:
+                break
+            except ValueError as error:
+                raised.append(str(error))
+        missing = set(range(LENGTH)) - set(self.got)
+        assert set(self.got.values()) == {1}, f"repeated: {self.got}"
+        if self.scene.kind == "bad":
+            assert missing == {BAD}
+        else:
+            assert len(raised) <= (self.scene.kind == "flaky"), raised
+            assert all(f"sample {BAD} is bad" in text for text in raised), raised
+            assert len(missing) == SIZE * len(raised), f"lost: {missing}"
+            assert not raised or BAD in missing
+
+
+class Pausing:
+    """A ledger whose user stops before and after each operation that changes it."""
+
+    def __init__(self, ledger: Any, pause: Callable[[], None]) -> None:
+        self._ledger = ledger
+        self._pause = pause
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._ledger, name)
+        if name not in CHANGING:
+            return value
+
+        def paused(*arguments: Any) -> Any:
+            self._pause()
+            try:
+                return value(*arguments)
+            finally:
+                self._pause()
+
+        return paused
+
+
+def in_a_copy(run: Callable[[], None]) -> int:
+    """Status of a forked process that runs this; one that hangs is killed."""
+    pid = fork(lambda: (signal.alarm(HANG_S), run()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill_everywhere(scene: Scene, every: int) -> int:
+    """Kill the worker after each store, or after every so many of them; returns how often."""
+    world = World(scene)
+    images = world.images()
+    kills = 0
+    for number in range(0, len(images), every):
+        image = images[number]
+        late = number // every % 2 == 1
+        status = in_a_copy(lambda image=image, late=late: world.survive(image, late))
+        when = "found late" if late else "found at once"
+        assert status == 0, f"{scene.name}: killed in state {number} of {len(images)}, {when}"
+        kills += 1
+    world.restore(images[0])
+    return kills
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.stress.kill_points")
+    parser.add_argument("--all", action="store_true", help="after each store, not a few of them")
+    parser.add_argument("--scene", action="append", help="only these")
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    if hasattr(os, "sched_setaffinity"):
+        # One process runs at a time, and takes turns with its tracer.
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    if minato.implementation()[0] == "compiled" and not POSSIBLE:
+        print("processes can be stepped on x86-64 Linux only")
+        return UNTRACEABLE
+    for scene in SCENES:
+        if options.scene and scene.name not in options.scene:
+            continue
+        begun = time.monotonic()
+        try:
+            kills = kill_everywhere(scene, 1 if options.all else 7)
+        except PermissionError as error:
+            print(error)
+            return UNTRACEABLE
+        print(f"{scene.name}: {kills} kills, {time.monotonic() - begun:.1f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
