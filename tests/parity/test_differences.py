@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 import minato
+from minato.scheduler import runner
 from tests.datasets import Numbers, assert_same, wait_until
 from tests.parity.harness import TorchLoader, drain
 from tests.parity.material import Drawing, Slow, Tensors
@@ -39,22 +40,31 @@ def test_readiness_order_mixes_batches() -> None:
 
 
 class Busy(Numbers):
-    """Who loads a sample; the first one keeps its worker busy."""
+    """Who loads a sample; the first one keeps its worker busy until so many others were begun."""
+
+    def __init__(self, size: int, others: int = 0) -> None:
+        super().__init__(size)
+        self.others = others
+        self.begun = multiprocessing.Value("i", 0)
 
     def __getitem__(self, index: int) -> int:
-        time.sleep(0.3 if index == 0 else 0.005)
+        if index == 0:
+            wait_until(lambda: self.begun.value >= self.others, 20)
+        else:
+            with self.begun:
+                self.begun.value += 1
         info = get_worker_info()
         assert info is not None
         return info.id
 
 
 def test_who_is_free_takes_the_next_sample() -> None:
-    def workers(make: Any, **own: Any) -> list[int]:
-        return [*make(Busy(12), None, num_workers=2, **own)]
+    def workers(make: Any, others: int = 0, **own: Any) -> list[int]:
+        return [*make(Busy(12, others), None, num_workers=2, **own)]
 
     alternating = [0, 1] * 6
     assert workers(TorchLoader) == alternating
-    assert sorted(workers(minato.DataLoader)) != sorted(alternating)
+    assert sorted(workers(minato.DataLoader, others=8)) != sorted(alternating)
     assert workers(minato.DataLoader, schedule="round_robin") == alternating
 
 
@@ -103,7 +113,8 @@ class Late(Numbers):
         return random.random() if index == self.size - 1 else 0.0
 
 
-def test_cheap_samples_that_draw_after_all_run_again() -> None:
+def test_cheap_samples_that_draw_after_all_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_WORTH_BINDING_NS", 1 << 62)  # cheap on a busy machine, too
     for own, again in (({}, True), ({"rng": "worker"}, False)):
         dataset = Late(400)
         assert len([*minato.DataLoader(dataset, 50, **own)]) == 8
