@@ -64,6 +64,13 @@ test-checked: install  ## tests of the core, compiled with bounds checks, Addres
 	PYTHONSAFEPATH=1 PYTHONPATH=$(CHECKED)/lib:. LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 \
 	    $(PY) -m pytest -m "not slow and not stress" tests/core
 
+test-oldest:  ## what depends on versions, with the lowest that are allowed (Python 3.10), compiled and pure
+	.ci/versions 3.10 constraints-oldest.txt
+
+test-matrix: test-oldest  ## the same with the newest of all, on Python 3.12 and 3.13
+	.ci/versions 3.12
+	.ci/versions 3.13
+
 stress: build  ## random kills and long runs (SHORT=1: 20 s a test instead of 300 s)
 	$(PY) -m pytest -m stress -o faulthandler_timeout=1200 --stress-s $(if $(SHORT),20,300)
 
