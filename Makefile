@@ -55,11 +55,14 @@ test: build  ## run the whole test-suite; random kills have a target of their ow
 test-pure: install  ## the whole test-suite again, with the pure-Python core
 	$(call run_tests,MINATO_NO_EXTENSIONS=1)
 
-test-checked: install  ## tests of the core, compiled with bounds checks
-	MINATO_CHECKED=1 $(PY) setup.py --quiet build_ext --inplace --force \
-	    --build-lib build/checked --build-temp build/checked
-	rm $(BUILT)  # the checked modules must not stay in use
-	$(PY) -m pytest tests/core; status=$$?; rm minato/_core/*.so; exit $$status
+# In a directory of its own: the modules that are in use stay as they are.
+CHECKED := build/checked
+SANITIZERS = $(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libubsan.so)
+
+test-checked: install  ## tests of the core, compiled with bounds checks, AddressSanitizer and UndefinedBehaviorSanitizer
+	MINATO_CHECKED=1 $(PY) setup.py --quiet build --build-lib $(CHECKED)/lib --build-temp $(CHECKED)/temp
+	PYTHONSAFEPATH=1 PYTHONPATH=$(CHECKED)/lib:. LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 \
+	    $(PY) -m pytest -m "not slow and not stress" tests/core
 
 test-oldest:  ## what depends on versions, with the lowest that are allowed (Python 3.10), compiled and pure
 	.ci/versions 3.10 constraints-oldest.txt
@@ -69,7 +72,7 @@ test-matrix: test-oldest  ## the same with the newest of all, on Python 3.12 and
 	.ci/versions 3.13
 
 stress: build  ## random kills and long runs (SHORT=1: 20 s a test instead of 300 s)
-	$(PY) -m pytest -m stress --stress-s $(if $(SHORT),20,300)
+	$(PY) -m pytest -m stress -o faulthandler_timeout=1200 --stress-s $(if $(SHORT),20,300)
 
 lint: build  ## ruff, cython-lint, mypy, stubtest, Cython's performance hints
 	$(PY) -m ruff check

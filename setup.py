@@ -22,6 +22,8 @@ DIRECTIVES = {
     "show_performance_hints": True,
 }
 CHECKED = {"boundscheck": True, "wraparound": True, "initializedcheck": True}
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+"""The checked build runs under ``LD_PRELOAD`` of the sanitizers' libraries: ``make test-checked``."""
 
 
 def is_set(variable: str) -> bool:
@@ -47,8 +49,15 @@ def extensions(build_dir: str = "build/cython", force: bool = False) -> list[Ext
             f"minato._core.{path.stem}",
             [str(path)],
             include_dirs=[str(CORE), numpy.get_include()],
-            define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
-            extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wno-unused-function"],
+            define_macros=[
+                ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"),
+                *([("MINATO_CHECKED", "1")] if checked else []),
+            ],
+            extra_compile_args=[
+                *(["-O1", "-g", *SANITIZE] if checked else ["-O3"]),
+                *["-std=c11", "-Wall", "-Wno-unused-function"],
+            ],
+            extra_link_args=SANITIZE if checked else [],
             depends=headers,
         )
         for path in sorted(CORE.glob("_*_c.pyx"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from minato import integrations
 from minato._core import implementation
 from minato._version import __version__
 from minato.chain.rng import numpy_rng, python_rng, torch_rng
@@ -45,5 +44,3 @@ __all__ = [
     "torch_rng",
     "unpatch",
 ]
-
-integrations.connect()

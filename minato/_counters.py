@@ -62,6 +62,10 @@ class Counters:
             for name, number in by.items():
                 row[self._names.index(name)] += number
 
+    def snapshot(self) -> bytes:
+        """The memory of all counts: another one when any of them has changed."""
+        return self._counts.numpy().tobytes()
+
     def by_name(self) -> dict[str, int]:
         """What all processes have counted."""
         return dict(zip(self._names, self.totals(), strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ __all__ = [
     "available_cores",
     "available_memory_bytes",
     "disk_read_bytes",
+    "local_rank",
+    "local_ranks",
     "machine_usage",
     "memory_kills",
     "memory_limit_bytes",
@@ -103,21 +106,50 @@ def disk_read_bytes() -> int:
 def available_cores(whole_node: bool = False) -> float:
     """Cores for this process: those it may run on, within the quota of its control groups.
 
-    Where a launcher started several processes here (``LOCAL_WORLD_SIZE``, as torchrun sets it), each counts on its
-    share of them. A quota may be a fraction; at least one core is assumed.
+    Where a launcher started several processes here (:func:`local_ranks`), each counts on its share of them. A quota may
+    be a fraction; at least one core is assumed.
 
     Args:
         whole_node: Count all of them, for what this process does for the others too.
     """
     runs_on = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cores = min([float(runs_on or 1), *_quotas()])
-    if whole_node:
-        return max(cores, 1.0)
+    return max(cores if whole_node else cores / local_ranks(), 1.0)
+
+
+def local_ranks() -> int:
+    """How many processes of this job train on this node, as its launcher says; 1 if nobody does."""
+    for variable in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        if (count := _number_in(variable)) is not None:
+            return max(count, 1)
+    ranks = _on_this_node_alone()
+    return 1 if ranks is None else ranks[1]
+
+
+def local_rank() -> int:
+    """Which of them this one is, from 0."""
+    for variable in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        if (rank := _number_in(variable)) is not None:
+            return rank
+    ranks = _on_this_node_alone()
+    return 0 if ranks is None else ranks[0]
+
+
+def _number_in(variable: str) -> int | None:
     try:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    except ValueError:
-        ranks = 1
-    return max(cores / max(ranks, 1), 1.0)
+        return int(os.environ[variable])
+    except (KeyError, ValueError):
+        return None
+
+
+def _on_this_node_alone() -> tuple[int, int] | None:
+    """Rank and number of ranks by torch.distributed, where these meet at an address that only this node has."""
+    distributed = sys.modules.get("torch.distributed")
+    if os.environ.get("MASTER_ADDR") not in ("localhost", "127.0.0.1", "::1"):
+        return None
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
 
 
 def _quotas() -> Iterator[float]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABCMeta
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-__all__ = ["StandIn", "TorchDataLoader", "stand_in"]
+__all__ = ["StandIn", "TorchDataLoader", "is_made", "made_only", "stand_in"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _standing_in: type | None = None
 
@@ -35,3 +38,32 @@ class StandIn(ABCMeta):
         if cls is _standing_in and issubclass(subclass, TorchDataLoader):
             return True
         return super().__subclasscheck__(subclass)
+
+
+def is_made(loader: Any) -> bool:
+    """Whether our ``__init__`` made a loader, or it passes on what it is asked to one that was.
+
+    A subclass that takes torch's name for its base may set torch's attributes itself. It is a loader of torch's then.
+    """
+    return getattr(loader, "_course", None) is not None
+
+
+def made_only(method: F) -> F:
+    """Give a method that torch's class lacks to those loaders only that our ``__init__`` made."""
+    return cast(F, _MadeOnly(method))
+
+
+class _MadeOnly:
+    """A method that an instance may lack, so that ``hasattr`` tells."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.__wrapped__ = method
+        self.__doc__ = method.__doc__
+        self._name = method.__name__
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is not None and not is_made(instance):
+            raise AttributeError(
+                f"{type(instance).__name__!r} object has no attribute {self._name!r}"
+            )
+        return self.__wrapped__.__get__(instance, owner)

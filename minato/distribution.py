@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from minato._standin import made_only
 from minato.checks import check_device, check_whole
 from minato.delivery.accelerator import page_locker
 from minato.delivery.consumers import Consumer, Group
@@ -21,6 +22,7 @@ class Distribution:
 
     _options: Options
 
+    @made_only
     def consumers(
         self, n: int | None = None, *, devices: Sequence[str | torch.device] | None = None
     ) -> tuple[Consumer, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable
@@ -15,6 +14,7 @@ from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato._postponed import Postponed, not_the_end
+from minato._signals import exiting, keep_raised
 from minato.assembler.arena import Arena
 from minato.assembler.page_locks import PageLocker
 from minato.assembler.reader import BatchReader
@@ -63,9 +63,15 @@ _POSITIONS = 1 << 16
 """Batches and samples that can be in flight: 4 MiB of ledger, of which only the batches' part is touched at once."""
 
 
-def _end(shut_down: Callable[[], bool], arena: Arena) -> None:
-    if shut_down():
-        arena.take_back()
+def _end(
+    shut_down: Callable[[], bool], arena: Arena, afterwards: list[Callable[[], object]]
+) -> None:
+    try:
+        if shut_down():
+            arena.take_back()
+    finally:
+        while afterwards and not exiting():
+            afterwards.pop()()
 
 
 class Engine:
@@ -129,6 +135,7 @@ class Engine:
             # Batches that hold as many samples as all workers read at once.
             -(-plan.num_workers * plan.fetching.concurrency // plan.largest_batch),
             plan.fetching.slow_start,
+            plan.shares_budget,
         )
         settles = plan.policy is not None and plan.policy.on_error != "raise"
         deaths = Deaths(plan.restarts, settles, Shortage(window) if in_processes else None)
@@ -182,6 +189,7 @@ class Engine:
                 plan.order.name == "strict",
                 cast(int, plan.window_batches),
                 plan.replicas,
+                self._reader.state,
             )
             if plan.round_robin
             else AnyWorker(),
@@ -200,7 +208,6 @@ class Engine:
             functools.partial(workplace.read_keys, self.ledger),
             plan.chain.names,
         )
-        self._by_reference = not in_processes
         self._failures = None
         if plan.policy is not None:
             self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
@@ -231,10 +238,19 @@ class Engine:
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
             workplace.write_plan(self.arena)
-        self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, self.arena)
-        """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
+        self.afterwards: list[Callable[[], object]] = []
+        """What is to be done once the workers have ended, unless the interpreter exits; the last comes first."""
+        if plan.shares_budget:
+            self.afterwards.append(window.end)
+        if plan.replicas is not None:
+            self.afterwards.append(plan.replicas.settle)
         if experience.journal is not None:
-            weakref.finalize(self, experience.journal.settle, self._gauges).atexit = False
+            self.afterwards.append(functools.partial(experience.journal.settle, self._gauges))
+        keep_raised()
+        self.shut_down = weakref.finalize(
+            self, _end, self._pool.shut_down, self.arena, self.afterwards
+        )
+        """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
 
     def begin(
         self,
@@ -314,6 +330,10 @@ class Engine:
             self._dispatcher.abandon()
             raise
         except StopIteration:
+            if self.plan.replicas is not None:
+                self.plan.replicas.present = (
+                    None  # the next pass begins with the dataset as it will be
+                )
             if self._failures is not None:
                 self._failures.end()
             if self._memory is not None:
@@ -369,7 +389,12 @@ class Engine:
 
     def _note_state(self, replicas: Replicas, record: int) -> None:
         if (state := self._reader.state(record)) is not None:
-            replicas.heard(*(copy.deepcopy(state) if self._by_reference else state))
+            replicas.heard(*state)
+
+    @property
+    def workers(self) -> list[Any]:
+        """The worker processes, if workers are processes of this machine."""
+        return list(self._pool.processes) if isinstance(self._pool, ProcessPool) else []
 
     def profile(self) -> Profile:
         """What samples have cost so far, and since this was last asked."""

@@ -11,12 +11,15 @@ from typing import Any, cast
 import torch
 from torch.utils.data import get_worker_info
 
+from minato._machine import local_rank
+from minato._standin import made_only
+from minato.chain.owned import Owned
 from minato.chain.rng import SampleRandomness
 from minato.checks import metrics_address
 from minato.fetching import Fetching
 from minato.monitor.endpoint import serve
 from minato.monitor.gpus import gpu_watch
-from minato.monitor.machine import looker
+from minato.monitor.machine import MachineLook
 from minato.monitor.metrics import Exported
 from minato.monitor.storage import Storage
 from minato.opening import Opening
@@ -31,7 +34,6 @@ from minato.slow_samples import SlowSamples
 from minato.source.prediction import quality_of
 from minato.source.progress import Coverage
 from minato.source.run import is_stream
-from minato.stats.glance import Machine
 from minato.stats.journal import Journal
 
 __all__ = ["Insight"]
@@ -45,6 +47,7 @@ class Insight(Opening):
     prefetch_factor: int | None
     _auto_collation: Any
 
+    @made_only
     def report(self, labels: Labels | None = None) -> Report:
         """What limits the training, and all figures of the run and of each epoch so far.
 
@@ -82,6 +85,7 @@ class Insight(Opening):
         quality = quality_of(known.foresight.pairs, threshold_ns)
         return Prediction(known.known.model or "none", *quality)
 
+    @made_only
     def live(self) -> Live:
         """Show how each epoch goes, from now on: a panel below what the program prints, four times a second.
 
@@ -95,6 +99,7 @@ class Insight(Opening):
         Raises:
             ValueError: The loader was made with ``measure=False``.
         """
+        self._watch_gpus()
         return Live(self._measured(), type(self.dataset).__name__, ["dataset", *self._chain.names])
 
     def _measured(self) -> Journal:
@@ -116,11 +121,8 @@ class Insight(Opening):
         """Be live, and tell figures, if that is wished, in the training process."""
         if self._experience.journal is None or get_worker_info() is not None:
             return
-        if self._experience.journal.machine is Machine:
-            self._experience.journal.machine = looker(gpu_watch())
-            reads = Fetching.of(self._options.fetch_concurrency).counters
-            self._experience.journal.storage = Storage(self.dataset, self.cache, reads).counts
-        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._watch_machine(self._experience.journal)
+        rank = local_rank()
         watchers = self._experience.journal.watchers
         if _wished("MINATO_LIVE") and rank == 0 and not any(isinstance(w, Live) for w in watchers):
             self.live()
@@ -129,6 +131,22 @@ class Insight(Opening):
             place = _wished("MINATO_METRICS_PORT")
         if place is not None and self.metrics_url is None:
             self._tell_figures(place, rank)
+        if place is not None or self._options.measure == "gpu":
+            self._watch_gpus()
+
+    def _watch_machine(self, journal: Journal) -> MachineLook:
+        """Note from now on what the machine does."""
+        if not isinstance(journal.machine, MachineLook):
+            journal.machine = MachineLook()
+            reads = Fetching.of(self._options.fetch_concurrency).counters
+            journal.storage = Storage(self.dataset, self.cache, reads).counts
+        return journal.machine
+
+    def _watch_gpus(self) -> None:
+        """Note the use of the GPUs, too: in local rank 0 alone, which sees those of the other ranks."""
+        machine = self._watch_machine(self._measured())
+        if machine.gpus is None and local_rank() == 0:
+            machine.gpus = gpu_watch()
 
     def _tell_figures(self, place: int | str, rank: int) -> None:
         host, port = metrics_address(place)
@@ -147,11 +165,13 @@ class Insight(Opening):
                 raise OSError(error.errno, words) from None
             warnings.warn(words, stacklevel=4)
 
+    @made_only
     def slow_samples(self) -> SlowSamples:
         """Which samples are slow, where they lay in the newest iterator's batches, and how well they were foretold."""
         self._refuse_attached("slow_samples()")
         return SlowSamples.of(self._experience, self._course.lateness())
 
+    @made_only
     def headroom(self, steps: int = 50) -> HeadRoom:
         """How fast training could be if data were free.
 
@@ -173,6 +193,8 @@ class Insight(Opening):
     def _fresh_batches(self) -> Iterator[Any]:
         """The batches of a copy of this loader."""
         twin: Any = copy.copy(self)
+        if hasattr(twin, "__del__"):  # what that ends, the loader itself still uses
+            twin.__class__ = type(type(self).__name__, (type(self),), {"__del__": _nothing})
         vars(twin).update(_iterator=None, _course=self._course.twin(), _trace=None)
         generators = [torch.default_generator]
         if self.generator is not None:
@@ -183,6 +205,7 @@ class Insight(Opening):
             each.set_state(state)
         return cast(Iterator[Any], batches)
 
+    @made_only
     def coverage(self) -> Coverage:
         """What has become of the samples of the newest iterator's epoch so far.
 
@@ -192,6 +215,7 @@ class Insight(Opening):
         self._refuse_attached("coverage()")
         return self._course.coverage()
 
+    @made_only
     def reproduce(
         self,
         index: Any,
@@ -221,11 +245,25 @@ class Insight(Opening):
                 "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "
                 "not: give seed=, as the quarantine file tells it"
             )
-        randomness = SampleRandomness(seed)
+        randomness = SampleRandomness(
+            seed, owned=Owned({"dataset": self.dataset, **self._chain.drawing})
+        )
         with randomness.saved():
-            if self._options.rng == "sample":
+            fetcher = Fetcher(self.dataset, self._chain, self._auto_collation)
+            if self._options.rng != "sample":
+                return fetcher.single(index)
+            randomness.bind(epoch, index, occurrence)
+            sample = fetcher.single(index)
+            if (
+                randomness.look()
+            ):  # generators that this sample has made were bound to nothing in it
                 randomness.bind(epoch, index, occurrence)
-            return Fetcher(self.dataset, self._chain, self._auto_collation).single(index)
+                sample = fetcher.single(index)
+            return sample
+
+
+def _nothing(loader: Any) -> None:
+    """In place of a ``__del__``."""
 
 
 def _wished(variable: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
@@ -14,7 +15,8 @@ from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
-from minato._standin import StandIn, TorchDataLoader
+from minato import integrations
+from minato._standin import StandIn, TorchDataLoader, is_made, made_only
 from minato.assembler.arena import SpareArenas
 from minato.cached import check_cache
 from minato.caching.base import Cache
@@ -61,8 +63,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         max_lag: Number of batches by which a sample may be delivered late in the last two orders.
         seed: Makes shuffling and all randomness of samples functions of (seed, epoch, index). Without it torch's
             generator decides, as in torch.
-        memory_budget_bytes: What batches that are loaded ahead may take; by default a quarter of the memory that is
-            available when iteration starts.
+        memory_budget_bytes: What batches that are loaded ahead may take; by default the share of a quarter of the
+            memory that is available when iteration starts, divided by the ranks of the node and the loaders in use.
         worker_method: ``"process"``, ``"thread"``, or ``"ray"``: actors in a Ray cluster (extra ``ray``).
         rng: ``"sample"`` (default): the global generators are re-seeded for each sample by (seed, epoch, index), so
             that content does not depend on the number of workers; ``"worker"``: torch's streams, one per worker, as
@@ -89,7 +91,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         quarantine: Path of a file to which a line of JSON is added for each failure: index, epoch, seed, worker,
             transform, exception, traceback, and what became of it.
         sample_timeout_s: Seconds after which the worker process of a sample is ended and replaced, and the sample is a
-            failure with ``minato.SampleTimeoutError``, whose text holds the worker's stack.
+            failure with ``minato.SampleTimeoutError``, whose text holds the worker's stack. The same limit holds for a
+            call of ``collate_fn`` and for ``worker_init_fn``: these raise, after ``retries`` more tries.
         record_order: File to which the order of the batches is appended while they are delivered.
         replay_order: Such a file: the same samples come in the same batches, in the recorded order, with the recorded
             seed. The sampler is not asked then.
@@ -104,7 +107,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         standby_workers: So many more workers sleep until a slow sample holds another one up, and do its work meanwhile.
         profile: Folder in which each epoch leaves what samples cost, so that the next run of the program knows from the
             start which are slow.
-        measure: Take the times that ``report()`` is made of, which costs a few microseconds for each batch.
+        measure: Take the times that ``report()`` is made of, which costs a few microseconds for each batch. ``"gpu"``:
+            note also how much the GPUs work, by a process beside the training process of local rank 0.
         metrics_port: Tell figures in Prometheus's format at this port of 127.0.0.1, or at a text of host and port, from
             the first iteration on; 0: any port, as ``metrics_url`` tells.
         trace: File, made anew, to which the run tells what it does moment by moment, for https://ui.perfetto.dev:
@@ -119,6 +123,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             ``"continue"`` without its part of the dataset, or ``"wait"``: go on, and before the next epoch wait until
             another process has taken its place. Without local rank 0, which hosts the workers, none goes on.
         ray_options: What Ray is told of each actor (``ActorClass.options``); by default that it takes one core.
+        snapshot_every_n_steps: A worker of an iterable dataset with a state sends it with one of so many batches (1);
+            None: with none. The loader's state is exact all the same: batches since then are read again on resume.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -172,7 +178,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         slow_after_s: float | None = None,
         standby_workers: int = 0,
         profile: str | os.PathLike[str] | None = None,
-        measure: bool = True,
+        measure: bool | Literal["gpu"] = True,
         metrics_port: int | str | None = None,
         trace: str | os.PathLike[str] | None = None,
         device: str | torch.device | None = None,
@@ -180,7 +186,11 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         shared_pool: bool = False,
         on_rank_death: str = "raise",
         ray_options: Mapping[str, Any] | None = None,
+        snapshot_every_n_steps: int | None = 1,
     ) -> None:
+        given = locals()
+        given = {name: given[name] for name in _OWN}
+        integrations.connect()
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
                 "Lightning relates predictions to samples by the sequence of the batches, so that here they are "
@@ -188,6 +198,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 stacklevel=2,
             )
             in_order, order, max_lag = True, None, None
+            given.update(order=None, max_lag=None)
         self._options = Options.of(
             in_order=in_order,
             has_batch_sampler=batch_sampler is not None,
@@ -197,7 +208,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             max_lag=max_lag,
             seed=seed,
             memory_budget_bytes=memory_budget_bytes,
-            worker_method=worker_method,
+            worker_method=_worker_method(worker_method, multiprocessing_context),
             rng=rng,
             schedule=schedule,
             on_worker_death=on_worker_death,
@@ -225,12 +236,15 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             shared_pool=shared_pool,
             on_rank_death=on_rank_death,
             ray_options=ray_options,
+            snapshot_every_n_steps=snapshot_every_n_steps,
         )
+        if num_workers == "auto":  # of which torch's attribute keeps the first number only
+            limits = self._options.min_workers, self._options.max_workers
+            given.update(min_workers=limits[0], max_workers=limits[1])
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
         check_cache(cache, self._options, self._chain, dataset, num_workers, persistent_workers)
-        given = {"max_lag": max_lag, "prefetch_to_device": prefetch_to_device}
-        vars(self).update(vars(self._options), transforms=transforms, cache=cache, **given)
+        vars(self).update(given)
         self._course = Course()
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._spare_arenas = SpareArenas()
@@ -269,6 +283,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = Unbound(self.prefetch_factor)
 
+    @made_only
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next ``iter()`` starts; by default each starts the one after the last.
 
@@ -277,6 +292,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         tell_epoch(self._index_sampler, epoch)
         self._course.tell(epoch)
 
+    @made_only
     def state_dict(self) -> dict[str, Any]:
         """How far the newest iterator is, by torchdata's protocol.
 
@@ -301,6 +317,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 )
         return self._course.state(self)
 
+    @made_only
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a state was taken: the next ``iter()`` gives what was left of its epoch.
 
@@ -321,21 +338,34 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             self._course.load(self, state_dict, self._most_replicas)
 
     def __setattr__(self, attr: str, val: Any) -> None:
-        if self.__initialized and attr in _OWN:
-            raise ValueError(
-                f"{attr} attribute should not be set after {self.__class__.__name__} is initialized"
-            )
-        if self.__initialized and attr == "in_order" and bool(val) != bool(self.in_order):
-            order = "strict" if val else "batch"
-            self._options = replace(self._options, order=order)
-            vars(self).update(order=order, max_lag=None)
+        if self.__initialized and is_made(self):
+            if attr in _OWN:
+                raise ValueError(
+                    f"{attr} attribute should not be set after {self.__class__.__name__} is initialized"
+                )
+            if attr == "in_order" and bool(val) != bool(self.in_order):
+                order = "strict" if val else "batch"
+                self._options = replace(self._options, order=order)
+                vars(self).update(order=order, max_lag=None)
+            if attr == "multiprocessing_context":
+                method = _worker_method(vars(self)["worker_method"], val)
+                self._options = replace(self._options, worker_method=method)
         super().__setattr__(attr, val)
 
     def __getstate__(self) -> dict[str, Any]:
+        if not is_made(self):
+            return self.__dict__
         # A copy must not write to the same arenas; what was measured is not worth sending.
         fresh = {"_spare_arenas": SpareArenas(), "_resting_engine": RestingEngine()}
         return {**self.__dict__, **fresh, "_experience": self._fresh_experience()}
 
+    def _twin(self, **changed: Any) -> DataLoader[Any]:
+        """Our class with this loader's attributes: what a user's class does, as in ``__del__``, is not done for it."""
+        twin: DataLoader[Any] = object.__new__(DataLoader)
+        vars(twin).update(vars(self), _iterator=None, **changed)
+        return twin
+
+    @made_only
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
         """A loader with torch's arguments as given, and all others as this one's.
 
@@ -355,6 +385,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         return loader
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
+        if not is_made(self):
+            return super()._get_iterator()
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             # torch shards and seeds data pipes by its own protocol.
             if self._chain.steps:
@@ -366,8 +398,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             return super()._get_iterator()
         if is_stream(self) and self._in_threads:
             raise ValueError(
-                "worker_method='thread' cannot split an iterable dataset, which does so by torch's get_worker_info() "
-                "and that knows processes only: use worker_method='process'"
+                "worker threads cannot split an iterable dataset, which does so by torch's get_worker_info() and that "
+                "knows processes only: use worker_method='process', and no multiprocessing_context that starts threads"
             )
         if self.num_workers > 0 and self._options.worker_method != "ray":
             self.check_worker_number_rationality()
@@ -386,3 +418,10 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             raise ValueError(
                 f"{what} is not for data pipes, which torch's own loader iterates: it keeps no account of them"
             )
+
+
+def _worker_method(given: str, context: Any) -> str:
+    """How workers run: in threads, too, where the processes of a multiprocessing context are threads."""
+    process = getattr(context, "Process", None)
+    threads = isinstance(process, type) and issubclass(process, threading.Thread)
+    return "thread" if threads and given == "process" else given

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import weakref
+import warnings
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from minato._stateful import is_stateful
-from minato.assembler.arena import Arena, SpareArenas
+from minato.assembler.arena import SpareArenas
 from minato.assembler.reader import BatchReader
 from minato.chain.chain import Chain
+from minato.chain.owned import Owned
 from minato.delivery.pinning import Pin
 from minato.engine import Engine
 from minato.experience import Experience
@@ -25,12 +26,6 @@ from minato.source.run import Course, Run, is_stream
 from minato.trace.lanes import Trace
 
 __all__ = ["Opening", "RestingEngine"]
-
-
-def _put_by(end: Callable[[], Any], spare: SpareArenas, arena: Arena) -> None:
-    """Keep an arena, whose pages are warm, for the next engine, once nobody writes to it for this one."""
-    end()
-    spare.append(arena)
 
 
 class RestingEngine:
@@ -78,6 +73,7 @@ class Opening:
     _resting_engine: RestingEngine
     _trace: Trace | None
     _sharing: Sharing | None
+    _warned_of_generators = False
 
     @property
     def _whole(self) -> Any:
@@ -125,13 +121,35 @@ class Opening:
         if self._experience.staffing is not None:
             num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
         plan = Plan.of(self, base_seed, num_workers, most_workers)
+        self._warn_of_generators(plan)
         engine = Engine(plan, arena, self._experience, reader, pin)
-        weakref.finalize(
-            engine, _put_by, engine.shut_down, self._spare_arenas, arena
-        ).atexit = False
+        # Its pages are warm: the next engine takes it, once nobody writes to it for this one.
+        engine.afterwards.append(functools.partial(self._spare_arenas.append, arena))
         if self._trace is not None and plan.lanes is not None:
-            weakref.finalize(engine, self._trace.give_back, plan.lanes).atexit = False
+            engine.afterwards.append(functools.partial(self._trace.give_back, plan.lanes))
         return engine
+
+    def _warn_of_generators(self, plan: Plan) -> None:
+        """Name the generators of dataset and transforms that are not bound to samples, once."""
+        if self._warned_of_generators or not plan.seeds_samples:
+            return
+        self._warned_of_generators = True
+        owned = Owned({"dataset": plan.dataset, **plan.chain.drawing})
+        unbound, cause = owned.others, "minato does not know how to write their states"
+        if self._in_threads and plan.worker_method == "thread":
+            unbound, cause = owned.names, "worker threads share them"
+        elif plan.fetching.at_once:
+            reads = Owned({"dataset": plan.dataset}).names
+            if reads:
+                unbound, cause = reads, "reads of several samples share them"
+        if unbound:
+            warnings.warn(
+                f"the dataset or its transforms hold random generators that cannot be bound to samples, as {cause}: "
+                f"{', '.join(unbound)}. Their numbers depend on which worker runs which sample, so a seeded run does "
+                "not repeat. Call minato.numpy_rng(), python_rng() or torch_rng() inside the sample instead",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _new_pass(self) -> Run:
         course = self._course

@@ -105,7 +105,7 @@ class Options:
         slow_after_s: The same in seconds, or None.
         standby_workers: Workers that stand in for those which a slow sample holds up.
         profile: Folder that keeps what samples cost, or None.
-        measure: Whether times are taken for ``report()``.
+        measure: Whether times are taken for ``report()``; ``"gpu"``: and the GPUs are watched.
         metrics_port: Where an endpoint tells figures: a port, or host and port; None: nowhere.
         trace: Path of the file that keeps what the run did, or None.
         device: Where batches go, or None for main memory.
@@ -113,6 +113,7 @@ class Options:
         shared_pool: Whether the ranks of a node share their workers.
         on_rank_death: ``raise``, ``continue`` or ``wait``.
         ray_options: What Ray is told of each actor, or None.
+        snapshot_every_n_steps: How often a worker of a stream sends its state, in batches; 0 or None: never.
     """
 
     order: str
@@ -138,7 +139,7 @@ class Options:
     slow_after_s: float | None
     standby_workers: int
     profile: str | None
-    measure: bool
+    measure: bool | str
     metrics_port: int | str | None
     trace: str | None
     device: torch.device | None
@@ -146,6 +147,7 @@ class Options:
     shared_pool: bool
     on_rank_death: str
     ray_options: Mapping[str, Any] | None
+    snapshot_every_n_steps: int | None
 
     @property
     def target(self) -> torch.device | None:
@@ -190,7 +192,7 @@ class Options:
         slow_after_s: float | None,
         standby_workers: int,
         profile: Any,
-        measure: bool,
+        measure: bool | str,
         metrics_port: int | str | None,
         trace: str | os.PathLike[str] | None,
         device: str | torch.device | None,
@@ -198,6 +200,7 @@ class Options:
         shared_pool: bool,
         on_rank_death: str,
         ray_options: Mapping[str, Any] | None,
+        snapshot_every_n_steps: int | None,
     ) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
 
@@ -218,7 +221,7 @@ class Options:
         quarantine = as_path(quarantine)
         if not isinstance(controller, PaperController):
             check_choice("controller", controller, ("corrected", "paper"))
-        check_choice("measure", measure, (True, False))
+        check_choice("measure", measure, (True, False, "gpu"))
         if metrics_port is not None:
             metrics_address(metrics_port)
             if not measure:
@@ -241,6 +244,7 @@ class Options:
             check_whole("fetch_concurrency", fetch_concurrency, 1)
         check_whole("memory_budget_bytes", memory_budget_bytes, 1)
         check_whole("seed", seed, None)
+        check_whole("snapshot_every_n_steps", snapshot_every_n_steps, 0)
         record_order, replay_order = as_path(record_order), as_path(replay_order)
         if is_stream and (record_order or replay_order):
             raise ValueError(
@@ -372,6 +376,7 @@ class Options:
             shared_pool=shared_pool,
             on_rank_death=on_rank_death,
             ray_options=ray_options,
+            snapshot_every_n_steps=snapshot_every_n_steps,
         )
 
     def first_workers(self, num_workers: int | str) -> int:

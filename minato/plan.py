@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from minato._core.limits import explaining_limits
 from minato._core.seeding import mix
-from minato._machine import memory_of_late_bytes
+from minato._machine import local_ranks, memory_of_late_bytes
 from minato.cached import behind
 from minato.chain.chain import Chain
 from minato.fetching import Fetching
@@ -26,7 +27,7 @@ from minato.trace.lanes import Lanes
 __all__ = ["Plan", "Unbound"]
 
 _SHARE_OF_MEMORY = 4
-"""The default budget is available memory divided by this."""
+"""The default budget of all loaders of a node is available memory divided by this."""
 
 
 class Unbound(int):
@@ -52,12 +53,15 @@ class Plan:
         round_robin: Batch k is for worker k mod n, as with torch.
         restarts: A dead worker process is replaced.
         drop_last: Whether a stream's incomplete batch is dropped.
+        budget_bytes: What batches in flight may take together; by default of all loaders of this process …
+        shares_budget: … which then divide it among them.
         largest_batch: Samples in the largest batch, as far as it is known.
         policy: What to do about samples that raise; None: they are errors.
         error_budget: How many of them an epoch may have.
         quarantine: Path of the file that keeps them.
         sample_timeout_s: How long a sample may take.
         replicas: The states of the workers' copies of the dataset, if it is iterable or has a state.
+        state_every: Of how many batches of a stream's worker one comes with the state; None: none does.
         slow: From which cost on a sample is slow.
         profile: Folder that keeps what samples cost, None for none.
         fetching: How samples are read at once.
@@ -83,6 +87,7 @@ class Plan:
     order: Order
     window_batches: int | None
     budget_bytes: int
+    shares_budget: bool
     largest_batch: int
     timeout_s: float
     persistent: bool
@@ -95,6 +100,7 @@ class Plan:
     quarantine: str | None
     sample_timeout_s: float | None
     replicas: Replicas | None
+    state_every: int | None
     slow: TimeoutSettings
     profile: str | None
     fetching: Fetching
@@ -153,7 +159,8 @@ class Plan:
             seeds_samples=options.rng == "sample" and not streams,
             order=Order(options.order, options.max_lag),
             window_batches=window,
-            budget_bytes=options.memory_budget_bytes or memory_of_late_bytes() // _SHARE_OF_MEMORY,
+            budget_bytes=options.memory_budget_bytes or _default_budget_bytes(options),
+            shares_budget=options.memory_budget_bytes is None and num_workers > 0,
             largest_batch=largest_batch(loader._index_sampler, loader._auto_collation),
             timeout_s=loader.timeout,
             persistent=loader.persistent_workers,
@@ -169,10 +176,11 @@ class Plan:
             quarantine=options.quarantine,
             sample_timeout_s=options.sample_timeout_s,
             replicas=run.replicas,
+            state_every=options.snapshot_every_n_steps or None,
             slow=TimeoutSettings(options.slow_percentile / 100, options.slow_after_s),
             profile=options.profile,
             fetching=Fetching.of(options.fetch_concurrency),
-            measure=options.measure,
+            measure=bool(options.measure),
             lanes=None if loader._trace is None else loader._trace.take(),
             device=options.target,
             prefetch_to_device=options.prefetch_to_device,
@@ -202,6 +210,12 @@ class Plan:
             and self.timeout_s == loader.timeout
             and self.largest_batch == largest_batch(loader._index_sampler, batched)
         )
+
+    @property
+    def sends_states(self) -> bool:
+        """Whether the state of a worker's copy of a map-style dataset goes with each batch, to which it belongs."""
+        in_processes = self.num_workers > 0 and self.worker_method == "process"
+        return self.replicas is not None and in_processes and self.order.bound
 
     @property
     def starts_as_needed(self) -> bool:
@@ -234,3 +248,11 @@ class Plan:
             and not (self.round_robin or self.replicas is not None)
             and (self.order.name == "batch" or not self.order.bound)
         )
+
+
+def _default_budget_bytes(options: Options) -> int:
+    """What the loaders of this process may load ahead together."""
+    # A pool that the ranks of a node share loads for all of them.
+    ranks = 1 if options.shared_pool else local_ranks()
+    with explaining_limits("read how much memory is available"):
+        return max(memory_of_late_bytes() // (_SHARE_OF_MEMORY * ranks), 1)

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import cast
 
+from minato._core.clock import now_ns
+from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato._machine import available_cores
@@ -23,6 +25,7 @@ from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
 from minato.scheduler.overdue import Overdue, StackFile
 from minato.scheduler.process import (
     ProcessPool,
+    announced,
     enter_worker_process,
     parent_watch,
     wrapped_in_process,
@@ -77,7 +80,8 @@ def make_pool(
         def in_thread(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
             if not wanted(number, consumer_lives):
                 return None
-            failure = _initialise(plan, number)
+            with announced(number, plan.all_workers, plan.base_seed, plan.dataset):
+                failure = _initialise(plan, number)
             return workplace.worker(
                 number, ledger, wrapped_in_thread(number), failure, BaseException
             )
@@ -149,9 +153,13 @@ def _run_worker_process(number: int, workplace: Workplace) -> None:
             number, lambda: ledger.stopping or ledger.draining, parent_lives
         ):
             return
+        lease = ledger.lease_words(number)
+        if plan.worker_init_fn is not None:
+            lease[1], lease[2] = now_ns(), STARTING
         failure = _initialise(plan, number)
+        lease[2] = -1
         wrap = wrapped_in_process(number)
-        worker = workplace.worker(number, ledger, wrap, failure, Exception)
+        worker = workplace.worker(number, ledger, wrap, failure, BaseException)
         worker.loop(parent_lives)
         worker.close()
     except KeyboardInterrupt:

@@ -196,17 +196,13 @@ class Sharing:
         if not self.hosts or self.alone:
             return loader
         place = self._place
-        twin = object.__new__(type(loader))
         ranks = range(place.rank, place.rank + place.local_count)
         sampler = "batch_sampler" if loader._auto_collation else "sampler"
-        vars(twin).update(
-            vars(loader),
-            _iterator=None,
+        return loader._twin(
             _options=self._pooled_options(loader._options),
             num_workers=loader.num_workers * place.local_count,
             **{sampler: InTurn(loader._index_sampler, ranks)},
         )
-        return twin
 
     def source(self, loader: Any, base_seed: int) -> BatchSource:
         """Where the batches of a new iterator come from.

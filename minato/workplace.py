@@ -16,9 +16,10 @@ from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato.assembler.arena import Arena
 from minato.assembler.traced import TracedWriter
-from minato.assembler.transport import Store
+from minato.assembler.transport import Store, keys_of
 from minato.assembler.writer import BatchWriter
 from minato.chain.chain import Chain
+from minato.chain.owned import Owned
 from minato.chain.rng import SampleRandomness
 from minato.errors import NotPicklableError
 from minato.plan import Plan
@@ -29,6 +30,7 @@ from minato.scheduler.leniency import Leniency
 from minato.scheduler.overdue import StackFile
 from minato.scheduler.parking import Parking
 from minato.scheduler.reads import Reads, reads_of
+from minato.scheduler.replicas import Replica
 from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Habits
 from minato.scheduler.standby import Standby
@@ -106,11 +108,7 @@ class Workplace:
 
     def read_keys(self, ledger: Ledger, batch: int, k: int, count: int) -> Sequence[Any]:
         """The keys of samples k … k+count-1 of a batch."""
-        *_, offset, nbytes, _ = ledger.describe(batch)
-        if not offset:
-            return ledger.keys(batch, k, count)
-        keys: list[Any] = self.store.peek(offset, nbytes)
-        return keys[k : k + count]
+        return keys_of(ledger, self.store, batch, k, count)
 
     def meters(self, number: int) -> Meters:
         """Where worker ``number`` keeps what it measures."""
@@ -172,12 +170,16 @@ class Workplace:
             hired: An actor that runs its samples, what ends it, and what tells whether it can be asked.
         """
         plan = self.plan
+        # Where several samples are read at once, the dataset's generators serve them all.
+        at_once = plan.fetching.at_once and hired is None
+        roots = {"dataset": None if at_once else plan.dataset, **plan.chain.drawing}
 
         def make_randomness(seed: int) -> SampleRandomness:
             # Beside the main thread, what that one draws meanwhile would be undone.
             beside = in_line and threading.current_thread() is not threading.main_thread()
-            bind_globals = plan.worker_method == "process" and not beside
-            return SampleRandomness(seed, bind_globals=bind_globals)
+            bind = plan.worker_method == "process" and not beside
+            owned = Owned(roots) if bind else None
+            return SampleRandomness(seed, bind_globals=bind, owned=owned)
 
         lease, meters = ledger.lease_words(number), self.meters(number)
         dataset, chain = plan.dataset, plan.chain
@@ -196,10 +198,20 @@ class Workplace:
         if plan.streams:
             replica = None if plan.replicas is None else plan.replicas.each[number]
             fetcher = StreamFetcher(
-                plan.dataset, plan.chain, plan.batched, plan.drop_last, in_line, replica
+                plan.dataset,
+                plan.chain,
+                plan.batched,
+                plan.drop_last,
+                in_line,
+                replica,
+                plan.state_every,
             )
+            present: Callable[[], Replica | None] = fetcher.present
         else:
-            fetcher = Fetcher(dataset, chain, plan.batched)
+            fetcher = Fetcher(dataset, chain, plan.batched, plan.sends_states)
+            present = fetcher.state
+        if in_line and plan.replicas is not None:
+            plan.replicas.present = present
         if not plan.streams and not fetcher.takes_lists and reads is None:
             stepper = parts.stepper(plan.dataset, plan.chain, lease, meters)
         if stepper is not None and plan.leaves_samples:

@@ -173,11 +173,10 @@ def _is_ours(name: str) -> bool:
     """Tell whether an entry of ``/dev/shm`` exists and is mapped by no process but ours."""
     path = str(SHARED_MEMORY / name)
     ours = {os.getpid(), *_processes()}
-    for process in psutil.process_iter():
-        if process.pid not in ours:
-            try:
-                if any(mapping.path == path for mapping in process.memory_maps()):
+    for pid in psutil.pids():
+        if pid not in ours:
+            # Not psutil's memory_maps(), which has the kernel count the pages of each mapping.
+            with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours to look at
+                if f"{path}\n" in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
                     return False
-            except (psutil.Error, OSError):
-                continue  # it ended meanwhile, or is not ours to look at
     return Path(path).exists()

@@ -33,14 +33,20 @@ def environment(pure: bool = False) -> dict[str, str]:
     return variables
 
 
-def run(script: str, *arguments: object, pure: bool = False, code: int = 0) -> str:
+def run(
+    script: str,
+    *arguments: object,
+    pure: bool = False,
+    code: int = 0,
+    timeout_s: float = TIMEOUT_S,
+) -> str:
     """Run a script to its end; it must leave no child, end with ``code`` and write nothing to stderr.
 
     Returns:
         What it wrote to stdout.
     """
     with started(script, *arguments, pure=pure) as process:
-        out, err = process.communicate(timeout=TIMEOUT_S)
+        out, err = process.communicate(timeout=timeout_s)
     assert (process.returncode, err) == (code, ""), f"exit code {process.returncode}, stderr: {err}"
     return out
 

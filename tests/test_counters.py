@@ -25,6 +25,7 @@ def test_other_processes_count_too(method: str) -> None:
     ]
     for process in processes:
         process.start()
+    for process in processes:
         process.join()
         assert process.exitcode == 0
     assert counters.totals() == [5, 2]

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -221,12 +220,12 @@ def test_result_that_cannot_be_pickled() -> None:
     dataset = Samples([1, unpicklable, 3])
     found = outcomes(iter(DataLoader(dataset, None, num_workers=2)))
     assert [outcome[0] for outcome in found] == ["batch", "raised", "batch"]
-    assert "pickle" in found[1][2]
+    assert re.search("pickle|local object", found[1][2])  # from Python 3.13 on the second
     collated = outcomes(
         iter(DataLoader(Numbers(4), 2, collate_fn=unpicklable_batch, num_workers=1))
     )
     assert [outcome[0] for outcome in collated] == ["raised", "raised"]
-    assert "pickle" in collated[0][2]
+    assert re.search("pickle|local object", collated[0][2])
     for workers in (WORKERS["inline"], WORKERS["2-threads"]):
         found = list(DataLoader(dataset, None, **workers))
         assert found[1]() is None
@@ -293,15 +292,13 @@ class Deadly(Numbers):
         if index == 6:
             if self.how == "exit":
                 os._exit(3)
-            if self.how == "sys.exit":
-                sys.exit(4)
             os.kill(os.getpid(), getattr(signal, self.how))
             time.sleep(5)
         time.sleep(0.005)
         return index
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "exit", "sys.exit"])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "exit"])
 @pytest.mark.parametrize("order", ["strict", "arrival"])
 def test_dead_worker_ends_iteration_with_torchs_error(order: str, how: str) -> None:
     iterator = iter(
@@ -380,15 +377,16 @@ WRONG_FOR_TORCH: dict[str, dict[str, Any]] = {
     "context-inline": {"multiprocessing_context": "fork"},
     "context": {"multiprocessing_context": "thread", "num_workers": 1},
     "context-type": {"multiprocessing_context": 3, "num_workers": 1},
-    "unknown": {"worker": 3},
+    "unknown": {"unheard_of": 3},  # nothing that Python would suggest instead
     "no-length": {"dataset": iter(()), "shuffle": True},
 }
 
 
 @pytest.mark.parametrize("name", WRONG_FOR_TORCH)
 def test_torchs_own_messages(name: str) -> None:
-    theirs = message(TorchLoader, WRONG_FOR_TORCH[name])
-    assert message(DataLoader, WRONG_FOR_TORCH[name]) == theirs
+    kind, text = message(TorchLoader, WRONG_FOR_TORCH[name])
+    ours = message(DataLoader, WRONG_FOR_TORCH[name])
+    assert ours == (kind, text or ours[1])  # older versions of torch have assertions without a text
 
 
 WRONG_FOR_MINATO: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -400,21 +400,25 @@ def record_of(index: Any) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=80, deadline=None)
-@given(
-    parts=st.lists(
-        st.one_of(
-            st.integers(-5, 5).map(record_of),
-            st.text(max_size=9).map(record_of),
-            st.binary(max_size=30),
-            st.sampled_from(
-                [b"\n", b'{"index":', b"[" * 9999, b"\xff\n", b'{"index":[]}\n', b"1\n"]
-            ),
-        ),
-        max_size=12,
-    )
+LOG_PARTS = st.lists(
+    st.one_of(
+        st.integers(-5, 5).map(record_of),
+        st.text(max_size=9).map(record_of),
+        st.binary(max_size=30),
+        st.sampled_from([b"\n", b'{"index":', b"[" * 9999, b"\xff\n", b'{"index":[]}\n', b"1\n"]),
+    ),
+    max_size=12,
 )
+
+
+@settings(max_examples=80, deadline=None)
+@given(parts=LOG_PARTS)
 def test_a_log_with_torn_and_foreign_lines_gives_every_whole_record(parts: list[Any]) -> None:
+    check_log(parts)
+
+
+def check_log(parts: list[Any]) -> None:
+    """Of records, and of bytes that somebody else has appended between them, each record is read."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bad.jsonl"
         log = FailureLog(str(path))

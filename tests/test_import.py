@@ -46,8 +46,18 @@ PARTS = 3
 SIDE_EFFECTS = """
 import json, os, sys, threading
 import torch.utils.data, torch.multiprocessing
+import signal, warnings
 before = set(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+def state():
+    return [
+        [*sys.meta_path], [*sys.path_hooks], [*sys.path], dict(os.environ), [*warnings.filters],
+        [signal.getsignal(number) for number in signal.valid_signals()],
+        sys.excepthook, threading.excepthook, torch.utils.data.DataLoader,
+        torch.utils.data.dataloader.DataLoader, torch.get_num_threads(), sys.getswitchinterval(),
+    ]
+before_all = state()
 import minato
+changed = [i for i, (old, new) in enumerate(zip(before_all, state())) if old != new]
 import multiprocessing, psutil
 print(json.dumps({
     "processes": [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)],
@@ -55,6 +65,7 @@ print(json.dumps({
     "descriptors": sorted(set(os.listdir("/proc/self/fd")) - before[0]),
     "native threads": len(os.listdir("/proc/self/task")) - before[1],
     "modules": sorted(sys.modules),
+    "changed": changed,
     "start method": multiprocessing.get_start_method(allow_none=True),
     "implementation": minato.implementation(),
 }))
@@ -119,6 +130,7 @@ def test_import_has_no_side_effects() -> None:
     assert seen["native threads"] == 0
     assert seen["descriptors"] == []
     assert seen["start method"] is None
+    assert seen["changed"] == []
     assert [name for name in OPTIONAL if name in seen["modules"]] == []
 
 

@@ -16,10 +16,13 @@ from tests.subprocesses import TIMEOUT_S, run, session, started, wait_for_end
 MEGABYTE = 1 << 20
 SOME_BYTES = 12 * MEGABYTE
 """What an allocator may keep: far less than the leak of a kilobyte for each of the batches."""
+GROWTH_LIMIT_S = 150.0
+"""Ten seconds of computing on both cores, which a busy machine does not give at once."""
 
 
 def check_growth(*cases: str, pure: bool = False) -> None:
-    lines = [json.loads(line) for line in run("growth.py", *cases, pure=pure).splitlines()]
+    out = run("growth.py", *cases, pure=pure, timeout_s=GROWTH_LIMIT_S)
+    lines = [json.loads(line) for line in out.splitlines()]
     assert [case for case, _ in lines] == list(cases)
     for case, found in lines:
         memory = found.pop("bytes"), found.pop("bytes of workers")
@@ -31,6 +34,7 @@ def check_growth(*cases: str, pure: bool = False) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(GROWTH_LIMIT_S + 10)
 @pytest.mark.parametrize(
     "cases",
     [
@@ -44,6 +48,7 @@ def test_nothing_grows(cases: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(GROWTH_LIMIT_S + 10)
 def test_nothing_grows_in_pure_python() -> None:
     check_growth("batches-processes", "epochs-threads", "loaders-processes", pure=True)
 

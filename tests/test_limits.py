@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import errno
+import os
+import re
+import resource
 
+import pytest
+import torch
+
+from minato import DataLoader
+from minato._core.limits import slot_overflow
+from minato._core.segment import Segment
 from minato._machine import available_memory_bytes
 from minato.assembler.arena import Arena
 from tests.subprocesses import run
@@ -33,3 +42,40 @@ def test_a_batch_of_more_than_4_gib(num_workers: int) -> None:
     if available_memory_bytes() < 12 * GIB:
         pytest.skip("needs 12 GiB of memory")
     assert run("many.py", "large", num_workers) == "delivered 4404019200 bytes\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ("files", r"limit on the size of files, which is 1048576 bytes.*ulimit -f.*num_workers=0"),
+        ("0", r"may have \d+ open files and has no more to spare: raise the limit \(ulimit -n\)"),
+        ("4", r"cannot start a worker process: .*may have \d+ open files.*\(ulimit -n\)"),
+    ],
+)
+def test_a_start_that_meets_a_limit_names_it(limit: str, words: str) -> None:
+    """And without workers the same program goes on."""
+    assert re.search(words, run("faulted.py", "refused", limit))
+
+
+def test_a_limit_on_address_space_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 40, resource.RLIM_INFINITY))
+    with pytest.raises(
+        OSError, match=r"reserve \d+ bytes.*limit on address space is 1099511627776"
+    ):
+        Segment(1 << 62, 1 << 62, shared=False)
+    assert "1099511627776 bytes (ulimit -v)" in slot_overflow(1)
+    monkeypatch.undo()
+    assert "ulimit" not in slot_overflow(1)
+    with pytest.raises(OSError, match=r"vm\.overcommit_memory"):
+        Segment(1 << 62, 1 << 62, shared=False)
+
+
+def test_a_refused_memfd_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(PermissionError, match=r"security policy.*num_workers=0"):
+        Segment(4096)
+    assert torch.cat(list(DataLoader(range(8), 4))).tolist() == list(range(8))  # type: ignore[arg-type]

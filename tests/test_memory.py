@@ -311,3 +311,31 @@ def test_no_process_has_the_loaders_memory_in_its_core_dump(method: str | None) 
     iterator = iter(loader)
     assert next(iterator) == []
     assert dumped_mappings() == []
+
+
+def budgets(*iterators: Any) -> list[int]:
+    return [iterator._source._standing().budget_bytes for iterator in iterators]
+
+
+def test_the_default_budget_is_for_all_ranks_and_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minato.plan.memory_of_late_bytes", lambda: 96 * MEGABYTE)
+    gc.collect()
+    options: dict[str, Any] = {"num_workers": 1, "worker_method": "thread"}
+    training = DataLoader(Numbers(8), 2, persistent_workers=True, **options)
+    first = iter(training)
+    assert budgets(first) == [24 * MEGABYTE]
+    second = iter(DataLoader(Numbers(8), 2, **options))
+    third = iter(DataLoader(Numbers(8), 2, memory_budget_bytes=MEGABYTE, **options))
+    inline = iter(DataLoader(Numbers(8), 2))
+    assert budgets(first, second, third) == [12 * MEGABYTE, 12 * MEGABYTE, MEGABYTE]
+    assert len([*second]) == 4
+    assert budgets(first) == [24 * MEGABYTE]
+    assert len([*first]) == 4
+    another = iter(DataLoader(Numbers(8), 2, **options))
+    assert budgets(first, another) == [12 * MEGABYTE] * 2  # persistent workers stay
+    del first, training, another, inline
+    gc.collect()
+    for variable, ranks in (("LOCAL_WORLD_SIZE", 4), ("OMPI_COMM_WORLD_LOCAL_SIZE", 2)):
+        with monkeypatch.context() as launched:
+            launched.setenv(variable, str(ranks))
+            assert budgets(iter(DataLoader(Numbers(8), 2, **options))) == [24 * MEGABYTE // ranks]

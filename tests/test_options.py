@@ -50,6 +50,7 @@ def options(**given: Any) -> Options:
         "shared_pool": False,
         "on_rank_death": "raise",
         "ray_options": None,
+        "snapshot_every_n_steps": 1,
     }
     return Options.of(**{**defaults, **given})
 

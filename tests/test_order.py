@@ -244,11 +244,26 @@ class SlowEveryFifth(Journal):
 @pytest.mark.parametrize("method", ["thread", "process"])
 def test_workers_run_ahead_of_a_straggler(method: str) -> None:
     dataset = Journal(60)
-    loader = DataLoader(HeadSleeps(dataset, 0.3), 2, num_workers=2, worker_method=method)
+    loader = DataLoader(HeadWaits(dataset, 60), 2, num_workers=2, worker_method=method)
     iterator = iter(loader)
     assert next(iterator).tolist() == [0, 1]
     assert dataset.begun() == list(range(60))  # torch's stop after two batches per worker
     assert indices(iterator) == blocks(60, 2)[1:]
+
+
+class HeadWaits(Numbers):
+    """A journal whose sample 0 waits until so many samples were begun."""
+
+    def __init__(self, journal: Journal, count: int) -> None:
+        super().__init__(len(journal))
+        self.journal = journal
+        self.count = count
+
+    def __getitem__(self, index: int) -> int:
+        self.journal[index]
+        if index == 0:
+            wait_until(lambda: len(self.journal.begun()) == self.count, 20)
+        return index
 
 
 class HeadSleeps(Numbers):

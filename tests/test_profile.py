@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from minato import DataLoader
+from minato.scheduler.policy import TimeoutPolicy
+from minato.stats.profile import Profile
 from tests.datasets import Sleepy, flat, indices, plus_one
+from tests.disks import small_disk
 
 SLOW = dict.fromkeys(range(0, 80, 5), 0.01)
 
@@ -41,7 +45,9 @@ def test_a_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
         "stand_in",
     ]
     known = threshold_ns(loader(order="fast_first", profile=folder))
-    assert 1_000_000 < known < 10_000_000
+    kept = Profile.load(folder, file.stem)
+    assert kept is not None
+    assert known == TimeoutPolicy(None, kept[1]).decision.threshold_ns > 1_000_000
     other = loader(order="fast_first", profile=folder, transforms=[plus_one])
     assert threshold_ns(other) == 0
 
@@ -73,3 +79,34 @@ def test_the_percentile_reaches_the_policy() -> None:
 def test_what_makes_no_sense_is_refused(arguments, error, message) -> None:
     with pytest.raises(error, match=message):
         loader(**arguments)
+
+
+def test_a_full_disk_costs_the_profile_and_nothing_else(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        kept = loader(profile=disk.path / "costs")
+        assert sorted(flat(indices(kept))) == list(range(80))
+        (file,) = (disk.path / "costs").iterdir()
+        before = file.read_bytes()
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert file.parent.stat().st_mode & 0o777 == 0o700
+        disk.fill()
+        with pytest.warns(RuntimeWarning, match="cannot be written.*No space left"):
+            assert sorted(flat(indices(loader(profile=disk.path / "costs")))) == list(range(80))
+        assert file.read_bytes() == before
+        assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_profile_is_not_written_through_a_link(tmp_path: Path) -> None:
+    """Another user of the folder puts links where the file, or its unfinished one, will be."""
+    folder, victim = tmp_path / "costs", tmp_path / "victim"
+    victim.write_text("important")
+    kept = loader(profile=folder)
+    assert len(list(kept)) > 0
+    (file,) = folder.iterdir()
+    file.unlink()
+    file.symlink_to(victim)
+    for number in (os.getpid(), os.getpid() + 1):
+        (folder / f".{file.name}.{number}").symlink_to(victim)
+    assert len(list(loader(profile=folder))) > 0
+    assert victim.read_text() == "important"
+    assert not file.is_symlink()

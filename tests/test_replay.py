@@ -37,7 +37,7 @@ def test_a_run_is_repeated_batch_for_batch(order: str, tmp_path: Path) -> None:
     torch.manual_seed(2)
     for workers in (0, 2):
         loader = DataLoader(Jerky(30), 4, shuffle=True, num_workers=workers, replay_order=str(path))
-        assert loader.order == "strict"
+        assert loader._options.order == "strict"
         assert [draws(loader), draws(loader)] == epochs
         with pytest.raises(ValueError, match=r"order.jsonl holds no epoch 2, only \[0, 1\]"):
             iter(loader)

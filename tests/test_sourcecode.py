@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -187,6 +188,7 @@ def test_twins_agree(name: str) -> None:
     assert differences == []
 
 
+@pytest.mark.timeout(180)  # all of the core is translated, on however many cores are free
 def test_cython_has_no_performance_hint(tmp_path: Path) -> None:
     script = "import sys, setup; setup.extensions(build_dir=sys.argv[1], force=True)"
     done = subprocess.run(
@@ -198,3 +200,65 @@ def test_cython_has_no_performance_hint(tmp_path: Path) -> None:
     )
     lines = (done.stdout + done.stderr).splitlines()
     assert [line for line in lines if "hint" in line or "warning" in line] == []
+
+
+def calls_of(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    """What a module calls, as it is written there."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def unpickles(name: str, call: ast.Call) -> bool:
+    allowed = ast.unparse(call).endswith("allow_pickle=False)")
+    return re.fullmatch(r"(.*\.)?(loads?|Unpickler|read_array)", name) is not None and not (
+        name.startswith(("json.", "self.", "Profile.", "parquet.")) or allowed
+    )
+
+
+def test_what_is_unpickled_is_known() -> None:
+    page = (ROOT / "docs" / "explanation" / "trust.md").read_text(encoding="utf-8")
+    section = page.partition("### What is unpickled")[2].partition("###")[0]
+    named = set(re.findall(r"^\| `([\w/.]+)` \|", section, re.MULTILINE))
+    found = {
+        relative(path)
+        for path in SOURCES
+        for name, call in calls_of(path)
+        if unpickles(name, call) and ("pickle" in name or name.startswith(("np.", "torch.")))
+    }
+    assert found == named
+
+
+WRITES = re.compile(
+    r"(.*\.)?(write_text|write_bytes|mkstemp|mkdtemp|NamedTemporaryFile|rename|touch)"
+)
+
+
+def writes(name: str, call: ast.Call) -> bool:
+    """Whether a call may make or change a file by its name."""
+    if name == "os.open":
+        return any(flag in ast.unparse(call) for flag in ("O_WRONLY", "O_RDWR", "flags"))
+    if name == "open" or name.endswith(".open"):
+        modes = [each.value for each in call.args if isinstance(each, ast.Constant)]
+        modes += [
+            each.value.value for each in call.keywords if isinstance(each.value, ast.Constant)
+        ]
+        return any(
+            isinstance(mode, str) and re.fullmatch(r"[wax+bt]+", mode) for mode in modes
+        ) and (not any(mode in ("b", "t") for mode in modes))
+    return name == "os.replace" or WRITES.fullmatch(name) is not None
+
+
+def test_files_are_written_in_one_place() -> None:
+    """By ``_files``, which follows no link and replaces nothing foreign; or where a comment of this test says why."""
+    expected = {
+        "_files.py",
+        "caching/disk.py",  # O_EXCL and O_NOFOLLOW, below a directory that was checked
+        "command.py",  # /dev/null
+        "delivery/meeting.py",  # O_EXCL, in a directory that it has made for this user alone
+        "ingest/objects.py",  # tar files, in memory
+        "ingest/parquet.py",  # what replacement() gives
+        "sources/forks.py",  # a pipe
+    }
+    found = {relative(path) for path in SOURCES for each in calls_of(path) if writes(*each)}
+    assert found <= expected

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
+import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +19,8 @@ from torch.utils.data import IterableDataset, Sampler
 
 from minato import DataLoader
 from minato._core.clock import now_ns
-from tests.datasets import ORDERS, Numbers
+from minato.errors import SampleTimeoutError
+from tests.datasets import ORDERS, Numbers, flat
 
 WORKERS = {
     "inline": {"num_workers": 0},
@@ -535,3 +540,163 @@ def test_a_forked_child_goes_on_with_a_copy_where_there_are_no_workers() -> None
     left = [[2, 3], [4, 5], [6, 7]]
     assert in_child(lambda: [batch.tolist() for batch in iterator]) == repr(left)
     assert [batch.tolist() for batch in iterator] == left
+
+
+# ---- what would end a worker process --------------------------------------------------------
+
+
+class Ending(Numbers):
+    """One sample raises what is no ``Exception``."""
+
+    def __init__(self, size: int, kind: type[BaseException]) -> None:
+        super().__init__(size)
+        self.kind = kind
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise self.kind
+        return index
+
+    def collate(self, samples: list[int]) -> torch.Tensor:
+        if 5 in samples:
+            raise self.kind
+        return torch.tensor(samples)
+
+
+BASE = [GeneratorExit, asyncio.CancelledError, KeyboardInterrupt, SystemExit]
+
+
+@each
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", BASE)
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_what_would_end_a_process_is_the_error_of_its_sample(
+    workers: dict[str, Any], kind: type[BaseException], on_error: str
+) -> None:
+    dataset = Ending(24, kind)
+    collating: dict[str, Any] = {"dataset": Numbers(24), "collate_fn": dataset.collate}
+    for options in ({"dataset": dataset}, collating):
+        iterator = iter(DataLoader(batch_size=4, on_error=on_error, **options, **workers))
+        assert next(iterator).tolist() == [0, 1, 2, 3]
+        in_process = workers == WORKERS["2-processes"]
+        if in_process and kind is KeyboardInterrupt:
+            continue  # nobody can tell it from a Ctrl-C
+        with pytest.raises(RuntimeError if in_process else kind) as caught:
+            next(iterator)
+        if in_process:
+            assert f"{kind.__name__} was raised, as if to end the worker" in str(caught.value)
+        if "collate_fn" not in options and (in_process or kind is not KeyboardInterrupt):
+            notes = getattr(caught.value, "__notes__", None)  # from Python 3.11 on
+            assert notes in (None, ["raised by the sample with index 5"])
+        assert [batch.tolist()[0] for batch in iterator] == [8, 12, 16, 20]
+
+
+def exits(argument: Any) -> Any:
+    raise SystemExit(3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_on_error_function_that_exits_is_an_error() -> None:
+    iterator = iter(DataLoader(Bad(8), 4, num_workers=1, on_error=exits))
+    with pytest.raises(RuntimeError, match="SystemExit was raised"):
+        [next(iterator) for _ in range(2)]
+
+
+def test_a_sample_that_raises_keyboard_interrupt_is_named() -> None:
+    with (
+        pytest.warns(RuntimeWarning, match="after a KeyboardInterrupt .* index 5") as warned,
+        pytest.raises(RuntimeError, match="exited unexpectedly") as caught,
+    ):
+        list(DataLoader(Ending(24, KeyboardInterrupt), 4, num_workers=2))
+    assert len(warned) == 2
+    assert "index 5. 3 workers died there" in str(caught.value.__cause__)
+
+
+class Interrupted(Numbers):
+    """One sample sends its own worker a SIGINT, once, as a Ctrl-C does."""
+
+    def __init__(self, size: int, mark: Path) -> None:
+        super().__init__(size)
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+        return index
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_that_is_interrupted_is_replaced(tmp_path: Path, method: str) -> None:
+    dataset = Interrupted(24, tmp_path / "mark")
+    loader = DataLoader(dataset, 4, num_workers=1, multiprocessing_context=method)
+    with pytest.warns(RuntimeWarning, match="exit code 0, as after a KeyboardInterrupt .* index 5"):
+        found, raised = drain(iter(loader))
+    assert (found, raised) == ([*range(24)], [])
+
+
+def deadly(samples: list[int]) -> torch.Tensor:
+    if 9 in samples:
+        os._exit(7)
+    return torch.tensor(samples)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_collate_fn_that_ends_its_process_is_named(order: str, on_error: str) -> None:
+    loader = DataLoader(
+        Numbers(200), 4, collate_fn=deadly, num_workers=2, order=order, on_error=on_error
+    )
+    with pytest.warns(RuntimeWarning) as warned, pytest.raises(RuntimeError) as caught:
+        list(loader)
+    assert "exited unexpectedly" in str(caught.value)
+    assert str(caught.value.__cause__).endswith("3 workers died there: it is the likely cause.")
+    deaths = [
+        str(warning.message) for warning in warned if "DataLoader worker" in str(warning.message)
+    ]
+    assert len(deaths) == 2
+    for text in (*deaths, str(caught.value.__cause__)):
+        found = re.search(r"in collate_fn, for the batch of indices ([0-9, ]+)\.", text)
+        assert found is not None
+        assert "9" in found[1].split(", ")
+
+
+def stuck(number: int) -> None:
+    time.sleep(60)
+
+
+def stuck_once(number: int) -> None:
+    if not Path(os.environ["MINATO_TEST_MARK"]).exists():
+        Path(os.environ["MINATO_TEST_MARK"]).touch()
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_init_fn_that_hangs_is_ended(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": method}
+    loader = DataLoader(Numbers(8), 4, worker_init_fn=stuck, sample_timeout_s=0.5, **options)
+    iterator = iter(loader)
+    for _ in range(2):
+        with pytest.raises(SampleTimeoutError, match="worker_init_fn took more") as caught:
+            next(iterator)
+        assert "in stuck" in str(caught.value)
+    monkeypatch.setenv("MINATO_TEST_MARK", str(tmp_path / "mark"))
+    again = DataLoader(
+        Numbers(8), 4, worker_init_fn=stuck_once, sample_timeout_s=2, retries=1, **options
+    )
+    assert flat([batch.tolist() for batch in again]) == [*range(8)]
+
+
+def stuck_at_nine(samples: list[int]) -> torch.Tensor:
+    time.sleep(60 if 9 in samples else 0)
+    return torch.tensor(samples)
+
+
+def test_a_collate_fn_that_hangs_is_ended() -> None:
+    options: dict[str, Any] = {"num_workers": 2, "sample_timeout_s": 0.5, "on_error": "skip"}
+    with pytest.raises(SampleTimeoutError, match="collate_fn took more") as caught:
+        list(DataLoader(Numbers(40), 4, collate_fn=stuck_at_nine, **options))
+    assert "in stuck_at_nine" in str(caught.value)

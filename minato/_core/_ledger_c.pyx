@@ -6,36 +6,47 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from minato._core._claims_c cimport Claims
 from minato._core.atomics cimport (
-    mn_cas_seq_cst_u64,
-    mn_fetch_add_seq_cst_u32,
     mn_gate_notify,
     mn_load_acquire_u64,
+    mn_load_relaxed_u32,
+    mn_load_relaxed_u64,
     mn_load_seq_cst_u64,
     mn_store_release_u32,
     mn_store_release_u64,
 )
 from minato._core.layout cimport (
     MN_BOUND,
-    MN_CANCELLED,
-    MN_CLOSED,
-    MN_COLLATING,
     MN_DONE,
     MN_DRAINING,
-    MN_FILLED,
-    MN_FREE,
     MN_NUMBER,
-    MN_ONE_VERSION,
-    MN_OPEN,
-    MN_SKIP_BLOB,
-    MN_STATE,
+    MN_PASSES,
     MN_STOPPING,
-    MN_VACANT,
     mn_batch,
     mn_position,
     mn_worker,
 )
-from minato._core.places cimport give_back, take, try_oldest
-from minato._core.recovery cimport is_claimed, is_collating, reoffer, reopen_places
+from minato._core.ledger cimport (
+    mn_at,
+    mn_batch_fields,
+    mn_bind_late,
+    mn_cancel,
+    mn_close,
+    mn_fill_up,
+    mn_is_claimed,
+    mn_is_collating,
+    mn_open_pass,
+    mn_prepare,
+    mn_publish,
+    mn_reoffer,
+    mn_reopen_places,
+    mn_retire,
+    mn_set_sample,
+    mn_settled,
+    mn_strand,
+    mn_tail,
+    mn_uncollate,
+    mn_vacant,
+)
 
 __all__ = ["Ledger"]
 
@@ -65,17 +76,17 @@ cdef class Ledger(Claims):
 
     def open_pass(self, uint32_t pass_index):
         """Start a run over the sampler: its samples will take places after the last published one."""
-        cdef uint64_t tail = self.header.tail
-        cdef uint64_t version = (self.header.passes[pass_index].cursor & ~MN_NUMBER) + MN_ONE_VERSION
-        mn_store_release_u64(&self.header.passes[pass_index].limit, tail)
-        mn_store_release_u64(&self.header.passes[pass_index].cursor, version | tail)
+        if pass_index >= MN_PASSES:
+            raise IndexError(f"pass {pass_index} is not below {MN_PASSES}")
+        mn_open_pass(&self.ledger, pass_index)
 
     def has_room(self, uint64_t count):
         """Whether a batch of ``count`` samples can be published now."""
-        cdef uint64_t base = next(iter(self.in_flight.values())) if self.in_flight else self.header.tail
+        cdef uint64_t tail = mn_tail(&self.ledger)
+        cdef uint64_t base = next(iter(self.in_flight.values())) if self.in_flight else tail
         return (
-            len(self.in_flight) < self.header.batch_capacity
-            and self.header.tail + count - base <= self.header.position_capacity
+            len(self.in_flight) < self.ledger.header.batch_capacity
+            and tail + count - base <= self.ledger.header.position_capacity
         )
 
     def publish(
@@ -108,71 +119,43 @@ cdef class Ledger(Claims):
         Raises:
             ValueError: There is no room, or the number of keys is not ``count``.
         """
-        cdef uint32_t index = 0
-        cdef uint64_t seq, tail = self.header.tail
-        cdef mn_position *position
+        cdef mn_batch_fields fields
+        cdef uint32_t index, i
+        cdef uint64_t tail = mn_tail(&self.ledger)
+        if pass_index >= MN_PASSES:
+            raise IndexError(f"pass {pass_index} is not below {MN_PASSES}")
         if not self.has_room(count):
             raise ValueError(f"there is no room for a batch of {count} samples")
         for values in (keys, occurrences):
             if values is not None and len(values) != count:
                 raise ValueError(f"{len(values)} keys are not those of a batch of {count} samples")
-        while self.batches[index].state & 15 != MN_VACANT:
-            index += 1
-        cdef mn_batch *batch = &self.batches[index]
-        batch.first = tail
-        batch.count = count
-        batch.pass_index = pass_index
-        batch.slot, batch.cursor, batch.slot_end = slot
-        batch.layout = batch.flags = batch.hint = batch.result = batch.result_nbytes = 0
-        batch.keys, batch.keys_nbytes = keys_offset, keys_nbytes
-        batch.epoch, batch.seed, batch.bound, batch.owner = epoch, seed, bound, owner
-        for seq in range(tail, tail + count):
-            position = &self.positions[seq & self.mask]
-            position.key = 0 if keys is None else keys[seq - tail]
-            position.occurrence = 0 if occurrences is None else occurrences[seq - tail]
-            position.position = seq
-            position.batch = index
-            position.blob = position.blob_nbytes = position.cost_ns = 0
-            mn_store_release_u64(&position.place, MN_BOUND | (seq + 1) if bound else seq + 1)
-        # A worker that looked at a record before it came round the ring can claim a ticket as soon as that is free, so
-        # everything else stands before.
-        mn_store_release_u64(&batch.state, ((batch.state >> 16) + 1) << 16 | MN_OPEN)
+        fields.count, fields.pass_index, fields.owner, fields.bound = count, pass_index, owner, bound
+        fields.slot, fields.cursor, fields.slot_end = slot
+        fields.keys, fields.keys_nbytes, fields.epoch, fields.seed = keys_offset, keys_nbytes, epoch, seed
+        index = mn_vacant(&self.ledger)
+        mn_prepare(&self.ledger, index, &fields)
+        for i in range(count):
+            mn_set_sample(
+                &self.ledger,
+                index,
+                tail + i,
+                0 if keys is None else keys[i],
+                0 if occurrences is None else occurrences[i],
+                bound,
+            )
         self.in_flight[index] = tail
-        mn_store_release_u64(&self.header.passes[pass_index].limit, tail + count)
-        for seq in range(tail, tail + count):
-            position = &self.positions[seq & self.mask]
-            mn_store_release_u64(&position.ticket, MN_FREE | (seq + 1) if bound else MN_FREE)
-        mn_store_release_u64(&self.header.tail, tail + count)
-        mn_gate_notify(&self.header.work, wake)
+        mn_publish(&self.ledger, index, wake)
         return index
 
     def bind_late(self, uint32_t old, uint32_t new):
         """Give every unplaced sample of batch ``old`` a place: in batch ``new``, or else the oldest open one."""
-        cdef mn_batch *batch = &self.batches[old]
-        cdef mn_batch *target = &self.batches[new]
-        cdef uint64_t seq, place, word, next_place = target.first
-        cdef mn_position *position
-        for seq in range(batch.first, batch.first + batch.count):
-            position = &self.positions[seq & self.mask]
-            place = 0
-            while True:
-                word = mn_load_acquire_u64(&position.ticket)
-                if word & MN_STATE == MN_DONE or word & MN_STATE == MN_CANCELLED or word & MN_NUMBER:
-                    break
-                if place == 0:
-                    place = take(
-                        self, next_place, target.first + target.count, batch.pass_index, seq
-                    ) or try_oldest(self, batch.pass_index, seq)
-                    next_place = max(next_place, place)
-                # None is left if the sample's worker has just taken the last one; its ticket will say so.
-                if place and mn_cas_seq_cst_u64(&position.ticket, word, word | place):
-                    break
-            if place and mn_load_acquire_u64(&position.ticket) & MN_NUMBER != place:
-                give_back(self, place, seq)
+        self.batch_at(old)
+        self.batch_at(new)
+        mn_bind_late(&self.ledger, old, new)
 
     def state(self, uint32_t batch):
         """OPEN, COLLATING, READY or CLOSED (VACANT after ``retire``)."""
-        return mn_load_acquire_u64(&self.batches[batch].state) & 15
+        return mn_load_acquire_u64(&self.batch_at(batch).state) & 15
 
     def settled(self, uint32_t batch):
         """Whether nobody works on a sample of this batch or will.
@@ -180,52 +163,30 @@ cdef class Ledger(Claims):
         Where samples take places in other batches, a batch that is not full may still be written to until all batches
         of its pass are settled.
         """
-        cdef mn_batch *record = &self.batches[batch]
-        cdef uint64_t seq, word
-        for seq in range(record.first, record.first + record.count):
-            word = mn_load_acquire_u64(&self.positions[seq & self.mask].ticket)
-            if word & MN_STATE != MN_DONE and word & MN_STATE != MN_CANCELLED:
-                return False
-        return True
+        self.batch_at(batch)
+        return mn_settled(&self.ledger, batch)
 
     def fill_up(self, uint32_t pass_index):
         """Fill the places that are left over when all samples of a pass are settled and some of them are skipped."""
-        cdef uint64_t seq
-        cdef mn_batch *batch
-        cdef mn_position *place
         for index in self.in_flight:
-            batch = &self.batches[index]
-            if batch.pass_index != pass_index:
-                continue
-            for seq in range(batch.first, batch.first + batch.count):
-                place = &self.positions[seq & self.mask]
-                if mn_load_acquire_u64(&place.place) & MN_STATE != MN_FILLED:
-                    place.blob = MN_SKIP_BLOB
-                    mn_store_release_u64(&place.place, MN_FILLED)
-        # Whoever claims next looks for batches that are full and that nobody collates.
-        mn_fetch_add_seq_cst_u32(&self.header.stranded, 1)
-        mn_gate_notify(&self.header.work, INT_MAX)
+            if mn_load_relaxed_u32(&self.batch_at(index).pass_index) == pass_index:
+                mn_fill_up(&self.ledger, index)
+        mn_strand(&self.ledger)
 
     def skipped(self, uint32_t batch):
         """Positions of those samples of a settled batch that have no result."""
-        cdef mn_batch *record = &self.batches[batch]
-        cdef uint64_t seq
+        cdef mn_batch *record = self.batch_at(batch)
+        cdef uint64_t seq, first = mn_load_relaxed_u64(&record.first)
         return [
             seq
-            for seq in range(record.first, record.first + record.count)
-            if mn_load_acquire_u64(&self.positions[seq & self.mask].ticket) == MN_DONE
+            for seq in range(first, first + mn_load_relaxed_u32(&record.count))
+            if mn_load_acquire_u64(&mn_at(&self.ledger, seq).ticket) == MN_DONE
         ]
 
     def cancel(self, uint32_t batch):
         """Take back the samples of this batch that nobody has claimed yet."""
-        cdef mn_batch *record = &self.batches[batch]
-        cdef mn_position *position
-        cdef uint64_t seq, word
-        for seq in range(record.first, record.first + record.count):
-            position = &self.positions[seq & self.mask]
-            word = mn_load_acquire_u64(&position.ticket)
-            if word & MN_STATE == MN_FREE:
-                mn_cas_seq_cst_u64(&position.ticket, word, MN_CANCELLED)
+        self.batch_at(batch)
+        mn_cancel(&self.ledger, batch)
 
     def close(self, uint32_t batch):
         """Forbid that anybody collates or publishes this batch any more; its places can still be filled.
@@ -233,17 +194,14 @@ cdef class Ledger(Claims):
         Returns:
             False while a worker collates it: ask again later.
         """
-        cdef mn_batch *record = &self.batches[batch]
-        cdef uint64_t word = mn_load_acquire_u64(&record.state)
-        if word & 15 == MN_OPEN:
-            return mn_cas_seq_cst_u64(&record.state, word, word & ~<uint64_t>15 | MN_CLOSED)
-        return word & 15 != MN_COLLATING
+        self.batch_at(batch)
+        return mn_close(&self.ledger, batch)
 
     def retire(self, uint32_t batch):
         """Free the record of a batch that is settled and delivered, or closed with its whole pass settled."""
-        cdef mn_batch *record = &self.batches[batch]
+        self.batch_at(batch)
         del self.in_flight[batch]
-        mn_store_release_u64(&record.state, record.state >> 16 << 16 | MN_VACANT)
+        mn_retire(&self.ledger, batch)
 
     def release(self, uint32_t worker):
         """Offer again what a dead worker had claimed and not finished; a batch whose result it has set is finished.
@@ -253,29 +211,27 @@ cdef class Ledger(Claims):
         Returns:
             How many samples go out again.
         """
-        cdef uint64_t word, released, tail = self.header.tail
+        cdef uint64_t released, tail = mn_tail(&self.ledger)
         cdef uint64_t base = next(iter(self.in_flight.values())) if self.in_flight else tail
-        reopen_places(self, worker, base, tail)
-        released = reoffer(self, worker, base, tail)
+        cdef mn_worker *record = self.worker_at(worker)
+        mn_reopen_places(&self.ledger, worker, base, tail)
+        released = mn_reoffer(&self.ledger, worker, base, tail)
         for index in self.in_flight:
-            word = mn_load_acquire_u64(&self.batches[index].state)
-            if is_collating(word, worker):
-                mn_store_release_u64(&self.batches[index].state, word & ~<uint64_t>0xFFFF | MN_OPEN)
-        self.workers[worker].position = 0
-        # Whoever claims next looks for batches that are full and that nobody collates.
-        mn_fetch_add_seq_cst_u32(&self.header.stranded, 1)
-        mn_gate_notify(&self.header.work, INT_MAX)
+            mn_uncollate(&self.ledger, worker, index)
+        mn_store_release_u64(&record.position, 0)
+        mn_strand(&self.ledger)
         return released
 
     def owns(self, uint32_t worker):
         """Whether a worker has claimed a sample or collates a batch: if it has ended, ``release`` is due."""
-        cdef uint64_t seq, tail = self.header.tail
+        cdef uint64_t seq, tail = mn_tail(&self.ledger)
         cdef uint64_t base = next(iter(self.in_flight.values())) if self.in_flight else tail
+        self.worker_at(worker)
         for seq in range(base, tail):
-            if is_claimed(mn_load_acquire_u64(&self.positions[seq & self.mask].ticket), worker):
+            if mn_is_claimed(mn_load_acquire_u64(&mn_at(&self.ledger, seq).ticket), worker):
                 return True
         for index in self.in_flight:
-            if is_collating(mn_load_acquire_u64(&self.batches[index].state), worker):
+            if mn_is_collating(mn_load_acquire_u64(&self.batch_at(index).state), worker):
                 return True
         return False
 
@@ -284,22 +240,28 @@ cdef class Ledger(Claims):
 
         It has claimed the sample and its result is not there, or it was collating the batch that the sample lies in.
         """
-        cdef mn_position *record = &self.positions[position & self.mask]
-        cdef uint64_t word = mn_load_acquire_u64(&record.ticket)
+        cdef mn_position *record = mn_at(&self.ledger, position)
+        cdef mn_position *there
+        cdef mn_batch *batch
+        cdef uint64_t first, word = mn_load_acquire_u64(&record.ticket)
         cdef uint64_t place = word & MN_NUMBER
-        if record.position != position:
+        self.worker_at(worker)
+        if mn_load_relaxed_u64(&record.position) != position:
             return False
         if place == 0:
-            return is_claimed(word, worker)
+            return mn_is_claimed(word, worker)
         place -= 1
-        cdef mn_position *there = &self.positions[place & self.mask]
-        cdef mn_batch *batch = &self.batches[there.batch]
-        if there.batch not in self.in_flight or not batch.first <= place < batch.first + batch.count:
+        there = mn_at(&self.ledger, place)
+        if mn_load_relaxed_u32(&there.batch) not in self.in_flight:
             return False
-        if not is_claimed(word, worker):
-            return is_collating(mn_load_acquire_u64(&batch.state), worker)
+        batch = self.batch_at(mn_load_relaxed_u32(&there.batch))
+        first = mn_load_relaxed_u64(&batch.first)
+        if not first <= place < first + mn_load_relaxed_u32(&batch.count):
+            return False
+        if not mn_is_claimed(word, worker):
+            return mn_is_collating(mn_load_acquire_u64(&batch.state), worker)
         return mn_load_acquire_u64(&there.place) == MN_BOUND | (position + 1) and not (
-            batch.bound and mn_load_acquire_u64(&batch.result)
+            mn_load_relaxed_u32(&batch.bound) and mn_load_acquire_u64(&batch.result)
         )
 
     @property
@@ -309,25 +271,33 @@ cdef class Ledger(Claims):
 
     def unclaimed(self):
         """How many published samples nobody has claimed yet (an upper bound)."""
-        return self.header.tail - (mn_load_seq_cst_u64(&self.header.head) & MN_NUMBER)
+        return mn_tail(&self.ledger) - (mn_load_seq_cst_u64(&self.ledger.header.head) & MN_NUMBER)
 
     def shut_down(self, bint drain=False):
         """Tell every worker to leave: after the lease in hand, or when nothing is left to claim."""
-        mn_store_release_u32(&self.header.shutdown, MN_DRAINING if drain else MN_STOPPING)
-        mn_gate_notify(&self.header.work, INT_MAX)
+        mn_store_release_u32(&self.ledger.header.shutdown, MN_DRAINING if drain else MN_STOPPING)
+        mn_gate_notify(&self.ledger.header.work, INT_MAX)
 
     def lease(self, uint32_t worker):
         """``(position or None, started_ns, step)`` that a worker is on; step -1 is the dataset itself."""
-        cdef mn_worker *record = &self.workers[worker]
+        cdef mn_worker *record = self.worker_at(worker)
         cdef uint64_t position = mn_load_acquire_u64(&record.position)
-        return (position - 1 if position else None), record.started_ns, record.step
+        return (
+            (position - 1 if position else None),
+            mn_load_relaxed_u64(&record.started_ns),
+            <int64_t>mn_load_relaxed_u64(&record.step),
+        )
 
     def locate(self, uint64_t position):
         """``(batch, k)``: the position is that of sample k of the batch."""
-        cdef uint32_t batch = self.positions[position & self.mask].batch
-        return batch, position - self.batches[batch].first
+        cdef uint32_t batch = mn_load_relaxed_u32(&mn_at(&self.ledger, position).batch)
+        return batch, position - mn_load_relaxed_u64(&self.batch_at(batch).first)
 
     def activity(self, uint32_t worker):
         """``(samples, busy_ns, idle_ns)`` of a worker so far."""
-        cdef mn_worker *record = &self.workers[worker]
-        return record.samples, record.busy_ns, record.idle_ns
+        cdef mn_worker *record = self.worker_at(worker)
+        return (
+            mn_load_relaxed_u64(&record.samples),
+            mn_load_relaxed_u64(&record.busy_ns),
+            mn_load_relaxed_u64(&record.idle_ns),
+        )

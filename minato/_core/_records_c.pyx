@@ -8,18 +8,20 @@ from libc.string cimport memset
 from minato._core.atomics cimport (
     mn_load_acquire_u32,
     mn_load_acquire_u64,
+    mn_load_relaxed_u32,
+    mn_load_relaxed_u64,
+    mn_store_relaxed_u64,
     mn_store_release_u64,
     mn_store_seq_cst_u64,
 )
-from minato._core.hints cimport add_hint
 from minato._core.layout cimport (
     MN_DRAINING,
     MN_KIND_MASK,
-    MN_RAGGED,
     MN_LAYOUT_VERSION,
     MN_MAGIC,
     MN_MAX_WORKERS,
     MN_NUMBER,
+    MN_RAGGED,
     MN_STOPPING,
     mn_batch,
     mn_header,
@@ -28,6 +30,7 @@ from minato._core.layout cimport (
     offset_ready,
     offset_work,
 )
+from minato._core.ledger cimport mn_add_hint, mn_at, mn_ledger_map, mn_ledger_nbytes
 
 __all__ = ["Records"]
 
@@ -48,16 +51,12 @@ cdef class Records:
     @staticmethod
     def nbytes(num_workers, batch_capacity, position_capacity):
         """Bytes of a ledger with these capacities."""
-        return (
-            sizeof(mn_header)
-            + num_workers * sizeof(mn_worker)
-            + batch_capacity * sizeof(mn_batch)
-            + position_capacity * sizeof(mn_position)
-        )
+        return mn_ledger_nbytes(num_workers, batch_capacity, position_capacity)
 
     def __cinit__(self, buffer, sizes=None, int lock_fd=-1):
+        cdef mn_header *header
         PyObject_GetBuffer(buffer, &self.view, PyBUF_WRITABLE)
-        self.header = <mn_header *>self.view.buf
+        header = self.ledger.header = <mn_header *>self.view.buf
         if sizes is not None:
             num_workers, batch_capacity, position_capacity = sizes
             if not 0 < num_workers <= MN_MAX_WORKERS:
@@ -70,37 +69,42 @@ cdef class Records:
                 )
             # The positions need not be blank: nobody looks at one that was not published.
             memset(self.view.buf, 0, Records.nbytes(num_workers, batch_capacity, 0))
-            self.header.version = MN_LAYOUT_VERSION
-            self.header.compiled = 1
-            self.header.num_workers = num_workers
-            self.header.batch_capacity = batch_capacity
-            self.header.position_capacity = position_capacity
-            mn_store_release_u64(&self.header.magic, MN_MAGIC)
+            header.version = MN_LAYOUT_VERSION
+            header.compiled = 1
+            header.num_workers = num_workers
+            header.batch_capacity = batch_capacity
+            header.position_capacity = position_capacity
+            mn_store_release_u64(&header.magic, MN_MAGIC)
         if self.view.len < <Py_ssize_t>sizeof(mn_header):
             raise ValueError(f"{self.view.len} bytes are no ledger: its header alone is larger")
-        if self.header.magic != MN_MAGIC or self.header.version != MN_LAYOUT_VERSION:
+        if mn_load_acquire_u64(&header.magic) != MN_MAGIC or header.version != MN_LAYOUT_VERSION:
             raise RuntimeError(
                 "this memory is no ledger of this version of minato: all processes of a loader must "
                 "run the same installation"
             )
-        if self.header.compiled != 1:
+        if header.compiled != 1:
             raise RuntimeError(
                 "the loader runs the pure implementation of minato and this process the compiled one: "
                 "set MINATO_NO_EXTENSIONS alike for both"
             )
-        needed = Records.nbytes(
-            self.header.num_workers, self.header.batch_capacity, self.header.position_capacity
-        )
+        needed = Records.nbytes(header.num_workers, header.batch_capacity, header.position_capacity)
         if needed > self.view.len:
             raise ValueError(f"a ledger of {needed} bytes does not fit {self.view.len}")
-        self.mask = self.header.position_capacity - 1
-        self.workers = <mn_worker *>(<char *>self.view.buf + sizeof(mn_header))
-        self.batches = <mn_batch *>(self.workers + self.header.num_workers)
-        self.positions = <mn_position *>(self.batches + self.header.batch_capacity)
+        mn_ledger_map(&self.ledger, self.view.buf)
 
     def __dealloc__(self):
-        if self.header != NULL:
+        if self.ledger.header != NULL:
             PyBuffer_Release(&self.view)
+
+    cdef mn_batch *batch_at(self, uint32_t index) except NULL:
+        if index >= self.ledger.header.batch_capacity:
+            raise IndexError(f"batch {index} is not below {self.ledger.header.batch_capacity}")
+        return &self.ledger.batches[index]
+
+    cdef mn_worker *worker_at(self, uint32_t worker) except NULL:
+        if worker >= self.ledger.header.num_workers:
+            raise IndexError(f"worker {worker} is not below {self.ledger.header.num_workers}")
+        return &self.ledger.workers[worker]
 
     @property
     def work_gate_offset(self):
@@ -115,48 +119,48 @@ cdef class Records:
     @property
     def capacity(self):
         """``(batches, positions)`` that can be in flight."""
-        return self.header.batch_capacity, self.header.position_capacity
+        return self.ledger.header.batch_capacity, self.ledger.header.position_capacity
 
     @property
     def stopping(self):
         """True once ``shut_down`` was called: workers leave after the lease in hand."""
-        return mn_load_acquire_u32(&self.header.shutdown) == MN_STOPPING
+        return mn_load_acquire_u32(&self.ledger.header.shutdown) == MN_STOPPING
 
     @property
     def draining(self):
         """True once ``shut_down(drain=True)`` was called: workers leave when nothing is left to claim."""
-        return mn_load_acquire_u32(&self.header.shutdown) == MN_DRAINING
+        return mn_load_acquire_u32(&self.ledger.header.shutdown) == MN_DRAINING
 
     @property
     def slow_ns(self):
         """Nanoseconds above which a sample counts as slow; 0: nothing does."""
-        return mn_load_acquire_u64(&self.header.slow_ns)
+        return mn_load_acquire_u64(&self.ledger.header.slow_ns)
 
     @slow_ns.setter
     def slow_ns(self, uint64_t value):
-        mn_store_release_u64(&self.header.slow_ns, value)
+        mn_store_release_u64(&self.ledger.header.slow_ns, value)
 
     @property
     def waiting(self):
         """Whether the consumer waits for a batch; set by the consumer."""
-        return mn_load_acquire_u64(&self.header.waiting) != 0
+        return mn_load_acquire_u64(&self.ledger.header.waiting) != 0
 
     @waiting.setter
     def waiting(self, bint value):
-        mn_store_seq_cst_u64(&self.header.waiting, value)
+        mn_store_seq_cst_u64(&self.ledger.header.waiting, value)
 
     @property
     def front(self):
         """How far claims in turn have come: all before this position are taken."""
-        return mn_load_acquire_u64(&self.header.head) & MN_NUMBER
+        return mn_load_acquire_u64(&self.ledger.header.head) & MN_NUMBER
 
     def begun(self):
         """When each sample that a worker is on was begun, in ns on ``clock.now_ns``; the oldest first."""
-        cdef int worker
+        cdef uint32_t worker
         cdef list found = []
-        for worker in range(self.header.num_workers):
-            if mn_load_acquire_u64(&self.workers[worker].position):
-                found.append(self.workers[worker].started_ns)
+        for worker in range(self.ledger.header.num_workers):
+            if mn_load_acquire_u64(&self.ledger.workers[worker].position):
+                found.append(mn_load_relaxed_u64(&self.ledger.workers[worker].started_ns))
         found.sort()
         return found
 
@@ -167,17 +171,17 @@ cdef class Records:
             ``(generation, first, count, bound, epoch, seed, keys_offset, keys_nbytes, pass_index)``; first is the
             position of its sample 0, and generation tells one use of the record from the next.
         """
-        cdef mn_batch *record = &self.batches[batch]
+        cdef mn_batch *record = self.batch_at(batch)
         return (
-            record.state >> 16,
-            record.first,
-            record.count,
-            record.bound != 0,
-            record.epoch,
-            record.seed,
-            record.keys,
-            record.keys_nbytes,
-            record.pass_index,
+            mn_load_relaxed_u64(&record.state) >> 16,
+            mn_load_relaxed_u64(&record.first),
+            mn_load_relaxed_u32(&record.count),
+            mn_load_relaxed_u32(&record.bound) != 0,
+            <int64_t>mn_load_relaxed_u64(&record.epoch),
+            <int64_t>mn_load_relaxed_u64(&record.seed),
+            mn_load_relaxed_u64(&record.keys),
+            mn_load_relaxed_u64(&record.keys_nbytes),
+            mn_load_relaxed_u32(&record.pass_index),
         )
 
     @staticmethod
@@ -196,54 +200,63 @@ cdef class Records:
 
     def keys(self, uint32_t batch, uint32_t k, uint32_t count):
         """The integer keys of samples k … k+count-1."""
-        cdef uint64_t seq, first = self.batches[batch].first + k
-        return [self.positions[seq & self.mask].key for seq in range(first, first + count)]
+        cdef uint64_t seq, first = mn_load_relaxed_u64(&self.batch_at(batch).first) + k
+        return [
+            <int64_t>mn_load_relaxed_u64(&mn_at(&self.ledger, seq).key)
+            for seq in range(first, first + count)
+        ]
 
     def occurrences(self, uint64_t position, uint64_t count):
         """How often the key of each of ``count`` samples from this position on came before; None: of none it did."""
         cdef uint64_t seq
         for seq in range(position, position + count):
-            if self.positions[seq & self.mask].occurrence:
+            if mn_load_relaxed_u32(&mn_at(&self.ledger, seq).occurrence):
                 break
         else:
             return None
         return [
-            self.positions[seq & self.mask].occurrence for seq in range(position, position + count)
+            mn_load_relaxed_u32(&mn_at(&self.ledger, seq).occurrence)
+            for seq in range(position, position + count)
         ]
 
     def fields(self, uint32_t batch):
         """``(generation, layout, count)``: what a worker needs to find a place in the batch's fields."""
-        cdef mn_batch *record = &self.batches[batch]
-        return record.state >> 16, mn_load_acquire_u64(&record.layout), record.count
+        cdef mn_batch *record = self.batch_at(batch)
+        return (
+            mn_load_relaxed_u64(&record.state) >> 16,
+            mn_load_acquire_u64(&record.layout),
+            mn_load_relaxed_u32(&record.count),
+        )
 
     def contents(self, uint32_t batch):
         """``(flags, layout, result, result_nbytes, count, used_nbytes)`` of a full batch."""
-        cdef mn_batch *record = &self.batches[batch]
+        cdef mn_batch *record = self.batch_at(batch)
         return (
-            record.flags,
-            record.layout,
-            record.result,
-            record.result_nbytes,
-            record.count,
-            record.cursor - record.slot,
+            mn_load_relaxed_u64(&record.flags),
+            mn_load_acquire_u64(&record.layout),
+            mn_load_acquire_u64(&record.result),
+            mn_load_relaxed_u64(&record.result_nbytes),
+            mn_load_relaxed_u32(&record.count),
+            mn_load_relaxed_u64(&record.cursor) - mn_load_relaxed_u64(&record.slot),
         )
 
     def blobs(self, uint32_t batch):
         """``(kind, offset, nbytes)`` of each place of a full batch; kind 0: it has no blob."""
-        cdef mn_batch *record = &self.batches[batch]
+        cdef mn_batch *record = self.batch_at(batch)
         cdef mn_position *position
-        cdef uint64_t seq
+        cdef uint64_t seq, blob, first = mn_load_relaxed_u64(&record.first)
         found = []
-        for seq in range(record.first, record.first + record.count):
-            position = &self.positions[seq & self.mask]
+        for seq in range(first, first + mn_load_relaxed_u32(&record.count)):
+            position = mn_at(&self.ledger, seq)
+            blob = mn_load_relaxed_u64(&position.blob)
             found.append(
-                (position.blob & MN_KIND_MASK, position.blob & ~<uint64_t>MN_KIND_MASK, position.blob_nbytes)
+                (blob & MN_KIND_MASK, blob & ~<uint64_t>MN_KIND_MASK, mn_load_relaxed_u64(&position.blob_nbytes))
             )
         return found
 
     def start_early(self, uint64_t position, uint64_t ahead):
         """Let a sample that any worker may run begin so many samples before its turn; False: no more can be noted."""
-        return add_hint(self, position, ahead)
+        return mn_add_hint(&self.ledger, position, ahead)
 
     def note_costs(self, uint64_t position, costs, uint32_t count):
         """Say what ``count`` samples from this position on have cost, in int64 memory of ns; before they are filled."""
@@ -254,13 +267,15 @@ cdef class Records:
             if view.len < 8 * <Py_ssize_t>count:
                 raise ValueError(f"{view.len} bytes hold no {count} costs")
             for i in range(count):
-                self.positions[(position + i) & self.mask].cost_ns = (<uint64_t *>view.buf)[i]
+                mn_store_relaxed_u64(
+                    &mn_at(&self.ledger, position + i).cost_ns, (<uint64_t *>view.buf)[i]
+                )
         finally:
             PyBuffer_Release(&view)
 
     def is_placed(self, uint64_t position):
         """Whether it is settled in which batch this sample will lie."""
-        return mn_load_acquire_u64(&self.positions[position & self.mask].ticket) & MN_NUMBER != 0
+        return mn_load_acquire_u64(&mn_at(&self.ledger, position).ticket) & MN_NUMBER != 0
 
     def samples(self, uint32_t batch):
         """``(position, key, cost in ns, bytes)`` of the samples at the places of a full batch, where keys are integers.
@@ -268,40 +283,56 @@ cdef class Records:
         Samples whose cost is not known are left out, and those whose own batch is long gone; bytes are 0 for one that
         fits the layout.
         """
-        cdef mn_batch *record = &self.batches[batch]
+        cdef mn_batch *record = self.batch_at(batch)
         cdef mn_position *sample
         cdef mn_position *there
-        cdef uint64_t place, seq
+        cdef uint64_t place, seq, cost_ns, first = mn_load_relaxed_u64(&record.first)
         cdef bint ragged
         found = []
-        for place in range(record.first, record.first + record.count):
-            there = &self.positions[place & self.mask]
-            seq = (there.place & MN_NUMBER) - 1
-            sample = &self.positions[seq & self.mask]
-            if sample.position == seq and sample.cost_ns and not self.batches[sample.batch].keys:
-                ragged = 1 << (there.blob & MN_KIND_MASK) == MN_RAGGED
-                found.append((seq, sample.key, sample.cost_ns, there.blob_nbytes if ragged else 0))
+        for place in range(first, first + mn_load_relaxed_u32(&record.count)):
+            there = mn_at(&self.ledger, place)
+            seq = (mn_load_acquire_u64(&there.place) & MN_NUMBER) - 1
+            sample = mn_at(&self.ledger, seq)
+            cost_ns = mn_load_relaxed_u64(&sample.cost_ns)
+            if (
+                mn_load_relaxed_u64(&sample.position) == seq
+                and cost_ns
+                and not mn_load_relaxed_u64(&self.batch_at(mn_load_relaxed_u32(&sample.batch)).keys)
+            ):
+                ragged = 1 << (mn_load_relaxed_u64(&there.blob) & MN_KIND_MASK) == MN_RAGGED
+                found.append(
+                    (
+                        seq,
+                        <int64_t>mn_load_relaxed_u64(&sample.key),
+                        cost_ns,
+                        mn_load_relaxed_u64(&there.blob_nbytes) if ragged else 0,
+                    )
+                )
         return found
 
     def num_slow(self, uint32_t batch):
         """How many of the samples at the places of a full batch have cost more than ``slow_ns``; 0 while that is 0."""
-        cdef mn_batch *record = &self.batches[batch]
+        cdef mn_batch *record = self.batch_at(batch)
         cdef mn_position *sample
-        cdef uint64_t place, seq, slow_ns = mn_load_acquire_u64(&self.header.slow_ns)
+        cdef uint64_t place, seq, slow_ns = mn_load_acquire_u64(&self.ledger.header.slow_ns)
+        cdef uint64_t first = mn_load_relaxed_u64(&record.first)
         cdef int count = 0
         if slow_ns == 0:
             return 0
-        for place in range(record.first, record.first + record.count):
-            seq = (self.positions[place & self.mask].place & MN_NUMBER) - 1
-            sample = &self.positions[seq & self.mask]
-            count += sample.position == seq and sample.cost_ns > slow_ns
+        for place in range(first, first + mn_load_relaxed_u32(&record.count)):
+            seq = (mn_load_acquire_u64(&mn_at(&self.ledger, place).place) & MN_NUMBER) - 1
+            sample = mn_at(&self.ledger, seq)
+            count += (
+                mn_load_relaxed_u64(&sample.position) == seq
+                and mn_load_relaxed_u64(&sample.cost_ns) > slow_ns
+            )
         return count
 
     def occupants(self, uint32_t batch):
         """Position of the sample that lies at each place of a full batch; -1: none does."""
-        cdef mn_batch *record = &self.batches[batch]
-        cdef uint64_t seq, first = record.first
+        cdef mn_batch *record = self.batch_at(batch)
+        cdef uint64_t seq, first = mn_load_relaxed_u64(&record.first)
         return [
-            <int64_t>(self.positions[seq & self.mask].place & MN_NUMBER) - 1
-            for seq in range(first, first + record.count)
+            <int64_t>(mn_load_acquire_u64(&mn_at(&self.ledger, seq).place) & MN_NUMBER) - 1
+            for seq in range(first, first + mn_load_relaxed_u32(&record.count))
         ]

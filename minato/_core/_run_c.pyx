@@ -1,8 +1,9 @@
 """Running the samples of a lease one after the other."""
 
 from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint64_t
 
+from minato._core.atomics cimport mn_store_relaxed_u64, mn_store_release_u64, mn_u64
 from minato._core.clock_gettime cimport mn_now_ns
 
 __all__ = ["run_samples"]
@@ -33,7 +34,7 @@ def run_samples(
         The samples, and what the first one after them raised, or None.
     """
     cdef Py_buffer lease_view, duration_view
-    cdef int64_t *words
+    cdef mn_u64 *words
     cdef int64_t *laps
     cdef int64_t now, started = mn_now_ns()
     cdef Py_ssize_t i, count = len(keys)
@@ -47,12 +48,12 @@ def run_samples(
     try:
         if lease_view.len < 24 or duration_view.len < 8 * count:
             raise ValueError("lease takes three words and durations one for each key")
-        words = <int64_t *>lease_view.buf
+        words = <mn_u64 *>lease_view.buf
         laps = <int64_t *>duration_view.buf
         for i in range(count):
-            words[1] = started
-            words[2] = -1
-            words[0] = position + i + 1
+            mn_store_relaxed_u64(&words[1], started)
+            mn_store_relaxed_u64(&words[2], <uint64_t>-1)
+            mn_store_release_u64(&words[0], position + i + 1)
             try:
                 if bind is not None:
                     bind(epoch, keys[i])

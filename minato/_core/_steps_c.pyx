@@ -4,17 +4,8 @@ from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int64_t
 from libc.string cimport memset
 
+from minato._core.atomics cimport mn_store_relaxed_u64, mn_u64
 from minato._core.clock_gettime cimport mn_now_ns
-
-
-cdef extern from *:
-    """
-    /* A watchdog in another process reads the word while it is written. */
-    static inline void mn_store_word(int64_t *word, int64_t value) {
-        __atomic_store_n(word, value, __ATOMIC_RELAXED);
-    }
-    """
-    void mn_store_word(int64_t *word, int64_t value) nogil
 
 
 __all__ = ["run_steps"]
@@ -54,8 +45,8 @@ def run_steps(
     """
     cdef Py_ssize_t length = len(steps)
     cdef Py_buffer lap_view, cursor_view
-    cdef int64_t *lap_words = NULL
-    cdef int64_t *cursor_word = NULL
+    cdef mn_u64 *lap_words = NULL
+    cdef mn_u64 *cursor_word = NULL
     if not 0 <= index <= length:
         raise IndexError(f"index must be between 0 and {length}, not {index}")
     if laps is None and cursor is None:
@@ -74,11 +65,11 @@ def run_steps(
         PyBuffer_Release(&cursor_view)
 
 
-cdef int64_t *int64_words(object buffer, Py_buffer *view, Py_ssize_t words, str name) except? NULL:
+cdef mn_u64 *int64_words(object buffer, Py_buffer *view, Py_ssize_t words, str name) except? NULL:
     PyObject_GetBuffer(buffer, view, PyBUF_WRITABLE)
     if view.len < 8 * words:
         raise ValueError(f"{name} needs {8 * words} bytes, this buffer has {view.len}")
-    return <int64_t *>view.buf
+    return <mn_u64 *>view.buf
 
 
 cdef tuple apply(
@@ -86,8 +77,8 @@ cdef tuple apply(
     object value,
     Py_ssize_t index,
     int64_t deadline_ns,
-    int64_t *lap_words,
-    int64_t *cursor_word,
+    mn_u64 *lap_words,
+    mn_u64 *cursor_word,  # a watchdog in another process reads it
 ):
     cdef Py_ssize_t length = len(steps)
     cdef int64_t now_ns = 0, before_ns = 0
@@ -95,16 +86,16 @@ cdef tuple apply(
         before_ns = mn_now_ns()
     while index < length:
         if cursor_word is not NULL:
-            mn_store_word(cursor_word, index)
+            mn_store_relaxed_u64(cursor_word, index)
         value = steps[index](value)
         if deadline_ns > 0 or lap_words is not NULL:
             now_ns = mn_now_ns()
         if lap_words is not NULL:
-            mn_store_word(lap_words + index, now_ns - before_ns)
+            mn_store_relaxed_u64(lap_words + index, now_ns - before_ns)
             before_ns = now_ns
         index += 1
         if 0 < deadline_ns <= now_ns:
             break
     if cursor_word is not NULL:
-        mn_store_word(cursor_word, index)
+        mn_store_relaxed_u64(cursor_word, index)
     return value, index

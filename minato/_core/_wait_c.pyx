@@ -1,12 +1,22 @@
-"""Sleeping until another process says that something has changed (compiled)."""
+"""Words that processes share, and sleeping until another process says that something has changed (compiled)."""
 
 cimport cython
 from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from libc.limits cimport INT_MAX
+from libc.stdint cimport int64_t, uint64_t
 
-from minato._core.atomics cimport mn_gate, mn_gate_events, mn_gate_notify, mn_gate_wait
+from minato._core.atomics cimport (
+    mn_gate,
+    mn_gate_events,
+    mn_gate_notify,
+    mn_gate_wait,
+    mn_load_relaxed_u32,
+    mn_load_seq_cst_u64,
+    mn_store_seq_cst_u64,
+    mn_u64,
+)
 
-__all__ = ["GATE_NBYTES", "Gate"]
+__all__ = ["GATE_NBYTES", "Gate", "SharedWords"]
 
 GATE_NBYTES = sizeof(mn_gate)
 
@@ -45,7 +55,7 @@ cdef class Gate:
     @property
     def sleepers(self):
         """How many are registered as asleep; only the compiled twin registers them."""
-        return self.gate.sleepers
+        return mn_load_relaxed_u32(&self.gate.sleepers)
 
     def notify(self, int sleepers=INT_MAX):
         """Count one event and wake up to ``sleepers`` sleepers."""
@@ -64,3 +74,50 @@ cdef class Gate:
         with nogil:
             changed = mn_gate_wait(self.gate, count, timeout_ns)
         return changed
+
+
+@cython.final
+cdef class SharedWords:
+    """Signed 64-bit words in shared memory, whose loads and stores all processes see in one order.
+
+    So of two processes that each store a word and then load the other's, at least one sees what the other stored. Each
+    word has one writer; there is no atomic addition.
+
+    Args:
+        buffer: Writable memory that every party maps.
+        offset: Where the ``nbytes(count)`` start; a multiple of 8. Zeros there are words of zero.
+        count: How many words.
+    """
+
+    cdef Py_buffer view
+    cdef mn_u64 *words
+    cdef Py_ssize_t count
+
+    @staticmethod
+    def nbytes(count):
+        """Bytes of so many words; the first eight are the pure twin's."""
+        return 8 * (count + 1)
+
+    def __cinit__(self, buffer, Py_ssize_t offset, Py_ssize_t count):
+        PyObject_GetBuffer(buffer, &self.view, PyBUF_WRITABLE)
+        if count < 0 or offset < 0 or offset % 8 or offset + 8 * (count + 1) > self.view.len:
+            PyBuffer_Release(&self.view)
+            raise ValueError(f"{count} words at offset {offset} do not fit {self.view.len} bytes")
+        self.words = <mn_u64 *>(<char *>self.view.buf + offset) + 1
+        self.count = count
+
+    def __dealloc__(self):
+        if self.words != NULL:
+            PyBuffer_Release(&self.view)
+
+    def load(self, Py_ssize_t index):
+        """The word at ``index``."""
+        if not 0 <= index < self.count:
+            raise IndexError(f"word {index} is not one of {self.count}")
+        return <int64_t>mn_load_seq_cst_u64(&self.words[index])
+
+    def store(self, Py_ssize_t index, int64_t value):
+        """Store a word, of which the caller is the one writer."""
+        if not 0 <= index < self.count:
+            raise IndexError(f"word {index} is not one of {self.count}")
+        mn_store_seq_cst_u64(&self.words[index], <uint64_t>value)

@@ -1,4 +1,4 @@
-"""Sleeping until another process says that something has changed (pure Python)."""
+"""Words that processes share, and sleeping until another process says that something has changed (pure Python)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["GATE_NBYTES", "Gate"]
+__all__ = ["GATE_NBYTES", "Gate", "SharedWords"]
 
 GATE_NBYTES = 8
 
@@ -99,3 +99,46 @@ class Gate:
             while self.events == seen and time.monotonic() < deadline:
                 time.sleep(_FALLBACK_SLEEP_S)
         return self.events != seen
+
+
+class SharedWords:
+    """Signed 64-bit words in shared memory, whose loads and stores all processes see in one order.
+
+    So of two processes that each store a word and then load the other's, at least one sees what the other stored. Each
+    word has one writer; there is no atomic addition.
+
+    Args:
+        buffer: Writable memory that every party maps.
+        offset: Where the ``nbytes(count)`` start; a multiple of 8. Zeros there are words of zero.
+        count: How many words.
+    """
+
+    # Python cannot order a store before a load. The kernel can: it adds to the word that is not handed out.
+
+    @staticmethod
+    def nbytes(count: int) -> int:
+        """Bytes of so many words; the first eight are the pure twin's."""
+        return 8 * (count + 1)
+
+    def __init__(self, buffer: Any, offset: int, count: int) -> None:
+        size = memoryview(buffer).nbytes
+        if count < 0 or offset < 0 or offset % 8 or offset + 8 * (count + 1) > size:
+            raise ValueError(f"{count} words at offset {offset} do not fit {size} bytes")
+        self._fence = Gate(buffer, offset)
+        start = offset + GATE_NBYTES
+        self._words = memoryview(buffer).cast("B")[start : start + 8 * count].cast("q")
+
+    def load(self, index: int) -> int:
+        """The word at ``index``."""
+        self._check(index)
+        return self._words[index]
+
+    def store(self, index: int, value: int) -> None:
+        """Store a word, of which the caller is the one writer."""
+        self._check(index)
+        self._words[index] = value
+        self._fence.notify(0)
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < len(self._words):
+            raise IndexError(f"word {index} is not one of {len(self._words)}")

@@ -13,5 +13,9 @@ KIND_MASK = 63
 RAGGED, FAILED, TEXTS = 1 << SAMPLE_BLOB, 1 << ERROR_BLOB, 1 << TEXT_BLOB
 ENDED, SKIPPED, STATES = 1 << END_BLOB, 1 << SKIP_BLOB, 1 << STATE_BLOB
 
+# What stands in place of a step where a worker's lease names no position: it collates batch -3 - step, or begins.
+STARTING = -2
+FIRST_COLLATED = -3
+
 NUM_PASSES = 8
 """How many passes over the sampler a ledger can have open."""

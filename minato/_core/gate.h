@@ -21,8 +21,8 @@
 #endif
 
 typedef struct {
-    uint32_t events;
-    uint32_t sleepers;
+    mn_u32 events;
+    mn_u32 sleepers;
 } mn_gate;
 
 _Static_assert(sizeof(mn_gate) == 8, "a gate is two 32-bit words");
@@ -48,7 +48,7 @@ static inline void mn_gate_notify(mn_gate *gate, int sleepers) {
     mn_fetch_add_seq_cst_u32(&gate->events, 1);
     if (mn_load_seq_cst_u32(&gate->sleepers) != 0) {
 #if defined(__linux__)
-        syscall(SYS_futex, &gate->events, FUTEX_WAKE, sleepers, NULL, NULL, 0);
+        syscall(SYS_futex, &gate->events.bits, FUTEX_WAKE, sleepers, NULL, NULL, 0);
 #endif
     }
 }
@@ -65,7 +65,7 @@ static inline int mn_gate_wait(mn_gate *gate, uint32_t seen, int64_t timeout_ns)
     if (mn_load_seq_cst_u32(&gate->events) == seen) {
 #if defined(__linux__)
         /* Not the private kind: the word is shared between processes. */
-        syscall(SYS_futex, &gate->events, FUTEX_WAIT, seen, &timeout, NULL, 0);
+        syscall(SYS_futex, &gate->events.bits, FUTEX_WAIT, seen, &timeout, NULL, 0);
 #else
         struct timespec nap = {0, MN_FALLBACK_SLEEP_NS};
         for (int64_t slept = 0; slept < timeout_ns; slept += MN_FALLBACK_SLEEP_NS) {

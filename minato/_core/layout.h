@@ -35,79 +35,79 @@ enum { MN_STOPPING = 1, MN_DRAINING = 2 };
 
 /* The pass (one run over the sampler) whose places a sample may take. */
 typedef struct {
-    uint64_t cursor; /* version << 48 | first position that may have an open place */
-    uint64_t limit;  /* position after the pass's last one so far */
+    mn_u64 cursor; /* version << 48 | first position that may have an open place */
+    mn_u64 limit;  /* position after the pass's last one so far */
 } mn_pass;
 
 typedef struct {
-    uint64_t magic;
+    mn_u64 magic;
     uint32_t version;
     uint32_t compiled; /* 1: written by the compiled twin */
     uint32_t num_workers;
     uint32_t batch_capacity;
     uint64_t position_capacity; /* a power of two */
-    uint64_t slow_ns;           /* a sample that took longer is slow (`fast_first`) */
-    uint32_t shutdown; /* 1: leave now, 2: leave when nothing is left to claim */
-    uint32_t stranded; /* how often full batches may have been left that nobody publishes */
-    uint64_t waiting; /* 1 while the consumer waits for a batch */
-    uint32_t adopted; /* up to which of those times all batches have been looked at since */
+    mn_u64 slow_ns;           /* a sample that took longer is slow (`fast_first`) */
+    mn_u32 shutdown; /* 1: leave now, 2: leave when nothing is left to claim */
+    mn_u32 stranded; /* how often full batches may have been left that nobody publishes */
+    mn_u64 waiting; /* 1 while the consumer waits for a batch */
+    mn_u32 adopted; /* up to which of those times all batches have been looked at since */
     uint32_t reserved;
-    uint64_t head; /* version << 48 | first position that may have a free ticket */
+    mn_u64 head; /* version << 48 | first position that may have a free ticket */
     uint64_t pad_head[7];
-    uint64_t tail; /* position after the last published one */
+    mn_u64 tail; /* position after the last published one */
     uint64_t pad_tail[7];
     mn_gate work; /* workers sleep here for tickets */
     uint64_t pad_work[7];
     mn_gate ready; /* the consumer sleeps here for a batch */
     uint64_t pad_ready[7];
     mn_pass passes[MN_PASSES];
-    uint32_t hints_used; /* entries of the table from the start on that were ever written */
+    mn_u32 hints_used; /* entries of the table from the start on that were ever written */
     uint32_t pad_hints[15];
-    uint64_t hints[MN_HINTS]; /* samples to start early: by how many samples << 48 | position + 1; 0: none */
+    mn_u64 hints[MN_HINTS]; /* samples to start early: by how many samples << 48 | position + 1; 0: none */
 } mn_header;
 
 /* One sample in flight. `ticket` and `place` are the only truth about it. */
 typedef struct {
-    uint64_t ticket; /* state << 62 | worker << 48 | place + 1 */
-    uint64_t place;  /* state << 62 | ticket's position + 1; while open, its own position + 1 */
-    uint64_t blob;   /* arena offset of what does not fit the layout, | kind in the low 6 bits */
-    uint64_t blob_nbytes;
-    int64_t key;      /* the dataset index, where keys are integers */
-    uint64_t cost_ns; /* time the sample took */
-    uint64_t position; /* its own number: the ring reuses records */
-    uint32_t batch;   /* record of the batch that this position belongs to */
-    uint32_t occurrence; /* how often its key came before in the epoch */
+    mn_u64 ticket; /* state << 62 | worker << 48 | place + 1 */
+    mn_u64 place;  /* state << 62 | ticket's position + 1; while open, its own position + 1 */
+    mn_u64 blob;   /* arena offset of what does not fit the layout, | kind in the low 6 bits */
+    mn_u64 blob_nbytes;
+    mn_u64 key;      /* the dataset index, where keys are integers */
+    mn_u64 cost_ns; /* time the sample took */
+    mn_u64 position; /* its own number: the ring reuses records */
+    mn_u32 batch;   /* record of the batch that this position belongs to */
+    mn_u32 occurrence; /* how often its key came before in the epoch */
 } mn_position;
 
 typedef struct {
-    uint64_t state; /* generation << 16 | worker << 4 | OPEN, COLLATING, READY or CLOSED */
-    uint64_t first; /* its first position */
-    uint32_t count;
-    uint32_t pass_index;
-    uint64_t slot;   /* arena offset of its slot */
-    uint64_t cursor; /* next free byte in the slot */
-    uint64_t layout; /* arena offset of the published layout, 0: none yet */
-    uint64_t flags; /* 1 << kind for each kind of blob at its places, once it is full */
-    uint64_t hint; /* generation << 32 | places before it are known to be filled */
-    uint64_t result; /* arena offset of the collated batch | kind, 0: the fields are the result */
-    uint64_t result_nbytes;
-    uint64_t keys; /* arena offset of pickled keys, 0: the positions hold them */
-    uint64_t keys_nbytes;
-    int64_t epoch;
-    int64_t seed;
-    uint32_t bound; /* 1: every sample has its own place */
-    uint32_t owner; /* worker + 1 that alone may claim its samples, 0: any */
-    uint64_t slot_end;
+    mn_u64 state; /* generation << 16 | worker << 4 | OPEN, COLLATING, READY or CLOSED */
+    mn_u64 first; /* its first position */
+    mn_u32 count;
+    mn_u32 pass_index;
+    mn_u64 slot;   /* arena offset of its slot */
+    mn_u64 cursor; /* next free byte in the slot */
+    mn_u64 layout; /* arena offset of the published layout, 0: none yet */
+    mn_u64 flags; /* 1 << kind for each kind of blob at its places, once it is full */
+    mn_u64 hint; /* generation << 32 | places before it are known to be filled */
+    mn_u64 result; /* arena offset of the collated batch | kind, 0: the fields are the result */
+    mn_u64 result_nbytes;
+    mn_u64 keys; /* arena offset of pickled keys, 0: the positions hold them */
+    mn_u64 keys_nbytes;
+    mn_u64 epoch;
+    mn_u64 seed;
+    mn_u32 bound; /* 1: every sample has its own place */
+    mn_u32 owner; /* worker + 1 that alone may claim its samples, 0: any */
+    mn_u64 slot_end;
 } mn_batch;
 
 /* Written by its worker alone, read by everybody. */
 typedef struct {
-    uint64_t position; /* position + 1 that it works on, 0: none */
-    uint64_t started_ns;
-    int64_t step; /* transform that is running, -1: the dataset itself */
-    uint64_t samples;
-    uint64_t busy_ns;
-    uint64_t idle_ns;
+    mn_u64 position; /* position + 1 that it works on, 0: none */
+    mn_u64 started_ns;
+    mn_u64 step; /* transform that is running, -1: the dataset itself */
+    mn_u64 samples;
+    mn_u64 busy_ns;
+    mn_u64 idle_ns;
     uint64_t pad[2];
 } mn_worker;
 

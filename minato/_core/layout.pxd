@@ -1,6 +1,6 @@
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
-from minato._core.atomics cimport mn_gate
+from minato._core.atomics cimport mn_gate, mn_u32, mn_u64
 
 
 cdef extern from "layout.h" nogil:
@@ -40,67 +40,67 @@ cdef extern from "layout.h" nogil:
     uint64_t MN_ONE_VERSION
 
     ctypedef struct mn_pass:
-        uint64_t cursor
-        uint64_t limit
+        mn_u64 cursor
+        mn_u64 limit
 
     ctypedef struct mn_header:
-        uint64_t magic
+        mn_u64 magic
         uint32_t version
         uint32_t compiled
         uint32_t num_workers
         uint32_t batch_capacity
         uint64_t position_capacity
-        uint64_t slow_ns
-        uint32_t shutdown
-        uint32_t stranded
-        uint64_t waiting
-        uint32_t adopted
-        uint64_t head
-        uint64_t tail
+        mn_u64 slow_ns
+        mn_u32 shutdown
+        mn_u32 stranded
+        mn_u64 waiting
+        mn_u32 adopted
+        mn_u64 head
+        mn_u64 tail
         mn_gate work
         mn_gate ready
         mn_pass passes[8]
-        uint32_t hints_used
-        uint64_t hints[256]
+        mn_u32 hints_used
+        mn_u64 hints[256]
 
     ctypedef struct mn_position:
-        uint64_t ticket
-        uint64_t place
-        uint64_t blob
-        uint64_t blob_nbytes
-        int64_t key
-        uint64_t cost_ns
-        uint64_t position
-        uint32_t batch
-        uint32_t occurrence
+        mn_u64 ticket
+        mn_u64 place
+        mn_u64 blob
+        mn_u64 blob_nbytes
+        mn_u64 key
+        mn_u64 cost_ns
+        mn_u64 position
+        mn_u32 batch
+        mn_u32 occurrence
 
     ctypedef struct mn_batch:
-        uint64_t state
-        uint64_t first
-        uint32_t count
-        uint32_t pass_index
-        uint64_t slot
-        uint64_t slot_end
-        uint64_t cursor
-        uint64_t layout
-        uint64_t flags
-        uint64_t hint
-        uint64_t result
-        uint64_t result_nbytes
-        uint64_t keys
-        uint64_t keys_nbytes
-        int64_t epoch
-        int64_t seed
-        uint32_t bound
-        uint32_t owner
+        mn_u64 state
+        mn_u64 first
+        mn_u32 count
+        mn_u32 pass_index
+        mn_u64 slot
+        mn_u64 cursor
+        mn_u64 layout
+        mn_u64 flags
+        mn_u64 hint
+        mn_u64 result
+        mn_u64 result_nbytes
+        mn_u64 keys
+        mn_u64 keys_nbytes
+        mn_u64 epoch
+        mn_u64 seed
+        mn_u32 bound
+        mn_u32 owner
+        mn_u64 slot_end
 
     ctypedef struct mn_worker:
-        uint64_t position
-        uint64_t started_ns
-        int64_t step
-        uint64_t samples
-        uint64_t busy_ns
-        uint64_t idle_ns
+        mn_u64 position
+        mn_u64 started_ns
+        mn_u64 step
+        mn_u64 samples
+        mn_u64 busy_ns
+        mn_u64 idle_ns
 
     size_t offset_work "offsetof(mn_header, work)"
     size_t offset_ready "offsetof(mn_header, ready)"

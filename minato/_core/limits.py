@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 if sys.platform != "win32":
     import resource
 
-__all__ = ["address_space_advice", "explained", "slot_overflow"]
+__all__ = ["address_space_advice", "explaining_limits", "slot_overflow"]
 
 
 def _limit(name: str) -> int | None:
@@ -38,17 +39,21 @@ def slot_overflow(slot_nbytes: int) -> str:
     )
 
 
-def explained(error: OSError, task: str) -> OSError:
-    """An error of the same type that says which limit was met and what to do; ``error`` itself if that is not known.
+@contextmanager
+def explaining_limits(task: str) -> Iterator[None]:
+    """Have an OSError of this block say which limit was met and what to do, as far as that is known.
 
     Args:
-        error: What the system said.
-        task: What was tried, as the end of "cannot …".
+        task: What is tried, as the end of "cannot …".
     """
-    reason = _reason(error.errno)
-    if reason is None:
-        return error
-    return type(error)(error.errno, f"cannot {task}: {os.strerror(error.errno or 0)}. {reason}")
+    try:
+        yield
+    except OSError as error:
+        reason = _reason(error.errno)
+        if reason is None or error.strerror is None or error.strerror.startswith("cannot "):
+            raise
+        text = f"cannot {task}: {error.strerror}. {reason}"
+        raise type(error)(error.errno, text) from None
 
 
 def _reason(number: int | None) -> str | None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from minato._core.limits import explained
+from minato._core.limits import explaining_limits
 
-__all__ = ["Segment", "unnamed_file"]
+__all__ = ["Segment"]
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """Linux's MAP_NORESERVE, which the mmap module does not name."""
@@ -25,17 +25,13 @@ _mapped: list[weakref.ref[mmap.mmap]] = []
 """The memory of all segments of this process, and of some that are gone."""
 
 
-def unnamed_file() -> int:
-    """A descriptor of an empty file without a name: in memory or, where that cannot be had, in the temporary folder."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("minato", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile(prefix="minato") as file:
-        return os.dup(file.fileno())
-
-
 def _anonymous_file(nbytes: int) -> int:
     """Open a file without a name and give it a size; its pages exist once they are written."""
-    descriptor = unnamed_file()
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("minato", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile(prefix="minato") as file:
+            descriptor = os.dup(file.fileno())
     try:
         os.ftruncate(descriptor, nbytes)
     except BaseException:
@@ -100,16 +96,20 @@ class Segment:
 
     def __init__(self, nbytes: int, least_bytes: int | None = None, shared: bool = True) -> None:
         least_bytes = max(nbytes if least_bytes is None else least_bytes, 1)
+        with explaining_limits(f"reserve {least_bytes} bytes of memory for batches and workers"):
+            self._adopt(*self._reserved(nbytes, least_bytes, shared))
+
+    @staticmethod
+    def _reserved(nbytes: int, least_bytes: int, shared: bool) -> tuple[int, mmap.mmap]:
+        """Descriptor and memory, of ``nbytes`` or less where address space is short."""
         mapped = _shared if shared else _private
         size = nbytes
         while True:
             try:
                 descriptor, memory = mapped(size)
                 break
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError):
                 if size // 2 < least_bytes:
-                    if isinstance(error, OSError):
-                        raise explained(error, f"map {size} bytes of memory") from None
                     raise
                 size //= 2
         if size < nbytes and size // 4 >= least_bytes:
@@ -118,7 +118,7 @@ class Segment:
                 os.close(descriptor)
             size //= 4
             descriptor, memory = mapped(size)
-        self._adopt(descriptor, memory)
+        return descriptor, memory
 
     def _adopt(self, descriptor: int, memory: mmap.mmap) -> None:
         self._memory = memory

@@ -108,7 +108,9 @@ def _dtypes() -> tuple[list[int], dict[torch.dtype, int]]:
     dtypes = [
         dtype
         for dtype in {x for x in vars(torch).values() if isinstance(x, torch.dtype)}
-        if not str(dtype).startswith(("torch.q", "torch.complex32"))  # torch warns of these
+        if not str(dtype).startswith(
+            ("torch.q", "torch.complex32", "torch.bcomplex32")
+        )  # torch warns of these
     ]
     tensors = [torch.empty(0, dtype=dtype, device="cpu") for dtype in (*dtypes, *dtypes)]
     halves = [(ctypes.c_uint16 * (4 * _IMPL_WORDS)).from_address(x._cdata) for x in tensors]

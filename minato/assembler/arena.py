@@ -193,9 +193,9 @@ class Arena:
 
 
 def _reserve_bytes() -> int:
-    """Address space of a new arena."""
+    """Address space of a new arena, a power of two."""
     nbytes = _RESERVE_BYTES * _SHARING_SEGMENTS // (_SHARING_SEGMENTS + Segment.num_living())
-    return max(nbytes // mmap.PAGESIZE * mmap.PAGESIZE, _LEAST_RESERVE_BYTES)
+    return max(1 << (nbytes.bit_length() - 1), _LEAST_RESERVE_BYTES)
 
 
 class SpareArenas(list[Arena]):

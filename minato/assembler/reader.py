@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, STATE_BLOB, TEXT_BLOB, TEXTS
+from minato._core.codes import END_BLOB, ERROR_BLOB, FAILED, KIND_MASK, STATE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.ledger import Ledger
 from minato._core.limits import slot_overflow
 from minato.assembler.arena import Arena, Slot
@@ -53,16 +53,18 @@ class BatchReader:
         check_texts(layout, count, texts)
         return layout.batch(lease, fields - slot.start, count, texts)
 
-    def state(self, batch: int) -> tuple[int, Any, Any, bool] | None:
-        """``(worker, state of its dataset, of its iterator, has that ended)`` if that came with a batch.
+    def state(self, batch: int) -> tuple[int, Any] | None:
+        """Worker and state of its dataset, if that came with a batch or its end, or what asking for it raised.
 
         To be called before ``read``.
         """
-        state: tuple[int, Any, Any, bool] | None = None
+        state: tuple[int, Any] | None = None
         for kind, offset, nbytes in self._ledger.blobs(batch):
             if kind == STATE_BLOB:
                 state = self._store.get(offset, nbytes)
-            elif kind == ERROR_BLOB:
+            elif offset and kind == END_BLOB:
+                state = self._store.peek(offset, nbytes)
+            elif offset and kind == ERROR_BLOB:
                 state = self._store.peek(offset, nbytes).state
         return state
 

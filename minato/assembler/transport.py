@@ -6,7 +6,7 @@ import itertools
 import pickle
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -17,7 +17,7 @@ from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._pickling import Purpose, dumps
 
-__all__ = ["DamagedError", "LocalStore", "SharedStore", "Store", "damaged"]
+__all__ = ["DamagedError", "LocalStore", "SharedStore", "Store", "damaged", "keys_of"]
 
 Allocate = Callable[[int], int]
 """Gives the arena offset of so many fresh bytes, aligned to 64."""
@@ -181,3 +181,12 @@ class LocalStore(Store):
     def drop(self, offset: int) -> None:
         """Forget an object that nobody will fetch."""
         self._values.pop(offset, None)
+
+
+def keys_of(ledger: Ledger, store: Store, batch: int, k: int, count: int) -> Sequence[Any]:
+    """The keys of samples k … k+count-1 of a batch."""
+    *_, offset, nbytes, _ = ledger.describe(batch)
+    if not offset:
+        return ledger.keys(batch, k, count)
+    keys: list[Any] = store.peek(offset, nbytes)
+    return keys[k : k + count]

@@ -12,9 +12,11 @@ from zlib import crc32
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.collate import default_collate
 
+from minato._core.clock import now_ns
 from minato._core.codes import (
     END_BLOB,
     ERROR_BLOB,
+    FIRST_COLLATED,
     MUST_COLLATE,
     SAMPLE_BLOB,
     SKIP_BLOB,
@@ -28,8 +30,9 @@ from minato._pickling import Purpose
 from minato._postponed import not_the_end
 from minato.assembler.layout import Layout
 from minato.assembler.page_locks import Slot
-from minato.assembler.transport import DamagedError, Store, damaged
+from minato.assembler.transport import DamagedError, Store, damaged, keys_of
 from minato.errors import add_note
+from minato.scheduler.in_hand import indices_of
 
 __all__ = ["BatchWriter", "SampleError", "read_layout"]
 
@@ -40,8 +43,6 @@ _CHECKSUMS = struct.Struct("<II")
 _SHARED_WORK_BYTES = 8 << 20
 """From here on, several threads copy faster than one, even where they are not at hand at once."""
 _NEVER = 1 << 62
-_MOST_LISTED = 8
-"""Of the indices of a batch, so many are named in a message."""
 
 
 class SampleError:
@@ -50,7 +51,7 @@ class SampleError:
     Args:
         error: The exception itself (workers in this process) or torch's wrapper of it.
         key: Dataset index, or None when the batch as a whole failed (its collation).
-        state: Of the worker's dataset afterwards, if it has one.
+        state: Of the worker's dataset afterwards, if it has one, as :meth:`BatchReader.state` gives it.
     """
 
     def __init__(
@@ -109,12 +110,6 @@ def _layout_record(fields: int, count: int, data: bytes) -> bytes:
 
 
 _State: TypeAlias = tuple[int, Callable[[], Any]]
-
-
-def _listed(keys: list[Any]) -> str:
-    """Indices for a message: the first few."""
-    more = f" and {len(keys) - _MOST_LISTED} more" if len(keys) > _MOST_LISTED else ""
-    return f"indices {', '.join(map(repr, keys[:_MOST_LISTED]))}{more}"
 
 
 class _Held:
@@ -183,12 +178,13 @@ class BatchWriter:
         self._describe_error = describe_error
         self._catches = catches
         self._in_line = in_line
+        self._lease = ledger.lease_words(worker)
         self.collates = collate_fn is not default_collate or not auto_collation
         """Whether batches are built by calling ``collate_fn`` rather than in fields."""
         self.holds = False
         """Whether a sample could not be sent to another worker, so that batches are best run as a whole."""
-        self.run_again: Callable[[int], list[Any]] | None = None
-        """Runs all samples of a batch in this worker; whoever uses the writer sets it."""
+        self.run_again: Callable[[], Callable[[int], list[Any]] | None] = lambda: None
+        """Gives what runs all samples of a batch in this worker; whoever uses the writer sets it."""
         self._open: dict[int, _Packing] = {}
         self._last: Layout | None = None
 
@@ -250,26 +246,50 @@ class BatchWriter:
             layout.stack(self._segment.array, fields, num_samples, k, tensors, kept_nbytes)
         return tensors is not None
 
-    def write_end(self, place: int) -> None:
-        """Say at a batch's one place that there is nothing more to come."""
-        self._ledger.attach(place, END_BLOB, 0)
+    def write_end(self, batch: int, place: int, state: Callable[[], Any] | None) -> None:
+        """Say at a batch's one place that there is nothing more to come.
+
+        Args:
+            state: Gives the state of the worker's dataset, if it has one.
+        """
+        offset, nbytes = (0, 0) if state is None else self._put_state(batch, state, lambda it: it)
+        self._ledger.attach(place, offset | END_BLOB, nbytes)
 
     def write_error(
-        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
+        self,
+        batch: int,
+        place: int,
+        error: BaseException,
+        key: Any,
+        state: Callable[[], Any] | None = None,
     ) -> None:
         """Like ``write``, for a sample that raised."""
         if isinstance(error, StopIteration):
             source = "a batch" if key is None else f"the sample with index {key!r}"
             error = not_the_end(source, error)
-        failure = SampleError(self._describe_error(error), key, state)
-        self._attach(batch, place, failure, ERROR_BLOB)
+        described = self._describe_error(error)
+        if state is not None:
+            with suppress(Exception):  # the error comes without it if it cannot be sent
+                offset, nbytes = self._put_state(
+                    batch, state, lambda state: SampleError(described, key, state)
+                )
+                self._ledger.attach(place, offset | ERROR_BLOB, nbytes)
+                return
+        self._attach(batch, place, SampleError(described, key), ERROR_BLOB)
 
     def _write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
         """Add the state of the worker's dataset after a batch of which nothing else lies at this place."""
+        offset, nbytes = self._put_state(batch, state, lambda state: state)
+        self._ledger.attach(place, offset | (STATE_BLOB if offset else ERROR_BLOB), nbytes)
+
+    def _put_state(
+        self, batch: int, state: Callable[[], Any], message: Callable[[Any], Any]
+    ) -> tuple[int, int]:
+        """Keep a message that holds a state or, if that cannot be had or sent, the error."""
         try:
-            self._attach(batch, place, state(), STATE_BLOB)
+            return self._put(batch, message((self._worker, state())))
         except Exception as error:
-            self.write_error(batch, place, error, None)
+            return self._put_error(batch, message((self._worker, self._describe_error(error))))
 
     def write_collated(
         self,
@@ -336,15 +356,19 @@ class BatchWriter:
         held = next((sample for sample in samples if type(sample) is _Held), None)
         if held is None:
             return samples
-        bound = self._ledger.describe(batch)[3]
-        if not (bound and self.run_again):
+        run_again = self.run_again()
+        if run_again is None or not self._ledger.describe(batch)[3]:
             held.error.reraise()
             raise AssertionError(held)
-        return self.run_again(batch)
+        return run_again(batch)
 
     def _collated(
         self, batch: int, gather: Callable[[], list[Any]], named: str | None = None
     ) -> tuple[int, int]:
+        # For whoever finds this process dead: which batch it was on, and no sample.
+        lease = self._lease
+        before = lease[0], lease[1], lease[2]
+        lease[0], lease[1], lease[2] = 0, now_ns(), FIRST_COLLATED - batch
         try:
             samples = gather()
             result = self._collate_fn(samples if self._auto_collation else samples[0])
@@ -355,25 +379,15 @@ class BatchWriter:
         except self._catches as raised:
             error: BaseException = raised
             if isinstance(error, StopIteration):
-                named = named or f"the batch of {_listed(self._keys_in(batch))}"
+                named = named or f"the batch of {indices_of(self._ledger, self._keys, batch)}"
                 error = not_the_end(f"collate_fn, called for {named},", error)
             offset, nbytes = self._put_error(batch, SampleError(self._describe_error(error)))
             return offset | ERROR_BLOB, nbytes
+        finally:
+            lease[0], lease[1], lease[2] = before
 
-    def _keys_in(self, batch: int) -> list[Any]:
-        """The keys of the samples in a batch that is about to be collated."""
-        ledger = self._ledger
-        _, first, count, bound, *_ = ledger.describe(batch)
-        keys = []
-        for position in range(first, first + count) if bound else ledger.occupants(batch):
-            if position < 0:
-                continue  # nobody took the place
-            own, k = ledger.locate(position)
-            *_, offset, nbytes, _ = ledger.describe(own)
-            keys.append(
-                self._store.peek(offset, nbytes)[k] if offset else ledger.keys(own, k, 1)[0]
-            )
-        return keys
+    def _keys(self, batch: int, k: int, count: int) -> Sequence[Any]:
+        return keys_of(self._ledger, self._store, batch, k, count)
 
     def _packing(self, batch: int, sample: Any) -> _Packing | None:
         """How samples get into the batch; None if this one cannot start it."""
@@ -413,7 +427,7 @@ class BatchWriter:
     def _attach(self, batch: int, place: int, value: Any, kind: int) -> None:
         try:
             offset, nbytes = self._put(batch, value)
-        except Exception as error:
+        except self._catches as error:
             # What cannot travel becomes the error that says so.
             failure: Any = SampleError(self._describe_error(error))
             if kind == SAMPLE_BLOB:
@@ -425,7 +439,7 @@ class BatchWriter:
                 kind = ERROR_BLOB
         self._ledger.attach(place, offset | kind, nbytes)
 
-    def _put_error(self, batch: int, error: SampleError | _Held) -> tuple[int, int]:
+    def _put_error(self, batch: int, error: Any) -> tuple[int, int]:
         """Keep an error; offset 0 if the slot has no room even for that, and the reader knows what to say."""
         try:
             return self._put(batch, error)

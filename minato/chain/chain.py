@@ -74,6 +74,16 @@ class Chain:
         return tuple(step.transform if isinstance(step, Obeying) else step for step in self.steps)
 
     @property
+    def drawing(self) -> dict[str, Step]:
+        """The transforms that draw by themselves, by names that stay the same where a cache takes the first ones."""
+        length = len(self.steps)
+        return {
+            f"transforms[{i - length}]": step
+            for i, step in enumerate(self.steps)
+            if not isinstance(step, Obeying)
+        }
+
+    @property
     def plans(self) -> bool:
         """Whether one of the transforms plans."""
         return any(isinstance(step, Obeying) for step in self.steps)

@@ -1,10 +1,10 @@
-"""The three global generators of a process, each as memory that can be rewritten for a sample.
+"""Random generators as memory that can be rewritten for a sample: the three global ones, and those that objects own.
 
-All three are Mersenne Twisters: 624 words and a position. Calling their ``seed`` for every sample
-costs microseconds, so a fresh state is written instead: torch's through ``set_state``, the other
-two where they keep it. Where that is, is found out on private instances and verified in both
+Nearly all are Mersenne Twisters: 624 words and a position. Calling their ``seed`` for every sample
+costs microseconds, so a fresh state is written instead: torch's through ``set_state``, those of
+``random`` and numpy where they keep it. Where that is, is found out on private instances and verified in both
 directions, once per process; if that fails, their ``setstate`` gives the same numbers slowly.
-Whether anybody has drawn is seen in the memory of all three.
+Whether anybody has drawn is seen in their memory.
 
 A state is written with its position at the *start* of the fresh words: the first 624 draws are
 these words, tempered, and need no twist. A position inside the words is also harmless to a thread
@@ -26,13 +26,20 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-__all__ = ["GlobalGenerator", "examine", "numpy_generator", "python_generator", "torch_generator"]
+__all__ = [
+    "MemoryGenerator",
+    "examine",
+    "numpy_generator",
+    "own_generator",
+    "python_generator",
+    "torch_generator",
+]
 
 WORDS = 624
 PYTHON_STREAM, NUMPY_STREAM, TORCH_STREAM = 0, 1, 2
 
 
-class GlobalGenerator(Protocol):
+class MemoryGenerator(Protocol):
     """Memory to fill for a sample, and what makes it the state of a generator."""
 
     blocks: list[tuple[int, int, int, int]]
@@ -82,13 +89,23 @@ def _set_python_state(generator: random.Random, state: np.ndarray) -> bytes:
     return ctypes.string_at(id(generator), _random.Random.__basicsize__)
 
 
-class PythonInMemory:
-    """The state of ``random``, where CPython keeps it."""
+def _python_state_is_at(offset: int, generator: random.Random) -> bool:
+    if type(generator) is random.Random:
+        return True
+    _, words, _ = generator.getstate()
+    state = np.array([words[-1], *words[:-1]], np.uint32).tobytes()
+    return ctypes.string_at(id(generator) + offset, len(state)) == state
 
-    def __init__(self, generator: random.Random, position_offset: int) -> None:
+
+class PythonInMemory:
+    """The state of a ``random.Random``, where CPython keeps it."""
+
+    def __init__(
+        self, generator: random.Random, position_offset: int, stream: int = PYTHON_STREAM
+    ) -> None:
         self._generator: Any = generator
         self._address = id(generator) + position_offset
-        self.blocks = [(self._address + 4, WORDS, PYTHON_STREAM, 4)]
+        self.blocks = [(self._address + 4, WORDS, stream, 4)]
         self.cells = [(self._address, 0)]
         self.spans = [(self._address, 4 + 4 * WORDS)]
 
@@ -110,12 +127,12 @@ class PythonInMemory:
 
 
 class PythonByCall:
-    """The state of ``random``, through its methods."""
+    """The state of a ``random.Random``, through its methods."""
 
-    def __init__(self, generator: random.Random) -> None:
+    def __init__(self, generator: random.Random, stream: int = PYTHON_STREAM) -> None:
         self._generator = generator
         self._words = np.zeros(WORDS, np.uint32)
-        self.blocks = [(self._words.ctypes.data, WORDS, PYTHON_STREAM, 4)]
+        self.blocks = [(self._words.ctypes.data, WORDS, stream, 4)]
         self.cells: list[tuple[int, int]] = []
         self.spans: list[tuple[int, int]] = []
 
@@ -134,13 +151,15 @@ class PythonByCall:
         self.load(rest)
 
 
-def python_generator() -> GlobalGenerator:
-    """Return the generator behind the functions of ``random``."""
-    generator = random._inst
+def python_generator(
+    generator: random.Random | None = None, stream: int = PYTHON_STREAM
+) -> MemoryGenerator:
+    """Return a generator of ``random``, by default the one behind its functions."""
+    generator = random._inst if generator is None else generator
     offset = _python_position_offset()
-    if offset is None or type(generator) is not random.Random:
-        return PythonByCall(generator)
-    return PythonInMemory(generator, offset)
+    if offset is None or not _python_state_is_at(offset, generator):
+        return PythonByCall(generator, stream)
+    return PythonInMemory(generator, offset, stream)
 
 
 # --- numpy ----------------------------------------------------------------------------------
@@ -174,11 +193,11 @@ def _numpy_gauss_offset() -> int | None:
 class NumpyInMemory:
     """The legacy state of numpy: an MT19937 at its documented address, and a cached normal."""
 
-    def __init__(self, generator: Any, gauss_offset: int) -> None:
+    def __init__(self, generator: Any, gauss_offset: int, stream: int = NUMPY_STREAM) -> None:
         self._words_address: int = generator._bit_generator.ctypes.state_address
         self._gauss_address = id(generator) + gauss_offset
         self._kept_alive = generator, generator._bit_generator
-        self.blocks = [(self._words_address, WORDS, NUMPY_STREAM, 4)]
+        self.blocks = [(self._words_address, WORDS, stream, 4)]
         position, gauss = self._words_address + 4 * WORDS, self._gauss_address
         # Whether a normal is kept, and both halves of it: get_state() shows it even where it does not count.
         self.cells = [(position, 0), (gauss, 0), (gauss + 8, 0), (gauss + 12, 0)]
@@ -204,14 +223,14 @@ class NumpyInMemory:
 
 
 class NumpyByCall:
-    """The legacy global state of numpy through ``set_state``, over any bit generator."""
+    """A legacy state of numpy through ``set_state``, over any bit generator."""
 
-    def __init__(self, generator: Any) -> None:
+    def __init__(self, generator: Any, stream: int = NUMPY_STREAM) -> None:
         self._generator = generator
         self._words = np.zeros(WORDS, np.uint32)
         self._twister = type(generator._bit_generator) is np.random.MT19937
         words = WORDS if self._twister else 8
-        self.blocks = [(self._words.ctypes.data, words, NUMPY_STREAM, 4)]
+        self.blocks = [(self._words.ctypes.data, words, stream, 4)]
         self.cells: list[tuple[int, int]] = []
         self.spans: list[tuple[int, int]] = []
 
@@ -234,17 +253,161 @@ class NumpyByCall:
         self.load(rest)
 
 
-def numpy_generator() -> GlobalGenerator:
-    """Return the generator behind the functions of ``numpy.random``."""
-    generator: Any = np.random.mtrand._rand
+def numpy_generator(generator: Any = None, stream: int = NUMPY_STREAM) -> MemoryGenerator:
+    """Return a ``RandomState``, by default the one behind the functions of ``numpy.random``."""
+    generator = np.random.mtrand._rand if generator is None else generator
     offset = _numpy_gauss_offset()
     if (
         offset is None
         or type(generator) is not np.random.RandomState
         or type(generator._bit_generator) is not np.random.MT19937
     ):
-        return NumpyByCall(generator)
-    return NumpyInMemory(generator, offset)
+        return NumpyByCall(generator, stream)
+    return NumpyInMemory(generator, offset, stream)
+
+
+@functools.cache
+def _pcg64_order() -> str | None:
+    """Return the order of the halves of the 128-bit words in a PCG64's memory: ``<`` low first, ``>`` high first.
+
+    A pointer to state and increment comes first, then a flag and the half of a word that is kept.
+    """
+    probe: Any = np.random.PCG64(0)
+    if sys.implementation.name != "cpython" or sys.byteorder != "little":
+        return None
+    numbers = [(n << 96 | n << 40 | n, n << 70 | 2 * n + 1, n) for n in (0x1234567, 0x2345678)]
+    (state, increment, kept), second = numbers
+    _set_pcg64(probe, state, increment, kept)
+    address: int = probe.ctypes.state_address
+    if ctypes.string_at(address + 8, 8) != struct.pack("=iI", 1, kept):
+        return None
+    words = ctypes.c_uint64.from_address(address).value
+    for order in "<>":
+        if ctypes.string_at(words, 32) == _pcg64_words(order, state, increment):
+            ctypes.memmove(words, _pcg64_words(order, *second[:2]), 32)
+            ctypes.memmove(address + 8, struct.pack("=iI", 1, second[2]), 8)
+            found = probe.state
+            seen = (*found["state"].values(), found["uinteger"])
+            return order if seen == second else None
+    return None
+
+
+def _set_pcg64(generator: Any, state: int, increment: int, kept: int) -> None:
+    generator.state = {
+        "bit_generator": type(generator).__name__,
+        "state": {"state": state, "inc": increment},
+        "has_uint32": 1,
+        "uinteger": kept,
+    }
+
+
+def _pcg64_words(order: str, *numbers: int) -> bytes:
+    words = [number >> shift & _LOW_64 for number in numbers for shift in _HALVES[order]]
+    return struct.pack("=4Q", *words)
+
+
+def _pcg64_increment(stream: int) -> int:
+    """Return an increment for each stream, by which each state is followed by others; it must be odd."""
+    return stream << 64 | stream | 1
+
+
+_LOW_64 = (1 << 64) - 1
+_HALVES = {"<": (0, 64), ">": (64, 0)}
+
+
+class BitsInMemory:
+    """The state of a bit generator of numpy's, where it keeps it: an MT19937, a PCG64 or a PCG64DXSM."""
+
+    def __init__(self, bits: Any, order: str, stream: int) -> None:
+        self._kept_alive = bits
+        address: int = bits.ctypes.state_address
+        if type(bits) is np.random.MT19937:
+            self.blocks = [(address, WORDS, stream, 4)]
+            self.cells = [(address + 4 * WORDS, 0)]
+            self.spans = [(address, 4 * WORDS + 4)]
+            return
+        words = ctypes.c_uint64.from_address(address).value
+        self.blocks = [(words, 4, stream, 4)]
+        halves = struct.unpack("=8i", _pcg64_words(order, 0, _pcg64_increment(stream)))
+        self.cells = [(words + 4 * i, halves[i]) for i in range(4, 8)]
+        self.cells += [(address + 8, 0), (address + 12, 0)]
+        self.spans = [(words, 32), (address + 8, 8)]
+
+    def publish(self) -> None:
+        """Nothing is left to do."""
+
+    def save_rest(self) -> None:
+        """Nothing is elsewhere."""
+
+    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+        self.load(copies)
+
+    def save(self) -> Any:
+        return list(starmap(ctypes.string_at, self.spans))
+
+    def load(self, saved: Any) -> None:
+        for (address, nbytes), copy in zip(self.spans, saved, strict=True):
+            ctypes.memmove(address, copy, nbytes)
+
+
+class BitsByCall:
+    """The state of any bit generator of numpy's, through its attribute ``state``."""
+
+    def __init__(self, bits: Any, stream: int) -> None:
+        self._bits: Any = bits
+        self._words = np.zeros(WORDS if type(bits) is np.random.MT19937 else 8, np.uint32)
+        self._increment = _pcg64_increment(stream)
+        self.blocks = [(self._words.ctypes.data, len(self._words), stream, 4)]
+        self.cells: list[tuple[int, int]] = []
+        self.spans: list[tuple[int, int]] = []
+
+    def publish(self) -> None:
+        kind = type(self._bits)
+        low, high, third, *_ = self._words.view(np.uint64).tolist()
+        if kind is np.random.MT19937:
+            key = self._words.copy()
+            fresh: Any = {"bit_generator": "MT19937", "state": {"key": key, "pos": 0}}
+        elif kind in (np.random.PCG64, np.random.PCG64DXSM):
+            state = {"state": high << 64 | low, "inc": self._increment}
+            fresh = {"bit_generator": kind.__name__, "state": state, **_NOTHING_KEPT}
+        elif kind is np.random.Philox:  # a function of its key
+            key = np.array([low, high], np.uint64)
+            fresh = _PHILOX | {"state": {"counter": np.zeros(4, np.uint64), "key": key}}
+        elif kind is np.random.SFC64:
+            words = np.array([low, high, third, 1], np.uint64)
+            fresh = _SFC64 | {"state": {"state": words}}
+        else:
+            fresh = kind(self._words.tolist()).state
+        self._bits.state = fresh
+
+    def save(self) -> Any:
+        return pickle.dumps(self._bits.state)  # arrays cannot be compared
+
+    def load(self, saved: Any) -> None:
+        self._bits.state = pickle.loads(saved)
+
+    save_rest = save
+
+    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+        self.load(rest)
+
+
+_NOTHING_KEPT = {"has_uint32": 0, "uinteger": 0}
+_PHILOX: dict[str, Any] = {
+    "bit_generator": "Philox",
+    "buffer": np.zeros(4, np.uint64),
+    "buffer_pos": 4,
+    **_NOTHING_KEPT,
+}
+_SFC64: dict[str, Any] = {"bit_generator": "SFC64", **_NOTHING_KEPT}
+
+
+def _bits_generator(bits: Any, stream: int) -> MemoryGenerator:
+    order = _pcg64_order()
+    known = (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM)
+    if order is None or _numpy_gauss_offset() is None or type(bits) not in known:
+        return BitsByCall(bits, stream)
+    return BitsInMemory(bits, order, stream)
 
 
 # --- torch ----------------------------------------------------------------------------------
@@ -312,21 +475,23 @@ def _find_torch_state(address: int, kept: tuple[Any, ...]) -> int | None:
 
 
 class TorchByState:
-    """The state of torch's default CPU generator; ``torch.initial_seed()`` keeps its answer."""
+    """The state of a CPU generator of torch's; ``initial_seed()`` keeps its answer."""
 
-    def __init__(self) -> None:
-        self._generator = torch.default_generator
+    def __init__(
+        self, generator: torch.Generator = torch.default_generator, stream: int = TORCH_STREAM
+    ) -> None:
+        self._generator = generator
         self._memory = np.zeros(_TORCH_STATE_BYTES // 8, np.uint64)
         self._state = torch.from_numpy(self._memory.view(np.uint8))
         self.adopt_initial_seed()
         self.blocks = [
-            (self._memory.ctypes.data + _TORCH_HEADER.size, WORDS, TORCH_STREAM, 8),
+            (self._memory.ctypes.data + _TORCH_HEADER.size, WORDS, stream, 8),
         ]
         self.cells: list[tuple[int, int]] = []
         self.spans: list[tuple[int, int]] = []
         offset = _torch_state_offset()
         if offset is not None:
-            address = torch.default_generator._cdata + offset  # type: ignore[attr-defined]
+            address = generator._cdata + offset  # type: ignore[attr-defined]
             self.spans = _torch_spans(address)
 
     def adopt_initial_seed(self) -> None:
@@ -355,10 +520,12 @@ class TorchByState:
 class TorchBySeed(TorchByState):
     """For a torch that keeps its state otherwise: seeded, hence with numbers of its own."""
 
-    def __init__(self) -> None:
-        self._generator = torch.default_generator
+    def __init__(
+        self, generator: torch.Generator = torch.default_generator, stream: int = TORCH_STREAM
+    ) -> None:
+        self._generator = generator
         self._words = np.zeros(1, np.uint64)
-        self.blocks = [(self._words.ctypes.data, 2, TORCH_STREAM, 4)]
+        self.blocks = [(self._words.ctypes.data, 2, stream, 4)]
         self.cells = []
         self.spans = []
 
@@ -369,13 +536,44 @@ class TorchBySeed(TorchByState):
         self._generator.manual_seed(int(self._words[0]))
 
 
-def torch_generator() -> TorchByState:
-    """Return torch's default CPU generator."""
-    return TorchByState() if _torch_layout_is_known() else TorchBySeed()
+def torch_generator(
+    generator: torch.Generator = torch.default_generator, stream: int = TORCH_STREAM
+) -> TorchByState:
+    """Return a CPU generator of torch's, by default the global one."""
+    make = TorchByState if _torch_layout_is_known() else TorchBySeed
+    return make(generator, stream)
+
+
+AT_ONCE = (NumpyInMemory, BitsInMemory)
+"""Those whose state is what was written, without more ado."""
+
+
+def own_generator(generator: Any, stream: int) -> MemoryGenerator | None:
+    """Return a generator that an object owns; None if its state cannot be written.
+
+    Args:
+        generator: Of ``random``, ``numpy.random`` or torch.
+        stream: Different ones give unrelated numbers.
+    """
+    if isinstance(generator, random.Random):
+        kind, base = type(generator), random.Random
+        own = (getattr(kind, name) is getattr(base, name) for name in _PYTHON_METHODS)
+        return python_generator(generator, stream) if all(own) else None
+    if isinstance(generator, np.random.RandomState):
+        return numpy_generator(generator, stream)
+    if isinstance(generator, np.random.Generator):
+        return _bits_generator(generator.bit_generator, stream)
+    if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
+        return torch_generator(generator, stream)
+    return None
+
+
+_PYTHON_METHODS = ("random", "getrandbits", "getstate", "setstate")
 
 
 def examine() -> None:
     """Find out where this process's generators keep their states: once here, not once in each forked worker."""
     _python_position_offset()
     _numpy_gauss_offset()
+    _pcg64_order()
     _torch_state_offset()

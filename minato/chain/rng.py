@@ -29,6 +29,7 @@ import torch
 
 from minato._core.seeding import Snapshot, StateWriter, mix
 from minato.chain import generators
+from minato.chain.owned import Owned
 
 __all__ = [
     "Binding",
@@ -57,6 +58,9 @@ class Binding(NamedTuple):
     occurrence: int = 0
 
 
+_NONE_OWNED = Owned({})
+
+
 class _ThreadState(threading.local):
     binding: tuple[int, int, object, int] | None = None
     generators_made: int = 0
@@ -72,28 +76,35 @@ class SampleRandomness:
         base_seed: The loader's seed; counts modulo 2**64.
         bind_globals: False in all threads but the main one, which share the global generators
             with it: then only :func:`current` and the helpers are bound.
+        owned: Other generators, which are bound as the global ones are.
 
     Create it in the process (after its ``torch.manual_seed``, whose seed ``torch.initial_seed()``
     keeps answering) and use it from one thread.
     """
 
-    def __init__(self, base_seed: int, *, bind_globals: bool = True) -> None:
+    def __init__(
+        self, base_seed: int, *, bind_globals: bool = True, owned: Owned | None = None
+    ) -> None:
         self.base_seed = base_seed
         self._bind_globals = bind_globals
+        self._owned = owned or _NONE_OWNED
         self.watches = bind_globals
         """Whether ``drawn`` can tell."""
-        self._all: tuple[generators.GlobalGenerator, ...] = ()
+        self._all: tuple[generators.MemoryGenerator, ...] = ()
+        self._own: dict[str, generators.MemoryGenerator] = {}
         self._snapshot = Snapshot([])
         self._before: Any = None
         if bind_globals:
             self._attach()
 
     def _attach(self) -> None:
-        """Find the global generators, and where each keeps its state."""
+        """Find where each generator keeps its state."""
         self._rand: Any = np.random.mtrand._rand
         self._bit_generator = self._rand._bit_generator
         self._torch = generators.torch_generator()
-        self._all = (generators.python_generator(), generators.numpy_generator(), self._torch)
+        self._own = self._owned.generators
+        own = self._own.values()
+        self._all = (generators.python_generator(), generators.numpy_generator(), self._torch, *own)
         writer = StateWriter(
             self.base_seed,
             [block for generator in self._all for block in generator.blocks],
@@ -102,8 +113,11 @@ class SampleRandomness:
         self._write = writer.write
         self._snapshot = Snapshot([span for generator in self._all for span in generator.spans])
         self._publish_python, self._publish_numpy, self._publish_torch = (
-            generator.publish for generator in self._all
+            generator.publish for generator in self._all[:3]
         )
+        self._publish_own = [
+            generator.publish for generator in own if type(generator) not in generators.AT_ONCE
+        ]
 
     def bind(self, epoch: int, key: object, occurrence: int = 0) -> None:
         """Start a sample: its draws become a function of (seed, epoch, key, occurrence).
@@ -120,12 +134,24 @@ class SampleRandomness:
             return
         if self._rand._bit_generator is not self._bit_generator:  # np.random.set_bit_generator
             self._attach()
+        if self._own and self._owned.moved():
+            self._owned.follow()
+            self._attach()
         self._write(
             epoch, key if type(key) is int and not occurrence else sample_word(key, occurrence)
         )
         self._publish_python()
         self._publish_numpy()
         self._publish_torch()
+        for publish in self._publish_own:
+            publish()
+
+    def look(self) -> bool:
+        """Look for generators that were made since the first look; whether there are any."""
+        if not self._bind_globals or not self._owned.look():
+            return False
+        self._attach()
+        return True
 
     @property
     def asked(self) -> int:
@@ -147,6 +173,8 @@ class SampleRandomness:
         """Whether anything drew from the global generators, or asked for a generator, since ``mark``."""
         # A generator that is asked for outside of samples is seeded from a global one, which shows there.
         asked_and_rests = _this_thread.generators_made, self._rests()
+        if self._own and self._owned.moved():
+            return True
         return not self._snapshot.holds() or self._before[1:] != asked_and_rests
 
     def rewind(self) -> None:
@@ -168,14 +196,18 @@ class SampleRandomness:
         return (
             _this_thread.binding,
             _this_thread.generators_made,
-            tuple([generator.save() for generator in self._all]),
+            tuple([generator.save() for generator in self._all[:3]]),
+            {path: generator.save() for path, generator in self._own.items()},
         )
 
     def restore(self, captured: Any) -> None:
         """Go on exactly where :meth:`capture` was called."""
-        _this_thread.binding, _this_thread.generators_made, states = captured
-        for generator, state in zip(self._all, states, strict=True):
+        _this_thread.binding, _this_thread.generators_made, states, own = captured
+        for generator, state in zip(self._all, states, strict=False):
             generator.load(state)
+        for path, state in own.items():
+            if path in self._own:  # one that was made in another process since may be missing
+                self._own[path].load(state)
 
     @contextmanager
     def saved(self) -> Iterator[None]:
@@ -183,14 +215,17 @@ class SampleRandomness:
         if self._bind_globals:
             if self._rand._bit_generator is not self._bit_generator:
                 self._attach()
-            self._torch.adopt_initial_seed()
-        held, before = self._all, self.capture()
+            for generator in self._all:
+                if isinstance(generator, generators.TorchByState):
+                    generator.adopt_initial_seed()
+        binding, made = _this_thread.binding, _this_thread.generators_made
+        before = [(generator, generator.save()) for generator in self._all]
         try:
             yield
         finally:
-            attached, self._all = self._all, held
-            self.restore(before)
-            self._all = attached
+            for generator, state in before:
+                generator.load(state)
+            _this_thread.binding, _this_thread.generators_made = binding, made
 
 
 def key_word(key: Any) -> int:

@@ -37,7 +37,7 @@ class AheadReader(ABC):
         # By the ledger's record: what was begun, or the error that this raised.
         self._begun: dict[int, Any] = {}
         # A batch that is on its way may have left its slot, where this lay, to others.
-        self._states: dict[int, tuple[int, Any, Any, bool] | None] = {}
+        self._states: dict[int, tuple[int, Any] | None] = {}
 
     def read(self, record: int, slot: Slot) -> Any:
         """The batch.
@@ -51,7 +51,7 @@ class AheadReader(ABC):
             begun.reraise()
         return self._finish(self._begin(record, slot) if begun is None else begun)
 
-    def state(self, record: int) -> tuple[int, Any, Any, bool] | None:
+    def state(self, record: int) -> tuple[int, Any] | None:
         """As :meth:`BatchReader.state`."""
         return self._states[record] if record in self._states else self._reader.state(record)
 

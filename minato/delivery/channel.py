@@ -26,6 +26,8 @@ _MOST_BYTES = 1 << 28
 _PIECE_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 4
 """That wait for their messages: with each piece of the stream comes one at most."""
+_BUFFER_BYTES = 1 << 20
+"""Room for messages that the other process has not read; the system may allow less (net.core.wmem_max)."""
 _SEND_S = 30.0
 """A process that leaves so little room for a message for so long counts as ended."""
 _AGAIN_S = 0.02
@@ -109,6 +111,7 @@ class Channel:
             connection.close()
             raise
         connection.settimeout(_SEND_S)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         self._connection = connection
         self._decode = decode
         self._takes_descriptors = takes_descriptors
@@ -119,6 +122,8 @@ class Channel:
         self._poll = select.poll()
         for descriptor in self.descriptors:
             self._poll.register(descriptor, select.POLLIN)
+        self._room = select.poll()
+        self._room.register(connection, select.POLLOUT)
         self.over = False
         self.fault: str | None = None
         self.received: deque[tuple[Any, int | None]] = deque()
@@ -135,6 +140,11 @@ class Channel:
         """What becomes readable when there is something to receive, or the other process has ended."""
         connection = self._connection.fileno()
         return (connection,) if self._watch is None else (connection, self._watch)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a message of usual size can be sent without waiting for the other process to receive others."""
+        return bool(self._room.poll(0))
 
     def send(self, message: tuple[Any, ...], descriptor: int | None = None) -> None:
         """Send a message, and a descriptor, of which the other process gets one of its own.

@@ -216,6 +216,13 @@ class BatchIterator(_BaseDataLoaderIter):
         if self._source is not None:
             self._source.lock_pages(locker)
 
+    @property
+    def _workers(self) -> list[Any]:
+        # Programs ask by this name of torch's whether there are worker processes, and end them.
+        if self._num_workers == 0:
+            raise AttributeError("there are no workers in num_workers=0")
+        return list(getattr(self._source, "workers", ()))
+
     def _shutdown_workers(self) -> None:
         # Programs call this method of torch's iterator to end persistent workers early.
         if self._source is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from minato.assembler.arena import Slot
@@ -51,8 +53,17 @@ def encoded(message: tuple[Any, ...]) -> bytes:
     Raises:
         TypeError: It holds something else than tuples, texts, integers, truth values and None.
     """
+    match message:
+        case ("batch", number, arena, Parcel() as parcel, (ranges, samples, hashes)):
+            # Flat lists: there may be a pair for each sample.
+            parts = parcel._replace(texts=_flat(parcel.texts))  # type: ignore[arg-type]
+            message = "batch", number, arena, parts, (_flat(ranges), samples, hashes)
     # numpy's integers become Python's.
     return json.dumps(message, separators=(",", ":"), default=operator.index).encode()
+
+
+def _flat(pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(itertools.chain.from_iterable(pairs))
 
 
 def from_rank(data: bytes) -> tuple[str, int, Pairs, Any]:
@@ -89,9 +100,9 @@ def from_host(data: bytes) -> tuple[Any, ...]:
         case ["arena", number, nbytes]:
             return "arena", _count(number), _count(nbytes)
         case ["given back", list(places)]:
-            return "given back", tuple((_count(arena), _slot(slot)) for arena, slot in places)
+            return "given back", tuple(map(_place, places))
         case ["batch", number, arena, parcel, [ranges, samples, hashes]]:
-            portion = list(_pairs(ranges)), _count(samples), _count(hashes, _MODULUS)
+            portion = list(_unflat(ranges)), _count(samples), _count(hashes, _MODULUS)
             return "batch", _count(number), _count(arena), _parcel(parcel), portion
     raise ValueError("no message of a host")
 
@@ -124,6 +135,15 @@ def _pairs(value: Any) -> Pairs:
     return tuple(map(_pair, _items(value)))
 
 
+def _unflat(value: Any) -> Pairs:
+    """Pairs of what they are one after the other."""
+    items = _items(value)
+    if len(items) % 2 or set(map(type, items)) - {int} or min(items, default=0) < 0:
+        raise ValueError("a list of pairs is none")
+    _count(max(items, default=0))
+    return tuple(zip(items[::2], items[1::2], strict=True))
+
+
 def _items(value: Any) -> list[Any]:
     if type(value) is not list:
         raise ValueError("a list is none")
@@ -137,11 +157,18 @@ def _slot(value: Any) -> Slot:
     return Slot(start, end)
 
 
+def _place(value: Any) -> tuple[int, Slot]:
+    arena, slot = _items(value)
+    return _count(arena), _slot(slot)
+
+
 def _parcel(value: Any) -> Parcel:
     slot, layout, result, failed, texts, nbytes = _items(value)
     if type(failed) is not bool:
         raise ValueError("a truth value is none")
-    return Parcel(_slot(slot), _count(layout), _pair(result), failed, _pairs(texts), _count(nbytes))
+    return Parcel(
+        _slot(slot), _count(layout), _pair(result), failed, _unflat(texts), _count(nbytes)
+    )
 
 
 def _tally(value: Any) -> tuple[int, int]:

@@ -49,7 +49,7 @@ class Reception:
         this = self._round
         if this is None or seat.channel is None or seat.state != "in":
             return
-        while seat.wants and seat.inbox:
+        while seat.wants and seat.inbox and seat.channel.has_room:  # sending never waits
             if this.arena not in seat.arenas:
                 seat.arenas.add(this.arena)
                 segment = self._arenas[this.arena].segment

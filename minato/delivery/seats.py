@@ -26,7 +26,7 @@ __all__ = [
 AHEAD = 2
 """Batches that each rank has asked for before it needs them, so that they are there when it does."""
 FAREWELL = 64
-"""So many more are sent unasked when the host takes leave: a socket has room for them, so that sending never waits."""
+"""So many more are sent unasked when the host takes leave, as far as the socket has room for them."""
 
 
 class Source(Protocol):
@@ -147,9 +147,10 @@ class Seat:
         return self.state == "in" and self.wants > 0 and self.dealt < quota
 
     def unserved(self, quota: int) -> bool:
-        """Whether another rank than the host is to be sent what is there already."""
-        waits = self.state == "in" and self.wants > 0 and self.channel is not None
-        return waits and (bool(self.inbox) or self.dealt == quota)
+        """Whether another rank than the host is to be sent what is there already, and its socket has room."""
+        if self.state != "in" or not self.wants or self.channel is None:
+            return False
+        return (bool(self.inbox) or self.dealt == quota) and self.channel.has_room
 
 
 def next_seat(seats: list[Seat], this: Round, in_turn: bool) -> Seat:

@@ -1,10 +1,11 @@
-"""Adapters to trainers, each connected as soon as both it and minato are imported.
+"""Adapters to trainers, each connected when it is imported and a ``minato.DataLoader`` has been made.
 
-Nothing of a trainer is imported from here.
+Nothing of a trainer is imported from here. The environment variable ``MINATO_INTEGRATIONS=0`` leaves all of them out.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -16,8 +17,15 @@ from minato.integrations import accelerate
 __all__ = ["connect"]
 
 
+_connected = False
+
+
 def connect() -> None:
-    """Install the adapters of trainers that are imported already, and of others when they are."""
+    """Install the adapters of trainers that are imported already, and of others when they are; once in a process."""
+    global _connected
+    if _connected or os.environ.get("MINATO_INTEGRATIONS") == "0":
+        return
+    _connected = True
     _when_imported("accelerate.data_loader", accelerate.install)
 
 

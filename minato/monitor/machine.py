@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable
 
 from minato._core.clock import now_ns
 from minato._machine import (
@@ -16,23 +16,29 @@ from minato._machine import (
 from minato.monitor.gpus import GpuWatch
 from minato.stats.glance import Machine
 
-__all__ = ["look", "looker"]
+__all__ = ["MachineLook", "look"]
 
 _RECENT_NS = 100_000_000
 """The kernel counts in steps of a tenth of it."""
 
 
-def looker(gpus: GpuWatch | None) -> Callable[[], Machine]:
-    """A function that looks, unless it did so a moment ago: the end of an epoch is often the beginning of the next."""
-    last_ns, last = 0, Machine()
+class MachineLook:
+    """Looks, unless it did so a moment ago: the end of an epoch is often the beginning of the next.
 
-    def looked() -> Machine:
-        nonlocal last_ns, last
-        if now_ns() - last_ns > _RECENT_NS:
-            last_ns, last = now_ns(), look(gpus)
-        return last
+    Attributes:
+        gpus: What watches the GPUs; None: nobody does.
+    """
 
-    return looked
+    def __init__(self) -> None:
+        self.gpus: GpuWatch | None = None
+        self._last_ns, self._last = 0, Machine()
+
+    def __call__(self) -> Machine:
+        """What the machine does now."""
+        if now_ns() - self._last_ns > _RECENT_NS:
+            with contextlib.suppress(OSError):  # a program that has no descriptor left still trains
+                self._last_ns, self._last = now_ns(), look(self.gpus)
+        return self._last
 
 
 def look(gpus: GpuWatch | None) -> Machine:

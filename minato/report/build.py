@@ -90,8 +90,8 @@ def setup_of(loader: Any, fetch_concurrency: int, may_fetch_more: bool, bounded:
     """
     return Setup(
         loader.num_workers,
-        loader.worker_method,
-        loader.order,
+        loader._options.worker_method,
+        loader._options.order,
         loader.batch_size,
         fetch_concurrency,
         may_fetch_more,

@@ -130,7 +130,10 @@ class Room:
 class Host:
     """What the machine did; use of its cores stands among the workers' figures."""
 
-    gpus: int = figure("GPUs", "that are watched; 0: none was found, or its driver does not tell")
+    gpus: int = figure(
+        "GPUs",
+        'that are watched, as measure="gpu" has it; 0: nobody asked, none was found, or its driver does not tell',
+    )
     disk_bytes_per_s: float = figure(
         "bytes per s", "read from local disks; near what they can do: the disk is the limit"
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from minato.scheduler.replicas import Replicas
 
@@ -28,8 +29,8 @@ class Assignment(Protocol):
     def delivered(self, owner: int) -> None:
         """Learn that a batch of this owner has been delivered."""
 
-    def ended(self, owner: int) -> None:
-        """Learn that this owner has nothing more to give in this pass."""
+    def ended(self, owner: int, record: int) -> None:
+        """Learn by this record that its owner has nothing more to give in this pass."""
 
 
 class AnyWorker:
@@ -48,7 +49,7 @@ class AnyWorker:
     def delivered(self, owner: int) -> None:
         """Nothing to learn."""
 
-    def ended(self, owner: int) -> None:
+    def ended(self, owner: int, record: int) -> None:
         """Nothing to learn."""
 
 
@@ -59,17 +60,24 @@ class RoundRobin:
         in_order: Whether batches are delivered in order; if not, a worker takes no more than its share of ``capacity``.
         capacity: Batches that all workers may hold together.
         replicas: Told which worker's batches were delivered; says where a pass begins. None: at worker 0.
+        state_of: Worker and state of its dataset, if that came with a record.
     """
 
     exact = True
 
     def __init__(
-        self, num_workers: int, in_order: bool, capacity: int, replicas: Replicas | None = None
+        self,
+        num_workers: int,
+        in_order: bool,
+        capacity: int,
+        replicas: Replicas | None = None,
+        state_of: Callable[[int], tuple[int, Any] | None] = lambda record: None,
     ) -> None:
         self._num_workers = num_workers
         self._in_order = in_order
         self._capacity = capacity
         self._replicas = replicas
+        self._state_of = state_of
         self._next = 0
         self._active = [True] * num_workers
         self._held = [0] * num_workers
@@ -107,8 +115,10 @@ class RoundRobin:
         if self._replicas is not None:
             self._replicas.delivered(owner - 1)
 
-    def ended(self, owner: int) -> None:
+    def ended(self, owner: int, record: int) -> None:
         """This worker's copy of the dataset is exhausted."""
         self._active[owner - 1] = False
         if self._replicas is not None:
             self._replicas.ended(owner - 1)
+            if (state := self._state_of(record)) is not None:
+                self._replicas.heard(*state)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
 from minato.scheduler.deaths import Deaths, Loss
 from minato.scheduler.failures import SKIP, ErrorPolicy, SampleFailure
 from minato.scheduler.flow import Flow
-from minato.scheduler.in_hand import InHand, sample_in_hand
+from minato.scheduler.in_hand import InHand, collation_in_hand, sample_in_hand
 from minato.scheduler.overdue import Overdue
 from minato.scheduler.parties import Sink
 
@@ -40,7 +41,9 @@ class Burial:
     policy: ErrorPolicy | None
 
     def __post_init__(self) -> None:
-        self._timeouts: Counter[int] = Counter()
+        self._timeouts: Counter[int | None] = (
+            Counter()
+        )  # by the sample's position, or what stands for others
 
     def __call__(self, number: int, pid: int | None, exit_code: int | Loss | None) -> None:
         """Bury worker number ``number``.
@@ -49,25 +52,36 @@ class Burial:
             RuntimeError: It shall not be replaced.
         """
         sample = sample_in_hand(self.ledger, self.read_keys, self.names, number)
+        collation = collation_in_hand(self.ledger, self.read_keys, number)
+        starts = self.ledger.lease(number)[2] == STARTING
         error: Exception | None = None if self.overdue is None else self.overdue.cause(number)
         attempts = 0
         if error is not None:
             if sample is not None:
                 self._timeouts[sample.position] += 1
                 attempts = self._timeouts[sample.position]
+            elif collation is not None or starts:
+                place = None if collation is None else -1 - collation.first
+                self._timeouts[place] += 1
+                attempts = self._timeouts[place]
             if self.policy is not None and attempts <= self.policy.retries:
                 error = None
+            elif collation is not None or starts:
+                raise error  # it is no single sample's
         else:
             # Samples of a worker that is killed before it has counted them show as the batches that they are in.
             progress = self.flow.delivered + sum(
                 self.ledger.activity(worker)[0] for worker in range(self.num_workers)
             )
-            error = self.deaths.report(number, pid, exit_code, sample, progress)
+            error = self.deaths.report(number, pid, exit_code, sample, progress, collation)
             attempts = 0 if sample is None else self.deaths.at(sample)
         # It may have delivered that sample: then it died, or was ended, too late to lose it.
         if error and sample and self.ledger.undecided(number, sample.position):
             self._give_up(number, sample, error, attempts)
         self.ledger.release(number)
+        self.ledger.lease_words(number)[2] = -1  # another worker has not begun
+        if self.overdue is not None:
+            self.overdue.forget(number)
 
     def _give_up(self, number: int, sample: InHand, error: Exception, attempts: int) -> None:
         """Do for a sample what its worker would have done if it had raised this."""

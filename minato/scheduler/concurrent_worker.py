@@ -85,6 +85,7 @@ class ConcurrentWorker(Worker):
         self._claimed: deque[Read] = deque()  # and not begun
         self._reads = reads
         reads.on_finished = self._wake
+        self.endings.append(reads.close)
         self._chain = chain
         self._seeds = seeds
         self._resting = False
@@ -129,10 +130,6 @@ class ConcurrentWorker(Worker):
         """Give up what is under way: others will do it."""
         self._underway.clear()
         self._claimed.clear()
-
-    def close(self) -> None:
-        """End the reads."""
-        self._reads.close()
 
     def _resume_all(self) -> None:
         # The worker is going to rest, and what it has claimed must not wait until it is wanted again.

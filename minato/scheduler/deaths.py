@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from minato.errors import WorkerDiedError
-from minato.scheduler.in_hand import InHand
+from minato.scheduler.in_hand import Collation, InHand
 from minato.scheduler.shortage import Shortage
 from minato.scheduler.watch import UNREADABLE
 
@@ -19,6 +19,8 @@ _FATAL = 3
 _HOPELESS = 10
 """The same for deaths between samples by a signal from outside: the cause need not lie in what is run."""
 _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM}
+_COLLATION = -1
+"""Tells the collation of a batch from its first sample."""
 
 _LIKELY = {
     signal.SIGKILL: "most often because memory ran out",
@@ -59,7 +61,7 @@ class Deaths:
         self._shortage = shortage
         self._settles = settles
         # By the sample's position, as keys may be of any kind; else by how far all had come.
-        self._by_place: Counter[tuple[int | None, tuple[int, int] | None]] = Counter()
+        self._by_place: Counter[tuple[int | None, object]] = Counter()
         self.total = 0
         """Workers that have died."""
 
@@ -70,6 +72,7 @@ class Deaths:
         exit_code: int | Loss | None,
         sample: InHand | None,
         progress: int,
+        collation: Collation | None = None,
     ) -> WorkerDiedError | None:
         """Take note of a death; returns if the worker shall be replaced, after a warning that says what happened.
 
@@ -77,6 +80,7 @@ class Deaths:
             sample: The sample it was on; None: it was on none.
             progress: How many samples have been run and batches delivered. Deaths of a worker on no sample only add up
                 while this stays the same: several workers that sleep may be killed at once.
+            collation: What it collated, if it was on no sample.
 
         Returns:
             None, or what is wrong with the sample if it shall be given up.
@@ -85,7 +89,11 @@ class Deaths:
             RuntimeError: torch's, with the cause in words.
         """
         self.total += 1
-        place = (None, (number, progress)) if sample is None else (sample.position, None)
+        place: tuple[int | None, object] = (None, (number, progress))
+        if sample is not None:
+            place = sample.position, None
+        elif collation is not None:
+            place = collation.first, _COLLATION
         # All workers of a machine may be lost at once, in the middle of nothing.
         elsewhere = isinstance(exit_code, Loss) and exit_code.blameless and not sample
         self._by_place[place] += not elsewhere
@@ -94,12 +102,16 @@ class Deaths:
         if isinstance(exit_code, Loss):
             unable = exit_code.unable
         else:
+            on_nothing = not (sample or collation or progress)
             own = exit_code is not None and exit_code > 0 and exit_code != UNREADABLE
-            unable = not sample and not progress and own
-        fatal = _HOPELESS if not sample and exit_code in _FROM_OUTSIDE else _FATAL
+            unable = on_nothing and own
+        between = not (sample or collation)
+        fatal = _HOPELESS if between and exit_code in _FROM_OUTSIDE else _FATAL
         on = "before its first sample, see what it wrote to stderr" if unable else "between samples"
         if sample:
             on = f"while it ran the sample with index {sample.key!r}"
+        elif collation:
+            on = f"in collate_fn, for the batch of {collation.indices}"
         what = f"DataLoader worker (pid {pid}) {_in_words(exit_code)} {on}."
         if self._shortage is not None:
             what += self._shortage.relieve()
@@ -128,7 +140,9 @@ def _in_words(exit_code: int | Loss | None) -> str:
         return exit_code.words
     if exit_code is None:
         return "ended (other code in this process has taken its exit code)"
-    if exit_code >= 0:
+    if exit_code == 0:
+        return "ended by itself (exit code 0, as after a KeyboardInterrupt or os._exit(0))"
+    if exit_code > 0:
         return f"exited with code {exit_code}"
     number = signal.Signals(-exit_code)
     likely = f" ({_LIKELY[number]})" if number in _LIKELY else ""

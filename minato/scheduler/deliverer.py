@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from minato._core.ledger import Ledger
 from minato.scheduler.failures import SKIP
 from minato.scheduler.fetch import Fetcher, StreamEnd, StreamFetcher
 from minato.scheduler.parties import Sink
+from minato.scheduler.replicas import Replica
 from minato.scheduler.stepper import Partial
 
 __all__ = ["Deliverer"]
@@ -65,7 +66,7 @@ class Deliverer:
                 sink.finished(batch, ledger.fill_run(self._number, batch, k + failed + 1, rest))
             return
         lacking = self._may_lack and any(map(_is_lacking, samples))
-        in_one = whole and (sink.collates or sink.holds or self._fetcher.keeps_state)
+        in_one = whole and (sink.collates or sink.holds or self._fetcher.sends_state)
         if in_one and lacking:
             in_one = not any(type(sample) is Partial for sample in samples)
         if in_one:
@@ -86,9 +87,9 @@ class Deliverer:
             kept = [sample for sample in samples if sample is not SKIP]
         if not kept:
             self._sink.write_nothing(batch, places)
-        elif self._fetcher.keeps_state:
+        elif self._fetcher.sends_state:
             first = next(i for i, sample in enumerate(samples) if sample is not SKIP)
-            self._sink.write_collated(batch, kept, places, (position + first, self._state))
+            self._sink.write_collated(batch, kept, places, (position + first, self._fetcher.state))
         else:
             self._sink.write_collated(batch, kept, places)
 
@@ -123,8 +124,8 @@ class Deliverer:
         sink = self._sink
         if error is not None:
             sink.write_error(batch, first, error, keys, self._state_after_error())
-        elif self._fetcher.keeps_state:
-            sink.write_collated(batch, result, (), (first, self._state))
+        elif self._fetcher.sends_state:
+            sink.write_collated(batch, result, (), (first, self._fetcher.state))
         elif sink.collates or type(result) is not list or len(result) != count:
             sink.write_collated(batch, result)
         else:
@@ -132,15 +133,19 @@ class Deliverer:
         sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, count))
 
     def streamed(
-        self, batch: int, place: int, samples: list[Any], error: BaseException | None
+        self,
+        stream: StreamFetcher,
+        batch: int,
+        place: int,
+        samples: list[Any],
+        error: BaseException | None,
     ) -> None:
         """Deliver a batch of a stream, or its end."""
         sink = self._sink
         if error is None:
-            state = (place, self._state) if self._fetcher.keeps_state else None
-            sink.write_batch(batch, samples, state)
+            sink.write_batch(batch, samples, (place, stream.state) if stream.sends_state else None)
         elif isinstance(error, StreamEnd):
-            sink.write_end(place)
+            sink.write_end(batch, place, stream.state if stream.sends_last_state else None)
         else:
             sink.write_error(batch, place, error, None, self._state_after_error())
         sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, 1))
@@ -163,17 +168,8 @@ class Deliverer:
             sink.write_error(batch, place, error, key)
         sink.finished(batch, ledger.fill(self._number, position, place))
 
-    def _state(self) -> tuple[int, Any, Any, bool]:
-        """The worker's number, the states of its dataset and iterator, whether that has ended."""
-        return (self._number, *self._fetcher.state())
-
-    def _state_after_error(self) -> tuple[int, Any, Any, bool] | None:
-        if not self._fetcher.keeps_state:
-            return None
-        try:
-            return self._state()
-        except Exception:
-            return None  # one error is enough
+    def _state_after_error(self) -> Callable[[], Replica] | None:
+        return self._fetcher.state if self._fetcher.sends_state else None
 
 
 def _is_lacking(sample: Any) -> bool:

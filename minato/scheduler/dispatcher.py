@@ -23,6 +23,8 @@ __all__ = ["Dispatcher"]
 
 _LIVENESS_S = 1.0
 """How long the consumer sleeps at most; whatever it waits for wakes it at once."""
+_STOPPED_S = 1.0
+"""A sleep that took so much longer than it should was one of the whole process, by SIGSTOP or Ctrl-Z."""
 _SETTLING_S = 0.01
 """How often it looks whether abandoned samples have ended, of which nobody tells."""
 _EVERYBODY = (1 << 31) - 1
@@ -218,7 +220,7 @@ class Dispatcher:
                 self._open.remove(found)
                 flags, _, result, *_ = self._ledger.contents(found.record)
                 if flags & ENDED:
-                    self._assignment.ended(found.owner)
+                    self._assignment.ended(found.owner, found.record)
                     self._leavings.drop_empty(found)
                     continue
                 self._assignment.delivered(found.owner)
@@ -237,7 +239,9 @@ class Dispatcher:
             try:
                 if self._dry or self._ledger.unclaimed() or not self._window.grow():
                     self._flow.begin_wait()
-                    self._sleep(deadline, seen)
+                    stopped_s = self._sleep(deadline, seen)
+                    if deadline is not None:
+                        deadline += stopped_s
             finally:
                 self._ledger.waiting = False
                 self._flow.end_wait()
@@ -276,14 +280,18 @@ class Dispatcher:
         """Say that the program gets it, or its error, now."""
         self._leavings.deliver(item)
 
-    def _sleep(self, deadline: float | None, seen: int | None = None) -> None:
+    def _sleep(self, deadline: float | None, seen: int | None = None) -> float:
+        """Wait for workers; returns how long this process was stopped meanwhile, in seconds."""
         # Without an open batch, room is waited for, which abandoned samples take up.
         limit = _LIVENESS_S if self._open else _SETTLING_S
         if deadline is not None:
             limit = min(limit, max(deadline - time.monotonic(), 0.0))
+        began = time.monotonic()
         self._pool.wait(self._gate.events if seen is None else seen, limit)
+        late_s = time.monotonic() - began - limit
         self._pool.check()
         self._leavings.sweep()
+        return late_s if late_s > _STOPPED_S else 0.0
 
     def _ready(self) -> InFlight | None:
         # Where membership is free, the oldest batch is waited for: overtaking it would break max_lag.

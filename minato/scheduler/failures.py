@@ -160,6 +160,10 @@ class FailureLog:
         if os.write(self._descriptor, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def state(self) -> bytes:
+        """Another one when anything was counted; a record is there before it is counted."""
+        return self._counters.snapshot()
+
     def counts(self) -> dict[str, int]:
         """Failures by outcome, those without a line (``unrecorded``), and how often samples were tried again."""
         return self._counters.by_name()
@@ -267,6 +271,7 @@ class FailureCount:
         self.skipped: set[Any] = set()
         """Which were left out, as far as they are not too many to keep."""
         self._begin_of_epoch: Counter[str] = Counter()
+        self._state = b""
         self._last: dict[str, Any] | None = None  # failure of this epoch
         self._size: int | None = None
         self._exceeded = False
@@ -328,6 +333,10 @@ class FailureCount:
 
     def look(self) -> None:
         """Bring the account up to date."""
+        state = self._log.state()
+        if state == self._state:
+            return
+        self._state = state
         counts = self._log.counts()
         self.retries = counts.pop("retries")
         self.totals = Counter(counts)

@@ -22,20 +22,28 @@ class Fetcher:
         dataset: Indexed by the sampler's keys; its ``__getitems__`` is used where it has one and batches are collated
             from lists of keys.
         batched: Whether keys come in lists, as with ``batch_size`` or a ``batch_sampler``.
+        keeps_state: Whether the dataset's state goes with each batch.
     """
 
-    def __init__(self, dataset: Any, chain: Chain, batched: bool) -> None:
+    def __init__(
+        self, dataset: Any, chain: Chain, batched: bool, keeps_state: bool = False
+    ) -> None:
         self._dataset = dataset
         self._run = chain.run if chain.steps else None
         get = functools.partial(operator.getitem, dataset)  # dataset[key] without a frame
         self.one: Callable[[Any], Any] = self._transformed if chain.steps else get
         """Gets the sample of a key, after the chain."""
         self.takes_lists = batched and bool(getattr(dataset, "__getitems__", None))
-        self.keeps_state = is_stateful(dataset)
+        self.keeps_state = keeps_state
 
-    def state(self) -> tuple[Any, Any, bool]:
-        """States of the dataset and, for streams, of its iterator, and whether that has ended."""
-        return self._dataset.state_dict(), None, False
+    @property
+    def sends_state(self) -> bool:
+        """Whether the state goes with the batch at hand."""
+        return self.keeps_state
+
+    def state(self) -> Replica:
+        """The dataset's state."""
+        return Replica(dataset=self._dataset.state_dict())
 
     def _transformed(self, key: Any) -> Any:
         assert self._run is not None
@@ -83,7 +91,9 @@ class StreamFetcher:
         drop_last: Whether an incomplete list is dropped.
         at_once: Whether the first pass is begun now, where the caller gets the errors of the dataset's ``__iter__``;
             otherwise each is begun with its first batch.
+            Then the caller also asks for the state, which is not sent.
         replica: Where an earlier run was, in the first pass.
+        state_every: Of how many batches one comes with the state; None: none does.
     """
 
     def __init__(
@@ -94,6 +104,7 @@ class StreamFetcher:
         drop_last: bool,
         at_once: bool = False,
         replica: Replica | None = None,
+        state_every: int | None = None,
     ) -> None:
         self._dataset = dataset
         self._run = chain.run if chain.steps else None
@@ -103,18 +114,45 @@ class StreamFetcher:
         self._begun = at_once
         self._samples: Iterator[Any] | None = iter(dataset) if at_once else None
         self._pass: object = None
-        self._replica = replica or Replica()
-        self.keeps_state = is_stateful(dataset)
-        """Whether the dataset or its iterator has a state."""
+        # The stream of one that has ended begins anew in the next pass.
+        self._replica = Replica() if replica is None or replica.ended else replica
+        self._sends = not at_once
+        self._state_every = state_every
+        self._num_taken = 0
+        self._dataset_keeps = is_stateful(dataset)
+        self._iterator_keeps = is_stateful(self._samples)
 
-    def state(self) -> tuple[Any, Any, bool]:
-        """States of the dataset and of its iterator, None for one that has none, and whether that has ended."""
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the dataset or its iterator has a state."""
+        return self._dataset_keeps or self._iterator_keeps
+
+    @property
+    def sends_state(self) -> bool:
+        """Whether the state goes with the batch at hand."""
+        if not (self._sends and self.keeps_state and self._state_every):
+            return False
+        return self._num_taken % self._state_every == 0
+
+    @property
+    def sends_last_state(self) -> bool:
+        """Whether the dataset's state goes with the end of the stream."""
+        return self._sends and self._dataset_keeps
+
+    def state(self) -> Replica:
+        """States of the dataset and of its iterator, and whether that has ended."""
         dataset, iterator = self._dataset, cast(Any, self._samples)
-        return (
-            dataset.state_dict() if is_stateful(dataset) and iterator is not dataset else None,
-            iterator.state_dict() if is_stateful(iterator) else None,
+        return Replica(
+            dataset.state_dict() if self._dataset_keeps and iterator is not dataset else None,
+            iterator.state_dict() if self._iterator_keeps and iterator is not None else None,
+            0,
             iterator is None,
         )
+
+    def present(self) -> Replica | None:
+        """The same at any time; None if there is no state, or it is still to be restored."""
+        restored = self._pass is not None or self._replica == Replica()
+        return self.state() if restored and self.keeps_state else None
 
     def enter(self, this_pass: object, count: int) -> None:
         """Make a new iterator if a new pass has begun.
@@ -129,7 +167,8 @@ class StreamFetcher:
                 self._samples = iter(self._dataset)
             self._begun = False
             samples = cast(Any, self._samples)
-            self.keeps_state = is_stateful(self._dataset) or is_stateful(samples)
+            self._iterator_keeps = is_stateful(samples)
+            self._num_taken = 0
             replica, self._replica = self._replica, Replica()
             if replica.iterator is not None:
                 samples.load_state_dict(replica.iterator)
@@ -144,6 +183,7 @@ class StreamFetcher:
         Raises:
             StreamEnd: Nothing is left, or less than ``drop_last`` asks for.
         """
+        self._num_taken += 1
         samples: list[Any] = []
         while self._samples is not None and len(samples) < count:
             try:

@@ -1,4 +1,4 @@
-"""Which sample a worker is on, as its lease in shared memory says."""
+"""What a worker is on, as its lease in shared memory says: a sample, or the collation of a batch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from minato._core.codes import FIRST_COLLATED
 from minato._core.ledger import Ledger
 
-__all__ = ["InHand", "has_begun", "sample_in_hand"]
+__all__ = [
+    "Collation",
+    "InHand",
+    "collation_in_hand",
+    "has_begun",
+    "indices_of",
+    "sample_in_hand",
+]
+
+_MOST_LISTED = 8
+"""Of the indices of a batch, so many are named."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,43 @@ class InHand:
     transform: str | None
     started_ns: int
     occurrence: int = 0
+
+
+@dataclass(frozen=True)
+class Collation:
+    """A batch that a worker collates.
+
+    Attributes:
+        first: Position of its first sample in the ledger.
+        indices: Of its samples, in words.
+    """
+
+    first: int
+    indices: str
+
+
+def collation_in_hand(
+    ledger: Ledger, read_keys: Callable[[int, int, int], Sequence[Any]], number: int
+) -> Collation | None:
+    """What worker ``number`` collates, or collated when it died; None: nothing."""
+    position, _, step = ledger.lease(number)
+    if position is not None or step > FIRST_COLLATED:
+        return None
+    batch = FIRST_COLLATED - step
+    return Collation(ledger.describe(batch)[1], indices_of(ledger, read_keys, batch))
+
+
+def indices_of(
+    ledger: Ledger, read_keys: Callable[[int, int, int], Sequence[Any]], batch: int
+) -> str:
+    """The indices of the samples in a batch that is about to be collated, for a message: the first few."""
+    _, first, count, bound, *_ = ledger.describe(batch)
+    keys = []
+    for position in range(first, first + count) if bound else ledger.occupants(batch):
+        if position >= 0:  # else nobody took the place
+            keys.append(read_keys(*ledger.locate(position), 1)[0])
+    more = f" and {len(keys) - _MOST_LISTED} more" if len(keys) > _MOST_LISTED else ""
+    return f"indices {', '.join(map(repr, keys[:_MOST_LISTED]))}{more}"
 
 
 def sample_in_hand(

@@ -51,7 +51,10 @@ class Leniency:
                 policy.recovered(failure)
                 return samples[0], None
             failure = self._failure(epoch, key, again, attempt + 1, occurrence)
-        return policy.settle(failure)
+        try:
+            return policy.settle(failure)
+        except BaseException as raised:  # by on_error; an Exception, settle has seen to itself
+            return None, raised
 
     def _failure(
         self, epoch: int, key: Any, error: BaseException, attempts: int, occurrence: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from minato.scheduler.worker import Worker
 
 __all__ = ["InlinePool", "ThreadPool", "wrapped_in_thread"]
 
-_GRACE_S = 5.0
+_GRACE_S = 4.0
 """How long the end of a loader waits for its threads; one that is stuck in user code cannot be ended."""
 
 
@@ -101,9 +102,10 @@ class ThreadPool:
         if not self._is_owner:
             return False
         self._stop()
+        deadline = time.monotonic() + _GRACE_S
         for thread in self.threads:
             if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(_GRACE_S)
+                thread.join(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self.threads)
 
 
@@ -121,11 +123,14 @@ class InlinePool:
         self._make_worker = make_worker
         self._give_back = give_back
         self._worker: Worker | None = None
-        self._owner = os.getpid()
+        self._closing = _Closing()
+        self.shut_down = self._closing.shut_down
+        """Ends what the worker has begun in other threads. Holds no loader, as a ``collate_fn`` may."""
 
     def start(self) -> None:
         """Prepare the one worker."""
         self._worker = self._make_worker(0)
+        self._closing.endings = self._worker.endings
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Work."""
@@ -141,12 +146,20 @@ class InlinePool:
     def check(self) -> None:
         """Nobody can die here."""
 
+
+class _Closing:
+    """The end of a worker in line."""
+
+    def __init__(self) -> None:
+        self.endings: list[Callable[[], None]] = []
+        self._owner = os.getpid()
+
     def shut_down(self) -> bool:
         """End what the worker has begun in other threads; returns whether this was that worker's process."""
         if os.getpid() != self._owner:
             return False
-        if self._worker is not None:
-            self._worker.close()
+        for end in self.endings:
+            end()
         return True
 
 

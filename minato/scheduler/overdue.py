@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from minato._core.clock import now_ns
+from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
 from minato._files import anonymous_log
 from minato.errors import SampleTimeoutError
@@ -78,17 +79,23 @@ class Overdue:
         self._ledger = ledger
         self._limit_s = limit_s
         self._stacks = stacks
-        self._ended: dict[int, SampleTimeoutError] = {}
+        self._ended: dict[int, str] = {}  # and why
+        self._since_ns = 0
         self.interval_s = limit_s / _LOOKS
         """How often ``end`` should be called."""
 
+    def excuse(self) -> None:
+        """Let the samples that are running now begin anew: all processes were stopped for a while."""
+        self._since_ns = now_ns()
+
     def end(self, processes: Sequence[BaseProcess]) -> None:
-        """End those of the workers whose sample is overdue."""
+        """End those of the workers whose sample, ``collate_fn`` or ``worker_init_fn`` is overdue."""
         for number, process in enumerate(processes):
             lease = self._ledger.lease(number)
-            if lease[0] is None or number in self._ended or process.pid is None:
+            on_nothing = lease[0] is None and lease[2] > STARTING
+            if on_nothing or number in self._ended or process.pid is None:
                 continue
-            taken_s = (now_ns() - lease[1]) / 1e9
+            taken_s = (now_ns() - max(lease[1], self._since_ns)) / 1e9
             # The two words of a lease are not written at once, so one look is not enough.
             if taken_s <= self._limit_s or self._ledger.lease(number) != lease:
                 continue
@@ -96,12 +103,21 @@ class Overdue:
                 stack = self._stacks.ask(process.pid)
                 if self._ledger.lease(number) != lease or not process.is_alive():
                     continue  # the sample, or the worker, came to an end by itself
-                self._ended[number] = SampleTimeoutError(
-                    f"a sample took more than sample_timeout_s={self._limit_s:g}, and its worker (pid {process.pid}) "
+                what = "a sample"
+                if lease[0] is None:
+                    what = "worker_init_fn" if lease[2] == STARTING else "collate_fn"
+                self._ended[number] = (
+                    f"{what} took more than sample_timeout_s={self._limit_s:g}, and its worker (pid {process.pid}) "
                     f"was ended. Its stack:\n{stack or '(none: the process did not answer)'}"
                 )
                 os.kill(process.pid, signal.SIGKILL)
 
     def cause(self, number: int) -> SampleTimeoutError | None:
         """Why a worker was ended, if it was ended here; asked once it is dead."""
-        return self._ended.pop(number, None)
+        why = self._ended.get(number)
+        # A new one each time: its traceback, once it is raised, would keep the loader alive.
+        return None if why is None else SampleTimeoutError(why)
+
+    def forget(self, number: int) -> None:
+        """Begin anew with the worker that takes the place of a dead one."""
+        self._ended.pop(number, None)

@@ -65,7 +65,7 @@ class Sink(Protocol):
 
     collates: bool
     holds: bool
-    run_again: Callable[[int], list[Any]] | None
+    run_again: Callable[[], Callable[[int], list[Any]] | None]
 
     def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
         """Put samples at consecutive places, the first of which is number k of the batch."""
@@ -76,12 +76,17 @@ class Sink(Protocol):
         """Build a whole batch, of however many samples, that has one place."""
 
     def write_error(
-        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
+        self,
+        batch: int,
+        place: int,
+        error: BaseException,
+        key: Any,
+        state: Callable[[], Any] | None = None,
     ) -> None:
-        """The same for a sample that raised."""
+        """The same for a sample that raised, and the state of the worker's dataset, if it has one."""
 
-    def write_end(self, place: int) -> None:
-        """Say that there is nothing more to come."""
+    def write_end(self, batch: int, place: int, state: Callable[[], Any] | None) -> None:
+        """Say that there is nothing more to come, and the state of the worker's dataset, if it has one."""
 
     def write_collated(
         self,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import random
+import signal
+import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import thread as executor
+from contextlib import contextmanager
+from multiprocessing import connection
 from multiprocessing import process as process_module
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -20,22 +25,30 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
+from minato._core.limits import explaining_limits
 from minato._core.wait import Gate
 from minato._ranges import in_profile
+from minato._signals import exiting, signals_deferred
 from minato.scheduler.overdue import Overdue
 from minato.scheduler.usage import Usage, process_usage
 from minato.scheduler.watch import UNREADABLE, ExitWatch, exit_code
 
 __all__ = [
     "ProcessPool",
+    "announced",
     "enter_worker_process",
     "parent_watch",
     "seed_worker",
     "wrapped_in_process",
 ]
 
-_GRACE_S = 5.0
-"""How long a worker may take to leave by itself at the end, as with torch."""
+_ANNOUNCED = threading.Lock()
+_GRACE_S = 3.0
+"""How long a worker may take to leave by itself at the end."""
+_TERMINATION_S = 1.0
+"""How long it may then take to follow SIGTERM; a program that is told to end has five seconds in all."""
+_STOPPED_S = 1.0
+"""A sleep that took so much longer than it should was one of the whole process, by SIGSTOP or Ctrl-Z."""
 _ARRIVAL_S = 2.0
 """A worker that has not begun after so long waits for something else than a core, and others may start."""
 _LOOK_S = 0.02
@@ -83,19 +96,20 @@ class ProcessPool:
         self._buried = buried
         self._overdue = overdue
         self._ready = ready
-        self._stop = stop
         self._may_leave = may_leave
         self._has_work = has_work
         self._has_begun = has_begun
         self._at_once = at_once
         self._coming: dict[int, float] = {}  # when they were started that have not begun
-        self._owner = os.getpid()
         if context.get_start_method() == "fork":
             at_first = num_workers
         last = max(num_workers - standbys, at_first)
         self._to_start = deque([*range(at_first), *range(last, num_workers)])
         self._unwatched = False
         self._watch = ExitWatch(context, ready.notify)
+        self._started = _Started(stop, self._watch)
+        self.shut_down = self._started.shut_down
+        """Ends all workers. Holds nothing of the user's, which may refer to the loader, and so to this pool."""
         self.processes = [self._make(number) for number in range(num_workers)]
         _POOLS.add(self)
 
@@ -140,13 +154,26 @@ class ProcessPool:
     def _start(self, number: int) -> None:
         process = self.processes[number]
         if process.pid is None:
-            process.start()
+            self._started.processes[number] = (
+                process  # before: an interrupt may come with the start
+            )
+            self._launch(process)
         self._watch.add(number, process)
         self._unwatched = True
 
+    def _launch(self, process: BaseProcess) -> None:
+        with explaining_limits("start a worker process"):
+            if self._context.get_start_method() != "fork":
+                process.start()
+                return
+            # What modules have Python call around a fork would swallow what a signal's handler raises.
+            with signals_deferred():
+                process.start()
+
     def _watch_all(self) -> None:
         # After processes are started, not between, for it is a thread.
-        self._watch.run()
+        with explaining_limits("watch the worker processes"):
+            self._watch.run()
         self._unwatched = False
 
     def usage(self) -> Usage:
@@ -155,7 +182,7 @@ class ProcessPool:
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready gate has had an event since ``seen``, or start a process that was left to start."""
-        if self._to_start and self._has_work():
+        if self._to_start and not self._is_ending and self._has_work():
             if self._has_room():
                 self._start_next()
                 return
@@ -164,11 +191,21 @@ class ProcessPool:
             self._watch_all()
         if self._overdue is not None:
             timeout_s = min(timeout_s, self._overdue.interval_s)
+        began = time.monotonic()
         with in_profile("minato: wait for workers"):
             self._ready.wait(seen, timeout_s)
+        if self._overdue is not None and time.monotonic() - began > timeout_s + _STOPPED_S:
+            self._overdue.excuse()
+
+    @property
+    def _is_ending(self) -> bool:
+        # A thread that still iterates must not replace workers that are ended.
+        return self._started.is_over or exiting()
 
     def check(self) -> None:
-        """Replace dead workers, or raise torch's RuntimeError."""
+        """Replace dead workers, or raise torch's RuntimeError; at the end, do nothing."""
+        if self._is_ending:
+            return
         while (gone := self._watch.first_gone()) is not None:
             self._replace(*gone)
             self._watch.forget()  # only now: whoever is interrupted, or raises, and asks again is told again
@@ -185,6 +222,24 @@ class ProcessPool:
         self._start(number)
         self._watch_all()
 
+
+class _Started:
+    """The processes of a pool that have been, or are just being, started, and what ends them.
+
+    Args:
+        stop: Tells the workers to leave.
+
+    Attributes:
+        is_over: Whether that has begun.
+    """
+
+    def __init__(self, stop: Callable[[], None], watch: ExitWatch) -> None:
+        self.processes: dict[int, BaseProcess] = {}
+        self.is_over = False
+        self._stop = stop
+        self._watch = watch
+        self._owner = os.getpid()
+
     def shut_down(self) -> bool:
         """End all workers: by request, and by signals if they do not follow it, or if this is interrupted.
 
@@ -193,13 +248,16 @@ class ProcessPool:
         """
         if os.getpid() != self._owner:
             return False  # a forked child of the user's holds a copy of this pool
-        left = [process for process in self.processes if process.pid is not None]
+        self.is_over = True
+        left = [process for process in self.processes.values() if process.pid is not None]
         try:
             self._stop()
+            _kill_stopped(left)
             left = self._watch.outlast(left, _GRACE_S)
             for process in left:
                 process.terminate()
-            left = self._watch.outlast(left, _GRACE_S)
+            _kill_stopped(left)
+            left = self._watch.outlast(left, _TERMINATION_S)
         finally:
             for process in left:
                 process.kill()
@@ -207,6 +265,18 @@ class ProcessPool:
                 process.join()
             self._watch.close()
         return True
+
+
+def _kill_stopped(processes: Iterable[BaseProcess]) -> None:
+    """Kill those that are stopped by a signal: they would follow no request and no other signal."""
+    for process in processes:
+        try:
+            with open(f"/proc/{process.pid}/stat", "rb") as file:
+                state = file.read().rpartition(b")")[2].split()[0]
+        except OSError:  # it has ended, or this is no Linux
+            continue
+        if state == b"T":
+            process.kill()
 
 
 _POOLS: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
@@ -227,8 +297,27 @@ def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset:
     torch._C._set_worker_signal_handlers()
     # Python would join the threads of executors at the end, of which one may have forked this process: itself.
     executor._threads_queues.clear()  # type: ignore[attr-defined]
+    _end_with_parent()
     torch.multiprocessing._set_thread_name("minato_worker")
     seed_worker(number, num_workers, base_seed, dataset)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when the one that had it started is gone or runs another program.
+
+    The pipe between the two is then closed on the other side, and the kernel sends a signal of choice, whatever
+    this process is doing then and whichever thread started it. Siblings that were forked later hold that side, too,
+    until they are killed themselves.
+    """
+    creator = multiprocessing.parent_process()
+    if creator is None or not hasattr(fcntl, "F_SETSIG"):
+        return
+    fcntl.fcntl(creator.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(creator.sentinel, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(creator.sentinel, fcntl.F_GETFL)
+    fcntl.fcntl(creator.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if connection.wait([creator.sentinel], 0):  # it is gone already
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def seed_worker(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:
@@ -247,6 +336,20 @@ def seed_worker(number: int, num_workers: int, base_seed: int, dataset: Any) -> 
     )
 
 
+@contextmanager
+def announced(number: int, num_workers: int, base_seed: int, dataset: Any) -> Iterator[None]:
+    """Let torch's ``get_worker_info()`` speak of this worker thread: one after the other, as torch knows one only."""
+    with _ANNOUNCED:
+        before = torch_worker._worker_info
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=number, num_workers=num_workers, seed=base_seed + number, dataset=dataset
+        )
+        try:
+            yield
+        finally:
+            torch_worker._worker_info = before
+
+
 def parent_watch() -> Callable[[], bool]:
     """A function that tells whether the process that had this one started still lives; it may be dead already."""
     creator = multiprocessing.parent_process()
@@ -259,9 +362,15 @@ def parent_watch() -> Callable[[], bool]:
 
 
 def wrapped_in_process(number: int) -> Callable[[BaseException], ExceptionWrapper]:
-    """How exceptions of a worker process travel: torch's wrapper with torch's words."""
+    """How exceptions of a worker process travel: torch's wrapper with torch's words; a Ctrl-C does not."""
 
     def wrap(error: BaseException) -> ExceptionWrapper:
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        if not isinstance(error, Exception):
+            # In the training loop it would end the program, a generator or a task, not tell of a bad sample.
+            ended = RuntimeError(f"{type(error).__name__} was raised, as if to end the worker")
+            ended.__cause__, error = error, ended
         return ExceptionWrapper(
             (type(error), error, error.__traceback__),
             where=f"in DataLoader worker process {number}",

@@ -21,6 +21,7 @@ from minato._core.clock import now_ns
 from minato._core.steps import run_steps
 from minato._pickling import SidePickler
 from minato.chain.chain import Chain
+from minato.chain.owned import Owned
 from minato.chain.rng import SampleRandomness
 from minato.scheduler.process import seed_worker
 from minato.stats.size import nbytes_of
@@ -75,7 +76,9 @@ class SampleServer:
     def __init__(self, number: int, work: Work) -> None:
         self._dataset = work.dataset
         self._steps = work.chain.steps
+        self._roots = {"dataset": work.dataset, **work.chain.drawing}
         self._randomness: SampleRandomness | None = None
+        self._looked_again = False
         self._laps = array("q", bytes(8 * len(self._steps)))
         self._cursor = array("q", [-1])
         self._failure: Exception | None = None
@@ -103,11 +106,18 @@ class SampleServer:
         try:
             if self._failure is not None:
                 raise self._failure
-            self._bind(seed, epoch, key, occurrence)
-            value = self._dataset[key]
-            laps_ns = [now_ns() - begun_ns]
-            size_bytes = nbytes_of(value)
-            value, _ = run_steps(self._steps, value, 0, 0, self._laps, self._cursor)
+            while True:
+                self._bind(seed, epoch, key, occurrence)
+                value = self._dataset[key]
+                laps_ns = [now_ns() - begun_ns]
+                size_bytes = nbytes_of(value)
+                value, _ = run_steps(self._steps, value, 0, 0, self._laps, self._cursor)
+                if self._looked_again or self._randomness is None:
+                    break
+                # The first sample may make generators, which were bound to nothing in it.
+                self._looked_again = True
+                if not self._randomness.look():
+                    break
             failed, parts = False, _packed(value)
             laps_ns += self._laps
         except Exception as error:
@@ -120,7 +130,7 @@ class SampleServer:
         if seed is None:
             return
         if self._randomness is None or self._randomness.base_seed != seed:
-            self._randomness = SampleRandomness(seed)
+            self._randomness = SampleRandomness(seed, owned=Owned(self._roots))
         self._randomness.bind(epoch, key, occurrence)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from minato._core.wait import GATE_NBYTES, Gate
+from minato._core.wait import Gate, SharedWords
 
 __all__ = ["Roster"]
 
-_WORD_NBYTES = 8
+_WORDS_NBYTES = SharedWords.nbytes(1)
 _PATIENCE_S = 1.0
 """How long a worker sleeps at most before it looks whether its parent lives."""
 
@@ -29,19 +29,18 @@ class Roster:
     NBYTES = 64
 
     def __init__(self, buffer: Any, offset: int, work: Gate) -> None:
-        words = memoryview(buffer).cast("B")[offset : offset + _WORD_NBYTES]
-        self._words = words.cast("q")
-        self._gate = Gate(buffer, offset + GATE_NBYTES)
+        self._words = SharedWords(buffer, offset, 1)
+        self._gate = Gate(buffer, offset + _WORDS_NBYTES)
         self._work = work
 
     @property
     def wanted(self) -> int:
         """How many shall work."""
-        return self._words[0]
+        return self._words.load(0)
 
     def want(self, count: int) -> None:
         """Have so many work from now on; those that are too many finish what they have in hand."""
-        self._words[0] = count
+        self._words.store(0, count)
         self._gate.notify()
         self._work.notify()  # who sleeps there and is no longer wanted would take wake-ups from those who are
 
@@ -51,7 +50,7 @@ class Roster:
 
     def rests(self, number: int) -> bool:
         """Whether this worker is not wanted now."""
-        return number >= self._words[0]
+        return number >= self._words.load(0)
 
     def stand_by(
         self, number: int, over: Callable[[], bool], parent_lives: Callable[[], bool]

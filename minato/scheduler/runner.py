@@ -93,6 +93,7 @@ class Runner:
         self.meters = meters
         """What it measures."""
         self._total, self._slowest = meters.total, meters.slowest
+        self._looked_again = False
         self._stepper = stepper
         self._failure = failure
         self.in_line = in_line
@@ -215,9 +216,16 @@ class Runner:
                 randomness.mark(unbind=False)
                 samples, error = run(None)
                 habits.watched += 1
-                if randomness.drawn():
+                if not self._looked_again:
+                    # The first sample of a worker may make generators, which were bound to nothing in it.
+                    self._looked_again = True
+                    if randomness.look():
+                        habits.draws = True
+                        self._forget()
+                        samples, error = run(binder())
+                if habits.draws is None and randomness.drawn():
                     habits.draws = True
-                elif habits.watched == _PROBES:
+                elif habits.draws is None and habits.watched == _PROBES:
                     habits.draws = not randomness.watches
         else:
             with self._guard(randomness):

@@ -155,7 +155,10 @@ class Scaler:
         if self._flow.ending or (now < self._changed_ns + _STARTING_NS and not self._all_begun()):
             self._before = None
             return
-        after, before = self._read(now), self._before
+        try:
+            after, before = self._read(now), self._before
+        except OSError:  # a program that has no descriptor left still trains
+            return
         if before is None:
             self._before = after
             return

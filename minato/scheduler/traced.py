@@ -143,11 +143,7 @@ class TracedWorker(Worker):
         self._lane = lane
         lane.instant(f"process {os.getpid()}, thread {threading.get_native_id()}")
         lane.flush()
-
-    def close(self) -> None:
-        """As ever."""
-        super().close()
-        self._lane.flush()
+        self.endings.append(lane.flush)
 
     def rest(self, seen: int, timeout_s: float) -> bool:
         """As ever."""
@@ -236,10 +232,10 @@ class TracedDispatcher(Dispatcher):
         self._opened_ns[item.record] = begun_ns
         return item
 
-    def _sleep(self, deadline: float | None, seen: int | None = None) -> None:
+    def _sleep(self, deadline: float | None, seen: int | None = None) -> float:
         begun_ns = now_ns()
         try:
-            super()._sleep(deadline, seen)
+            return super()._sleep(deadline, seen)
         finally:
             self._lane.slice(self._sleep_name, begun_ns, now_ns())
 

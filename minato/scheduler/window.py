@@ -11,6 +11,9 @@ _DEPTH = 2
 _REFILL_SHARE = 8
 """What part of the window may be empty before batches are opened again."""
 
+_sharing: set[Window] = set()
+"""Windows in use that divide a budget among them."""
+
 
 class Window:
     """Bounds the batches in flight: by a fixed number if one is asked for, by their bytes otherwise.
@@ -26,6 +29,7 @@ class Window:
         at_once: Number of batches whose samples the workers run at once; a window that is not fixed starts with so many
             besides one per worker, at least.
         slow_start: Deliveries for each batch that the window grows by, from one on; None: it begins as it is.
+        shares: Whether ``budget_bytes`` is divided among all windows of this process that share theirs, until ``end``.
     """
 
     def __init__(
@@ -36,10 +40,14 @@ class Window:
         most: int | None = None,
         at_once: int = 0,
         slow_start: int | None = None,
+        shares: bool = False,
     ) -> None:
         limit = max(_DEPTH * max(num_workers, 1), num_workers + at_once) if fixed is None else fixed
         self.limit = limit if most is None else min(limit, most)
-        self.budget_bytes = budget_bytes
+        self._budget_bytes = budget_bytes
+        self._shares = shares
+        if shares:
+            _sharing.add(self)
         self._most = most
         self._step = max(num_workers, 1)
         self._fixed = fixed is not None
@@ -47,6 +55,15 @@ class Window:
         self._warned = False
         self._slow_start = slow_start
         self._delivered = 0
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the batches in flight may take together now."""
+        return self._budget_bytes // max(len(_sharing), 1) if self._shares else self._budget_bytes
+
+    def end(self) -> None:
+        """Open no more batches: the budget is for the others."""
+        _sharing.discard(self)
 
     @property
     def batch_bytes(self) -> float:

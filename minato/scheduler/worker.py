@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,7 +67,8 @@ class Worker:
         self._fetcher = fetcher
         self._runner = runner
         self._sink = sink
-        sink.run_again = self._run_again
+        # Weakly: what a loader refers to shall be free with its iterator, not when garbage is collected.
+        sink.run_again = weakref.WeakMethod(self._run_again)
         self._read_keys = read_keys
         self._parking = parking
         self._whole_batches = whole_batches or fetcher.takes_lists or fetcher.keeps_state
@@ -78,6 +80,8 @@ class Worker:
         self._idle_since = now_ns()
         self._lacks_room = False
         self._pass_index = -1
+        self.endings: list[Callable[[], None]] = []
+        """What ``close`` calls; holds no worker."""
 
     def loop(self, parent_lives: Callable[[], bool]) -> None:
         """Work until the loader shuts down or its process is gone."""
@@ -132,6 +136,8 @@ class Worker:
 
     def close(self) -> None:
         """End what was begun in other threads."""
+        for end in self.endings:
+            end()
 
     def step(self) -> bool:
         """Do one lease, or go on with a sample that was set aside; False if there is nothing to do."""
@@ -311,7 +317,7 @@ class Worker:
             return stream.take(count)
 
         batches, error = self._runner.run(first, 0, [wanted], fetch)
-        self._deliver.streamed(batch, first, batches[0] if batches else [], error)
+        self._deliver.streamed(stream, batch, first, batches[0] if batches else [], error)
 
     def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]) -> None:
         """Run samples that may go to any batch; so those after one that raised are run all the same."""

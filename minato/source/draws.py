@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import copy
 import reprlib
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import GeneratorType
 from typing import Any
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -93,12 +96,15 @@ class Draw:
         self._sampler = index_sampler
         self._stateful = [sampler for sampler in samplers if is_stateful(sampler)]
         self._state: dict[str, Any] = {"before_iter": None, "before_first": None, "iterator": None}
+        self._error: ExceptionWrapper | None = None
 
     def entering(self) -> None:
         """Note what counts before ``iter(sampler)``."""
         self._state["epoch"] = epoch_of(self._sampler)
         self._state["before_iter"] = self._generator_states()
-        self._state["samplers"] = self._sampler_states()
+        self._error = None
+        with self._keeping_errors():
+            self._state["samplers"] = self._sampler_states()
 
     def first(self, iterator: Any) -> None:
         """Note what counts before the first key is drawn from what ``iter(sampler)`` gave."""
@@ -106,17 +112,21 @@ class Draw:
             self._state["before_iter"] = None  # the body of a generator has not begun before
         self._state["before_first"] = self._generator_states()
         if is_stateful(iterator):
-            self._state["iterator"] = copy.deepcopy(iterator.state_dict())
+            with self._keeping_errors():
+                self._state["iterator"] = copy.deepcopy(iterator.state_dict())
 
-    def again(self, state: dict[str, Any]) -> Iterator[Any]:
+    def again(self, state: dict[str, Any], samplers: bool = True) -> Iterator[Any]:
         """``iter(sampler)``, with everything as a state tells that it was; the next key is the first.
+
+        Args:
+            samplers: Whether samplers with a state get theirs.
 
         For the draws of the sampler, torch's default generator is as it was; for all others, it is as it is.
         """
         self._state = _loaded(state)
         outside = torch.default_generator.get_state()
         try:
-            iterator: Iterator[Any] = self._entered()
+            iterator: Iterator[Any] = self._entered(samplers)
             if not self._needs_default:
                 return iterator
             kinds = {type(sampler) for sampler in nested(self._sampler)}
@@ -125,8 +135,9 @@ class Draw:
         finally:
             torch.default_generator.set_state(outside)
 
-    def _entered(self) -> Any:
-        self._load_samplers()
+    def _entered(self, samplers: bool) -> Any:
+        if samplers:
+            self._load_samplers()
         self._load_generators("before_iter")
         iterator = iter(self._sampler)
         if self._state["iterator"] is not None:
@@ -174,7 +185,13 @@ class Draw:
         return _plain({"before_iter": own, "samplers": self._sampler_states()})
 
     def plain(self) -> dict[str, Any]:
-        """What was noted, as plain data."""
+        """What was noted, as plain data.
+
+        Raises:
+            Exception: What the ``state_dict()`` of a sampler or its iterator raised when it was to be noted.
+        """
+        if self._error is not None:
+            self._error.reraise()
         state = dict(self._state)
         if state["before_first"] is None and state["before_iter"] is not None:
             state["before_first"] = self._generator_states()
@@ -184,6 +201,14 @@ class Draw:
     def sources(self) -> tuple[int, int]:
         """How many generators there are besides torch's default one, and how many samplers that keep a state."""
         return len(self._generators), len(self._stateful)
+
+    @contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        """Keep what ``state_dict()`` raises: nobody may ask for the loader's state."""
+        try:
+            yield
+        except Exception:
+            self._error = ExceptionWrapper(sys.exc_info(), "in state_dict() before the first key")
 
     def _generator_states(self) -> list[torch.Tensor | None]:
         default = torch.default_generator.get_state() if self._needs_default else None

@@ -92,12 +92,6 @@ def _plain(key: Any) -> int | str | list[Any]:
         ) from None
 
 
-def _is_key(key: Any) -> bool:
-    if type(key) is list:
-        return len(key) == 2 and type(key[0]) in (int, str) and type(key[1]) is int and key[1] > 0
-    return type(key) in (int, str)
-
-
 def _line(raw: bytes) -> Any:
     """What a line holds, None if it is not whole."""
     try:
@@ -108,6 +102,17 @@ def _line(raw: bytes) -> Any:
 
 def _is_batch(line: Any) -> bool:
     return isinstance(line, list) and all(map(_is_key, line))
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) is list:
+        return (
+            len(key) == 2
+            and type(key[0]) in (int, str)
+            and type(key[1]) is int
+            and 0 < key[1] < 1 << 32
+        )
+    return type(key) in (int, str)
 
 
 @dataclass

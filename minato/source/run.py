@@ -64,6 +64,39 @@ class Standing:
         return seed_of_epoch(self.base_seed, self.drawn_epoch + epoch - self.epoch, epoch)
 
 
+@dataclass(frozen=True)
+class _Given:
+    """What a run needs of its loader, by value.
+
+    A loader that keeps its iterator would else be part of a cycle, and its workers would stay after ``del loader``
+    until the garbage collector comes by.
+    """
+
+    dataset: Any
+    streams: bool
+    batched: bool
+    sampler: Any
+    index_sampler: Any
+    drop_last: bool
+    persistent: bool
+    options: Any
+    course: Course
+
+    @classmethod
+    def of(cls, loader: Any) -> _Given:
+        return cls(
+            dataset=loader.dataset,
+            streams=is_stream(loader),
+            batched=loader._auto_collation,
+            sampler=loader.sampler,
+            index_sampler=loader._index_sampler,
+            drop_last=loader.drop_last,
+            persistent=loader.persistent_workers,
+            options=loader._options,
+            course=loader._course,
+        )
+
+
 class Run:
     """One run of a loader over its sampler.
 
@@ -71,6 +104,7 @@ class Run:
         standing: Kept up to date.
         state: In the middle of which it begins; None: at the beginning.
         begun: Called when its first batches are known.
+        settled: Its samplers have the state that a loaded one gave them.
     """
 
     def __init__(
@@ -80,13 +114,15 @@ class Run:
         replay: RecordedOrder | None,
         state: dict[str, Any] | None = None,
         begun: Callable[[], None] = lambda: None,
+        settled: bool = False,
     ) -> None:
-        self._loader = _likeness(loader)
+        self._given = _Given.of(loader)
         self._standing = standing
         self._draw = standing.draw
         self._replay = replay
         self._state = state
         self._begun = begun
+        self._settled = settled
         self._default = None if state is None else torch.default_generator.get_state()
         self._draw.entering()
 
@@ -121,7 +157,7 @@ class Run:
         return base_seed
 
     def _seed_in(self, epoch: int) -> int:
-        given: int | None = self._loader.seed
+        given: int | None = self._given.options.seed
         return self._standing.seed_in(epoch) if given is None else given
 
     def batches(self, indices: Any) -> Iterator[Any]:
@@ -135,7 +171,7 @@ class Run:
         finally:
             if self._default is not None:
                 torch.default_generator.set_state(self._default)
-        path = self._loader.record_order
+        path = self._given.options.record_order
         if path is not None:
             first = self.progress.done().batches
             self.progress.record = OrderRecord(path, self.epoch, self.seed, first)
@@ -143,61 +179,92 @@ class Run:
         return map(self.progress.asked, batches)
 
     def _left(self, indices: Any) -> Iterator[Any]:
-        if is_stream(self._loader):
-            return sizes_of(indices, self._loader._auto_collation)
+        given = self._given
+        if given.streams:
+            return sizes_of(indices, given.batched)
         if self._replay is not None:
-            drawn: Iterator[Any] = self._replay.batches(self.epoch)
-        elif self._state is not None:
-            drawn = self._keys(self._draw.again(self._state["draw"]))
-        else:
-            return itertools.chain.from_iterable(self._drawn_first(indices))
-        if self._state is None:
-            return drawn
-        mixes = self._loader.order in _MIXING
-        return rest_of(drawn, done_of(self._state["done"]), mixes, self._loader.drop_last)
+            recorded = self._replay.batches(self.epoch)
+            return recorded if self._state is None else self._rest(recorded, self._state)
+        if self._state is not None:
+            return self._drawn_again(self._state)
+        return itertools.chain.from_iterable(self._drawn_first(indices))
+
+    def _rest(self, batches: Iterator[Any], state: dict[str, Any]) -> Iterator[Any]:
+        mixes = self._given.options.order in _MIXING
+        return rest_of(batches, done_of(state["done"]), mixes, self._given.drop_last)
+
+    def _drawn_again(self, state: dict[str, Any]) -> Iterator[Any]:
+        """What is left of the pass in which a state was taken.
+
+        The state of a sampler may say how far its last iterator was, that of an earlier epoch. The next one goes on
+        from there, so that its keys are others, or none, and the one after begins anew.
+        """
+
+        def rest(samplers: bool) -> Iterator[Any]:
+            return self._rest(self._keys(self._draw.again(state["draw"], samplers)), state)
+
+        _, stateful = self._draw.sources
+        if not stateful:
+            return rest(samplers=True)
+        try:
+            left = rest(samplers=True)
+        except ValueError:
+            return rest(samplers=False)
+        if state["done"]["batches"]:
+            return left
+        for keys in left:
+            return itertools.chain([keys], left)
+        return rest(samplers=False)
 
     def _drawn_first(self, indices: Any) -> Iterator[Iterator[Any]]:
-        if isinstance(self._loader._index_sampler, InTurn):  # and not what torch asked, this rank's
-            indices = iter(self._loader._index_sampler)
+        if isinstance(self._given.index_sampler, InTurn):  # and not what torch asked, this rank's
+            indices = iter(self._given.index_sampler)
         self._draw.first(indices)
-        yield self._keys(indices)
+        keys = self._keys(indices)
+        if not self._settled:
+            yield keys
+            return
+        first = list(itertools.islice(keys, 1))
+        yield iter(first)
+        # Of a sampler whose state says that its last iterator had ended, only the next one begins anew.
+        yield keys if first else self._keys(iter(self._given.index_sampler))
 
     def _keys(self, indices: Any) -> Iterator[Any]:
-        loader = self._loader
-        whole = bool(getattr(loader.dataset, "__getitems__", None))
-        batches = batches_of(indices, loader._auto_collation, whole)
-        return counted(batches, loader._index_sampler, length_of(loader.dataset), number_of)
+        given = self._given
+        whole = bool(getattr(given.dataset, "__getitems__", None))
+        batches = batches_of(indices, given.batched, whole)
+        return counted(batches, given.index_sampler, length_of(given.dataset), number_of)
 
     def expected(self) -> tuple[Iterator[list[Any]], int, int] | None:
         """``(batches, epoch, seed)`` of the pass after this one, where it is known and can be prepared."""
-        loader = self._loader
+        given = self._given
         if not (
-            loader.persistent_workers
-            and loader._course.foretells
-            and loader.rng == "sample"
+            given.persistent
+            and given.course.foretells
+            and given.options.rng == "sample"
             and self._replay is None
         ):
             return None
-        later = next_sampler(loader._index_sampler)
+        later = next_sampler(given.index_sampler)
         if later is None:
             return None
         # Persistent workers keep their base seed, as with torch, so it is the same in the next pass.
         epoch = self.epoch + 1
-        return batches_of(later, loader._auto_collation), epoch, self._seed_in(epoch)
+        return batches_of(later, given.batched), epoch, self._seed_in(epoch)
 
     def size(self) -> int | None:
         """How many samples the sampler says it has, where there is no other than torch's batch sampler above it."""
-        loader = self._loader
-        if loader._auto_collation and type(loader._index_sampler) is not BatchSampler:
+        given = self._given
+        if given.batched and type(given.index_sampler) is not BatchSampler:
             return None
         try:
-            return len(loader.sampler)
+            return len(given.sampler)
         except TypeError:
             return None
 
     def foretold_wrongly(self) -> None:
         """Load nothing ahead for the next passes of this loader."""
-        self._loader._course.foretells = False
+        self._given.course.foretells = False
 
 
 class Course:
@@ -299,7 +366,8 @@ class Course:
         self._loaded = None
         self.last = _standing(loader, self.epoch)
         self.last.drawn_epoch = drawn_epoch
-        return Run(loader, self.last, replay), replicas
+        settled = loaded is not None and self.last.draw.sources[1] > 0
+        return Run(loader, self.last, replay, settled=settled), replicas
 
     def _forget(self) -> None:
         self._loaded = None
@@ -316,16 +384,22 @@ class Course:
             "finished": account is None or account.finished,
         }
         if last is None or account is None or account.finished:
-            kept = None if last is None or last.replicas is None else last.replicas.between()
-            return {**state, "draw": draw.between(), "replicas": _with_own(loader, kept)}
-        kept = None if last.replicas is None else last.replicas.plain()
+            if loader.num_workers == 0 and is_stateful(loader.dataset):
+                own = copy.deepcopy(loader.dataset.state_dict())
+                each = {"dataset": own, "iterator": None, "batches": 0, "ended": False}
+                replicas: Any = {"turn": 0, "each": [each]}
+            else:
+                replicas = (
+                    None if last is None or last.replicas is None else last.replicas.between()
+                )
+            return {**state, "draw": draw.between(), "replicas": replicas}
         return {
             **state,
             "base_seed": last.base_seed,
             "drawn_epoch": last.drawn_epoch,
             "done": plain_done(account.done()),
             "draw": last.draw.plain(),
-            "replicas": _with_own(loader, kept),
+            "replicas": None if last.replicas is None else last.replicas.plain(),
         }
 
     def load(self, loader: Any, state: Any, replicas: int) -> None:
@@ -353,17 +427,6 @@ class Course:
         return (self.last.progress if self.last else Progress(self.epoch)).coverage()
 
 
-def _likeness(loader: Any) -> Any:
-    """What a run needs of a loader.
-
-    One that keeps its iterator would else be part of a cycle, and its workers would stay after ``del loader`` until the
-    garbage collector comes by.
-    """
-    likeness = object.__new__(type(loader))
-    vars(likeness).update(vars(loader), _iterator=None)
-    return likeness
-
-
 def _standing(loader: Any, epoch: int, done: Done | None = None) -> Standing:
     progress = Progress(epoch, done)
     counted = loader.dataset if is_stream(loader) else loader._index_sampler
@@ -380,14 +443,3 @@ def _length(counted: Any, size: int, drop_last: bool, done: int) -> int | None:
     except TypeError:
         return None
     return max((count if drop_last else count + size - 1) // size - done, 0)
-
-
-def _with_own(loader: Any, replicas: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The states of the workers' datasets; before a batch told it, the state of the one in this process is asked."""
-    if loader.num_workers > 0 or not is_stateful(loader.dataset):
-        return replicas
-    own: dict[str, Any] = {"dataset": None, "iterator": None, "batches": 0, "ended": False}
-    if replicas is not None and replicas["each"][0] != own:
-        return replicas
-    own["dataset"] = copy.deepcopy(loader.dataset.state_dict())
-    return {"turn": 0, "each": [own]}

@@ -44,8 +44,8 @@ def signature(loader: Any, is_stream: bool, sources: tuple[int, int]) -> dict[st
         "sampler_length": length_of(sampler),
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
-        "order": loader.order,
-        "seed": loader.seed,
+        "order": loader._options.order,
+        "seed": loader._options.seed,
         "generators": generators,
         "stateful_samplers": stateful,
     }
@@ -93,6 +93,7 @@ def _check_parts(state: dict[str, Any]) -> None:
     _check("replicas", state, _are_replicas)
     if not state["finished"]:
         _check("base_seed", state, _is_int64)
+        _check("drawn_epoch", {"drawn_epoch": 0, **state}, _is_int64)
         _check("done", state, _is_done)
 
 

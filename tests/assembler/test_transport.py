@@ -126,7 +126,7 @@ def test_an_object_without_room_may_lie_in_a_reference_cycle(memory: Memory) -> 
     def allocate(nbytes: int) -> int:
         raise MemoryError(f"no room for {nbytes} bytes")
 
-    for _ in range(10):
+    for _ in range(3):
         with pytest.raises(MemoryError, match="no room") as caught:
             memory.store.put(allocate, {"a": [1, 2]})
         caught.value.me = caught.value  # type: ignore[attr-defined]

@@ -121,7 +121,7 @@ def test_samples_obey_wherever_they_run():
         {},
         {"num_workers": 2},
         {"num_workers": 2, "worker_method": "thread"},
-        {"num_workers": 2, "multiprocessing_context": "spawn"},
+        {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": True},
     ):
         loader = DataLoader(Numbers(200), 4, seed=3, transforms=[floats, Jitter()], **workers)
         contents.append([torch.cat(list(loader)) for epoch in range(2)])

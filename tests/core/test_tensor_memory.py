@@ -16,7 +16,7 @@ def test_it_is_found_in_this_torch() -> None:
     """A new release that moves it must be noticed, not just be slower."""
     found = tensor_memory.find()
     assert found is not None
-    assert len({found.impl, found.keys, found.gradient, found.dtype}) == 4
+    assert len({found.keys, found.gradient, found.dtype}) == 3  # all in torch's own object
     assert found.dtypes[torch.uint8] != found.dtypes[torch.uint1]
 
 

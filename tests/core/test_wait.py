@@ -291,3 +291,29 @@ def test_a_gate_keeps_its_memory(twin: ModuleType, memory: mmap.mmap) -> None:
         memory.close()
     del gate
     memory.close()
+
+
+def test_shared_words_are_seen_by_every_view_and_keep_their_sign(twin: ModuleType) -> None:
+    memory = bytearray(8 + twin.SharedWords.nbytes(3))
+    words, others = twin.SharedWords(memory, 8, 3), twin.SharedWords(memory, 8, 3)
+    for index, value in enumerate((-1, 0, 2**62)):
+        words.store(index, value)
+    assert [others.load(index) for index in range(3)] == [-1, 0, 2**62]
+    assert memory[:8] == bytes(8)
+
+
+@pytest.mark.parametrize("index", [-1, 3, 2**40])
+def test_words_that_do_not_exist_are_refused(twin: ModuleType, index: int) -> None:
+    words = twin.SharedWords(bytearray(64), 0, 3)
+    with pytest.raises(IndexError, match=f"word {index} is not one of 3"):
+        words.load(index)
+    with pytest.raises(IndexError, match=f"word {index} is not one of 3"):
+        words.store(index, 1)
+
+
+@pytest.mark.parametrize(("offset", "count"), [(0, 8), (4, 1), (-8, 1), (64, 0), (0, -1)])
+def test_shared_words_that_do_not_fit_are_refused(
+    twin: ModuleType, offset: int, count: int
+) -> None:
+    with pytest.raises(ValueError, match=f"{count} words at offset {offset} do not fit 64 bytes"):
+        twin.SharedWords(bytearray(64), offset, count)

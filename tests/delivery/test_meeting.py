@@ -103,6 +103,12 @@ def test_the_files_are_for_this_user_alone_and_go_with_the_host(meeting: Meeting
     assert keys[0] != keys[1]
 
 
+def test_nothing_has_an_abstract_address(host: Host) -> None:
+    """Those are open to all processes of the network namespace, whatever files they see."""
+    names = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
+    assert not [name for name in names if name.startswith("@minato")]
+
+
 def open_to_others(path: Path) -> None:
     path.mkdir(mode=0o700)
     path.chmod(0o770)

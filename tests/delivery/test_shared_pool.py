@@ -26,6 +26,7 @@ from tests.datasets import (
     Filled,
     Numbers,
     Sleepy,
+    double,
     flat,
     indices,
 )
@@ -480,16 +481,36 @@ def test_another_user_is_refused(stranger: int, monkeypatch: pytest.MonkeyPatch)
     assert run(program) == [[0, 2, 4, 6], kind]
 
 
-def test_loaders_that_do_not_belong_together() -> None:
+@pytest.mark.parametrize(
+    ("difference", "words"),
+    [
+        ({"dataset": Numbers(9)}, r"len\(dataset\)=9.* and there len\(dataset\)=8"),
+        (
+            {"batch_size": 2},
+            r"len\(loader\)=2, batch_size=2, and there len\(loader\)=1, batch_size=4\.",
+        ),
+        ({"shuffle": True}, r"sampler.shuffle=True, and there sampler.shuffle=False\."),
+        ({"order": "batch"}, r"order=batch, and there order=strict\."),
+        ({"transforms": [double]}, r"transforms=\('double',\), and there transforms=\(\)\."),
+        (
+            {"collate_fn": as_they_are},
+            r"collate_fn=as_they_are, and there collate_fn=default_collate",
+        ),
+        ({"on_rank_death": "wait"}, r"on_rank_death=wait, and there on_rank_death=raise\."),
+    ],
+)
+def test_loaders_that_do_not_belong_together(difference: Any, words: str) -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(8 + rank))
+        loader = loader_of(**{"dataset": Numbers(8), **(difference if rank else {})})
         if rank == 0:
             batches = iter(loader)
             found = next(batches).tolist()
             together.wait(20)
             return found
         try:
-            with pytest.raises(RuntimeError, match="not the one that local rank 0 has"):
+            with pytest.raises(
+                RuntimeError, match=f"not the one that local rank 0 has.*: here it has {words}"
+            ):
                 iter(loader)
         finally:
             together.wait(20)

@@ -46,10 +46,50 @@ assert not hasattr(original, "__wrapped__")
 assert not any(type(finder).__module__.startswith("minato") for finder in sys.meta_path)
 """
 
+MADE_FIRST = (
+    """
+import sys, minato
+finders = [*sys.meta_path]
+loader = minato.DataLoader(range(8), 4, order="arrival")
+assert len(sys.meta_path) == len(finders) + 1
+minato.DataLoader(range(8))
+assert len(sys.meta_path) == len(finders) + 1
+import accelerate
+"""
+    + ADAPTED
+)
+
+PATCHED = (
+    """
+import sys, minato, torch.utils.data
+minato.patch()
+import accelerate.data_loader
+assert accelerate.data_loader.DataLoader is minato.DataLoader
+loader = torch.utils.data.DataLoader(range(8), 4)
+assert accelerate.data_loader.DataLoader is not minato.DataLoader
+assert type(accelerate.data_loader.prepare_data_loader(loader).base_dataloader) is minato.DataLoader
+minato.unpatch()
+"""
+    + ADAPTED
+)
+
+REFUSED = """
+import os, sys
+os.environ["MINATO_INTEGRATIONS"] = "0"
+import minato, accelerate.data_loader, torch.utils.data
+finders = [*sys.meta_path]
+minato.DataLoader(range(8), 4)
+assert sys.meta_path == finders
+assert accelerate.data_loader.DataLoader is torch.utils.data.DataLoader
+"""
+
 NEEDS_ACCELERATE = {
     "minato first": "import minato, accelerate" + ADAPTED,
     "accelerate first": "import accelerate, minato" + ADAPTED,
     "its names first": "from accelerate import skip_first_batches; import minato" + ADAPTED,
+    "a loader first": MADE_FIRST,
+    "patched": PATCHED,
+    "refused": REFUSED,
 }
 
 FAKE = """
@@ -68,6 +108,7 @@ import importlib, pathlib, sys
 sys.dont_write_bytecode = True
 sys.path.insert(0, FOLDER)
 import minato
+minato.DataLoader([1])
 try:
     import accelerate.data_loader
 except RuntimeError:

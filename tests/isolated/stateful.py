@@ -68,6 +68,7 @@ def cases() -> dict[str, Callable[[Any], Any]]:
             found[f"{stream.__name__} {workers}"] = lambda kind, s=stream, w=workers: kind(
                 s(30), 4, num_workers=w
             )
+    found["Anew 0"] = lambda kind: kind(material.Anew(30), 4)
     return found
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import signal
+import sys
 import time
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 import minato
+from minato.scheduler import runner
 from tests.datasets import Numbers, assert_same, wait_until
 from tests.parity.harness import TorchLoader, drain
 from tests.parity.material import Drawing, Slow, Tensors
@@ -37,23 +40,53 @@ def test_readiness_order_mixes_batches() -> None:
 
 
 class Busy(Numbers):
-    """Who loads a sample; the first one keeps its worker busy."""
+    """Who loads a sample; the first one keeps its worker busy until so many others were begun."""
+
+    def __init__(self, size: int, others: int = 0) -> None:
+        super().__init__(size)
+        self.others = others
+        self.begun = multiprocessing.Value("i", 0)
 
     def __getitem__(self, index: int) -> int:
-        time.sleep(0.3 if index == 0 else 0.005)
+        if index == 0:
+            wait_until(lambda: self.begun.value >= self.others, 20)
+        else:
+            with self.begun:
+                self.begun.value += 1
         info = get_worker_info()
         assert info is not None
         return info.id
 
 
 def test_who_is_free_takes_the_next_sample() -> None:
-    def workers(make: Any, **own: Any) -> list[int]:
-        return [*make(Busy(12), None, num_workers=2, **own)]
+    def workers(make: Any, others: int = 0, **own: Any) -> list[int]:
+        return [*make(Busy(12, others), None, num_workers=2, **own)]
 
     alternating = [0, 1] * 6
     assert workers(TorchLoader) == alternating
-    assert sorted(workers(minato.DataLoader)) != sorted(alternating)
+    assert sorted(workers(minato.DataLoader, others=8)) != sorted(alternating)
     assert workers(minato.DataLoader, schedule="round_robin") == alternating
+
+
+class Owning(Numbers):
+    """Draws from a generator of its own."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.rng = random.Random(0)
+
+    def __getitem__(self, index: int) -> float:
+        return self.rng.random()
+
+
+def test_generators_that_the_dataset_owns_are_bound_to_the_sample() -> None:
+    def drawn(make: Any, num_workers: int = 2, **own: Any) -> list[float]:
+        return [*make(Owning(12), None, num_workers=num_workers, **own)]
+
+    assert len(set(drawn(TorchLoader))) == 6  # each of two workers has a copy
+    assert len(set(drawn(minato.DataLoader))) == 12
+    assert drawn(minato.DataLoader, seed=1) == drawn(minato.DataLoader, 0, seed=1)
+    assert drawn(minato.DataLoader, 0, rng="worker") == drawn(TorchLoader, 0)
 
 
 def test_randomness_does_not_depend_on_the_workers() -> None:
@@ -80,7 +113,8 @@ class Late(Numbers):
         return random.random() if index == self.size - 1 else 0.0
 
 
-def test_cheap_samples_that_draw_after_all_run_again() -> None:
+def test_cheap_samples_that_draw_after_all_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_WORTH_BINDING_NS", 1 << 62)  # cheap on a busy machine, too
     for own, again in (({}, True), ({"rng": "worker"}, False)):
         dataset = Late(400)
         assert len([*minato.DataLoader(dataset, 50, **own)]) == 8
@@ -187,13 +221,14 @@ class Called(Numbers):
 
 
 def test_iterators_and_processes_go_by_other_names() -> None:
-    for make, has_workers, name in (
+    for make, has_queues, name in (
         (TorchLoader, True, "Process"),
         (minato.DataLoader, False, "Fork"),
     ):
         iterator = iter(make(Called(1), None, num_workers=1))
         assert isinstance(iterator, torch.utils.data.dataloader._BaseDataLoaderIter)
-        assert hasattr(iterator, "_workers") == has_workers
+        assert hasattr(iterator, "_index_queues") == has_queues
+        assert len(iterator._workers) == 1
         assert next(iterator).startswith(name)
 
 
@@ -210,3 +245,45 @@ def test_stop_iteration_of_a_sample_does_not_end_the_epoch(workers: int) -> None
     assert [batch.tolist() for batch in theirs] == [[0, 1]]
     with pytest.raises(RuntimeError, match="the sample with index 3 raised StopIteration"):
         list(minato.DataLoader(Stopping(8), 2, num_workers=workers))
+
+
+class Interrupting:
+    """Is interrupted while it is finalized."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("make", [TorchLoader, minato.DataLoader], ids=["torch", "minato"])
+def test_interrupts_of_finalizers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda seen: ignored.append(seen.exc_type))
+    next(iter(make(Numbers(4))))
+    thing = [Interrupting()]
+    raised = False
+    try:
+        thing.clear()
+        time.sleep(0.3)
+    except KeyboardInterrupt:
+        raised = True
+    assert raised == (make is minato.DataLoader)
+    assert ignored == ([] if raised else [KeyboardInterrupt])
+
+
+class Leaving(Numbers):
+    """A sample that would end its worker."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            sys.exit(3)
+        return index
+
+
+def test_what_would_end_a_worker_is_the_error_of_its_sample() -> None:
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(TorchLoader(Leaving(8), 2, num_workers=1))
+    iterator = iter(minato.DataLoader(Leaving(8), 2, num_workers=1))
+    assert next(iterator).tolist() == [0, 1]
+    with pytest.raises(RuntimeError, match="SystemExit was raised, as if to end the worker"):
+        next(iterator)
+    assert next(iterator).tolist() == [4, 5]

@@ -216,7 +216,7 @@ def seen_in_each_place(make: Any, actions: dict[str, Callable[[], Any]], workers
 
 
 PARTS = (
-    ("value", "key", "two arguments", "stop"),
+    ("value", "key", "two arguments"),
     ("file", "with a message", "holds a generator", "no text"),
     ("decoding", "only by name", "chained", "silent"),
 )
@@ -235,7 +235,7 @@ def test_in_a_process(names: tuple[str, ...]) -> None:
 
 def test_in_threads() -> None:
     """torch has none; its worker processes say the same."""
-    actions = {name: ACTIONS[name] for name in ("value", "two arguments", "stop", "key")}
+    actions = {name: ACTIONS[name] for name in ("value", "two arguments", "key")}
     for what, action in actions.items():
         for where in ("sample", "sample by itself", "__getitems__", "collate_fn"):
             dataset, options = PLACES[where](action)
@@ -275,7 +275,7 @@ def test_beginning_of_a_stream(workers: Any, own: Any) -> None:
     """In line ``iter(loader)`` raises, as with torch; from workers it comes with the first batch."""
     if own:
         pytest.skip("threads have no streams")
-    for name in ("value", "key", "file", "two arguments", "stop", "holds a generator"):
+    for name in ("value", "key", "file", "two arguments", "holds a generator"):
         dataset = BadBeginning(ACTIONS[name])
         same_for_both(lambda make: next(iter(make(dataset, 2, **workers))))  # noqa: B023
         if not workers["num_workers"]:

@@ -8,7 +8,7 @@ from minato.scheduler.assignment import AnyWorker, RoundRobin
 def test_any_worker_takes_any_batch() -> None:
     anybody = AnyWorker()
     assert [anybody.choose() for _ in range(3)] == [0, 0, 0]
-    anybody.ended(0)
+    anybody.ended(0, 0)
     assert not anybody.over
     assert not anybody.exact
 
@@ -23,10 +23,10 @@ def test_turns_go_round() -> None:
 def test_workers_that_ended_are_left_out() -> None:
     turns = RoundRobin(3, in_order=True, capacity=6)
     assert turns.choose() == 1
-    turns.ended(2)
+    turns.ended(2, 0)
     assert [turns.choose() for _ in range(3)] == [3, 1, 3]
-    turns.ended(1)
-    turns.ended(3)
+    turns.ended(1, 0)
+    turns.ended(3, 0)
     assert turns.over
     assert turns.choose() is None
     turns.reset()

@@ -198,7 +198,7 @@ def test_an_interrupted_end_is_a_sudden_one() -> None:
     stage = Stage()
     pool = stage.processes(deaf)
     pool.start()
-    pool._stop = interrupted
+    pool._started._stop = interrupted
     with pytest.raises(KeyboardInterrupt):
         pool.shut_down()
     assert [worker.exitcode for worker in pool.processes] == [-signal.SIGKILL] * 2
@@ -422,11 +422,11 @@ def test_in_line_whoever_waits_works() -> None:
     class Inline:
         """Stands for a worker in the consumer's thread."""
 
+        def __init__(self) -> None:
+            self.endings = [lambda: steps.append(0)]
+
         def turn(self, timeout_s: float) -> None:
             steps.append(1)
-
-        def close(self) -> None:
-            steps.append(0)
 
     pool = InlinePool(lambda number: Inline(), lambda: None)  # type: ignore[arg-type, return-value]
     pool.start()

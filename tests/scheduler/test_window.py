@@ -100,3 +100,17 @@ def test_a_window_that_was_asked_for_is_not_shrunk() -> None:
     window = Window(4, 6, 10**9)
     assert not window.shrink()
     assert window.limit == 6
+
+
+def test_windows_in_use_share_a_budget() -> None:
+    first = Window(2, None, 1000, shares=True)
+    assert first.budget_bytes == 1000
+    second, own = Window(2, None, 1000, shares=True), Window(2, None, 1000)
+    assert [window.budget_bytes for window in (first, second, own)] == [500, 500, 1000]
+    first.observe(300)
+    assert not first.has_room(1)
+    second.end()
+    assert first.budget_bytes == 1000
+    assert first.has_room(1)
+    first.end()
+    own.end()

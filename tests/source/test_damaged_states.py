@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import time
 from typing import Any
 
 import pytest
@@ -109,25 +108,6 @@ def check(state: Any) -> None:
 @given(data=st.data())
 def test_any_damage_is_named(data: st.DataObject) -> None:
     damage(data)
-
-
-@pytest.mark.stress
-def test_any_damage_is_named_for_long(stress_s: float) -> None:
-    until = time.monotonic() + stress_s
-    tried = 0
-
-    @settings(
-        max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), database=None
-    )
-    @given(data=st.data())
-    def some(data: st.DataObject) -> None:
-        nonlocal tried
-        tried += 1
-        damage(data)
-
-    while time.monotonic() < until:
-        some()
-    print(f"{tried} damaged states")
 
 
 def damage(data: st.DataObject) -> None:

@@ -336,7 +336,7 @@ def test_the_file_is_made_anew_when_iteration_starts(tmp_path: Path) -> None:
     another = path.read_text()
     loader: Any = DataLoader(Numbers(4), 2, trace=path)
     assert path.read_text() == another
-    assert loader.trace == str(path)
+    assert loader.trace == path
     run(loader)
     assert samples(read(path)) == once(1, 4)
 

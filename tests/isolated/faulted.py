@@ -1,0 +1,109 @@
+"""Meet one fault, as the test that starts this describes: ``faulted.py FAULT [ARGUMENT]``."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+
+from minato import DataLoader
+
+
+class Slow:
+    """Numbers; the first four at once, the others after so many seconds."""
+
+    def __init__(self, seconds: float, first: int = 4) -> None:
+        self.seconds = seconds
+        self.first = first
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if index >= self.first:
+            time.sleep(self.seconds)
+        return index
+
+
+class Holding(Slow):
+    """The same, in compiled code that lets no other thread of Python run."""
+
+    def __getitem__(self, index: int) -> int:
+        if index >= self.first:
+            ctypes.PyDLL(None).sleep(int(self.seconds))
+        return index
+
+
+def iterate(dataset: Any, **options: Any) -> Any:
+    """An iterator that has given its first batch."""
+    iterator = iter(DataLoader(dataset, 4, num_workers=2, **options))
+    assert next(iterator).tolist() == [0, 1, 2, 3]
+    return iterator
+
+
+def stuck(kind: str) -> None:
+    """Wait for workers that are stuck in a sample."""
+    iterator = iterate({"sleep": Slow, "compiled": Holding}[kind](60))
+    pids = [process.pid for process in iterator._source._pool.processes]
+    time.sleep(0.2)
+    print(*pids, "are at work", flush=True)
+    next(iterator)
+
+
+def another_program(method: str) -> None:
+    """Become another program while workers wait for work."""
+    iterator = iterate(Slow(0, 12), multiprocessing_context=method, persistent_workers=True)
+    pids = [process.pid for process in iterator._source._pool.processes]
+    print(*pids, "are at work", flush=True)
+    os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+def stopped(_: str) -> None:
+    """Wait for slow samples, with limits on the time that they may take."""
+    iterator = iterate(Slow(0.4), timeout=1.7, sample_timeout_s=1.7)
+    print("at work", flush=True)
+    assert [batch.tolist() for batch in iterator] == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    print("complete")
+
+
+def exits(method: str) -> None:
+    """End the interpreter while a daemon thread waits for batches."""
+    begun = threading.Event()
+
+    def run() -> None:
+        for _ in DataLoader(Slow(0.05, 0), 1, num_workers=2, multiprocessing_context=method):
+            begun.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    assert begun.wait(40)
+
+
+def refused(limit: str) -> None:
+    """Meet a limit at the start of workers, and go on without them."""
+    before = len(os.listdir("/proc/self/fd"))
+    if limit == "files":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    else:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + int(limit), 4096))
+    try:
+        list(DataLoader(Slow(0), 4, num_workers=2))
+    except OSError as error:
+        print(error)
+    assert torch.cat(list(DataLoader(Slow(0), 4))).tolist() == list(range(12))
+
+
+if __name__ == "__main__":
+    FAULTS = {
+        "stuck": stuck,
+        "exec": another_program,
+        "stopped": stopped,
+        "exits": exits,
+        "refused": refused,
+    }
+    FAULTS[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "")

@@ -1,0 +1,162 @@
+"""Signal programs that drop iterators, at random moments: ``interrupted.py METHOD MOMENTS SECONDS SEED``.
+
+Each program is a forked child with a session of its own. It gets one signal, SIGINT or SIGTERM, itself or with its
+workers, and must end by that signal within five seconds, without leaving a process. Writes a line of JSON with what
+was found, and the errors of programs that did not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from typing import Any, NoReturn
+
+from minato import DataLoader
+
+ENDS_S = 5.0
+"""How long a program may take to end."""
+LEAVES_S = 20.0
+"""How long what it has started may take; multiprocessing's fork server, with torch in it, takes seconds."""
+FIRST_S = {"spawn": 8.0, "forkserver": 1.0}
+"""When the signal comes at the latest, after the first batch; where workers start slowly, they are to be met there."""
+INTERRUPTED, TERMINATED = 130, 143
+OPTIONS: dict[str, dict[str, Any]] = {
+    "inline": {"num_workers": 0},
+    "thread": {"num_workers": 2, "worker_method": "thread"},
+    **{
+        method: {"num_workers": 2, "multiprocessing_context": method}
+        for method in ("fork", "spawn", "forkserver")
+    },
+}
+
+
+class Numbers:
+    """Some are quick, some take a while."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.02 if index % 8 == 7 else 0)
+        return index
+
+
+def program(method: str, ready: int) -> NoReturn:
+    """Drop iterators in all ways, for ever."""
+    number = 0
+    while True:
+        persistent = number % 3 == 2 and method != "inline"
+        loader = DataLoader(Numbers(), 4, persistent_workers=persistent, **OPTIONS[method])
+        for i, batch in enumerate(loader):
+            assert batch.tolist() == list(range(4 * i, 4 * i + 4))
+            if number == i == 0:
+                os.write(ready, b"x")
+            if i == number % 7:
+                break
+        number += 1
+
+
+def terminated(number: int, frame: Any) -> NoReturn:
+    """The handler of SIGTERM that a trainer has."""
+    sys.exit(TERMINATED)
+
+
+def end(code: Any) -> NoReturn:
+    """End the program as Python does, but for the objects of torch, which take seconds."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
+class Moment:
+    """One program and its signal."""
+
+    def __init__(self, method: str, draw: random.Random) -> None:
+        self.signal = draw.choice([signal.SIGINT, signal.SIGTERM])
+        self.whole_group = draw.random() < 0.5
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        ready, write = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.setsid()
+            os.dup2(self._errors.fileno(), 2)
+            os.close(ready)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, terminated)
+            try:
+                program(method, write)
+            except KeyboardInterrupt:
+                end(INTERRUPTED)
+            except SystemExit as error:
+                end(error.code)
+        os.close(write)
+        begun = os.read(ready, 1)
+        os.close(ready)
+        if begun != b"x":
+            raise RuntimeError(f"a program ended by itself: {self._errors_so_far()}")
+        time.sleep(draw.random() * FIRST_S.get(method, 0.2))
+
+    def send(self) -> dict[str, Any]:
+        """Send the signal; returns how the program ended."""
+        begin = time.monotonic()
+        (os.killpg if self.whole_group else os.kill)(self._pid, self.signal)
+        code = self._wait(begin + ENDS_S)
+        took_s = time.monotonic() - begin
+        left = code is not None and not self._is_empty(time.monotonic() + LEAVES_S)
+        if code is None or left:
+            os.killpg(self._pid, signal.SIGKILL)
+        if code is None:
+            os.waitpid(self._pid, 0)
+        text = self._errors_so_far()
+        self._errors.close()
+        expected = INTERRUPTED if self.signal == signal.SIGINT else TERMINATED
+        if code == expected and not left:
+            text = ""
+        return {"code": code, "expected": expected, "took_s": took_s, "left": left, "errors": text}
+
+    def _errors_so_far(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")
+
+    def _wait(self, deadline: float) -> int | None:
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.001)
+        return None
+
+    def _is_empty(self, deadline: float) -> bool:
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(self._pid, 0)
+            except ProcessLookupError:
+                return True
+            time.sleep(0.002)
+        return False
+
+
+def main(method: str, moments: int, seconds: float, seed: int) -> None:
+    if method == "forkserver":
+        multiprocessing.set_forkserver_preload(["minato"])
+    draw, deadline = random.Random(seed), time.monotonic() + seconds
+    found: dict[str, Any] = {"moments": 0, "slowest_s": 0.0, "lost": []}
+    while found["moments"] < moments and time.monotonic() < deadline:
+        end = Moment(method, draw).send()
+        found["moments"] += 1
+        found["slowest_s"] = max(found["slowest_s"], round(end["took_s"], 2))
+        if end["code"] != end["expected"] or end["left"]:
+            found["lost"].append(end)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))

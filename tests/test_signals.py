@@ -1,0 +1,288 @@
+"""Signals, whenever they come: what their handlers raise ends the program, and nothing stays behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from minato import DataLoader
+from minato._signals import keep_raised, signals_deferred
+from tests.datasets import wait_until
+from tests.subprocesses import run
+
+PROGRAMS = ["fork", "spawn", "forkserver", "thread", "inline"]
+
+
+class PreemptedError(Exception):
+    """What some trainers have their handler raise."""
+
+
+@pytest.fixture
+def handlers() -> Iterator[list[int]]:
+    """Handlers of two signals: one leaves, as those of trainers do, one takes notes."""
+    arrived: list[int] = []
+
+    def leave(number: int, _: Any) -> None:
+        arrived.append(number)
+        sys.exit(143)
+
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, leave),
+        signal.SIGUSR1: signal.signal(signal.SIGUSR1, lambda number, _: arrived.append(number)),
+        signal.SIGINT: signal.getsignal(signal.SIGINT),
+    }
+    yield arrived
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+# ---- around forks ---------------------------------------------------------------------------
+
+
+def test_signals_are_handled_at_the_end_of_the_block(handlers: list[int]) -> None:
+    before = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+    begun = ended = False
+    with pytest.raises(SystemExit), signals_deferred():
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+        begun = True
+        wait_until(lambda: True, 1)
+        ended = handlers == []
+    assert begun
+    assert ended
+    assert sorted(handlers) == sorted([signal.SIGTERM, signal.SIGUSR1])
+    assert [signal.getsignal(number) for number in sorted(signal.valid_signals())] == before
+
+
+def test_an_interrupt_that_comes_while_handlers_change_leaves_them_as_they_were(
+    handlers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+    change, changes = signal.signal, 0
+    while True:
+        calls, changes = 0, changes + 1
+
+        def interrupted(number: int, handler: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            result = change(number, handler)
+            if calls == changes:  # noqa: B023
+                raise KeyboardInterrupt
+            return result
+
+        try:
+            with monkeypatch.context() as patch, signals_deferred_by(patch, interrupted):
+                pass
+        except KeyboardInterrupt:
+            now = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+            assert now == before, changes
+        else:
+            break
+    assert changes > 6  # three handlers, each replaced and restored
+
+
+def signals_deferred_by(patch: pytest.MonkeyPatch, change: Callable[..., Any]) -> Any:
+    patch.setattr(signal, "signal", change)
+    return signals_deferred()
+
+
+def test_a_signal_that_comes_twice_is_handled_once(handlers: list[int]) -> None:
+    with signals_deferred():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+    assert handlers == [signal.SIGUSR1]
+
+
+def test_a_forked_child_has_its_handlers_at_once(handlers: list[int]) -> None:
+    with signals_deferred():
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except SystemExit:
+                os._exit(5)
+            finally:
+                os._exit(6)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+
+
+def test_other_threads_need_no_deferral(handlers: list[int]) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with signals_deferred():
+            inside.set()
+            leave.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert inside.wait(20)
+    with pytest.raises(SystemExit):
+        signal.raise_signal(signal.SIGTERM)
+    leave.set()
+    thread.join()
+
+
+# ---- in finalizers --------------------------------------------------------------------------
+
+
+class Finalized:
+    """Does something when it is gone, where Python ignores what is raised."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+
+    def __del__(self) -> None:
+        self.function()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_a_handler_raises_in_a_finalizer_comes_after_it(
+    handlers: list[int], number: signal.Signals
+) -> None:
+    keep_raised()
+    expected = KeyboardInterrupt if number == signal.SIGINT else SystemExit
+    ended = False
+
+    def function() -> None:
+        signal.raise_signal(number)
+
+    thing = Finalized(function)
+    with pytest.raises(expected) as raised:
+        del thing
+        ended = True
+        time.sleep(20)
+    assert ended
+    assert handlers.count(number) == (1 if number == signal.SIGTERM else 0)  # handled once
+    assert number == signal.SIGINT or raised.value.code == 143
+    wait_until(lambda: all(one.name != "minato-signal" for one in threading.enumerate()), 5)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_it_waits_for_finalizers_around(handlers: list[int]) -> None:
+    """They may take longer than the pause before the exception is raised again."""
+    keep_raised()
+    ended = False
+    inner = [Finalized(lambda: signal.raise_signal(signal.SIGTERM))]
+
+    def function() -> None:
+        nonlocal ended
+        inner.clear()
+        time.sleep(0.1)
+        ended = True
+
+    outer = Finalized(function)
+    with pytest.raises(SystemExit):
+        del outer
+        time.sleep(20)
+    assert ended
+
+
+def test_exceptions_of_any_class_are_kept_if_a_handler_raises_them() -> None:
+    class Handler:
+        """A handler that is no function."""
+
+        def __call__(self, number: int, frame: Any) -> None:
+            raise PreemptedError
+
+    keep_raised()
+    before = signal.signal(signal.SIGUSR1, Handler())
+    try:
+        thing = Finalized(lambda: signal.raise_signal(signal.SIGUSR1))
+        with pytest.raises(PreemptedError):
+            del thing
+            time.sleep(20)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("error", [PreemptedError, SystemExit])
+def test_other_errors_of_a_finalizer_stay_where_they_are(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda seen: reported.append(seen.exc_type))
+    keep_raised()
+    hook = sys.unraisablehook
+    keep_raised()
+    assert sys.unraisablehook is hook
+
+    def function() -> None:
+        raise error
+
+    thing = Finalized(function)
+    del thing
+    time.sleep(0.05)
+    assert reported == [error]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Stuck:
+    """Only the first four samples come soon."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.0 if index < 4 else 3.0)
+        return index
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"persistent_workers": True}, {"worker_method": "thread"}],
+    ids=["processes", "persistent", "threads"],
+)
+def test_a_signal_while_a_dropped_iterator_ends_its_workers(
+    handlers: list[int], number: signal.Signals, options: dict[str, Any]
+) -> None:
+    loader = DataLoader(Stuck(), 4, num_workers=2, **options)
+    iterator = iter(loader)
+    next(iterator)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), number))
+    timer.start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+        del loader, iterator  # waits for the workers
+        gc.collect()
+        time.sleep(20)
+    assert 0.2 < time.monotonic() - begin < 2.5
+    assert multiprocessing.active_children() == []
+    timer.join()
+    wait_until(lambda: threading.active_count() == 1, 5)
+
+
+# ---- at random moments ----------------------------------------------------------------------
+
+
+def check_random_moments(method: str, moments: int, seconds: float, seed: int) -> None:
+    out = run("interrupted.py", method, moments, seconds, seed)
+    found = json.loads(out)
+    print(method, {**found, "lost": len(found["lost"])})
+    assert found["moments"] > 0
+    assert found["lost"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "thread", "inline"])
+def test_a_few_random_moments(method: str) -> None:
+    check_random_moments(method, 12, 20.0, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.stress
+@pytest.mark.parametrize("method", PROGRAMS)
+def test_random_moments(method: str, stress_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.subprocesses.TIMEOUT_S", stress_s + 50)
+    check_random_moments(method, 1000, stress_s, int(stress_s))
