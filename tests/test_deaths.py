@@ -256,6 +256,14 @@ def test_workers_that_are_killed_while_they_start_are_replaced(tmp_path: Any) ->
     assert len(list(tmp_path.iterdir())) == 6
 
 
+def test_a_delivered_batch_is_progress() -> None:
+    """A worker that is killed before it has counted its samples may have made progress all the same."""
+    iterator = iter(DataLoader(Drawing(12), 4, num_workers=1))
+    for delivered in range(3):
+        assert iterator._source._pool._buried.flow.delivered == delivered  # type: ignore[attr-defined]
+        next(iterator)
+
+
 def test_workers_that_die_at_once_do_not_add_up() -> None:
     deaths = Deaths(restarts=True)
     for number in range(10):
