@@ -445,6 +445,23 @@ def run_cells(cells: list[Cell], seconds: float) -> tuple[dict[Cell, float], dic
     return took_s, skipped
 
 
+def shared_memory() -> set[str]:
+    """Entries of ``/dev/shm`` that no process maps."""
+    mapped = ""
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended
+            mapped += path.read_text()
+    return {path.name for path in Path("/dev/shm").iterdir() if str(path) not in mapped}
+
+
+def check_shared_memory(before: set[str]) -> None:
+    """Nothing new stays in ``/dev/shm``; other programs may have something there for a moment."""
+    deadline = time.monotonic() + ENDS_S
+    while left := shared_memory() - before:
+        assert time.monotonic() < deadline, f"left in /dev/shm: {left}"
+        time.sleep(0.2)
+
+
 def end_session(leader: int) -> None:
     for pid in subprocesses.session(leader):
         with contextlib.suppress(ProcessLookupError):
@@ -464,8 +481,8 @@ def report(took_s: dict[Cell, float], skipped: dict[Cell, str], seconds: float, 
         "## Faults",
         "",
         "Each fault strikes in the middle of an epoch, in all orders; every byte of every batch is",
-        "compared, the next epoch is complete, and no process or descriptor is left. A cell counts the",
-        "orders (strict, batch, arrival, fast_first) in which this held; no cell failed.",
+        "compared, the next epoch is complete, and no process, descriptor or shared memory is left. A",
+        "cell counts the orders (strict, batch, arrival, fast_first) in which this held; none failed.",
         "",
         f"    python -m tests.stress.faults --seconds {seconds:.0f} --seed {seed} --figures {PAGE}",
         "",
@@ -503,7 +520,9 @@ def main(arguments: list[str] | None = None) -> int:
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 20)
     faults = [options.fault] if options.fault else list(FAULTS)
     methods = [options.method] if options.method else list(METHODS)
+    entries = set(os.listdir("/dev/shm"))
     took_s, skipped = run_cells(choose(seed, faults, methods), options.seconds)
+    check_shared_memory(entries)
     text = report(took_s, skipped, options.seconds, seed)
     print(text)
     if options.figures is not None:
