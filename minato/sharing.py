@@ -214,6 +214,9 @@ class Sharing:
             engine: Engine = loader._make_engine(base_seed)
             return engine
         source, device = self._rank_source(loader, base_seed), loader._options.target
+        source.keeps = (
+            self  # an iterator outlives its loader, and with this object the channel ends
+        )
         if device is None:
             return source
         if self._dock is None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import get_worker_info
 
 from minato import DataLoader
 from minato.engine import Engine
@@ -131,72 +130,6 @@ def test_what_a_killed_worker_had_set_aside_is_not_lost() -> None:
     )
     assert samples_of(loader) == expected
     assert chain[3].died[0]
-
-
-class Relay(Arrays):
-    """Few samples, of which worker 0 begins more than it can finish before worker 1 has nothing to do.
-
-    Args:
-        dies: Which of the two is killed, once: worker 0 when a sample of its own has moved, or worker 1 while it is on
-            one that has.
-    """
-
-    def __init__(self, dies: int | None) -> None:
-        super().__init__(16)
-        self.dies = dies
-        self.died, self.begun_by, self.moved = (
-            np.frombuffer(mmap.mmap(-1, 16), np.uint8) for _ in range(3)
-        )
-
-    def __getitem__(self, index: int) -> Any:
-        number = get_worker_info().id
-        self.begun_by[index] = 1 + number
-        enough = 5 if number and not self.moved.any() else 0
-        wait_until(lambda: (self.begun_by == 1).sum() >= enough, 10)
-        return super().__getitem__(index)
-
-    def end(self, sample: Any) -> Any:
-        """The last transform."""
-        number, index = get_worker_info().id, int(sample[0])
-        self.moved[index] |= number == 1 and self.begun_by[index] == 1
-        wait_until(lambda: number == 1 or self.moved.any(), 0.2)
-        moved = self.moved[index] if number else self.moved.any()
-        if number == self.dies and moved and not self.died[0]:
-            self.died[0] = 1
-            os.kill(os.getpid(), signal.SIGKILL)
-        return sample
-
-
-class Unforeseen:
-    """A sampler of which nobody knows what it will give next, so that no epoch begins in the one before it."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __iter__(self) -> Any:
-        return iter(range(16))
-
-
-def wait_until(what: Any, timeout_s: float) -> None:
-    until = time.monotonic() + timeout_s
-    while not what() and time.monotonic() < until:
-        time.sleep(0.001)
-
-
-@pytest.mark.filterwarnings("ignore:DataLoader worker:RuntimeWarning")
-@pytest.mark.parametrize("dies", [None, 0, 1], ids=["all-live", "giver-dies", "taker-dies"])
-def test_an_idle_worker_goes_on_with_what_a_busy_one_has_set_aside(dies: int | None) -> None:
-    tally, relay = Tally(), Relay(dies)
-    expected = samples_of(DataLoader(Arrays(16), 4, transforms=[tally, draw, square], seed=3))
-    loader = DataLoader(
-        relay, 4, transforms=[tally, draw, relay.end, square], seed=3, num_workers=2,
-        order="fast_first", slow_after_s=1e-9, persistent_workers=True, sampler=Unforeseen(),
-    )  # fmt: skip
-    assert samples_of(loader) == expected
-    assert relay.moved.any()
-    assert bool(relay.died[0]) is (dies is not None)
-    if dies is None:
-        assert (tally.counts[:16] == 2).all()
 
 
 def test_what_samples_cost_is_measured_in_all_workers() -> None:

@@ -53,6 +53,7 @@ class Link:
         self._rounds = 0
         self._round = -1  # no pass
         self._closed = False
+        self._broken: str | None = None  # why the pool cannot go on, if the host has said so
         try:
             self._channel: Channel = connected(meeting, patience_s, from_host)
         except TimeoutError as error:
@@ -176,11 +177,15 @@ class Link:
                 self._channel.received.popleft()
                 if message[0] in ("broken", "refused"):
                     self._round = -1
+                    if message[0] == "broken":
+                        self._broken = message[1]
                     raise RuntimeError(message[1])
                 if message[0] in kinds:
                     return message
             if self._channel.over:
                 self._round = -1
+                if self._broken is not None:  # the host may since have ended, for the same reason
+                    raise RuntimeError(self._broken)
                 fault = self._channel.fault
                 how = _ENDED if fault is None else f"{_LOADS}, cannot be heard any more: {fault}"
                 raise RuntimeError(f"local rank 0 (process {self._channel.pid}), {how}")

@@ -39,11 +39,13 @@ class RankSource(ABC):
 
     Attributes:
         part: Told what the program gets; whoever takes a batch by himself has to tell it.
+        keeps: What has to live as long as this source.
     """
 
     part: Part
 
     def __init__(self) -> None:
+        self.keeps: object = None
         self._number = -1
         self._leave: Callable[[], Any] = lambda: None
 

@@ -108,7 +108,9 @@ def test_a_device_that_never_comes_round_gets_ever_new_slots(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = watch_slots(recorder, monkeypatch)
-    batches = [*make(Filled(60, 20, 30))]
+    loader = make(Filled(60, 20, 30))
+    iterator = iter(loader)
+    batches = [*iterator]
     assert recorder.ran == 0
     assert len(set(taken)) == len(taken) == 20
     recorder.run()
