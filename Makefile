@@ -71,8 +71,8 @@ test-matrix: test-oldest  ## the same with the newest of all, on Python 3.12 and
 	.ci/versions 3.12
 	.ci/versions 3.13
 
-stress: build  ## random kills and long runs (SHORT=1: 20 s a test instead of 300 s)
-	$(PY) -m pytest -m stress -o faulthandler_timeout=1200 --stress-s $(if $(SHORT),20,300)
+stress: build  ## random kills and long runs (SHORT=1: 8 s a test instead of 300 s)
+	$(PY) -m pytest -m stress -o faulthandler_timeout=1200 --stress-s $(if $(SHORT),8,300)
 
 lint: build  ## ruff, cython-lint, mypy, stubtest, Cython's performance hints
 	$(PY) -m ruff check
