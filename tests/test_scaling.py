@@ -220,7 +220,8 @@ def test_limits_follow_from_the_cores(cores, arguments, expected, monkeypatch):
     for module in ("options", "checks"):
         monkeypatch.setattr(f"minato.{module}.available_cores", lambda: cores)
     loader = DataLoader(Numbers(8), **arguments)
-    assert (loader.num_workers, loader.min_workers, loader.max_workers) == expected
+    options = loader._options
+    assert (loader.num_workers, options.min_workers, options.max_workers) == expected
 
 
 def test_a_fixed_number_stays_fixed():

@@ -36,8 +36,8 @@ _WITHOUT_PARTS = frozenset((*_CONTAINERS, OrderedDict, types.FunctionType, types
 """Kinds whose classes hold no generator; functions are never empty."""
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 _NAMED_LIKE_ONE = re.compile(r"(Random|RandomState|RNG|Rng|Generator|mt19937)$")
-_LIBRARIES = ("builtins", "abc", "typing", "collections", "torch", "numpy")
-"""The functions of their classes name no generator but the global ones."""
+_LIBRARIES = ("builtins", "abc", "typing", "collections", "torch", "numpy", "minato")
+"""The functions of their classes name no generator that a sample depends on but the global ones."""
 
 Get = Callable[[Any], Any]
 Found = tuple[str, Any, Get | None, Any]
