@@ -48,6 +48,7 @@ def _imported(place: str) -> Any:
             getattr(module, "__file__", None) is None
             or Path(module.__file__ or "").resolve() != path
         ):
+            sys.path.remove(str(path.parent))  # else workers would import the file for the module
             raise Refused(
                 f"{place!r} has the name of another module, {path.stem!r}, which Python takes in its place: rename it"
             )

@@ -199,7 +199,9 @@ def test_a_file_with_the_name_of_a_module_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "json.py").write_text("def f():\n    return 3\n")
+    before = sys.path.copy()
     assert main(["profile", f"{tmp_path / 'json.py'}:f"]) == 2
+    assert sys.path == before
     told = capsys.readouterr().err
     assert "json.py' has the name of another module, 'json'" in told
     assert "rename it" in told
