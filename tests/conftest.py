@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import gc
 import importlib.metadata
-import multiprocessing
 import os
 import signal
 import threading
@@ -27,8 +26,6 @@ KILL_GRACE_S = 1.0
 """How long processes that failed tests have left may take to end at the end of all tests."""
 EXIT_LIMIT_S = 60.0
 """How long the interpreter may take to end after the last test."""
-TORCH_LEAVES_ZOMBIES = tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) < (2, 13)
-"""Loaders of older torch do not wait for workers that have ended after an error; the next start of a process does."""
 
 LIBRARY_THREADS = {"event_loop"}
 """Threads that a library keeps for the whole process: cassandra-driver's."""
@@ -105,8 +102,6 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail("left behind:\n  " + "\n  ".join(leftovers), pytrace=False)
         gc.collect()
-        if TORCH_LEAVES_ZOMBIES:
-            multiprocessing.active_children()  # reaps those that have ended
         time.sleep(0.02)
 
 
