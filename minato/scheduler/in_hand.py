@@ -73,8 +73,15 @@ def indices_of(
     _, first, count, bound, *_ = ledger.describe(batch)
     keys = []
     for position in range(first, first + count) if bound else ledger.occupants(batch):
-        if position >= 0:  # else nobody took the place
-            keys.append(read_keys(*ledger.locate(position), 1)[0])
+        if position < 0:
+            continue  # nobody took the place
+        own, k = ledger.locate(position)
+        if (
+            0 <= k < ledger.describe(own)[2]
+        ):  # else its own batch was delivered, and its record is in use again
+            keys.append(read_keys(own, k, 1)[0])
+    if not keys:
+        return "indices that are no longer known"
     more = f" and {len(keys) - _MOST_LISTED} more" if len(keys) > _MOST_LISTED else ""
     return f"indices {', '.join(map(repr, keys[:_MOST_LISTED]))}{more}"
 
