@@ -12,7 +12,9 @@ from torch.utils.data import get_worker_info
 
 __all__ = ["Counters", "shared_integers"]
 
-_MOST_WORKERS = 256
+_BLOCKS, _ROWS = 65, 64
+"""A row for the training process and one for each of the 4096 workers that a loader may have; most blocks are never
+used."""
 
 
 def shared_integers(*shape: int) -> torch.Tensor:
@@ -44,20 +46,27 @@ class Counters:
 
     def __init__(self, *names: str) -> None:
         self._names = names
-        self._counts = shared_integers(_MOST_WORKERS + 1, len(names))
-        self._lock = threading.Lock()
+        self._counts = shared_integers(_BLOCKS, _ROWS, len(names))
+        self._used = shared_integers(_BLOCKS)
+        self._open()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_names": self._names, "_counts": self._counts}
+        return {"_names": self._names, "_counts": self._counts, "_used": self._used}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._open()
+
+    def _open(self) -> None:
         self._lock = threading.Lock()
+        self._rows, self._marks = self._counts.numpy(), self._used.numpy()  # quicker than tensors
 
     def add(self, **by: int) -> None:
         """Add to some of them."""
         worker = get_worker_info()
-        row = self._counts[0 if worker is None else 1 + worker.id % _MOST_WORKERS]
+        block, row_number = divmod(0 if worker is None else 1 + worker.id, _ROWS)
+        row = self._rows[block, row_number]
+        self._marks[block] = 1  # whoever stores this stores the same
         with self._lock:
             for name, number in by.items():
                 row[self._names.index(name)] += number
@@ -72,5 +81,6 @@ class Counters:
 
     def totals(self) -> list[int]:
         """What all processes have counted, in the order of the names."""
-        totals: list[int] = self._counts.sum(0).tolist()
+        used = self._rows[self._marks.nonzero()[0]]
+        totals: list[int] = used.sum((0, 1)).tolist()
         return totals

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+from types import SimpleNamespace
 
 import pytest
+from torch.utils.data._utils import worker as torch_worker
 
 from minato._counters import Counters, shared_integers
 
@@ -29,6 +31,26 @@ def test_other_processes_count_too(method: str) -> None:
         process.join()
         assert process.exitcode == 0
     assert counters.totals() == [5, 2]
+
+
+def count_often(counters: Counters, worker: int) -> None:
+    torch_worker._worker_info = SimpleNamespace(id=worker)
+    for _ in range(2000):
+        counters.add(red=1)
+
+
+def test_each_worker_of_many_has_a_row_of_its_own() -> None:
+    counters = Counters("red", "blue")
+    workers = (0, 63, 255, 256, 511, 4095)
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=count_often, args=(counters, one)) for one in workers]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert counters.totals() == [2000 * len(workers), 0]
+    assert int((counters._counts[..., 0] == 2000).sum()) == len(workers)
 
 
 def test_a_pickle_holds_what_was_counted() -> None:
