@@ -24,6 +24,7 @@ from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import (
@@ -41,6 +42,17 @@ import minato
 from minato._standin import TorchDataLoader
 from tests.datasets import Numbers
 from tests.parity.harness import describe
+
+
+@pytest.fixture(autouse=True)
+def without_files_of_ended_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Torch's loader leaves a file in /dev/shm where a worker is ended while it hands over a tensor."""
+    yield
+    if "ended by hand" in request.node.name:
+        for path in Path("/dev/shm").glob("torch_*"):
+            if not psutil.pid_exists(int(path.name.split("_")[1])):
+                path.unlink(missing_ok=True)
+
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
 Program = Callable[[Any, int], Any]
