@@ -23,8 +23,10 @@ from minato import DataLoader
 
 ENDS_S = 5.0
 """How long a program may take to end."""
-LEAVES_S = 20.0
-"""How long what it has started may take; multiprocessing's fork server, with torch in it, takes seconds."""
+LEAVES_S = 2.0
+"""How long what it has started may take after it."""
+SERVER_LEAVES_S = 20.0
+"""The same with multiprocessing's fork server, which has torch to unload."""
 FIRST_S = {"spawn": 8.0, "forkserver": 1.0}
 """When the signal comes at the latest, after the first batch; where workers start slowly, they are to be met there."""
 INTERRUPTED, TERMINATED = 130, 143
@@ -80,6 +82,7 @@ class Moment:
     """One program and its signal."""
 
     def __init__(self, method: str, draw: random.Random) -> None:
+        self.method = method
         self.signal = draw.choice([signal.SIGINT, signal.SIGTERM])
         self.whole_group = draw.random() < 0.5
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -110,7 +113,8 @@ class Moment:
         (os.killpg if self.whole_group else os.kill)(self._pid, self.signal)
         code = self._wait(begin + ENDS_S)
         took_s = time.monotonic() - begin
-        left = code is not None and not self._is_empty(time.monotonic() + LEAVES_S)
+        leaves_s = SERVER_LEAVES_S if self.method == "forkserver" else LEAVES_S
+        left = code is not None and not self._is_empty(time.monotonic() + leaves_s)
         if code is None or left:
             os.killpg(self._pid, signal.SIGKILL)
         if code is None:
