@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, TEXT_BLOB, TEXTS
+from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, SAMPLE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.segment import Segment
 from minato.assembler.arena import Slot
 from minato.assembler.reader import BatchReader, check_texts, raised, too_large
@@ -93,11 +93,13 @@ def opened(parcel: Parcel, segment: Segment, store: Store, lease: Any) -> Any:
         Exception: What a sample of the batch, or its collation, raised.
     """
     if parcel.failed:
-        raised(store.get(*parcel.result) if parcel.result[0] else too_large(parcel.slot))
+        if not parcel.result[0]:
+            raised(too_large(parcel.slot))
+        raised(store.get(*parcel.result, None, ERROR_BLOB))
     if parcel.result[0]:
-        return store.get(*parcel.result, lease)
+        return store.get(*parcel.result, lease, SAMPLE_BLOB)
     fields, count, layout = read_layout(segment, parcel.layout, parcel.slot)
-    texts = [store.get(*place) if place[0] else [] for place in parcel.texts]
+    texts = [store.get(*place, None, TEXT_BLOB) if place[0] else [] for place in parcel.texts]
     check_texts(layout, count, texts)
     return layout.batch(lease, fields - parcel.slot.start, count, texts)
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from minato._core.codes import END_BLOB, ERROR_BLOB, FAILED, KIND_MASK, STATE_BLOB, TEXT_BLOB, TEXTS
+from minato._core.codes import (
+    END_BLOB,
+    ERROR_BLOB,
+    FAILED,
+    KIND_MASK,
+    SAMPLE_BLOB,
+    STATE_BLOB,
+    TEXT_BLOB,
+    TEXTS,
+)
 from minato._core.ledger import Ledger
 from minato._core.limits import slot_overflow
 from minato.assembler.arena import Arena, Slot
@@ -36,18 +45,20 @@ class BatchReader:
             if flags & FAILED:
                 result, result_nbytes = self._first_error(batch)
             try:
-                error = self._store.get(result, result_nbytes) if result else too_large(slot)
+                error = too_large(slot)
+                if result:
+                    error = self._store.get(result, result_nbytes, None, ERROR_BLOB)
             finally:
                 self.discard(batch, slot)
             raised(error)
         lease = self._arena.lease(slot, used)
         if result:
-            return self._store.get(result, result_nbytes, lease)
+            return self._store.get(result, result_nbytes, lease, SAMPLE_BLOB)
         fields, count, layout = read_layout(self._arena.segment, layout_offset, slot)
         texts: list[Any] = []
         if flags & TEXTS:
             texts = [
-                self._store.get(offset, nbytes) if kind == TEXT_BLOB else []
+                self._store.get(offset, nbytes, None, kind) if kind == TEXT_BLOB else []
                 for kind, offset, nbytes in self._ledger.blobs(batch)
             ]
         check_texts(layout, count, texts)
@@ -61,11 +72,11 @@ class BatchReader:
         state: tuple[int, Any] | None = None
         for kind, offset, nbytes in self._ledger.blobs(batch):
             if kind == STATE_BLOB:
-                state = self._store.get(offset, nbytes)
+                state = self._store.get(offset, nbytes, None, kind)
             elif offset and kind == END_BLOB:
-                state = self._store.peek(offset, nbytes)
+                state = self._store.peek(offset, nbytes, kind)
             elif offset and kind == ERROR_BLOB:
-                state = self._store.peek(offset, nbytes).state
+                state = self._store.peek(offset, nbytes, kind).state
         return state
 
     def discard(self, batch: int, slot: Slot) -> None:

@@ -23,7 +23,7 @@ Allocate = Callable[[int], int]
 """Gives the arena offset of so many fresh bytes, aligned to 64."""
 
 _HEAD = struct.Struct("<QQ")
-"""Number of arrays, and the checksum of what follows: the spans of pickle and arrays, and the pickle."""
+"""Number of arrays, and the checksum of kind, spans (of pickle and arrays) and pickle, the last two of which follow."""
 _SPAN = struct.Struct("<QQ")
 _TOP = struct.Struct("<QQQQ")
 """The head, and the span of the pickle."""
@@ -50,24 +50,27 @@ class Store(ABC):
     """Where objects lie between the worker that makes them and whoever collates or delivers them."""
 
     @abstractmethod
-    def put(self, allocate: Allocate, value: Any, purpose: Purpose = "sample") -> tuple[int, int]:
+    def put(
+        self, allocate: Allocate, value: Any, purpose: Purpose = "sample", kind: int = 0
+    ) -> tuple[int, int]:
         """Keep an object; returns ``(offset, nbytes)``, a multiple of 64 and what ``get`` needs beside it.
 
         Args:
             purpose: What the object is (see ``SidePickler``).
+            kind: Of the blob; 0 for an object that is none. ``get`` and ``peek`` must name the same.
         """
 
     @abstractmethod
-    def get(self, offset: int, nbytes: int, lease: Any = None) -> Any:
+    def get(self, offset: int, nbytes: int, lease: Any = None, kind: int = 0) -> Any:
         """The object kept at ``offset``.
 
         Args:
             lease: Memory of the slot that the object's arrays may view; None: they are copies.
         """
 
-    def peek(self, offset: int, nbytes: int) -> Any:
+    def peek(self, offset: int, nbytes: int, kind: int = 0) -> Any:
         """A copy of, or a reference to, the object; it stays."""
-        return self.get(offset, nbytes)
+        return self.get(offset, nbytes, None, kind)
 
     @abstractmethod
     def drop(self, offset: int) -> None:
@@ -80,7 +83,9 @@ class SharedStore(Store):
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
 
-    def put(self, allocate: Allocate, value: Any, purpose: Purpose = "sample") -> tuple[int, int]:
+    def put(
+        self, allocate: Allocate, value: Any, purpose: Purpose = "sample", kind: int = 0
+    ) -> tuple[int, int]:
         """Pickle an object into the arena. Raises whatever its pickling raises."""
         data, raws = dumps(value, purpose)
         head = _aligned(_HEAD.size + _SPAN.size * (len(raws) + 1))
@@ -94,18 +99,18 @@ class SharedStore(Store):
             _SPAN.pack_into(memory, _HEAD.size + i * _SPAN.size, *span)
         for (start, nbytes), raw in zip(spans, (data, *raws), strict=True):
             memory[start : start + nbytes] = np.frombuffer(raw, np.uint8)
-        checksum = crc32(memory[_HEAD.size : head + data.nbytes])
+        checksum = crc32(memory[_HEAD.size : head + data.nbytes], kind)
         _HEAD.pack_into(memory, 0, len(raws), checksum)
         return offset, end
 
-    def get(self, offset: int, nbytes: int, lease: Any = None) -> Any:
+    def get(self, offset: int, nbytes: int, lease: Any = None, kind: int = 0) -> Any:
         """Unpickle an object; with a lease its arrays view the arena.
 
         Raises:
-            DamagedError: What lies there is not what was put there. It is not unpickled.
+            DamagedError: What lies there is not what was put there, or of another kind. It is not unpickled.
         """
         memory = self._segment.array[offset : offset + nbytes]
-        (start, size), *arrays = _checked(memoryview(memory))
+        (start, size), *arrays = _checked(memoryview(memory), kind)
         whole = memoryview(memory.copy()) if lease is None else _spanning(lease, memory)
         buffers = [whole[first : first + count] for first, count in arrays]
         return pickle.loads(whole[start : start + size], buffers=buffers)
@@ -114,7 +119,7 @@ class SharedStore(Store):
         """Nothing is to be done: what lies in the arena goes with its slot."""
 
 
-def _checked(whole: memoryview) -> list[tuple[int, int]]:
+def _checked(whole: memoryview, kind: int) -> list[tuple[int, int]]:
     """Start and size of the pickle and of each array in the memory of an object.
 
     Raises:
@@ -126,7 +131,7 @@ def _checked(whole: memoryview) -> list[tuple[int, int]]:
         table, end = _HEAD.size + _SPAN.size * (count + 1), start + size
         # The pickle follows the spans: that bounds the number of these before it is used.
         bounded = start == _aligned(table) and end <= nbytes
-        if bounded and crc32(whole[_HEAD.size : end]) == checksum:
+        if bounded and crc32(whole[_HEAD.size : end], kind) == checksum:
             spans = [(start, size)]
             if count:
                 spans = list(_SPAN.iter_unpack(whole[_HEAD.size : table]))
@@ -164,17 +169,19 @@ class LocalStore(Store):
                     kept.add(offset)
         self._values = {offset: value for offset, value in self._values.items() if offset in kept}
 
-    def put(self, allocate: Allocate, value: Any, purpose: Purpose = "sample") -> tuple[int, int]:
+    def put(
+        self, allocate: Allocate, value: Any, purpose: Purpose = "sample", kind: int = 0
+    ) -> tuple[int, int]:
         """Keep an object until it is fetched."""
         offset = next(self._offsets)
         self._values[offset] = value
         return offset, 0
 
-    def get(self, offset: int, nbytes: int, lease: Any = None) -> Any:
+    def get(self, offset: int, nbytes: int, lease: Any = None, kind: int = 0) -> Any:
         """The object itself; it is kept no longer."""
         return self._values.pop(offset)
 
-    def peek(self, offset: int, nbytes: int) -> Any:
+    def peek(self, offset: int, nbytes: int, kind: int = 0) -> Any:
         """The object itself; it stays."""
         return self._values[offset]
 

@@ -252,7 +252,9 @@ class BatchWriter:
         Args:
             state: Gives the state of the worker's dataset, if it has one.
         """
-        offset, nbytes = (0, 0) if state is None else self._put_state(batch, state, lambda it: it)
+        offset, nbytes = 0, 0
+        if state is not None:
+            offset, nbytes = self._put_state(batch, state, lambda state: state, END_BLOB)
         self._ledger.attach(place, offset | END_BLOB, nbytes)
 
     def write_error(
@@ -271,7 +273,7 @@ class BatchWriter:
         if state is not None:
             with suppress(Exception):  # the error comes without it if it cannot be sent
                 offset, nbytes = self._put_state(
-                    batch, state, lambda state: SampleError(described, key, state)
+                    batch, state, lambda state: SampleError(described, key, state), ERROR_BLOB
                 )
                 self._ledger.attach(place, offset | ERROR_BLOB, nbytes)
                 return
@@ -279,17 +281,18 @@ class BatchWriter:
 
     def _write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
         """Add the state of the worker's dataset after a batch of which nothing else lies at this place."""
-        offset, nbytes = self._put_state(batch, state, lambda state: state)
+        offset, nbytes = self._put_state(batch, state, lambda state: state, STATE_BLOB)
         self._ledger.attach(place, offset | (STATE_BLOB if offset else ERROR_BLOB), nbytes)
 
     def _put_state(
-        self, batch: int, state: Callable[[], Any], message: Callable[[Any], Any]
+        self, batch: int, state: Callable[[], Any], message: Callable[[Any], Any], kind: int
     ) -> tuple[int, int]:
         """Keep a message that holds a state or, if that cannot be had or sent, the error."""
         try:
-            return self._put(batch, message((self._worker, state())))
+            return self._put(batch, message((self._worker, state())), kind)
         except Exception as error:
-            return self._put_error(batch, message((self._worker, self._describe_error(error))))
+            failed = message((self._worker, self._describe_error(error)))
+            return self._put_error(batch, failed, kind)
 
     def write_collated(
         self,
@@ -343,9 +346,9 @@ class BatchWriter:
             fields, _, layout = read_layout(self._segment, layout_offset)
         samples = []
         for k, (kind, offset, nbytes) in enumerate(self._ledger.blobs(batch)):
-            if kind == SKIP_BLOB:
+            if kind == SKIP_BLOB and not offset:
                 continue
-            value = self._store.peek(offset, nbytes) if kind else []
+            value = self._store.peek(offset, nbytes, kind) if kind or offset else []
             if kind != SAMPLE_BLOB:
                 if layout is None or len(value) != layout.num_texts:
                     raise damaged("what belongs to a sample")
@@ -372,7 +375,7 @@ class BatchWriter:
         try:
             samples = gather()
             result = self._collate_fn(samples if self._auto_collation else samples[0])
-            offset, nbytes = self._put(batch, result, "result")
+            offset, nbytes = self._put(batch, result, SAMPLE_BLOB, "result")
             return offset | SAMPLE_BLOB, nbytes
         except _NothingLeftError:
             return SKIP_BLOB, 0
@@ -381,7 +384,9 @@ class BatchWriter:
             if isinstance(error, StopIteration):
                 named = named or f"the batch of {indices_of(self._ledger, self._keys, batch)}"
                 error = not_the_end(f"collate_fn, called for {named},", error)
-            offset, nbytes = self._put_error(batch, SampleError(self._describe_error(error)))
+            offset, nbytes = self._put_error(
+                batch, SampleError(self._describe_error(error)), ERROR_BLOB
+            )
             return offset | ERROR_BLOB, nbytes
         finally:
             lease[0], lease[1], lease[2] = before
@@ -426,7 +431,7 @@ class BatchWriter:
 
     def _attach(self, batch: int, place: int, value: Any, kind: int) -> None:
         try:
-            offset, nbytes = self._put(batch, value)
+            offset, nbytes = self._put(batch, value, kind)
         except self._catches as error:
             # What cannot travel becomes the error that says so.
             failure: Any = SampleError(self._describe_error(error))
@@ -434,17 +439,21 @@ class BatchWriter:
                 failure, self.holds = _Held(failure), True
             else:
                 kind = ERROR_BLOB
-            offset, nbytes = self._put_error(batch, failure)
+            offset, nbytes = self._put_error(batch, failure, kind)
             if not offset:
                 kind = ERROR_BLOB
         self._ledger.attach(place, offset | kind, nbytes)
 
-    def _put_error(self, batch: int, error: Any) -> tuple[int, int]:
+    def _put_error(self, batch: int, error: Any, kind: int) -> tuple[int, int]:
         """Keep an error; offset 0 if the slot has no room even for that, and the reader knows what to say."""
         try:
-            return self._put(batch, error)
+            return self._put(batch, error, kind)
         except MemoryError:
             return 0, 0
 
-    def _put(self, batch: int, value: Any, purpose: Purpose = "sample") -> tuple[int, int]:
-        return self._store.put(lambda nbytes: self._ledger.allocate(batch, nbytes), value, purpose)
+    def _put(
+        self, batch: int, value: Any, kind: int, purpose: Purpose = "sample"
+    ) -> tuple[int, int]:
+        return self._store.put(
+            lambda nbytes: self._ledger.allocate(batch, nbytes), value, purpose, kind
+        )

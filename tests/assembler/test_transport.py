@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from minato._core.codes import KIND_MASK
 from minato._core.segment import Segment
-from minato.assembler.transport import LocalStore, SharedStore
+from minato.assembler.transport import DamagedError, LocalStore, SharedStore
 from tests.datasets import Pair, assert_same
 
 
@@ -139,6 +140,15 @@ def test_peek_leaves_the_object(memory: Memory) -> None:
     assert memory.store.peek(*where) == memory.store.peek(*where) == ["a", 1]
     memory.store.drop(where[0])  # what lies in the arena goes with its slot
     assert memory.store.get(*where) == ["a", 1]
+
+
+def test_an_object_of_another_kind_is_not_unpickled(memory: Memory) -> None:
+    for kind in range(KIND_MASK + 1):
+        where = memory.store.put(memory.allocate, [kind], "sample", kind)
+        assert memory.store.get(*where, None, kind) == [kind]
+        for other in {*range(KIND_MASK + 1)} - {kind}:
+            with pytest.raises(DamagedError):
+                memory.store.peek(*where, other)
 
 
 def test_shared_storages_are_sent_once_and_stay_shared(memory: Memory) -> None:
