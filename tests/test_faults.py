@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import gc
+import multiprocessing
 import os
 import random
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +113,10 @@ def test_the_stack_of_a_worker_needs_no_temporary_folder(monkeypatch: pytest.Mon
     file = StackFile()
     file.listen()
     try:
-        assert "test_the_stack_of_a_worker" in file.ask(os.getpid())
-        assert "test_the_stack_of_a_worker" in file.ask(os.getpid())
+        for _ in range(2):
+            file.ask(os.getpid())
+            wait_until(lambda: file.answer() is not None)
+            assert "test_the_stack_of_a_worker" in (file.answer() or "")
     finally:
         __import__("faulthandler").unregister(StackFile._SIGNAL)
 
@@ -150,6 +154,115 @@ def test_a_sample_is_timed_anew_after_the_processes_were_stopped() -> None:
     overdue._since_ns = 0
     overdue.end([Process()])  # type: ignore[list-item]
     assert asked == [Process.pid]
+
+
+class Lease:
+    """Stands for the ledger of one worker, which began a sample ten seconds ago."""
+
+    def __init__(self) -> None:
+        self.words = 0, time.monotonic_ns() - 10**10, 1
+
+    def lease(self, number: int) -> tuple[int, int, int]:
+        return self.words
+
+
+def listens_and_hangs(stacks: StackFile, listening: Any) -> None:
+    stacks.listen()
+    listening.set()
+    time.sleep(60)
+
+
+@pytest.fixture
+def hanging() -> Iterator[tuple[Overdue, Lease, Any]]:
+    """What times a worker process, its ledger, and the process, which is on a sample for too long."""
+    context = multiprocessing.get_context("fork")
+    stacks, ledger, listening = StackFile(), Lease(), context.Event()
+    process = context.Process(target=listens_and_hangs, args=(stacks, listening), daemon=True)
+    process.start()
+    try:
+        assert listening.wait(TIMEOUT_S)
+        yield Overdue(ledger, 5.0, stacks), ledger, process  # type: ignore[arg-type]
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_overdue_worker_is_ended_with_its_stack_or_without(
+    hanging: tuple[Overdue, Lease, Any], stopped: bool
+) -> None:
+    overdue, _, process = hanging
+    if stopped:
+        os.kill(process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    overdue.end([process])
+    assert overdue.cause(0) is None
+    assert overdue.interval_s < 0.1  # the answer is taken soon after it has come
+
+    def is_ended() -> bool:
+        overdue.end([process])
+        return overdue.cause(0) is not None
+
+    wait_until(is_ended)
+    assert (time.monotonic() - began >= 1.0) or not stopped
+    expected = "(none: the process did not answer)" if stopped else "in listens_and_hangs"
+    assert expected in str(overdue.cause(0))
+    process.join(TIMEOUT_S)
+    assert process.exitcode == -signal.SIGKILL
+    assert overdue.interval_s == 1.25
+
+
+@pytest.mark.parametrize("how", ["the sample ended", "all were stopped"])
+def test_a_worker_that_was_asked_for_its_stack_may_go_on(
+    hanging: tuple[Overdue, Lease, Any], how: str
+) -> None:
+    overdue, ledger, process = hanging
+    overdue.end([process])
+    if how == "the sample ended":
+        ledger.words = 0, time.monotonic_ns(), 2
+    else:
+        overdue.excuse()
+    time.sleep(0.1)  # the stack is written
+    overdue.end([process])
+    overdue.end([process])
+    assert overdue.cause(0) is None
+    assert process.is_alive()
+    assert overdue.interval_s == 1.25
+
+
+class StopsAtThree:
+    """Sample 3 stops its process; others take 10 ms."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.01)
+        return index
+
+
+@pytest.mark.filterwarnings("ignore:1 samples of this epoch were skipped")
+def test_batches_come_while_a_stuck_worker_is_asked_for_its_stack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, real = [], StackFile.ask
+
+    def ask(file: StackFile, pid: int) -> Any:
+        asked.append(time.monotonic())
+        return real(file, pid)
+
+    monkeypatch.setattr(StackFile, "ask", ask)
+    options: dict[str, Any] = {"order": "arrival", "max_lag": 1000, "sample_timeout_s": 1.0}
+    found, came = [], []
+    for batch in DataLoader(StopsAtThree(), 1, num_workers=2, on_error="skip", **options):
+        found.append(int(batch))
+        came.append(time.monotonic())
+    assert sorted(found) == [n for n in range(200) if n != 3]
+    assert len(asked) == 1
+    # A process that is stopped does not answer: this takes a second.
+    assert any(asked[0] < each < asked[0] + 0.9 for each in came)
 
 
 # ---- a clock that jumps ---------------------------------------------------------------------

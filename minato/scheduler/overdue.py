@@ -48,16 +48,20 @@ class StackFile:
         """Make this process write its stack here when it is asked to."""
         faulthandler.register(self._SIGNAL, self._descriptor, all_threads=True, chain=False)
 
-    def ask(self, pid: int) -> str:
-        """The stack of a process that listens; empty if it does not answer."""
+    def ask(self, pid: int) -> None:
+        """Have a process that listens write its stack; ``answer`` gives it. This ends an earlier request."""
         os.ftruncate(self._descriptor, 0)
         os.kill(pid, self._SIGNAL)
-        deadline, size = time.monotonic() + _STACK_S, 0
-        while time.monotonic() < deadline:
-            time.sleep(_WRITTEN_S)
-            before, size = size, os.fstat(self._descriptor).st_size
-            if 0 < size == before:
-                break
+        self._size, self._grown_s = 0, time.monotonic()
+        self._deadline_s = self._grown_s + _STACK_S
+
+    def answer(self) -> str | None:
+        """The stack; None as long as it may still come; empty if the process did not write it in time."""
+        now_s, size = time.monotonic(), os.fstat(self._descriptor).st_size
+        if size != self._size:
+            self._size, self._grown_s = size, now_s
+        if now_s < self._deadline_s and (not size or now_s < self._grown_s + _WRITTEN_S):
+            return None
         return os.pread(self._descriptor, size, 0).decode(errors="replace")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -70,6 +74,9 @@ class StackFile:
 class Overdue:
     """Ends worker processes that spend too long on a sample.
 
+    Each is asked for its stack before, one at a time. The consumer does not wait for it: one call of ``end`` asks, a
+    later one takes the answer.
+
     Args:
         limit_s: How long a sample may take.
         stacks: What the workers write their stacks to.
@@ -81,15 +88,23 @@ class Overdue:
         self._stacks = stacks
         self._ended: dict[int, str] = {}  # and why
         self._since_ns = 0
-        self.interval_s = limit_s / _LOOKS
+        self._asked: tuple[int, BaseProcess, Any] | None = None  # number, process, its lease then
+
+    @property
+    def interval_s(self) -> float:
         """How often ``end`` should be called."""
+        return self._limit_s / _LOOKS if self._asked is None else _WRITTEN_S
 
     def excuse(self) -> None:
         """Let the samples that are running now begin anew: all processes were stopped for a while."""
         self._since_ns = now_ns()
+        self._asked = None
 
     def end(self, processes: Sequence[BaseProcess]) -> None:
         """End those of the workers whose sample, ``collate_fn`` or ``worker_init_fn`` is overdue."""
+        if self._asked is not None and not self._finish(*self._asked):
+            return
+        self._asked = None
         for number, process in enumerate(processes):
             lease = self._ledger.lease(number)
             on_nothing = lease[0] is None and lease[2] > STARTING
@@ -100,17 +115,26 @@ class Overdue:
             if taken_s <= self._limit_s or self._ledger.lease(number) != lease:
                 continue
             with contextlib.suppress(ProcessLookupError):
-                stack = self._stacks.ask(process.pid)
-                if self._ledger.lease(number) != lease or not process.is_alive():
-                    continue  # the sample, or the worker, came to an end by itself
-                what = "a sample"
-                if lease[0] is None:
-                    what = "worker_init_fn" if lease[2] == STARTING else "collate_fn"
-                self._ended[number] = (
-                    f"{what} took more than sample_timeout_s={self._limit_s:g}, and its worker (pid {process.pid}) "
-                    f"was ended. Its stack:\n{stack or '(none: the process did not answer)'}"
-                )
-                os.kill(process.pid, signal.SIGKILL)
+                self._stacks.ask(process.pid)
+                self._asked = number, process, lease
+                return
+
+    def _finish(self, number: int, process: BaseProcess, lease: Any) -> bool:
+        """End a worker that was asked for its stack; False as long as that may still come."""
+        if self._ledger.lease(number) != lease or not process.is_alive():
+            return True  # the sample, or the worker, came to an end by itself
+        stack = self._stacks.answer()
+        if stack is None:
+            return False
+        what = "a sample"
+        if lease[0] is None:
+            what = "worker_init_fn" if lease[2] == STARTING else "collate_fn"
+        self._ended[number] = (
+            f"{what} took more than sample_timeout_s={self._limit_s:g}, and its worker (pid {process.pid}) "
+            f"was ended. Its stack:\n{stack or '(none: the process did not answer)'}"
+        )
+        process.kill()
+        return True
 
     def cause(self, number: int) -> SampleTimeoutError | None:
         """Why a worker was ended, if it was ended here; asked once it is dead."""
