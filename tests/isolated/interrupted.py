@@ -8,6 +8,7 @@ was found, and the errors of programs that did not.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import multiprocessing
 import os
@@ -18,6 +19,8 @@ import tempfile
 import threading
 import time
 from typing import Any, NoReturn
+
+import psutil
 
 from minato import DataLoader
 
@@ -113,7 +116,8 @@ class Moment:
         code = self._wait(begin + ENDS_S)
         took_s = time.monotonic() - begin
         leaves_s = SERVER_LEAVES_S if self.method == "forkserver" else LEAVES_S
-        left = code is not None and not self._is_empty(time.monotonic() + leaves_s)
+        is_empty = code is None or self._is_empty(time.monotonic() + leaves_s)
+        left = [] if is_empty else self._members() or ["gone meanwhile"]
         if code is None or left:
             os.killpg(self._pid, signal.SIGKILL)
         if code is None:
@@ -136,6 +140,15 @@ class Moment:
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.001)
         return None
+
+    def _members(self) -> list[str]:
+        """Command lines of the processes of the group."""
+        members = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if os.getpgid(process.pid) == self._pid:
+                    members.append(f"{process.status()}: {' '.join(process.cmdline())}")
+        return members
 
     def _is_empty(self, deadline: float) -> bool:
         while time.monotonic() < deadline:
