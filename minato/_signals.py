@@ -21,7 +21,7 @@ from multiprocessing import util
 from types import FrameType
 from typing import Any
 
-__all__ = ["exiting", "keep_raised", "signals_deferred"]
+__all__ = ["exiting", "keep_raised", "raise_kept", "signals_deferred"]
 
 _PAUSE_S = 0.01
 """How long after a finalizer its exception is raised again: it has returned by then, or it is waited for."""
@@ -82,6 +82,16 @@ def keep_raised() -> None:
     """
     if not isinstance(sys.unraisablehook, _Hook):
         sys.unraisablehook = _Hook(sys.unraisablehook)
+
+
+def raise_kept() -> None:
+    """Raise now, in the main thread, what is kept until finalizers have returned, unless one runs.
+
+    A signal of a process group ends helper processes, too. What the program then gets from them must not come first.
+    """
+    kept = signal.getsignal(signal.SIGINT)
+    if isinstance(kept, _RaiseAgain) and threading.current_thread() is threading.main_thread():
+        kept(signal.SIGINT, sys._getframe(1))
 
 
 class _Hook:

@@ -23,7 +23,7 @@ STORES: dict[str, tuple[str, ...]] = {
     "fill_run": ("place", "ticket", "place", "ticket", "state"),
     "skip": ("blob", "place", "ticket", "state"),
     "set_ready": ("result", "state"),
-    "release": ("blob", "ticket", "ticket"),
+    "release": ("ticket", "blob", "ticket"),
     "release, result": ("place", "ticket", "place", "ticket"),
 }
 """Of each operation the words that it changes in turn, where it concerns two samples of a batch, and completes that."""

@@ -17,7 +17,7 @@ import pytest
 
 from minato import DataLoader
 from minato._signals import keep_raised, signals_deferred
-from tests.datasets import wait_until
+from tests.datasets import Numbers, wait_until
 from tests.subprocesses import run
 
 PROGRAMS = ["fork", "spawn", "forkserver", "thread", "inline"]
@@ -224,6 +224,24 @@ def test_other_errors_of_a_finalizer_stay_where_they_are(
     del thing
     time.sleep(0.05)
     assert reported == [error]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_fork_server_that_the_same_signal_ended_is_not_what_the_program_hears_of(
+    handlers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_raised()
+
+    def broken(_: Any) -> None:
+        thing = Finalized(lambda: signal.raise_signal(signal.SIGTERM))
+        del thing
+        raise EOFError("unexpected EOF")
+
+    context = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(context.Process, "start", broken)
+    with pytest.raises(SystemExit):
+        iter(DataLoader(Numbers(8), 4, num_workers=2, multiprocessing_context=context))
+    wait_until(lambda: all(one.name != "minato-signal" for one in threading.enumerate()), 5)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

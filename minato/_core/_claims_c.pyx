@@ -32,6 +32,9 @@ cdef class Claims(Records):
     def claim(self, uint32_t worker, uint32_t max_run):
         """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that is to begin early.
 
+        Args:
+            max_run: 0: a whole batch, or what is left of one whose first sample is done.
+
         Returns:
             ``(batch, k, count)``: the samples k … k+count-1 of the batch; count 0: collate this batch, whose
             worker died. None if there is nothing to claim.

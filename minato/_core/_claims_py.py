@@ -44,6 +44,9 @@ class Claims(Records):
     def claim(self, worker: int, max_run: int) -> tuple[int, int, int] | None:
         """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that is to begin early.
 
+        Args:
+            max_run: 0: a whole batch, or what is left of one whose first sample is done.
+
         Returns:
             ``(batch, k, count)``: the samples k … k+count-1 of the batch; count 0: collate this batch, whose
             worker died. None if there is nothing to claim.
@@ -56,15 +59,17 @@ class Claims(Records):
                 self._header["adopted"] = self._header["stranded"]
             tail = int(self._header["tail"])
             seq = int(self._header["head"])
-            early = self._claim_hinted(worker, seq)
+            early = self._claim_hinted(worker, seq) if max_run else None
             if early is not None:
                 index = int(self._positions[early & self._mask]["batch"])
                 return index, early - self._range(index).start, 1
-            passed_over = tail  # the first free sample that is for another worker
+            passed_over = tail  # the first free sample that is left to another worker
             while seq < tail:
                 position = self._positions[seq & self._mask]
                 if self._ticket(seq) & STATE == FREE and int(position["position"]) == seq:
-                    if int(self._batches[int(position["batch"])]["owner"]) in (0, worker + 1):
+                    index = int(position["batch"])
+                    is_theirs = int(self._batches[index]["owner"]) not in (0, worker + 1)
+                    if not is_theirs and (max_run or not self._follows(seq, index)):
                         break
                     passed_over = min(passed_over, seq)
                 seq += 1
@@ -72,7 +77,8 @@ class Claims(Records):
             if seq == tail:
                 return None
             index = int(self._positions[seq & self._mask]["batch"])
-            claimed = range(seq, min(seq + max_run, self._range(index).stop))
+            end = self._range(index).stop
+            claimed = range(seq, min(seq + max_run, end) if max_run else end)
             count = 0
             for other in claimed:
                 ticket = self._ticket(other)
@@ -209,6 +215,11 @@ class Claims(Records):
             return int(self._batches[batch]["layout"])
 
     # ---- inner parts, called with the lock held ---------------------------------------------
+
+    def _follows(self, seq: int, batch: int) -> bool:
+        """Whether a worker that claims whole batches leaves a sample to the one that has, or will have, the first."""
+        first = self._range(batch).start
+        return seq != first and self._ticket(first) & STATE != DONE
 
     def _claim_hinted(self, worker: int, front: int) -> int | None:
         """Claim the hinted sample that should be started first, if one should by now; returns its position."""

@@ -208,7 +208,8 @@ class Ledger(Claims):
             tail = int(self._header["tail"])
             base = next(iter(self._live.values()), tail)
             released = 0
-            for seq in range(base, tail):
+            # Backwards: whoever claims the first sample of a batch finds the others free.
+            for seq in reversed(range(base, tail)):
                 ticket = self._ticket(seq)
                 if not self._is_claimed(seq, worker):
                     continue

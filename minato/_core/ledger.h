@@ -312,7 +312,14 @@ static inline void mn_hungry(const mn_ledger *ledger) {
         mn_gate_notify(&ledger->header->ready, INT_MAX);
 }
 
-/* Claim samples `*k` ... `*k + *count - 1` of a batch; `*count` 0: collate the batch. Returns 0 if there is nothing. */
+/* Whether a worker that claims whole batches leaves a free sample to the one that has, or will have, the first. */
+static inline int mn_follows(const mn_ledger *ledger, uint64_t position, uint64_t first) {
+    return position != first && (mn_load_acquire_u64(&mn_at(ledger, first)->ticket) & MN_STATE) != MN_DONE;
+}
+
+/* Claim samples `*k` ... `*k + *count - 1` of a batch; `*count` 0: collate the batch. Returns 0 if there is nothing.
+ *
+ * `max_run` 0: a whole batch, or what is left of one whose first sample is done. */
 static inline int mn_claim(const mn_ledger *ledger, uint32_t worker, uint32_t max_run, uint32_t *index, uint64_t *k,
                            uint32_t *count) {
     mn_header *header = ledger->header;
@@ -325,9 +332,9 @@ static inline int mn_claim(const mn_ledger *ledger, uint32_t worker, uint32_t ma
         uint64_t tail = mn_load_acquire_u64(&header->tail);
         uint64_t head = mn_load_acquire_u64(&header->head);
         uint64_t position = head & MN_NUMBER;
-        uint64_t passed_over = MN_NUMBER; /* the first free sample that is for another worker */
+        uint64_t passed_over = MN_NUMBER; /* the first free sample that is left to another worker */
         mn_position *record = NULL;
-        if (mn_load_acquire_u32(&header->hints_used) && mn_claim_hinted(ledger, worker, position, &position)) {
+        if (max_run && mn_load_acquire_u32(&header->hints_used) && mn_claim_hinted(ledger, worker, position, &position)) {
             *index = mn_load_relaxed_u32(&mn_at(ledger, position)->batch);
             *k = position - mn_load_relaxed_u64(&mn_batch_at(ledger, *index)->first);
             *count = 1;
@@ -340,8 +347,10 @@ static inline int mn_claim(const mn_ledger *ledger, uint32_t worker, uint32_t ma
                 position++;
                 continue;
             }
-            uint32_t owner = mn_load_relaxed_u32(&mn_batch_at(ledger, mn_load_relaxed_u32(&record->batch))->owner);
-            if (owner != 0 && owner != worker + 1) {
+            mn_batch *of = mn_batch_at(ledger, mn_load_relaxed_u32(&record->batch));
+            uint32_t owner = mn_load_relaxed_u32(&of->owner);
+            if ((owner != 0 && owner != worker + 1) ||
+                (max_run == 0 && mn_follows(ledger, position, mn_load_relaxed_u64(&of->first)))) {
                 passed_over = mn_min(passed_over, position);
                 position++;
             } else if (mn_cas_seq_cst_u64(&record->ticket, word, word | MN_CLAIMED | mn_worker_bits(worker))) {
@@ -360,7 +369,7 @@ static inline int mn_claim(const mn_ledger *ledger, uint32_t worker, uint32_t ma
         uint64_t first = mn_load_relaxed_u64(&batch->first);
         uint64_t end = first + mn_load_relaxed_u32(&batch->count);
         uint32_t claimed = 1;
-        for (; claimed < max_run && position + claimed < end; claimed++) {
+        for (; (max_run == 0 || claimed < max_run) && position + claimed < end; claimed++) {
             mn_position *next = mn_at(ledger, position + claimed);
             uint64_t word = mn_load_acquire_u64(&next->ticket);
             if ((word & MN_STATE) != MN_FREE ||
@@ -682,10 +691,11 @@ static inline int mn_is_skipped(mn_position *there, uint64_t position) {
 
 /* Offer the samples in [base, tail) again that the worker had claimed and not finished; returns how many.
  *
- * A batch whose result it has set is finished. */
+ * A batch whose result it has set is finished. Backwards: whoever claims the first sample of a batch finds the
+ * others free. */
 static inline uint64_t mn_reoffer(const mn_ledger *ledger, uint32_t worker, uint64_t base, uint64_t tail) {
     uint64_t released = 0;
-    for (uint64_t position = base; position < tail; position++) {
+    for (uint64_t position = tail; position-- > base;) {
         mn_position *record = mn_at(ledger, position);
         uint64_t word = mn_load_acquire_u64(&record->ticket);
         if (!mn_is_claimed(word, worker))

@@ -28,7 +28,7 @@ from torch.utils.data._utils import worker as torch_worker
 from minato._core.limits import explaining_limits
 from minato._core.wait import Gate
 from minato._ranges import in_profile
-from minato._signals import exiting, signals_deferred
+from minato._signals import exiting, raise_kept, signals_deferred
 from minato.scheduler.overdue import Overdue
 from minato.scheduler.usage import Usage, process_usage
 from minato.scheduler.watch import UNREADABLE, ExitWatch, exit_code
@@ -164,7 +164,11 @@ class ProcessPool:
     def _launch(self, process: BaseProcess) -> None:
         with explaining_limits("start a worker process"):
             if self._context.get_start_method() != "fork":
-                process.start()
+                try:
+                    process.start()
+                except (EOFError, OSError):
+                    raise_kept()  # it has ended the fork server, too
+                    raise
                 return
             # What modules have Python call around a fork would swallow what a signal's handler raises.
             with signals_deferred():

@@ -26,7 +26,7 @@ _LONG_RUN_NS = 4_000_000
 """The same where batches are collated by a function, as samples of one worker need no transport, and in line."""
 _PATIENCE_S, _PATIENCE_NS = 1.0, 1_000_000_000
 """How long a worker sleeps, or works, at most before it looks whether its parent lives."""
-_WHOLE_BATCH = 1 << 31
+_WHOLE_BATCH, _ALL_SAMPLES = 0, 1 << 31
 _WORTH_NOTING_NS = 100_000
 """What dearer samples have cost is written down for the next epoch."""
 
@@ -254,8 +254,10 @@ class Worker:
         return samples
 
     def _longest_run(self) -> int:
+        if self._fetcher.takes_lists:
+            return _WHOLE_BATCH  # what ``__getitems__`` returns may be of one piece
         if self._whole_batches or self._sink.holds:
-            return _WHOLE_BATCH
+            return _ALL_SAMPLES
         habits = self._runner.habits
         return 1 if habits.draws is None else int(self._run_ns / habits.usual_ns) or 1
 

@@ -134,6 +134,21 @@ def test_runs_are_as_long_as_asked_for_and_end_with_their_batch(desk: Desk) -> N
     assert desk.claim(1, 100) is None
 
 
+def test_a_batch_is_claimed_as_a_whole_by_one_worker(desk: Desk) -> None:
+    first, second = desk.publish(3), desk.publish(2)
+    desk.set_ticket(0, claimed(1, 0))  # which is about to claim the others
+    assert desk.claim(0, 0) == (second, 0, 2)
+    assert desk.claim(0, 0) is None
+    desk.ledger.release(1)
+    assert desk.claim(0, 0) == (first, 0, 3)
+
+
+def test_what_is_left_of_a_whole_batch_is_claimed_when_its_first_sample_is_done(desk: Desk) -> None:
+    batch = desk.publish(3)
+    desk.fill(1, desk.claim_position(1))
+    assert desk.claim(0, 0) == (batch, 1, 2)
+
+
 def test_a_run_ends_where_somebody_else_is_at_work(desk: Desk) -> None:
     batch = desk.publish(6)
     desk.claim(0, 6)

@@ -8,6 +8,7 @@ was found, and the errors of programs that did not.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import multiprocessing
 import os
@@ -19,6 +20,8 @@ import threading
 import time
 from typing import Any, NoReturn
 
+import psutil
+
 from minato import DataLoader
 
 ENDS_S = 5.0
@@ -27,8 +30,8 @@ LEAVES_S = 2.0
 """How long what it has started may take after it."""
 SERVER_LEAVES_S = 20.0
 """The same with multiprocessing's fork server, which has torch to unload."""
-FIRST_S = {"spawn": 8.0, "forkserver": 1.0}
-"""When the signal comes at the latest, after the first batch; where workers start slowly, they are to be met there."""
+LATEST_S = {"spawn": 10.0, "forkserver": 6.0}
+"""When the signal comes at the latest, after the program has begun: where workers start slowly, while they do."""
 INTERRUPTED, TERMINATED = 130, 143
 OPTIONS: dict[str, dict[str, Any]] = {
     "inline": {"num_workers": 0},
@@ -53,14 +56,13 @@ class Numbers:
 
 def program(method: str, ready: int) -> NoReturn:
     """Drop iterators in all ways, for ever."""
+    os.write(ready, b"x")
     number = 0
     while True:
         persistent = number % 3 == 2 and method != "inline"
         loader = DataLoader(Numbers(), 4, persistent_workers=persistent, **OPTIONS[method])
         for i, batch in enumerate(loader):
             assert batch.tolist() == list(range(4 * i, 4 * i + 4))
-            if number == i == 0:
-                os.write(ready, b"x")
             if i == number % 7:
                 break
         number += 1
@@ -105,7 +107,7 @@ class Moment:
         os.close(ready)
         if begun != b"x":
             raise RuntimeError(f"a program ended by itself: {self._errors_so_far()}")
-        time.sleep(draw.random() * FIRST_S.get(method, 0.2))
+        time.sleep(draw.random() * LATEST_S.get(method, 0.3))
 
     def send(self) -> dict[str, Any]:
         """Send the signal; returns how the program ended."""
@@ -114,7 +116,8 @@ class Moment:
         code = self._wait(begin + ENDS_S)
         took_s = time.monotonic() - begin
         leaves_s = SERVER_LEAVES_S if self.method == "forkserver" else LEAVES_S
-        left = code is not None and not self._is_empty(time.monotonic() + leaves_s)
+        is_empty = code is None or self._is_empty(time.monotonic() + leaves_s)
+        left = [] if is_empty else self._members() or ["gone meanwhile"]
         if code is None or left:
             os.killpg(self._pid, signal.SIGKILL)
         if code is None:
@@ -137,6 +140,15 @@ class Moment:
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.001)
         return None
+
+    def _members(self) -> list[str]:
+        """Command lines of the processes of the group."""
+        members = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if os.getpgid(process.pid) == self._pid:
+                    members.append(f"{process.status()}: {' '.join(process.cmdline())}")
+        return members
 
     def _is_empty(self, deadline: float) -> bool:
         while time.monotonic() < deadline:

@@ -65,7 +65,7 @@ class Setting:
         bound: Each sample has its own place.
         late: Samples take the newest open place.
         lag: Where places are free, samples that have none are bound when so many more batches are open.
-        max_run: Samples that a worker claims at most.
+        max_run: Samples that a worker claims at most; 0: whole batches.
         collated: Batches must be collated; "whole": by who ran all their samples, where one did.
         bad: What becomes of the last sample of each run: ``"error"``: it raises, but only in worker 0; ``"skip"``.
         owned: Batch k is for worker k mod n.
@@ -313,7 +313,7 @@ class Ledger:
             base = yield peek(self.first[live[0]])
         if not self.setting.bound:  # else each ticket names its place from the beginning
             yield from self.release_places(worker, base, tail)
-        for seq in range(base, tail):
+        for seq in self.backwards(range(base, tail)):
             word = yield load(self.ticket[self.at(seq)])
             if word & STATE != CLAIMED or not self.is_of(word, worker):
                 continue
@@ -337,6 +337,9 @@ class Ledger:
         yield from self.release_batches(worker, live)
         yield add(self.stranded, 1)
         yield from self.notify(self.work, EVERYBODY)
+
+    def backwards(self, positions: range) -> range:
+        return positions[::-1]
 
     def is_of(self, word: int, worker: int) -> bool:
         return (word >> 4) & 3 == worker
@@ -415,6 +418,12 @@ class Ledger:
                         passed_over = min(passed_over, seq)
                         seq += 1
                         continue
+                if not max_run:
+                    follows = yield from self.follows(seq)
+                    if follows:
+                        passed_over = min(passed_over, seq)
+                        seq += 1
+                        continue
                 claimed = yield from self.grab(worker, seq, word)
             if not claimed:
                 yield cas(self.head, head, head & ~NUMBER | min(seq, passed_over))
@@ -425,7 +434,7 @@ class Ledger:
             first = yield peek(self.first[index])
             size = yield peek(self.count[index])
             count = 1
-            while count < max_run and seq + count < first + size:
+            while (not max_run or count < max_run) and seq + count < first + size:
                 word = yield load(self.ticket[self.at(seq + count)])
                 if word & STATE != FREE:
                     break
@@ -436,6 +445,14 @@ class Ledger:
             if seq == looked_at:
                 yield cas(self.head, head, head & ~NUMBER | min(seq + count, passed_over))
             return index, seq - first, count
+
+    def follows(self, seq: int) -> Steps:
+        index = yield self.racy(self.batch[self.at(seq)])
+        first = yield self.racy(self.first[index])
+        if seq == first:
+            return False
+        word = yield load(self.ticket[self.at(first)])
+        return word & STATE != DONE
 
     def grab(self, worker: int, seq: int, word: int) -> Steps:
         claimed = yield cas(self.ticket[self.at(seq)], word, word | CLAIMED | worker << 4)
@@ -722,6 +739,8 @@ class Ledger:
 
     def run_bound(self, number: int, index: int, first: int, k: int, count: int) -> Steps:
         size = yield peek(self.count[index])
+        whole = self.setting.max_run or self.setting.bad or count == size
+        assert whole, f"worker {number} has {count} of {size} samples of batch record {index}"
         for call in self.delivery(number, count, size):
             outcome = yield from self.call(call, number, index, first, k)
             if outcome == MUST_COLLATE:

@@ -231,6 +231,21 @@ class ErrorIsDropped(Ledger):
         return False
 
 
+class TheRestIsClaimed(Ledger):
+    """A batch that can only be fetched as a whole is divided between a worker and one that comes second."""
+
+    def follows(self, seq: int) -> Steps:
+        yield peek(self.batch[self.at(seq)])
+        return False
+
+
+class TheFirstGoesOutFirst(Ledger):
+    """The samples of a dead worker are claimed while they go out again."""
+
+    def backwards(self, positions: range) -> range:
+        return positions
+
+
 class SkipSaysItIsDoneFirst(Ledger):
     """A worker that dies before it has filled the place of a skipped sample leaves it to nobody."""
 
@@ -259,6 +274,8 @@ MUTATIONS: dict[type[Ledger], Setting] = {
     FilledWithoutData: Setting(TWO, max_run=2, bad="error"),
     ResultIsDropped: Setting(TWO, max_run=2, collated="whole"),
     ErrorIsDropped: Setting(TWO, max_run=2, bad="error"),
+    TheRestIsClaimed: Setting(TWO, max_run=0, collated="whole", kills=0),
+    TheFirstGoesOutFirst: Setting(TWO, max_run=0, collated="whole"),
     SkipSaysItIsDoneFirst: Setting(ONE, bad="skip"),
     NobodySweeps: Setting(((1,), (1,)), positions=1, records=1, window=1, kills=0),
     ClaimsWithoutLooking: Setting(ONE, kills=0),

@@ -15,6 +15,9 @@ SETTINGS = {
     "the gate, a kill, delayed stores": Setting(((1,),), whole_gate=False, buffered=True),
     "bound": Setting(((2, 2),), kills=0),
     "bound, in runs, a kill": Setting(((2,),), max_run=2, collated="whole"),
+    "bound, in whole batches, a kill": Setting(((2,),), max_run=0, collated="whole"),
+    "bound, in whole batches, two": Setting(((2, 2),), max_run=0, collated="whole", kills=0),
+    "bound, in whole batches, an error, a kill": Setting(((2,),), max_run=0, bad="error"),
     "bound, an error, a kill": Setting(((2,),), max_run=2, bad="error"),
     "bound, a skipped sample, a kill": Setting(((2,),), max_run=2, bad="skip"),
     "bound, whole, a skipped sample, a kill": Setting(

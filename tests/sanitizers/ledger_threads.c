@@ -67,7 +67,8 @@ static int run(uint32_t worker, uint32_t index, uint64_t k, uint32_t count, uint
     uint64_t key = mn_load_relaxed_u64(&mn_at(&ledger, first)->key);
     CHECK(key == first);
     CHECK(mn_allocate(&ledger, index, 1) != UINT64_MAX);
-    if (bound && collates && count == COUNT) {
+    if (bound && collates) {
+        CHECK(count == COUNT);
         uint64_t sum = 0;
         for (uint32_t i = 0; i < count; i++)
             sum += first + i;
@@ -109,7 +110,7 @@ static void *work(void *argument) {
     while (!stopping()) {
         uint32_t index, count, seen = mn_gate_events(&ledger.header->work);
         uint64_t k;
-        uint32_t most = collates ? COUNT : 1 + (uint32_t)(draw(&state) % RUN);
+        uint32_t most = collates ? 0 : 1 + (uint32_t)(draw(&state) % RUN);
         if (!mn_claim(&ledger, worker, most, &index, &k, &count)) {
             mn_hungry(&ledger);
             mn_gate_wait(&ledger.header->work, seen, 1000000);
