@@ -30,7 +30,7 @@ LEAVES_S = 2.0
 """How long what it has started may take after it."""
 SERVER_LEAVES_S = 20.0
 """The same with multiprocessing's fork server, which has torch to unload."""
-LATEST_S = {"spawn": 10.0, "forkserver": 6.0}
+LATEST_S = {"spawn": 6.0, "forkserver": 6.0}
 """When the signal comes at the latest, after the program has begun: where workers start slowly, while they do."""
 INTERRUPTED, TERMINATED = 130, 143
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -38,8 +38,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "thread": {"num_workers": 2, "worker_method": "thread"},
     **{
         method: {"num_workers": 2, "multiprocessing_context": method}
-        for method in ("fork", "spawn", "forkserver")
+        for method in ("fork", "forkserver")
     },
+    # One, as each imports torch, on cores that are few.
+    "spawn": {"num_workers": 1, "multiprocessing_context": "spawn"},
 }
 
 
