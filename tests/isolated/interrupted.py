@@ -121,7 +121,8 @@ class Moment:
         is_empty = code is None or self._is_empty(time.monotonic() + leaves_s)
         left = [] if is_empty else self._members() or ["gone meanwhile"]
         if code is None or left:
-            os.killpg(self._pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
         if code is None:
             os.waitpid(self._pid, 0)
         text = self._errors_so_far()
