@@ -24,7 +24,6 @@ __all__ = [
     "check_sample_timeout",
     "check_sharing",
     "check_slow",
-    "check_standby",
     "check_whole",
     "metrics_address",
     "worker_range",
@@ -217,32 +216,6 @@ def check_fetching(
         )
 
 
-def check_standby(
-    count: object, num_workers: int | str, fetching: Fetching, is_stream: bool, schedule: str
-) -> None:
-    """Workers that stand in for others, where any worker may run any sample."""
-    check_whole("standby_workers", count, 0)
-    if count is None:
-        raise TypeError("standby_workers=None is a NoneType: give an integer, 0 for none")
-    if count == 0:
-        return
-    if num_workers == 0:
-        raise ValueError(
-            f"standby_workers={count} stand in for other workers, and num_workers=0 has none: use num_workers=1 or more"
-        )
-    if is_stream or schedule == "round_robin":
-        cause = "an iterable dataset" if is_stream else f"schedule={schedule!r}"
-        raise ValueError(
-            f"standby_workers={count} has no meaning with {cause}, where no worker can do what is another's: leave it "
-            "out"
-        )
-    if fetching.at_once:
-        raise ValueError(
-            f"standby_workers={count} has no meaning with fetch_concurrency={fetching}, where a slow read holds no "
-            "worker up: leave one of the two out"
-        )
-
-
 def check_sharing(shared_pool: object, on_rank_death: object, given: dict[str, bool]) -> None:
     """One pool for several ranks, where each of them has something of it.
 
@@ -265,7 +238,6 @@ def check_ray(
     num_workers: int | str,
     changes: bool,
     fetching: Fetching,
-    standby_workers: int,
     is_stream: bool,
     schedule: str,
 ) -> None:
@@ -299,11 +271,6 @@ def check_ray(
         raise ValueError(
             f"fetch_concurrency={fetching} contradicts {given}, whose actors run one sample at a time: leave it out, "
             "and use more workers with ray_options={'num_cpus': 0.25}"
-        )
-    if standby_workers:
-        raise ValueError(
-            f"standby_workers={standby_workers} stand in for workers that share the cores of this machine, and {given} "
-            "has others: use more workers"
         )
 
 

@@ -99,7 +99,7 @@ class Engine:
             experience.costs = self._memory.costs()
         positions = max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
         records = _BATCH_RECORDS if plan.num_workers else _BATCH_RECORDS_IN_LINE
-        sizes = (max(plan.all_workers, 1), records, positions)
+        sizes = (max(plan.most_workers, 1), records, positions)
         ledger_nbytes = -(-Ledger.nbytes(*sizes) // 64) * 64
         in_processes = plan.num_workers > 0 and plan.worker_method == "process"
         meters_nbytes = sizes[0] * Meters.nbytes(len(plan.chain))
@@ -232,9 +232,7 @@ class Engine:
             deaths,
             self._failures,
         )
-        self._parts_slow = bool(
-            self._foresight is not None or plan.order.name == "fast_first" or plan.standby_workers
-        )
+        self._parts_slow = self._foresight is not None or plan.order.name == "fast_first"
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
             workplace.write_plan(self.arena)

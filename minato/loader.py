@@ -104,7 +104,6 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         slow_percentile: Samples that cost more than this percentile of all are slow (75); nothing is where costs differ
             little.
         slow_after_s: Or those that take longer than so many seconds.
-        standby_workers: So many more workers sleep until a slow sample holds another one up, and do its work meanwhile.
         profile: Folder in which each epoch leaves what samples cost, so that the next run of the program knows from the
             start which are slow.
         measure: Take the times that ``report()`` is made of, which costs a few microseconds for each batch. ``"gpu"``:
@@ -176,7 +175,6 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         controller: str | PaperController = "corrected",
         slow_percentile: float | None = None,
         slow_after_s: float | None = None,
-        standby_workers: int = 0,
         profile: str | os.PathLike[str] | None = None,
         measure: bool | Literal["gpu"] = True,
         metrics_port: int | str | None = None,
@@ -226,7 +224,6 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             controller=controller,
             slow_percentile=slow_percentile,
             slow_after_s=slow_after_s,
-            standby_workers=standby_workers,
             profile=profile,
             measure=measure,
             metrics_port=metrics_port,

@@ -104,8 +104,7 @@ class Opening:
     @property
     def _most_replicas(self) -> int:
         """How many copies of the dataset there can be."""
-        most = max(self._options.max_workers or 0, self.num_workers, 1)
-        return most + self._options.standby_workers
+        return max(self._options.max_workers or 0, self.num_workers, 1)
 
     @property
     def _in_threads(self) -> bool:

@@ -22,7 +22,6 @@ from minato.checks import (
     check_sample_timeout,
     check_sharing,
     check_slow,
-    check_standby,
     check_whole,
     metrics_address,
     worker_range,
@@ -103,7 +102,6 @@ class Options:
         controller: ``corrected``, ``paper``, or the latter with constants.
         slow_percentile: Of the costs of samples, from which on they are slow.
         slow_after_s: The same in seconds, or None.
-        standby_workers: Workers that stand in for those which a slow sample holds up.
         profile: Folder that keeps what samples cost, or None.
         measure: Whether times are taken for ``report()``; ``"gpu"``: and the GPUs are watched.
         metrics_port: Where an endpoint tells figures: a port, or host and port; None: nowhere.
@@ -137,7 +135,6 @@ class Options:
     controller: str | PaperController
     slow_percentile: float
     slow_after_s: float | None
-    standby_workers: int
     profile: str | None
     measure: bool | str
     metrics_port: int | str | None
@@ -190,7 +187,6 @@ class Options:
         controller: str | PaperController,
         slow_percentile: float | None,
         slow_after_s: float | None,
-        standby_workers: int,
         profile: Any,
         measure: bool | str,
         metrics_port: int | str | None,
@@ -325,7 +321,6 @@ class Options:
         most_workers = max_workers if isinstance(num_workers, str) else max_workers or num_workers
         fetching = Fetching.of(fetch_concurrency)
         check_fetching(fetching, is_stream, schedule, rng, most_workers)
-        check_standby(standby_workers, num_workers, fetching, is_stream, schedule)
         check_sharing(
             shared_pool,
             on_rank_death,
@@ -343,7 +338,7 @@ class Options:
         check_ray_options(ray_options, worker_method)
         if worker_method == "ray":
             changes = min_workers is not None
-            check_ray(num_workers, changes, fetching, standby_workers, is_stream, schedule)
+            check_ray(num_workers, changes, fetching, is_stream, schedule)
         return cls(
             order=order,
             max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
@@ -366,7 +361,6 @@ class Options:
             controller=controller,
             slow_percentile=_SLOW_PERCENTILE if slow_percentile is None else slow_percentile,
             slow_after_s=slow_after_s,
-            standby_workers=standby_workers,
             profile=None if profile is None else os.fspath(profile),
             measure=measure,
             metrics_port=metrics_port,

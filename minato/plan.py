@@ -44,8 +44,7 @@ class Plan:
     Attributes:
         batched: Keys come in lists (``batch_size`` or a ``batch_sampler``).
         num_workers: Workers that work at first.
-        most_workers: Workers that there can be, but for …
-        standby_workers: … those that stand in for others.
+        most_workers: Workers that there can be.
         seeds_samples: Randomness is bound to each sample rather than to the worker.
         window_batches: Batches in flight, None to let the budget decide.
         persistent: The workers stay for further passes.
@@ -78,7 +77,6 @@ class Plan:
     batched: bool
     num_workers: int
     most_workers: int
-    standby_workers: int
     worker_method: str
     context: Any
     worker_init_fn: Callable[[int], None] | None
@@ -151,7 +149,6 @@ class Plan:
             batched=loader._auto_collation,
             num_workers=num_workers,
             most_workers=most_workers,
-            standby_workers=options.standby_workers,
             worker_method=options.worker_method,
             context=loader.multiprocessing_context or torch.multiprocessing.get_context(),
             worker_init_fn=loader.worker_init_fn,
@@ -222,11 +219,6 @@ class Plan:
         """Whether workers may be started later than others: their number is fixed, and nothing is for a certain one."""
         is_fixed = self.num_workers == self.most_workers
         return is_fixed and not self.round_robin and self.replicas is None
-
-    @property
-    def all_workers(self) -> int:
-        """Numbers of workers: standby workers come last."""
-        return self.most_workers + self.standby_workers
 
     @property
     def foresees(self) -> bool:

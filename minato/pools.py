@@ -71,7 +71,7 @@ def make_pool(
         return ledger.draining and not ledger.owns(number)
 
     def wanted(number: int, parent_lives: Callable[[], bool]) -> bool:
-        return workplace.roster(ledger, number).stand_by(
+        return workplace.roster(ledger).stand_by(
             number, lambda: ledger.stopping or ledger.draining, parent_lives
         )
 
@@ -80,13 +80,13 @@ def make_pool(
         def in_thread(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
             if not wanted(number, consumer_lives):
                 return None
-            with announced(number, plan.all_workers, plan.base_seed, plan.dataset):
+            with announced(number, plan.most_workers, plan.base_seed, plan.dataset):
                 failure = _initialise(plan, number)
             return workplace.worker(
                 number, ledger, wrapped_in_thread(number), failure, BaseException
             )
 
-        return ThreadPool(plan.all_workers, in_thread, ready, stop, may_leave)
+        return ThreadPool(plan.most_workers, in_thread, ready, stop, may_leave)
     overdue: Overdue | None = None
     if plan.sample_timeout_s is not None:
         workplace.stacks = StackFile()
@@ -100,7 +100,7 @@ def make_pool(
         functools.partial(workplace.read_keys, ledger),
         plan.chain.names,
         sink,
-        plan.all_workers,
+        plan.most_workers,
         deaths,
         flow,
         overdue,
@@ -109,7 +109,9 @@ def make_pool(
     if plan.lanes is not None:
         buried = telling_deaths(plan.lanes.worker, buried)
     if plan.worker_method == "ray":
-        work = Work(plan.dataset, plan.chain, plan.all_workers, plan.base_seed, plan.worker_init_fn)
+        work = Work(
+            plan.dataset, plan.chain, plan.most_workers, plan.base_seed, plan.worker_init_fn
+        )
         crew = Crew(work, plan.ray_options)
 
         def with_actor(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
@@ -118,13 +120,13 @@ def make_pool(
             wrap = wrapped_in_actor(number)
             return workplace.worker(number, ledger, wrap, None, Exception, hired=crew.hire(number))
 
-        return ActorPool(crew, buried, plan.all_workers, with_actor, ready, stop, may_leave)
+        return ActorPool(crew, buried, plan.most_workers, with_actor, ready, stop, may_leave)
     if plan.seeds_samples:
         generators.examine()
     is_forked = plan.context.get_start_method() == "fork"
     return ProcessPool(
         plan.context,
-        plan.all_workers,
+        plan.most_workers,
         plan.num_workers,
         _run_worker_process,
         (workplace,),
@@ -135,9 +137,8 @@ def make_pool(
         lambda: ledger.unclaimed() > 0,
         functools.partial(has_begun, ledger),
         # Forking is quick. Others import torch first, which takes a core.
-        plan.all_workers if is_forked else max(int(available_cores()), 1),
+        plan.most_workers if is_forked else max(int(available_cores()), 1),
         overdue,
-        plan.standby_workers,
     )
 
 
@@ -145,11 +146,11 @@ def _run_worker_process(number: int, workplace: Workplace) -> None:
     parent_lives = parent_watch()
     plan = workplace.plan
     try:
-        enter_worker_process(number, plan.all_workers, plan.base_seed, plan.dataset)
+        enter_worker_process(number, plan.most_workers, plan.base_seed, plan.dataset)
         if workplace.stacks is not None:
             workplace.stacks.listen()
         ledger = Ledger(workplace.segment.array, None, workplace.segment.descriptor)
-        if not workplace.roster(ledger, number).stand_by(
+        if not workplace.roster(ledger).stand_by(
             number, lambda: ledger.stopping or ledger.draining, parent_lives
         ):
             return

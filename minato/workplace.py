@@ -33,7 +33,6 @@ from minato.scheduler.reads import Reads, reads_of
 from minato.scheduler.replicas import Replica
 from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Habits
-from minato.scheduler.standby import Standby
 from minato.scheduler.stepper import Stepper
 from minato.scheduler.traced import PLAIN, traced_parts
 from minato.scheduler.traffic import Traffic
@@ -119,14 +118,10 @@ class Workplace:
             self._meters[number] = Meters(num_steps, self.segment.array[start : start + nbytes])
         return self._meters[number]
 
-    def roster(self, ledger: Ledger, number: int = 0) -> Roster:
-        """Which workers work, as worker ``number`` sees it."""
+    def roster(self, ledger: Ledger) -> Roster:
+        """Which workers work."""
         work = Gate(self.segment.array, ledger.work_gate_offset)
-        memory = self.segment.array, self.roster_offset, work
-        first = max(self.plan.most_workers, 1)
-        if number < first:
-            return Roster(*memory)
-        return Standby(*memory, ledger, first, self.meters(number).stand_in)
+        return Roster(self.segment.array, self.roster_offset, work)
 
     def writer(
         self,
@@ -187,7 +182,7 @@ class Workplace:
         if hired is not None:
             reads = dataset = ActorReads(*hired, lease, meters)
             chain = Chain()  # the actor runs the transforms
-        roster = self.roster(ledger, number)
+        roster = self.roster(ledger)
         lane, parts = None, PLAIN
         if plan.lanes is not None:
             lane = plan.lanes.worker(number)
@@ -215,7 +210,7 @@ class Workplace:
         if not plan.streams and not fetcher.takes_lists and reads is None:
             stepper = parts.stepper(plan.dataset, plan.chain, lease, meters)
         if stepper is not None and plan.leaves_samples:
-            most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.all_workers)
+            most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.most_workers)
             always = plan.order.name == "fast_first"
             parking = Parking(
                 ledger,

@@ -42,7 +42,6 @@ def test_a_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
         "deferred",
         "aside",
         "room",
-        "stand_in",
     ]
     known = threshold_ns(loader(order="fast_first", profile=folder))
     kept = Profile.load(folder, file.stem)

@@ -450,7 +450,6 @@ def test_a_connection_that_is_closed_is_an_error(rig: Rig) -> None:
         ({"max_workers": 4}, "num_workers at most"),
         ({"schedule": "round_robin"}, "schedule='round_robin'"),
         ({"fetch_concurrency": 2}, "fetch_concurrency=2"),
-        ({"standby_workers": 1}, "standby_workers=1"),
         ({"sample_timeout_s": 1.0}, "sample_timeout_s=1.0"),
         ({"cache": minato.caching.MemoryCache(1000)}, "MemoryCache"),
         ({"ray_options": {"max_restarts": 1}}, "max_restarts"),

@@ -11,7 +11,7 @@ import pytest
 from minato import DataLoader
 from minato.report.figures import Prediction
 from minato.source.prediction import Quality
-from tests.datasets import Numbers, Sleepy, flat, indices
+from tests.datasets import Journal, Numbers, Sleepy, flat, indices, wait_until
 
 SLOW = dict.fromkeys(range(3, 200, 20), 0.15)
 SLOW_AFTER_S = 0.1
@@ -123,3 +123,39 @@ def test_a_dataset_whose_sizes_cannot_be_told_says_so() -> None:
     loader = DataLoader(Unweighed(400), 4, num_workers=2, slow_after_s=0.008)
     with pytest.raises(KeyError, match="no size of"):
         list(loader)
+
+
+class Held(Journal):
+    """Sample 40 is done when all others have begun; the others take no time."""
+
+    def __getitem__(self, index: int) -> int:
+        super().__getitem__(index)
+        time.sleep(0.0005)
+        if index == 40:
+            wait_until(lambda: len(self.begun()) == self.size, 60)
+        return index
+
+
+def test_a_slow_sample_is_named_while_it_runs() -> None:
+    loader = DataLoader(Held(80), 4, num_workers=2, order="arrival", slow_after_s=0.02)
+    assert loader.slow_samples().running == ()
+    seen = [sample for _ in loader for sample in loader.slow_samples().running]
+    assert 40 in {sample.index for sample in seen}
+    for sample in seen:
+        assert sample.transform is None
+        assert sample.worker in (0, 1)
+        assert sample.running_s >= 0.02
+    assert loader.slow_samples().running == ()
+
+
+def lingers(index: int) -> int:
+    time.sleep(0.4 if index == 9 else 0.002)
+    return index
+
+
+def test_the_transform_that_runs_is_named() -> None:
+    loader = DataLoader(
+        Numbers(80), 4, num_workers=2, transforms=[abs, lingers], order="arrival", slow_after_s=0.02
+    )
+    seen = [sample for _ in loader for sample in loader.slow_samples().running]
+    assert (9, "lingers") in {(sample.index, sample.transform) for sample in seen}

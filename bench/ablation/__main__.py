@@ -45,12 +45,10 @@ class Step:
     foretold: bool = True
 
 
-STANDBY = 2
+MORE = 2
 MOST = 16
-SWEPT, NUMBERS = "rare", (0, 1, 2, 4, 8)
 ARRIVAL: dict[str, Any] = {"in_order": False}
-WATCHED: dict[str, Any] = {**ARRIVAL, "standby_workers": STANDBY}
-FAST_FIRST: dict[str, Any] = {"order": "fast_first"}
+FAST_FIRST: dict[str, Any] = {**ARRIVAL, "order": "fast_first"}
 STEPS = (
     Step("torch, in order", None),
     Step("sample-level tickets, torch's look-ahead", {"prefetch_factor": 2}),
@@ -58,11 +56,10 @@ STEPS = (
     Step("+ prediction (still in order)", {}, foresees=True),
     Step("+ window in bytes, arrival order", ARRIVAL),
     Step("+ deferral", ARRIVAL, leaves=True),
-    Step(f"the same with {STANDBY} workers more", ARRIVAL, leaves=True, more=STANDBY),
-    Step(f"+ watchdog with {STANDBY} standby workers", WATCHED, leaves=True),
-    Step("+ prediction", WATCHED, leaves=True, foresees=True),
-    Step("+ controller", {**WATCHED, "max_workers": MOST}, leaves=True, foresees=True),
-    Step("fast_first instead of arrival, no controller", {**WATCHED, **FAST_FIRST}, True, True),
+    Step(f"the same with {MORE} workers more", ARRIVAL, leaves=True, more=MORE),
+    Step("+ prediction", ARRIVAL, leaves=True, foresees=True),
+    Step("+ controller", {**ARRIVAL, "max_workers": MOST}, leaves=True, foresees=True),
+    Step("fast_first instead of arrival, no controller", FAST_FIRST, True, True),
 )
 
 
@@ -158,7 +155,7 @@ def bounds(load: Load) -> str:
     costs_s = getattr(load.make(), "costs_s", None)
     if costs_s is None:
         return ""
-    few, many = load.workers, load.workers + STANDBY
+    few, many = load.workers, load.workers + MORE
     whole_s = sum(costs_s)
     return (
         f" An epoch takes {few} workers {whole_s / few:.3f} s at least, and {many} workers "
@@ -188,39 +185,13 @@ def table(readings: dict[str, list[Reading]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-SWEEP = """## Standby workers, by number
-
-The load *{name}* in arrival order with deferral. The bound is that of as many workers that always work, which standby
-workers do not: they sleep while no sample holds another worker up.
-
-| standby workers | s per epoch | bound, s | of the bound |
-|---|---|---|---|
-"""
-
-
-def sweep(load: Load, repeats: int) -> str:
-    """What more and more standby workers gain, as Markdown."""
-    whole_s = sum(load.make().costs_s)
-    lines = []
-    for count in NUMBERS:
-        step = Step(f"{count} standby workers", {**ARRIVAL, "standby_workers": count}, leaves=True)
-        epochs_s = [run(load, step, repeat).epoch_s for repeat in range(repeats)]
-        epoch_s, bound_s = statistics.median(epochs_s), whole_s / (load.workers + count)
-        lines.append(
-            f"| {count} | {epoch_s:.3f} ({min(epochs_s):.3f}–{max(epochs_s):.3f}) | {bound_s:.3f} "
-            f"| {bound_s / epoch_s:.2f} |\n"
-        )
-    return SWEEP.format(name=load.name) + "".join(lines) + "\n"
-
-
 HEAD = """# Ablation
 
 Written by `python -m bench.ablation`. Each line adds one mechanism against slow samples to those above it, with the
-same number of workers, but for three lines: two have {standby} processes more, which work all the time or only while a
-slow sample holds another worker up, and those after them keep the latter; the controller begins with the load's number
-of workers and may use up to {most}. Figures are medians of {repeats} runs, with the least and the greatest time of an
-epoch in brackets; start of the workers included. Prediction can only help from the second epoch on, when costs are
-known.
+same number of workers, but for two lines: one has {more} workers more, which those after it do not keep; the controller
+begins with the load's number of workers and may use up to {most}. Figures are medians of {repeats} runs, with the least
+and the greatest time of an epoch in brackets; start of the workers included. Prediction can only help from the second
+epoch on, when costs are known.
 
 Waiting is the time that the loop waited for batches. Where the loop itself does nothing, it waits all the time, and
 only the time of an epoch says something.
@@ -237,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=None, metavar="FOLDER")
     options = parser.parse_args(arguments)
     conditions = record.environment()
-    parts = [HEAD.format(repeats=options.repeats, standby=STANDBY, most=MOST)]
+    parts = [HEAD.format(repeats=options.repeats, more=MORE, most=MOST)]
     if all(load.name != PHOTOGRAPHS for load in loads):
         print(f"no {PHOTOGRAPHS}: 'make data' fetches them", file=sys.stderr)
     for load in (load for load in loads if load.name in options.loads.split(",")):
@@ -248,9 +219,6 @@ def main(arguments: list[str] | None = None) -> int:
         parts.append(
             f"## {load.name}\n\n{load.title}; {load.epochs} epochs.{bounds(load)}\n\n{table(readings)}\n"
         )
-        print(parts[-1], flush=True)
-    if SWEPT in options.loads.split(","):
-        parts.append(sweep(next(load for load in LOADS if load.name == SWEPT), options.repeats))
         print(parts[-1], flush=True)
     conditions["load average after"] = record.load_average()
     parts.append("## Conditions\n\n| | |\n|---|---|\n")

@@ -209,7 +209,7 @@ def _slowness(notes: EpochNotes) -> Slowness:
     if decision is not None:
         threshold_ns, percentile, share, phase = decision
     deferred, aside = _histogram(readings, "deferred"), _histogram(readings, "aside")
-    stand_in, lag = _histogram(readings, "stand_in"), _histogram(readings, "lag")
+    lag = _histogram(readings, "lag")
     return Slowness(
         phase,
         threshold_ns / 1e9,
@@ -218,8 +218,6 @@ def _slowness(notes: EpochNotes) -> Slowness:
         deferred.count,
         aside.count,
         aside.percentile(0.99) / 1e9,
-        stand_in.count,
-        stand_in.percentile(0.99) / 1e9,
         lag.percentile(0.5),
         lag.max,
     )

@@ -176,10 +176,6 @@ class Slowness:
     aside_p99_s: float = figure(
         "s", "they lay aside; long: quick samples had the workers to themselves"
     )
-    stand_ins: int = figure(
-        "times", "a standby worker stepped in for one that a slow sample held up"
-    )
-    stand_in_p99_s: float = figure("s", "until it did, once it could; long: the cores are taken")
     lag_p50: float = figure(
         "batches", "by which the latest sample of a batch was late; 0 in strict order"
     )

@@ -70,7 +70,6 @@ class ProcessPool:
         at_once: How many may be on their way up; more of them would take each other's time.
         overdue: Ends workers that are stuck.
         buried: Called with ``(number, pid, exit code)`` of a dead worker; gives its samples out again, or raises.
-        standbys: How many of the last ones are, too.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class ProcessPool:
         has_begun: Callable[[int], bool],
         at_once: int,
         overdue: Overdue | None = None,
-        standbys: int = 0,
     ) -> None:
         self._context = context
         self._target = target
@@ -103,8 +101,7 @@ class ProcessPool:
         self._coming: dict[int, float] = {}  # when they were started that have not begun
         if context.get_start_method() == "fork":
             at_first = num_workers
-        last = max(num_workers - standbys, at_first)
-        self._to_start = deque([*range(at_first), *range(last, num_workers)])
+        self._to_start = deque(range(at_first))
         self._unwatched = False
         self._watch = ExitWatch(context, ready.notify)
         self._started = _Started(stop, self._watch)

@@ -55,7 +55,6 @@ def test_workers_are_added_up_by_part():
         "deferred",
         "aside",
         "room",
-        "stand_in",
     )
     assert profile.names == (*fixed, "0 Crop", "1 Flip")
     assert profile.run["total"].max == 3032

@@ -130,13 +130,11 @@ class Round:
         return f"{len(self.dataset)} samples, {ways}, {self.workers}, {self.arguments}"
 
     def loader(self) -> DataLoader[Any]:
-        """A loader of this round; the number of workers, and of those that stand by, differs each time."""
+        """A loader of this round; the number of workers differs each time."""
         number = self.draw.randint(1, 2 if self.spawns else 4)
         numbers: dict[str, Any] = {"num_workers": number}
         if self.draw.random() < 0.3:
             numbers |= {"min_workers": 1, "max_workers": number + 2}
-        if self.draw.random() < 0.3:
-            numbers |= {"standby_workers": self.draw.randint(1, 2), "slow_after_s": 0.002}
         return DataLoader(self.dataset, **numbers, **self.workers, **self.arguments)
 
     def run(self, disturber: Any, figures: Counter[str]) -> None:
