@@ -159,9 +159,10 @@ def test_dead_workers_are_replaced_although_the_loop_does_not_wait(
     for process in dead:
         os.kill(process.pid, signal.SIGKILL)
     wait_until(lambda: len(engine._pool._watch._gone) == 2, 20)
-    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="takes its place"):
-        patch.setattr(engine._pool, "wait", lambda *_: pytest.fail("the loop waits"))
+    monkeypatch.setattr(engine._pool, "wait", lambda *_: pytest.fail("the loop waits"))
+    with pytest.warns(RuntimeWarning, match="takes its place"):
         next(batches)
+    monkeypatch.undo()
     assert {process.pid for process in engine.workers}.isdisjoint(one.pid for one in dead)
     assert all(process.is_alive() for process in engine.workers)
 
