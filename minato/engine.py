@@ -36,10 +36,8 @@ from minato.scheduler.flow import Flow
 from minato.scheduler.foresight import Foresight
 from minato.scheduler.in_flight import InFlight
 from minato.scheduler.in_hand import InHand, sample_in_hand
-from minato.scheduler.local import InlinePool
 from minato.scheduler.parties import Progress
 from minato.scheduler.policy import TimeoutPolicy
-from minato.scheduler.process import ProcessPool
 from minato.scheduler.replicas import Replicas
 from minato.scheduler.roster import Roster
 from minato.scheduler.scaling import Scaler, WatchedPool
@@ -164,7 +162,7 @@ class Engine:
             if experience.costs is not None:
                 self._foresight.mean_ns = experience.costs.mean
         self._scaler: Scaler | None = None
-        if experience.staffing is not None and not isinstance(self._pool, InlinePool):
+        if experience.staffing is not None and plan.num_workers > 0:
             flow.watched, times = True, [meters.total for meters in self.meters]
             self._scaler = Scaler(
                 experience.staffing,
@@ -366,7 +364,7 @@ class Engine:
                 self._scaler.look()
             if self.plan.num_workers > 0:
                 self._dispatcher.top_up()
-            if self.plan.restarts and isinstance(self._pool, ProcessPool):
+            if self.plan.restarts:
                 self._pool.check_early()
             if self._foresight is not None:
                 self._foresight.learn(item.record)
@@ -374,8 +372,7 @@ class Engine:
             self._late = Postponed(error)
 
     def _standing(self) -> Standing:
-        if not isinstance(self._pool, InlinePool):
-            self._gauges.look(self._pool.usage)
+        self._gauges.look(self._pool.usage)
         return self._gauges.standing(self._dispatcher.num_open, self._dispatcher.num_ready)
 
     def pinned(self, duration_ns: int) -> None:
@@ -394,7 +391,7 @@ class Engine:
     @property
     def workers(self) -> list[Any]:
         """The worker processes, if workers are processes of this machine."""
-        return list(self._pool.processes) if isinstance(self._pool, ProcessPool) else []
+        return list(self._pool.processes)
 
     def profile(self) -> Profile:
         """What samples have cost so far, and since this was last asked."""
@@ -430,11 +427,8 @@ class Engine:
     def _start(self) -> None:
         self._started = True
         try:
-            if isinstance(self._pool, ProcessPool):
-                upcoming = functools.partial(self._dispatcher.upcoming, 1)
-                self._pool.start(upcoming if self.plan.starts_as_needed else None)
-            else:
-                self._pool.start()
+            upcoming = functools.partial(self._dispatcher.upcoming, 1)
+            self._pool.start(upcoming if self.plan.starts_as_needed else None)
         except Exception as error:
             self.shut_down()
             if self._sent is not None:

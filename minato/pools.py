@@ -17,23 +17,24 @@ from minato.assembler.writer import BatchWriter
 from minato.chain import generators
 from minato.plan import Plan
 from minato.scheduler.burial import Burial
-from minato.scheduler.cluster import ActorPool, Crew, wrapped_in_actor
+from minato.scheduler.cluster import ActorPool, Crew
 from minato.scheduler.deaths import Deaths, Loss
 from minato.scheduler.flow import Flow
 from minato.scheduler.in_hand import has_begun
-from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
+from minato.scheduler.local import InlinePool, ThreadPool
 from minato.scheduler.overdue import Overdue, StackFile
+from minato.scheduler.parties import WorkerPool
 from minato.scheduler.process import (
     ProcessPool,
     announced,
     enter_worker_process,
     parent_watch,
-    wrapped_in_process,
 )
 from minato.scheduler.remote import Work
 from minato.scheduler.roster import Roster
 from minato.scheduler.traced import telling_deaths
 from minato.scheduler.worker import Worker
+from minato.scheduler.wrapping import wrapped
 from minato.workplace import Workplace
 
 __all__ = ["make_pool"]
@@ -47,7 +48,7 @@ def make_pool(
     roster: Roster,
     deaths: Deaths,
     flow: Flow,
-) -> ProcessPool | ThreadPool | InlinePool:
+) -> WorkerPool:
     """The workers that a plan asks for, not yet started."""
     if plan.num_workers == 0:
 
@@ -83,7 +84,7 @@ def make_pool(
             with announced(number, plan.most_workers, plan.base_seed, plan.dataset):
                 failure = _initialise(plan, number)
             return workplace.worker(
-                number, ledger, wrapped_in_thread(number), failure, BaseException
+                number, ledger, wrapped(f"worker thread {number}"), failure, BaseException
             )
 
         return ThreadPool(plan.most_workers, in_thread, ready, stop, may_leave)
@@ -117,7 +118,7 @@ def make_pool(
         def with_actor(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
             if not wanted(number, consumer_lives):
                 return None
-            wrap = wrapped_in_actor(number)
+            wrap = wrapped(f"Ray actor {number}")
             return workplace.worker(number, ledger, wrap, None, Exception, hired=crew.hire(number))
 
         return ActorPool(crew, buried, plan.most_workers, with_actor, ready, stop, may_leave)
@@ -159,7 +160,7 @@ def _run_worker_process(number: int, workplace: Workplace) -> None:
             lease[1], lease[2] = now_ns(), STARTING
         failure = _initialise(plan, number)
         lease[2] = -1
-        wrap = wrapped_in_process(number)
+        wrap = wrapped(f"worker process {number}", in_process=True)
         worker = workplace.worker(number, ledger, wrap, failure, BaseException)
         worker.loop(parent_lives)
         worker.close()

@@ -10,13 +10,11 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch._utils import ExceptionWrapper
-
 from minato.scheduler.actors import ActorLost
 from minato.scheduler.local import ThreadPool
 from minato.scheduler.remote import SampleServer, Work
 
-__all__ = ["ActorPool", "Crew", "wrapped_in_actor"]
+__all__ = ["ActorPool", "Crew"]
 
 
 class Crew:
@@ -102,10 +100,10 @@ class ActorPool(ThreadPool):
         self._buried = buried
         self._lost: dict[int, ActorLost] = {}
 
-    def start(self) -> None:
+    def start(self, enough: Callable[[], object] | None = None) -> None:
         """Start all threads; each works as soon as the cluster has room for its actor."""
         self._crew.assemble()
-        super().start()
+        super().start(enough)
 
     def _run(self, number: int) -> None:
         try:
@@ -134,14 +132,3 @@ class ActorPool(ThreadPool):
             self._stop()
             self._crew.dismiss()
         return super().shut_down()
-
-
-def wrapped_in_actor(number: int) -> Callable[[BaseException], ExceptionWrapper]:
-    """How exceptions of such a worker travel: torch's wrapper, so that text and traceback read alike."""
-
-    def wrap(error: BaseException) -> Any:
-        return ExceptionWrapper(
-            (type(error), error, error.__traceback__), where=f"in DataLoader Ray actor {number}"
-        )
-
-    return wrap

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
-
-from torch._utils import ExceptionWrapper
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 
 from minato._core.wait import Gate
 from minato._ranges import in_profile
 from minato.scheduler.usage import Usage, thread_usage
 from minato.scheduler.worker import Worker
 
-__all__ = ["InlinePool", "ThreadPool", "wrapped_in_thread"]
+__all__ = ["InlinePool", "ThreadPool"]
 
 _GRACE_S = 4.0
 """How long the end of a loader waits for its threads; one that is stuck in user code cannot be ended."""
@@ -46,12 +44,17 @@ class ThreadPool:
         self._owner = os.getpid()
         self.threads = [self._make(number) for number in range(num_workers)]
 
+    @property
+    def processes(self) -> Sequence[BaseProcess]:
+        """None: workers are threads."""
+        return ()
+
     def _make(self, number: int) -> threading.Thread:
         name = f"minato-{number}"
         return threading.Thread(target=self._run, args=(number,), name=name, daemon=True)
 
-    def start(self) -> None:
-        """Start all threads."""
+    def start(self, enough: Callable[[], object] | None = None) -> None:
+        """Start all threads. They start too quickly for ``enough`` to be asked in between."""
         for thread in self.threads:
             thread.start()
 
@@ -88,6 +91,9 @@ class ThreadPool:
         gone = [self.threads[n].name for n in self._gone() if not self._may_leave(n)]
         if gone:
             raise RuntimeError(f"DataLoader worker thread(s) {', '.join(gone)} ended unexpectedly")
+
+    def check_early(self) -> None:
+        """Nothing: starting a thread takes no time."""
 
     def _gone(self) -> list[int]:
         return [number for number, thread in enumerate(self.threads) if not thread.is_alive()]
@@ -127,7 +133,12 @@ class InlinePool:
         self.shut_down = self._closing.shut_down
         """Ends what the worker has begun in other threads. Holds no loader, as a ``collate_fn`` may."""
 
-    def start(self) -> None:
+    @property
+    def processes(self) -> Sequence[BaseProcess]:
+        """None: the consumer is the worker."""
+        return ()
+
+    def start(self, enough: Callable[[], object] | None = None) -> None:
         """Prepare the one worker."""
         self._worker = self._make_worker(0)
         self._closing.endings = self._worker.endings
@@ -146,6 +157,16 @@ class InlinePool:
     def check(self) -> None:
         """Nobody can die here."""
 
+    def check_early(self) -> None:
+        """Nobody can die here."""
+
+    def grow(self, count: int) -> None:
+        """There is one worker only."""
+
+    def usage(self) -> Usage:
+        """Nothing: what the consumer uses is not the workers'."""
+        return Usage(0, 0)
+
 
 class _Closing:
     """The end of a worker in line."""
@@ -161,15 +182,3 @@ class _Closing:
         for end in self.endings:
             end()
         return True
-
-
-def wrapped_in_thread(number: int) -> Callable[[BaseException], ExceptionWrapper]:
-    """How exceptions of a worker thread travel: torch's wrapper, so that text and traceback read alike."""
-
-    def wrap(error: BaseException) -> Any:
-        return ExceptionWrapper(
-            (type(error), error, error.__traceback__),
-            where=f"in DataLoader worker thread {number}",
-        )
-
-    return wrap

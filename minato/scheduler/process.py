@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import numpy.random  # numpy imports it at first use: once here, not once in each worker
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
 from minato._core.limits import explaining_limits
@@ -39,7 +38,6 @@ __all__ = [
     "enter_worker_process",
     "parent_watch",
     "seed_worker",
-    "wrapped_in_process",
 ]
 
 _ANNOUNCED = threading.Lock()
@@ -365,21 +363,3 @@ def parent_watch() -> Callable[[], bool]:
     # It is dead, or a fork server stands between the two. Then a pipe tells; where siblings are forked they inherit the
     # pipe's other end, but only those that come later.
     return creator.is_alive
-
-
-def wrapped_in_process(number: int) -> Callable[[BaseException], ExceptionWrapper]:
-    """How exceptions of a worker process travel: torch's wrapper with torch's words; a Ctrl-C does not."""
-
-    def wrap(error: BaseException) -> ExceptionWrapper:
-        if isinstance(error, KeyboardInterrupt):
-            raise error
-        if not isinstance(error, Exception):
-            # In the training loop it would end the program, a generator or a task, not tell of a bad sample.
-            ended = RuntimeError(f"{type(error).__name__} was raised, as if to end the worker")
-            ended.__cause__, error = error, ended
-        return ExceptionWrapper(
-            (type(error), error, error.__traceback__),
-            where=f"in DataLoader worker process {number}",
-        )
-
-    return wrap

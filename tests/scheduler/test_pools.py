@@ -16,8 +16,9 @@ import torch
 from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato.scheduler import process, watch
-from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
-from minato.scheduler.process import ProcessPool, parent_watch, wrapped_in_process
+from minato.scheduler.local import InlinePool, ThreadPool
+from minato.scheduler.process import ProcessPool, parent_watch
+from minato.scheduler.wrapping import wrapped
 
 FORK = multiprocessing.get_context("fork")
 
@@ -443,14 +444,19 @@ def test_in_line_whoever_waits_works() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrap", "place"),
-    [(wrapped_in_process(3), "worker process 3"), (wrapped_in_thread(2), "worker thread 2")],
+    ("in_process", "worker"), [(True, "worker process 3"), (False, "worker thread 2")]
 )
-def test_exceptions_travel_in_torchs_wrapper(wrap: Any, place: str) -> None:
+def test_exceptions_travel_in_torchs_wrapper(in_process: bool, worker: str) -> None:
     try:
         raise KeyError("missing")
     except KeyError as error:
-        wrapped = wrap(error)
-    assert isinstance(wrapped, torch._utils.ExceptionWrapper)
-    with pytest.raises(KeyError, match=f"(?s)Caught KeyError in DataLoader {place}.*missing"):
-        wrapped.reraise()
+        wrapper = wrapped(worker, in_process)(error)
+    assert isinstance(wrapper, torch._utils.ExceptionWrapper)
+    with pytest.raises(KeyError, match=f"(?s)Caught KeyError in DataLoader {worker}.*missing"):
+        wrapper.reraise()
+
+
+def test_a_ctrl_c_ends_a_worker_process_and_travels_from_a_thread() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        wrapped("worker process 3", in_process=True)(KeyboardInterrupt())
+    assert wrapped("worker thread 2")(KeyboardInterrupt()).exc_type is KeyboardInterrupt

@@ -36,9 +36,9 @@ from torch.utils.data import Dataset, IterableDataset
 import minato
 import minato.engine
 from minato._core.ledger import Ledger
-from minato.scheduler.process import wrapped_in_process
 from minato.scheduler.usage import thread_usage
 from minato.scheduler.worker import Worker
+from minato.scheduler.wrapping import wrapped
 from tests.stress.bare import fork
 from tests.stress.ledger_steps import UNTRACEABLE
 from tests.stress.tracee import POSSIBLE, Tracee
@@ -240,6 +240,8 @@ SCENES = (
 class Stage:
     """In the place of the workers' processes: two workers that are steps of this program."""
 
+    processes = ()
+
     def __init__(self, plan: Any, workplace: Any, ledger: Any, *others: Any) -> None:
         self.workplace = workplace
         self.ledger = ledger
@@ -251,7 +253,7 @@ class Stage:
     def make(self, number: int, scene: Scene, wrap: Callable[[Any], Any] = lambda one: one) -> Any:
         segment = self.workplace.segment
         ledger = wrap(Ledger(segment.array, None, segment.descriptor))
-        describe_error = wrapped_in_process(number)
+        describe_error = wrapped(f"worker process {number}", in_process=True)
         worker = self.workplace.worker(number, ledger, describe_error, None, Exception)
         if scene.cheap:
             worker._runner.habits.draws, worker._runner.habits.usual_ns = False, 1000.0
@@ -263,13 +265,16 @@ class Stage:
         assert self.stalled < STALLED, "the epoch does not go on"
         work(self.worker, 1)
 
-    def start(self) -> None:
+    def start(self, enough: Any = None) -> None:
         """The workers begin when the consumer waits."""
 
     def check(self) -> None:
         """Nobody dies but where the program says so."""
         if self.lost:
             raise RuntimeError(LOST)
+
+    def check_early(self) -> None:
+        """A loss is noticed when the consumer waits."""
 
     def usage(self) -> Any:
         return thread_usage([threading.get_native_id()])
