@@ -19,7 +19,6 @@ from minato.assembler.arena import Arena
 from minato.assembler.page_locks import PageLocker
 from minato.assembler.reader import BatchReader
 from minato.assembler.transport import LocalStore, SharedStore
-from minato.chain.plans import planner
 from minato.delivery.ahead import AheadReader
 from minato.delivery.pinning import Pin, PinnedReader
 from minato.delivery.staging import onto_device
@@ -30,10 +29,10 @@ from minato.memory import Memory
 from minato.plan import Plan
 from minato.pools import make_pool
 from minato.scheduler.assignment import AnyWorker, RoundRobin
+from minato.scheduler.cost_model import EarlyStart
 from minato.scheduler.deaths import Deaths
 from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
-from minato.scheduler.foresight import Foresight
 from minato.scheduler.in_flight import InFlight
 from minato.scheduler.in_hand import InHand, sample_in_hand
 from minato.scheduler.parties import Progress
@@ -149,18 +148,13 @@ class Engine:
             self._staging, self._ahead = PinnedReader(reader, self.ledger, pin), 1
         self._reader = self._staging or reader
         self._experience = experience
-        self._foresight: Foresight | None = None
-        if plan.foresees:
-            self._foresight = Foresight(
-                self.ledger,
-                experience.known,
-                experience.foresight,
-                plan.num_workers,
-                planner(plan.chain.steps) if plan.seeds_samples else None,
-                getattr(plan.dataset, "size_of", None),
+        self._early_start: EarlyStart | None = None
+        if plan.starts_early:
+            self._early_start = EarlyStart(
+                ledger=self.ledger, costs=experience.cost_model, num_workers=plan.num_workers
             )
             if experience.costs is not None:
-                self._foresight.mean_ns = experience.costs.mean
+                self._early_start.mean_ns = experience.costs.mean
         self._scaler: Scaler | None = None
         if experience.staffing is not None and plan.num_workers > 0:
             flow.watched, times = True, [meters.total for meters in self.meters]
@@ -173,7 +167,7 @@ class Engine:
                 flow,
                 self.ledger,
                 times,
-                None if self._foresight is None else self._foresight.resize,
+                None if self._early_start is None else self._early_start.resize,
             )
         self._dispatcher = dispatcher(
             self.ledger,
@@ -197,7 +191,7 @@ class Engine:
             plan.num_workers > 0 and not plan.persistent,
             plan.policy is not None,
             plan.drop_last,
-            self._foresight,
+            self._early_start,
             flow,
         )
         self._in_hand = functools.partial(
@@ -230,7 +224,7 @@ class Engine:
             deaths,
             self._failures,
         )
-        self._parts_slow = self._foresight is not None or plan.order.name == "fast_first"
+        self._parts_slow = self._early_start is not None or plan.order.name == "fast_first"
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
             workplace.write_plan(self.arena)
@@ -366,8 +360,8 @@ class Engine:
                 self._dispatcher.top_up()
             if self.plan.restarts:
                 self._pool.check_early()
-            if self._foresight is not None:
-                self._foresight.learn(item.record)
+            if self._early_start is not None:
+                self._early_start.learn(item.record)
         except Exception as error:
             self._late = Postponed(error)
 
@@ -420,8 +414,8 @@ class Engine:
             self._experience.decision = self.timeouts.observe(times, elapsed_s, running_ns, parked)
             self.ledger.slow_ns = self._experience.decision.threshold_ns
             self._experience.costs = self.timeouts.recent
-            if self._foresight is not None:
-                self._foresight.mean_ns = self.timeouts.recent.mean
+            if self._early_start is not None:
+                self._early_start.mean_ns = self.timeouts.recent.mean
         self._look_due_ns = now + max(_LOOK_EVERY_NS, _LOOK_SHARE * (now_ns() - now))
 
     def _start(self) -> None:
@@ -433,7 +427,7 @@ class Engine:
             self.shut_down()
             if self._sent is not None:
                 _pickling.advise(error)
-                _pickling.check_picklable("transforms", self._sent.chain.transforms)
+                _pickling.check_picklable("transforms", self._sent.chain.steps)
                 for name in ("dataset", "collate_fn", "worker_init_fn"):
                     _pickling.check_picklable(name, getattr(self._sent, name))
             raise

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minato._core.histogram import Histogram
-from minato.chain.chain import Chain
 from minato.options import Options
-from minato.scheduler.foresight import CostModel, Record
+from minato.scheduler.cost_model import CostModel
 from minato.scheduler.policy import Decision, TimeoutPolicy
 from minato.scheduler.runner import Habits
 from minato.scheduler.scaling import Staffing
-from minato.source.prediction import CostByIndex, Predictor
 from minato.stats.journal import Journal
 
 if TYPE_CHECKING:
@@ -31,8 +29,7 @@ class Experience:
     """What a loader knows of its samples from one iterator to the next.
 
     Attributes:
-        known: What each sample cost in earlier epochs.
-        foresight: How good the expectations were.
+        cost_model: What each sample cost in earlier epochs.
         costs: Service times in ns of late.
         decision: Which samples are slow, as of the last look.
         habits: What the worker in line has learned.
@@ -41,8 +38,7 @@ class Experience:
         engine: The newest one, while it is in use.
     """
 
-    known: CostModel = field(default_factory=CostByIndex)
-    foresight: Record = field(default_factory=Record)
+    cost_model: CostModel = field(default_factory=CostModel)
     costs: Histogram | None = None
     decision: Decision = TimeoutPolicy().decision
     habits: Habits = field(default_factory=Habits)
@@ -51,9 +47,8 @@ class Experience:
     engine: Callable[[], Engine | None] = _nobody
 
     @classmethod
-    def of(cls, options: Options, dataset: Any, chain: Chain, num_workers: int) -> Experience:
+    def of(cls, options: Options, num_workers: int) -> Experience:
         """What a new loader knows."""
         limits = options.min_workers, options.max_workers
-        known = Predictor() if chain.plans or hasattr(dataset, "size_of") else CostByIndex()
         staffing = Staffing.of(options.controller, num_workers, *limits)
-        return cls(known, staffing=staffing, journal=Journal() if options.measure else None)
+        return cls(staffing=staffing, journal=Journal() if options.measure else None)

@@ -26,12 +26,11 @@ from minato.opening import Opening
 from minato.plan import Unbound
 from minato.report.bias import Labels
 from minato.report.build import report_of, setup_of
-from minato.report.figures import Prediction, Report
+from minato.report.figures import Report
 from minato.report.headroom import HeadRoom
 from minato.report.live import Live
 from minato.scheduler.fetch import Fetcher
 from minato.slow_samples import SlowSamples
-from minato.source.prediction import quality_of
 from minato.source.progress import Coverage
 from minato.source.run import is_stream
 from minato.stats.journal import Journal
@@ -75,15 +74,8 @@ class Insight(Opening):
             setup_of(self._whole, concurrency, may_fetch_more, bounded),
             self._chain.names,
             journal,
-            self._prediction(),
             labels,
         )
-
-    def _prediction(self) -> Prediction:
-        known = self._experience
-        threshold_ns = known.decision.threshold_ns
-        quality = quality_of(known.foresight.pairs, threshold_ns)
-        return Prediction(known.known.model or "none", *quality)
 
     @made_only
     def live(self) -> Live:
@@ -167,7 +159,7 @@ class Insight(Opening):
 
     @made_only
     def slow_samples(self) -> SlowSamples:
-        """Which samples are slow, where they lay in the newest iterator's batches, and how well they were foretold."""
+        """Which samples are slow, and where they lay in the newest iterator's batches."""
         self._refuse_attached("slow_samples()")
         return SlowSamples.of(self._experience, self._course.lateness())
 
@@ -246,7 +238,7 @@ class Insight(Opening):
                 "not: give seed=, as the quarantine file tells it"
             )
         randomness = SampleRandomness(
-            seed, owned=Owned({"dataset": self.dataset, **self._chain.drawing})
+            seed, owned=Owned({"dataset": self.dataset, **self._chain.by_name})
         )
         with randomness.saved():
             fetcher = Fetcher(self.dataset, self._chain, self._auto_collation)

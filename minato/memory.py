@@ -21,7 +21,7 @@ class Memory:
 
     def __init__(self, folder: str, plan: Plan) -> None:
         self._folder = folder
-        self._key = fingerprint(plan.dataset, plan.chain.transforms)
+        self._key = fingerprint(plan.dataset, plan.chain.steps)
 
     def costs(self) -> Histogram | None:
         """What samples cost in the latest run, None if nobody knows."""

@@ -95,7 +95,7 @@ class Opening:
 
     def _fresh_experience(self) -> Experience:
         make = Experience.of if self._sharing is None else self._sharing.experience
-        return make(self._options, self.dataset, self._chain, self.num_workers)
+        return make(self._options, self.num_workers)
 
     @property
     def _keeps_replicas(self) -> bool:
@@ -133,7 +133,7 @@ class Opening:
         if self._warned_of_generators or not plan.seeds_samples:
             return
         self._warned_of_generators = True
-        owned = Owned({"dataset": plan.dataset, **plan.chain.drawing})
+        owned = Owned({"dataset": plan.dataset, **plan.chain.by_name})
         unbound, cause = owned.others, "minato does not know how to write their states"
         if self._in_threads and plan.worker_method == "thread":
             unbound, cause = owned.names, "worker threads share them"

@@ -221,8 +221,8 @@ class Plan:
         return is_fixed and not self.round_robin and self.replicas is None
 
     @property
-    def foresees(self) -> bool:
-        """Whether samples may begin before their turn."""
+    def starts_early(self) -> bool:
+        """Whether samples may start before their turn."""
         lists = self.batched and bool(getattr(self.dataset, "__getitems__", None))
         return self.num_workers > 0 and not (self.round_robin or self.streams or lists)
 

@@ -170,15 +170,13 @@ class Sharing:
             )
         return shuffle, sampler
 
-    def experience(
-        self, options: Options, dataset: Any, chain: Any, num_workers: int
-    ) -> Experience:
+    def experience(self, options: Options, num_workers: int) -> Experience:
         """What a new loader knows, of the workers of all ranks or, where there are none, of nothing."""
         if not self.hosts:
             options = replace(options, measure=False, min_workers=None, max_workers=None)
-            return Experience.of(options, dataset, chain, num_workers)
+            return Experience.of(options, num_workers)
         ours = self._pooled_options(options)
-        known = Experience.of(ours, dataset, chain, num_workers * self._place.local_count)
+        known = Experience.of(ours, num_workers * self._place.local_count)
         if known.staffing is not None:
             cores = available_cores(whole_node=True)
             known.staffing.settings = replace(known.staffing.settings, cores=cores)

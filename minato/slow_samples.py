@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from minato.experience import Experience
-from minato.source.prediction import Quality, quality_of
 from minato.stats.lateness import Lateness
 
 __all__ = ["RunningSample", "SlowSamples"]
@@ -32,7 +31,7 @@ class RunningSample:
 
 @dataclass(frozen=True)
 class SlowSamples:
-    """Which samples are slow, where they lay in the batches of one epoch, and how well they were foretold.
+    """Which samples are slow, and where they lay in the batches of one epoch.
 
     Attributes:
         threshold_s: A sample that takes longer, in seconds, is slow; 0: none is.
@@ -42,10 +41,6 @@ class SlowSamples:
         lags: How many samples of the newest iterator's epoch came so many batches later than in the sampler's order;
             negative: earlier. 0 for all of them in ``strict`` order.
         shares: Of each batch of that epoch, as they were delivered, the share of its samples that were slow.
-        prediction: How good the latest expectations were. Rank correlation, from -1 to 1: whether dearer samples were
-            expected to be dearer. Hit rate: the share of the slow samples that were expected to be slow. Precision: the
-            share of those expected to be slow that were. All of it 0 in a first epoch, unless transforms plan or
-            the dataset has ``size_of``.
         running: Slow samples that are being worked on, the longest first; empty with iterable datasets.
     """
 
@@ -54,7 +49,6 @@ class SlowSamples:
     share: float
     lags: Mapping[int, int]
     shares: tuple[float, ...]
-    prediction: Quality
     running: tuple[RunningSample, ...]
 
     @classmethod
@@ -73,7 +67,6 @@ class SlowSamples:
             decision.slow_share,
             dict(sorted(lateness.lags.items())),
             tuple(lateness.slow_shares),
-            quality_of(experience.foresight.pairs, decision.threshold_ns),
             tuple(sorted(running, key=lambda each: -each.running_s)),
         )
 

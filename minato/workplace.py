@@ -167,7 +167,7 @@ class Workplace:
         plan = self.plan
         # Where several samples are read at once, the dataset's generators serve them all.
         at_once = plan.fetching.at_once and hired is None
-        roots = {"dataset": None if at_once else plan.dataset, **plan.chain.drawing}
+        roots = {"dataset": None if at_once else plan.dataset, **plan.chain.by_name}
 
         def make_randomness(seed: int) -> SampleRandomness:
             # Beside the main thread, what that one draws meanwhile would be undone.

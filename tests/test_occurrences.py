@@ -243,26 +243,6 @@ def test_what_fails_is_tried_and_told_as_the_same_occurrence(
         loader.reproduce(**told)
 
 
-class Scale:
-    """A planned transform."""
-
-    def __call__(self, sample: Any) -> Any:
-        raise AssertionError("samples are bound")
-
-    def plan(self, rng: np.random.Generator, meta: Any) -> float:
-        return float(rng.random())
-
-    def apply(self, sample: Any, plan: float) -> Any:
-        return [sample, plan]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_planned_transforms(num_workers: int) -> None:
-    expected = samples_of(make(Numbers(4), transforms=[Scale()]))
-    assert len(set(expected)) == len(REPEATED)
-    assert samples_of(make(Numbers(4), transforms=[Scale()], num_workers=num_workers)) == expected
-
-
 # ---- what it costs
 
 

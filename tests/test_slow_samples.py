@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-import numpy as np
 import pytest
 
 from minato import DataLoader
-from minato.report.figures import Prediction
-from minato.source.prediction import Quality
-from tests.datasets import Journal, Numbers, Sleepy, flat, indices, wait_until
+from tests.datasets import ORDERS, Journal, Numbers, Sleepy, flat, indices, wait_until
 
 SLOW = dict.fromkeys(range(3, 200, 20), 0.15)
 SLOW_AFTER_S = 0.1
@@ -21,7 +17,7 @@ SLOW_AFTER_S = 0.1
 def test_before_the_first_epoch_nothing_is_known() -> None:
     known = DataLoader(Numbers(8), 2).slow_samples()
     assert (known.threshold_s, known.why, known.share) == (0.0, "warm-up", 0.0)
-    assert (known.lags, known.shares, known.prediction) == ({}, (), Quality())
+    assert (known.lags, known.shares) == ({}, ())
     assert (known.late_share, known.most_late) == (0.0, 0)
 
 
@@ -55,74 +51,37 @@ def test_in_strict_order_nothing_is_late() -> None:
     assert known.shares == tuple(float(i % 5 == 0) / 4 for i in range(15))
 
 
-def test_the_second_epoch_was_foretold() -> None:
+class Noted(Sleepy):
+    """Notes which samples were asked for, in worker threads."""
+
+    def __init__(self, size: int, seconds: float, slower: dict[int, float]) -> None:
+        super().__init__(size, seconds, slower)
+        self.asked: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        self.asked.append(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_slow_sample_starts_earlier_in_the_second_epoch(order: str) -> None:
+    dataset = Noted(60, 0.005, {59: 0.15})
     loader = DataLoader(
-        Sleepy(200, 0.001, SLOW), 4, num_workers=2, slow_after_s=SLOW_AFTER_S, seed=0
+        dataset,
+        4,
+        num_workers=2,
+        worker_method="thread",
+        prefetch_factor=8,  # all batches of an epoch are open at once
+        order=order,
+        slow_after_s=0.08,
     )
-    list(loader)
-    assert loader.slow_samples().prediction == Quality()
-    list(loader)
-    quality = loader.slow_samples().prediction
-    assert quality.samples > 100
-    assert (quality.hit_rate, quality.precision) == (1.0, 1.0)
-
-
-class SomeNoise:
-    """Three samples in ten take 12 ms, if the dice say so."""
-
-    def plan(self, rng: np.random.Generator, meta: Any) -> bool:
-        return bool(rng.random() < 0.3)
-
-    def apply(self, sample: int, plan: bool) -> int:
-        time.sleep(0.012 if plan else 0.002)
-        return sample
-
-    def __call__(self, sample: int) -> int:
-        return self.apply(sample, self.plan(np.random.default_rng(), None))
-
-
-def test_plans_foretell_what_no_history_can() -> None:
-    loader = DataLoader(
-        Numbers(400), 4, num_workers=2, transforms=[SomeNoise()], slow_after_s=0.008, seed=1
-    )
-    list(loader)
-    quality = loader.slow_samples().prediction
-    assert quality.samples > 100
-    assert quality.rank_correlation > 0.3
-    assert quality.hit_rate > 0.5
-    assert quality.precision > 0.5
-
-
-class Weighed(Sleepy):
-    """A sample takes so many milliseconds as it is large."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size, 0.002, dict.fromkeys(range(4, size, 5), 0.06))
-
-    def size_of(self, index: int) -> int:
-        return round(1000 * self.slower.get(index, self.seconds))
-
-
-def test_sizes_foretell_costs_in_a_first_epoch() -> None:
-    loader = DataLoader(Weighed(200), 4, num_workers=2, slow_after_s=0.03)
-    assert loader.report().prediction == Prediction("none", 0, 0.0, 0.0, 0.0)
-    list(loader)
-    prediction = loader.report().prediction
-    assert prediction.model == "size"
-    assert prediction.samples > 50
-    assert prediction.hit_rate > 0.5
-    assert prediction.precision > 0.5
-    assert "foretells them best" in str(loader.report())
-
-
-def test_a_dataset_whose_sizes_cannot_be_told_says_so() -> None:
-    class Unweighed(Weighed):
-        def size_of(self, index: int) -> int:
-            raise KeyError(f"no size of {index}")
-
-    loader = DataLoader(Unweighed(400), 4, num_workers=2, slow_after_s=0.008)
-    with pytest.raises(KeyError, match="no size of"):
-        list(loader)
+    places = []
+    for _ in range(2):
+        assert sorted(flat(indices(loader))) == list(range(60))
+        places.append(dataset.asked[:60].index(59))
+        del dataset.asked[:60]
+    assert places[0] > 50
+    assert places[1] < 45  # 20 where nothing else runs
 
 
 class Held(Journal):

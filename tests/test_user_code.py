@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from minato import DataLoader
-from minato._core.clock import now_ns
 from minato.errors import SampleTimeoutError
 from tests.datasets import ORDERS, Numbers, flat
 
@@ -151,100 +150,6 @@ def test_stop_iteration_while_a_batch_is_pinned_is_an_error(
             next(iterator)
     with pytest.raises(StopIteration):
         next(iterator)
-
-
-# ---- size_of and plan() ---------------------------------------------------------------------
-
-
-class Sized(Numbers):
-    """Samples of two costs, and a ``size_of`` that raises at some of its calls.
-
-    Args:
-        raises: Called with the number of the call.
-    """
-
-    def __init__(self, size: int, raises: Callable[[int], BaseException | None]) -> None:
-        super().__init__(size)
-        self._raises = raises
-        self.calls = 0
-
-    def __getitem__(self, index: int) -> int:
-        until = now_ns() + (20_000_000 if index % 8 == 0 else 3_000_000)
-        while now_ns() < until:
-            time.sleep(0.001)
-        return index
-
-    def size_of(self, index: int) -> float:
-        self.calls += 1
-        error = self._raises(self.calls)
-        if error is not None:
-            raise error
-        return float(index)
-
-
-def foreseeing(dataset: Any, **options: Any) -> DataLoader[Any]:
-    return DataLoader(
-        dataset, 2, num_workers=2, worker_method="thread", slow_after_s=0.01, **options
-    )
-
-
-@pytest.mark.parametrize("kind", [OddError, StopIteration, KeyboardInterrupt])
-@pytest.mark.parametrize("call", range(1, 40, 6))
-def test_size_of_that_raises_once_loses_nothing(kind: type[BaseException], call: int) -> None:
-    dataset = Sized(64, lambda number: kind("odd") if number == call else None)
-    loader = foreseeing(dataset)
-    found, raised = drain(iter(loader))
-    assert dataset.calls > call
-    assert found == [*range(64)]
-    (error,) = raised
-    assert type(error) is (RuntimeError if kind is StopIteration else kind)
-    assert loader.coverage().delivered.samples == 64
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_size_of_that_always_raises_loses_nothing(order: str) -> None:
-    dataset = Sized(64, lambda number: OddError(number))
-    loader = foreseeing(dataset, order=order)
-    found, raised = drain(iter(loader))
-    assert raised
-    assert {type(error) for error in raised} == {OddError}
-    assert sorted(found) == [*range(64)]
-
-
-class Planning:
-    """A transform whose plan raises at some of its calls in the training process."""
-
-    def __init__(self, kind: type[BaseException], in_training: Callable[[int], bool]) -> None:
-        self._kind = kind
-        self._in_training = in_training
-        self.calls = 0
-
-    def plan(self, rng: Any, meta: Any) -> int:
-        if threading.current_thread() is threading.main_thread():
-            self.calls += 1
-            if self._in_training(self.calls):
-                raise self._kind
-        return 1
-
-    def apply(self, sample: int, plan: int) -> int:
-        return sample
-
-    def __call__(self, sample: int) -> int:
-        return sample
-
-
-@pytest.mark.parametrize("kind", [OddError, StopIteration, KeyboardInterrupt])
-@pytest.mark.parametrize("every", [1, 7])
-def test_a_plan_that_raises_in_the_training_process_loses_nothing(
-    kind: type[BaseException], every: int
-) -> None:
-    planning = Planning(kind, lambda number: number % every == 0)
-    dataset = Sized(64, lambda number: None)
-    found, raised = drain(iter(foreseeing(dataset, transforms=[planning])))
-    assert planning.calls > 1
-    assert found == [*range(64)]
-    # An exception is left to the worker, whose own call of the plan decides; an interrupt is the program's.
-    assert {type(error) for error in raised} == ({kind} if kind is KeyboardInterrupt else set())
 
 
 # ---- samplers -------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class Step:
         label: what the report calls it.
         options: arguments of the loader; None: torch's.
         leaves: whether slow samples are left between transforms.
-        foresees: whether samples that were slow before begin early.
+        early: whether samples that were slow before start early.
         more: workers besides the load's own.
         foretold: whether the order of the next epoch is known, so that it begins in the one before it.
     """
@@ -40,7 +40,7 @@ class Step:
     label: str
     options: dict[str, Any] | None
     leaves: bool = False
-    foresees: bool = False
+    early: bool = False
     more: int = 0
     foretold: bool = True
 
@@ -53,12 +53,12 @@ STEPS = (
     Step("torch, in order", None),
     Step("sample-level tickets, torch's look-ahead", {"prefetch_factor": 2}),
     Step("+ window in bytes", {}),
-    Step("+ prediction (still in order)", {}, foresees=True),
+    Step("+ early start (still in order)", {}, early=True),
     Step("+ window in bytes, arrival order", ARRIVAL),
     Step("+ deferral", ARRIVAL, leaves=True),
     Step(f"the same with {MORE} workers more", ARRIVAL, leaves=True, more=MORE),
-    Step("+ prediction", ARRIVAL, leaves=True, foresees=True),
-    Step("+ controller", {**ARRIVAL, "max_workers": MOST}, leaves=True, foresees=True),
+    Step("+ early start", ARRIVAL, leaves=True, early=True),
+    Step("+ controller", {**ARRIVAL, "max_workers": MOST}, leaves=True, early=True),
     Step("fast_first instead of arrival, no controller", FAST_FIRST, True, True),
 )
 
@@ -104,7 +104,7 @@ def only(step: Step) -> Iterator[None]:
 
     with (
         mock.patch.object(Plan, "leaves_samples", unless(step.leaves, "leaves_samples")),
-        mock.patch.object(Plan, "foresees", unless(step.foresees, "foresees")),
+        mock.patch.object(Plan, "starts_early", unless(step.early, "starts_early")),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message="This DataLoader will create")
@@ -190,7 +190,7 @@ HEAD = """# Ablation
 Written by `python -m bench.ablation`. Each line adds one mechanism against slow samples to those above it, with the
 same number of workers, but for two lines: one has {more} workers more, which those after it do not keep; the controller
 begins with the load's number of workers and may use up to {most}. Figures are medians of {repeats} runs, with the least
-and the greatest time of an epoch in brackets; start of the workers included. Prediction can only help from the second
+and the greatest time of an epoch in brackets; start of the workers included. Starting slow samples early can only help from the second
 epoch on, when costs are known.
 
 Waiting is the time that the loop waited for batches. Where the loop itself does nothing, it waits all the time, and

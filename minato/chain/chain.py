@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from minato._core.steps import run_steps
-from minato.chain.plans import Obeying, Planned
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -24,17 +23,14 @@ class Chain:
         steps: The transforms, each a callable of one argument. Use :meth:`of` for user input.
 
     Attributes:
-        steps: The transforms; those that plan obey the plan of the sample in hand.
+        steps: The transforms.
         names: A readable name of each, for reports.
     """
 
     __slots__ = ("names", "steps")
 
     def __init__(self, steps: tuple[Step, ...] = ()) -> None:
-        self.steps = tuple(
-            Obeying(step, number) if isinstance(step, Planned) else step
-            for number, step in enumerate(steps)
-        )
+        self.steps = steps
         self.names = tuple(_name(step) for step in steps)
 
     @classmethod
@@ -69,24 +65,10 @@ class Chain:
         return cls(tuple(steps))
 
     @property
-    def transforms(self) -> tuple[Step, ...]:
-        """The transforms as they were given."""
-        return tuple(step.transform if isinstance(step, Obeying) else step for step in self.steps)
-
-    @property
-    def drawing(self) -> dict[str, Step]:
-        """The transforms that draw by themselves, by names that stay the same where a cache takes the first ones."""
+    def by_name(self) -> dict[str, Step]:
+        """The transforms, by names that stay the same where a cache takes the first ones."""
         length = len(self.steps)
-        return {
-            f"transforms[{i - length}]": step
-            for i, step in enumerate(self.steps)
-            if not isinstance(step, Obeying)
-        }
-
-    @property
-    def plans(self) -> bool:
-        """Whether one of the transforms plans."""
-        return any(isinstance(step, Obeying) for step in self.steps)
+        return {f"transforms[{i - length}]": step for i, step in enumerate(self.steps)}
 
     def run(self, value: Any) -> Any:
         """Return ``value`` after all transforms."""
@@ -154,8 +136,6 @@ def _is_plain_compose(element: Any) -> bool:
 def _name(step: Step) -> str:
     if isinstance(step, functools.partial):
         return _name(step.func)
-    if isinstance(step, Obeying):
-        return _name(step.transform)
     name: str = getattr(step, "__qualname__", None) or type(step).__qualname__
     return name.replace("<locals>.", "")
 

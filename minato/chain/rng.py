@@ -35,7 +35,6 @@ __all__ = [
     "Binding",
     "SampleRandomness",
     "current",
-    "draws_of",
     "generators_asked",
     "key_word",
     "numpy_rng",
@@ -273,12 +272,6 @@ def _pickled(key: object) -> bytes:
     except Exception:  # whatever a key's own reduction raises
         return repr(key).encode("utf-8", "surrogatepass")
     return to.getvalue()
-
-
-def draws_of() -> Binding | None:
-    """Return the same as :func:`current` to a caller that is about to draw something from it."""
-    _this_thread.generators_made += 1
-    return current()
 
 
 def generators_asked() -> int:

@@ -15,7 +15,6 @@ from minato.report.figures import (
     Host,
     Period,
     Point,
-    Prediction,
     Reads,
     Report,
     Room,
@@ -42,7 +41,6 @@ def report_of(
     setup: Setup,
     steps: Sequence[str],
     journal: Journal,
-    prediction: Prediction,
     labels: Labels | None = None,
 ) -> Report:
     """The report of what a loader did so far.
@@ -77,7 +75,7 @@ def report_of(
     costs = _classes(whole.readings.histograms.get("total", Histogram()))
     late = _histogram(whole.readings, "late")
     bias, warnings = bias_of(journal.reservoir.rows, late, labels, journal.skipped)
-    return Report(setup, judge(setup, run), run, epochs, slowest, costs, prediction, bias, warnings)
+    return Report(setup, judge(setup, run), run, epochs, slowest, costs, bias, warnings)
 
 
 def setup_of(loader: Any, fetch_concurrency: int, may_fetch_more: bool, bounded: bool) -> Setup:

@@ -14,7 +14,6 @@ from minato.report.parts import (
     Gpu,
     Host,
     Point,
-    Prediction,
     Reads,
     Room,
     Setup,
@@ -37,7 +36,6 @@ __all__ = [
     "Host",
     "Period",
     "Point",
-    "Prediction",
     "Reads",
     "Report",
     "Room",
@@ -92,7 +90,6 @@ class Report:
         epochs: The latest 64, one by one.
         slowest: The slowest twenty samples of the run.
         costs: ``(from, to, samples)``: how many samples took between so many seconds.
-        prediction: How well that was foretold.
         bias: Whether what comes late differs from the rest.
         warnings: What else you should know, in a sentence each.
     """
@@ -103,7 +100,6 @@ class Report:
     epochs: tuple[Period, ...]
     slowest: tuple[SlowSample, ...]
     costs: tuple[tuple[float, float, int], ...]
-    prediction: Prediction
     bias: Bias
     warnings: tuple[str, ...]
 
@@ -146,7 +142,6 @@ PARTS = (
     SlowSample,
     Point,
     Setup,
-    Prediction,
 )
 
 

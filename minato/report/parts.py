@@ -11,7 +11,6 @@ __all__ = [
     "Gpu",
     "Host",
     "Point",
-    "Prediction",
     "Reads",
     "Room",
     "Setup",
@@ -205,19 +204,6 @@ class Bias:
         "correlation",
         "of being skipped and label, with report(labels=...); above 0.2: some labels come too rarely",
     )
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """How well the latest samples' costs were foretold."""
-
-    model: str = figure(
-        "model", "what foretells them best: index (earlier epochs), plan, size; none: nothing does"
-    )
-    samples: int = figure("samples", "the latest that were foretold; 0 in a first epoch")
-    rank_correlation: float = figure("share", "-1 to 1; near 1: dearer samples were known as such")
-    hit_rate: float = figure("share", "of the slow samples that were expected to be slow")
-    precision: float = figure("share", "of those expected to be slow that were")
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,6 @@ def _sections(report: Report) -> list[Section]:
             ("Machine", run.host),
             ("Slow samples", run.slowness),
             *([("Bias", bias)] if bias.samples or bias.skipped_label is not None else []),
-            ("Prediction", report.prediction),
             ("Trouble", run.trouble),
             *([("Reads and cache", run.reads)] if any(vars(run.reads).values()) else []),
         )

@@ -13,8 +13,8 @@ from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato._occurrences import unmarked
 from minato.scheduler.assignment import Assignment
+from minato.scheduler.cost_model import EarlyStart
 from minato.scheduler.flow import Flow
-from minato.scheduler.foresight import Foresight
 from minato.scheduler.in_flight import InFlight, Leavings, Order, fitting
 from minato.scheduler.parties import KeyStore, Pool, Progress, Slots
 from minato.scheduler.window import Window
@@ -42,7 +42,7 @@ class Dispatcher:
         one_pass: Whether the workers may leave when they find nothing more to do in the first pass.
         skips: Whether samples may be left out.
         drop_short: Whether a batch is dropped where too few samples are left to fill it.
-        foresight: Lets long samples begin early.
+        early_start: Lets slow samples start before their turn.
         flow: Is told of the consumer's waiting; by default nobody wants to know.
     """
 
@@ -61,11 +61,11 @@ class Dispatcher:
         one_pass: bool = False,
         skips: bool = False,
         drop_short: bool = False,
-        foresight: Foresight | None = None,
+        early_start: EarlyStart | None = None,
         flow: Flow | None = None,
     ) -> None:
         self._ledger = ledger
-        self._foresight = foresight
+        self._early_start = early_start
         self._gate = gate
         self._pool = pool
         self._slots = slots
@@ -338,8 +338,8 @@ class Dispatcher:
             (self._ahead if self._foretold else self._open).append(item)
             self._drawn.popleft()
             self._owner = None
-            if self._foresight is not None:  # which calls functions of the user's
-                self._foresight.published(item.record, keys)
+            if self._early_start is not None:
+                self._early_start.hint(item.record, keys)
 
     def top_up(self) -> None:
         """Refill, but not for each single batch where the window leaves the choice."""

@@ -76,7 +76,7 @@ class SampleServer:
     def __init__(self, number: int, work: Work) -> None:
         self._dataset = work.dataset
         self._steps = work.chain.steps
-        self._roots = {"dataset": work.dataset, **work.chain.drawing}
+        self._roots = {"dataset": work.dataset, **work.chain.by_name}
         self._randomness: SampleRandomness | None = None
         self._looked_again = False
         self._laps = array("q", bytes(8 * len(self._steps)))

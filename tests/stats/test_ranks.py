@@ -1,9 +1,11 @@
-"""Whether values depend on groups, by their ranks."""
+"""Rank correlation, and whether values depend on groups, by their ranks."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from minato.stats.ranks import rank_correlation, rank_spread
 
@@ -43,3 +45,17 @@ def test_chance_alone_gives_next_to_nothing(num_groups: int) -> None:
 )
 def test_where_nothing_can_be_said(values: list[int], groups: str) -> None:
     assert rank_spread(values, list(groups)) == (0.0, 0.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(-100, 100), min_size=2, max_size=50))
+def test_rank_correlation_is_that_of_the_ranks(drawn: list[int]) -> None:
+    other = [value**3 for value in drawn]
+    expected = 1.0 if len(set(drawn)) > 1 else 0.0
+    assert rank_correlation(drawn, other) == pytest.approx(expected)
+    assert rank_correlation(drawn, [-value for value in other]) == pytest.approx(-expected)
+
+
+def test_rank_correlation_by_hand() -> None:
+    # Ranks 1, 2.5, 2.5, 4 against 2, 1, 3, 4.
+    assert rank_correlation([1, 2, 2, 3], [20, 10, 30, 40]) == pytest.approx(3 / np.sqrt(4.5 * 5))

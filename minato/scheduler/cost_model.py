@@ -1,0 +1,109 @@
+"""What each sample costs, and slow samples that start before their turn.
+
+An estimate is a hint: it decides which sample a worker takes next, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from typing import Any
+
+from minato._core.ledger import Ledger
+
+__all__ = ["CostModel", "EarlyStart"]
+
+_NEWEST = 0.5
+"""Weight of a sample's latest cost against that of all earlier ones."""
+_MAX_INDICES = 1 << 25
+"""Larger indices are not learned: 128 MiB of costs."""
+_LEAST_MEAN_NS = 400_000
+"""Learning a sample takes the consumer some microseconds: a hundredth of the workers' time at most."""
+
+
+class CostModel:
+    """The cost of each index, averaged over the epochs so far; 4 bytes for each index up to the largest one seen."""
+
+    def __init__(self) -> None:
+        self._costs = array("f")  # 0: not seen; single elements are faster than NumPy's
+
+    def predict(self, index: Any) -> float | None:
+        """The cost of a sample in ns; None if it is not known."""
+        if isinstance(index, int) and 0 <= index < len(self._costs):
+            return self._costs[index] or None
+        return None
+
+    def observe(self, index: Any, cost_ns: float) -> None:
+        """Learn what a sample cost; only integers from 0 to 2**25 are learned."""
+        if not isinstance(index, int) or not 0 <= index < _MAX_INDICES:
+            return
+        if index >= len(self._costs):
+            # Grow by half: ten million indices in ascending order cost a few dozen copies.
+            length = min(_MAX_INDICES, max(1024, index + 1 + index // 2))
+            self._costs.frombytes(bytes(self._costs.itemsize * (length - len(self._costs))))
+        known = self._costs[index]
+        self._costs[index] = cost_ns if known == 0 else known + _NEWEST * (cost_ns - known)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the costs take."""
+        return self._costs.itemsize * len(self._costs)
+
+
+class EarlyStart:
+    """Starts samples that were slow in earlier epochs before their turn, so that no epoch ends with one of them.
+
+    A sample that costs as much as n others starts as many samples earlier as all workers run in that time. So it ends
+    about when n others would have ended in its place.
+
+    Args:
+        costs: Learns from the batches of this engine, and knows those of earlier ones.
+        num_workers: How many samples run side by side.
+
+    Attributes:
+        mean_ns: Mean cost of a sample; 0 while it is not known.
+    """
+
+    def __init__(self, *, ledger: Ledger, costs: CostModel, num_workers: int) -> None:
+        self._ledger = ledger
+        self._costs = costs
+        self._num_workers = max(num_workers, 1)
+        self._pass_index = -1
+        self._epoch_start = 0
+        self.mean_ns = 0.0
+
+    def resize(self, num_workers: int) -> None:
+        """Go by another number of workers from now on."""
+        self._num_workers = max(num_workers, 1)
+
+    @property
+    def _threshold_ns(self) -> float:
+        """Samples that cost more start early; 0: none do."""
+        slow_ns = self._ledger.slow_ns
+        if slow_ns == 0 or self.mean_ns < _LEAST_MEAN_NS * self._num_workers:
+            return 0.0
+        return max(slow_ns, self.mean_ns)
+
+    def learn(self, batch: int) -> None:
+        """Learn what the samples of a full batch cost."""
+        if self._threshold_ns:
+            for _, index, cost_ns, _ in self._ledger.samples(batch):
+                self._costs.observe(index, cost_ns)
+
+    def hint(self, batch: int, indices: list[Any]) -> None:
+        """Let the slow samples of a newly opened batch start early, but none before its own epoch.
+
+        Samples of earlier epochs are needed sooner.
+        """
+        _, first, *_, pass_index = self._ledger.describe(batch)
+        if pass_index != self._pass_index:
+            self._pass_index, self._epoch_start = pass_index, first
+        threshold_ns = self._threshold_ns
+        if threshold_ns == 0:
+            return
+        for position, index in enumerate(indices, first):
+            cost_ns = self._costs.predict(index)
+            if cost_ns is not None and cost_ns > threshold_ns:
+                others = (cost_ns - self.mean_ns) / self.mean_ns
+                ahead = min(math.ceil(others * self._num_workers), position - self._epoch_start)
+                self._ledger.start_early(position, ahead)
