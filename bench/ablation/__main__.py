@@ -190,8 +190,8 @@ HEAD = """# Ablation
 Written by `python -m bench.ablation`. Each line adds one mechanism against slow samples to those above it, with the
 same number of workers, but for two lines: one has {more} workers more, which those after it do not keep; the controller
 begins with the load's number of workers and may use up to {most}. Figures are medians of {repeats} runs, with the least
-and the greatest time of an epoch in brackets; start of the workers included. Starting slow samples early can only help from the second
-epoch on, when costs are known.
+and the greatest time of an epoch in brackets; start of the workers included. Starting slow samples
+early can only help from the second epoch on, when costs are known.
 
 Waiting is the time that the loop waited for batches. Where the loop itself does nothing, it waits all the time, and
 only the time of an epoch says something.
