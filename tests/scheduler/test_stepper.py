@@ -34,7 +34,7 @@ def test_every_stage_of_a_measured_sample_is_recorded() -> None:
     stepper, meters, lease = stepper_of(plus(1), plus(10))
     assert [stepper.measured(key) for key in (3, 4)] == [14, 15]
     # Not the total, which the runner knows.
-    assert counts(meters) == [0, 2, 2, 2, 2, 0, 0, 0, 0, 2, 2]
+    assert counts(meters) == [0, 2, 2, 2, 2, 0, 0, 0, 2, 2]
     assert meters.size.total == 16
     assert meters.transforms.total == 4
     assert lease[2] == 2  # all transforms are done
@@ -61,7 +61,7 @@ def test_the_lease_names_the_stage_that_runs() -> None:
 def test_without_a_chain_the_dataset_is_all_there_is() -> None:
     stepper, meters, _ = stepper_of()
     assert stepper.measured(3) == 3
-    assert counts(meters) == [0, 1, 1, 1, 1, 0, 0, 0, 0]
+    assert counts(meters) == [0, 1, 1, 1, 1, 0, 0, 0]
     stepper.slow_ns, stepper.may_leave = 1, lambda position, nbytes: True
     assert stepper.measured(3) == 3  # nothing is left of it that could wait
 
