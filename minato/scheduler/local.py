@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torch._utils import ExceptionWrapper
-
+from minato._compat import ExceptionWrapper
 from minato._core.wait import Gate
 from minato._ranges import in_profile
 from minato.scheduler.usage import Usage, thread_usage
