@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
+from minato._compat import shared_file_storage
+
 __all__ = ["Counters", "shared_integers"]
 
 _BLOCKS, _ROWS = 65, 64
@@ -22,20 +24,24 @@ def shared_integers(*shape: int) -> torch.Tensor:
 
     As torch's ``share_memory_()``, but the memory never has a name that a killed process could leave in ``/dev/shm``.
     """
-    if not hasattr(os, "memfd_create"):
+    storage = _unnamed_storage(8 * math.prod(shape))
+    if storage is None:
         ordinary = torch.zeros(shape, dtype=torch.int64, device="cpu")
         ordinary.share_memory_()
         return ordinary
-    nbytes = 8 * math.prod(shape)
-    descriptor = os.memfd_create("minato", os.MFD_CLOEXEC)
-    storages: Any = torch.UntypedStorage
-    try:
-        os.ftruncate(descriptor, nbytes)
-        storage = storages._new_shared_fd_cpu(descriptor, nbytes)  # with a descriptor of its own
-    finally:
-        os.close(descriptor)
     flat: torch.Tensor = torch.empty(0, dtype=torch.int64, device="cpu").set_(storage)
     return flat.view(shape)
+
+
+def _unnamed_storage(nbytes: int) -> torch.UntypedStorage | None:
+    if not hasattr(os, "memfd_create"):
+        return None
+    descriptor = os.memfd_create("minato", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        return shared_file_storage(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
 
 
 class Counters:

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "affinity_cores",
     "available_cores",
     "available_memory_bytes",
+    "cpu_quota",
+    "cpuset_cores",
     "disk_read_bytes",
+    "group_processes_left",
     "local_rank",
     "local_ranks",
     "machine_usage",
@@ -21,6 +25,7 @@ __all__ = [
     "memory_limit_bytes",
     "memory_of_late_bytes",
     "text_of",
+    "user_threads",
 ]
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -112,9 +117,58 @@ def available_cores(whole_node: bool = False) -> float:
     Args:
         whole_node: Count all of them, for what this process does for the others too.
     """
-    runs_on = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = min([float(runs_on or 1), *_quotas()])
+    cores = min([float(affinity_cores()), *_quotas()])
     return max(cores if whole_node else cores / local_ranks(), 1.0)
+
+
+def affinity_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpuset_cores() -> int | None:
+    """Cores that the control groups of this process allow; None if they name none."""
+    found = []
+    for folder, name in (("", "cpuset.cpus.effective"), ("cpuset", "cpuset.effective_cpus")):
+        for group in set(_groups(folder)):
+            try:
+                text = text_of(f"{_CGROUP}/{folder}/{group}/{name}").strip()
+            except OSError:
+                continue
+            ranges = [part.partition("-") for part in text.split(",") if part]
+            found.append(sum(int(last or first) - int(first) + 1 for first, _, last in ranges))
+    return min(filter(None, found), default=None)
+
+
+def cpu_quota() -> float | None:
+    """Cores by the smallest quota of the control groups; it may be a fraction. None if there is none."""
+    return min(_quotas(), default=None)
+
+
+def group_processes_left() -> int | None:
+    """Processes and threads that the control groups of this process still allow; None if they set no limit."""
+    left = []
+    for folder in ("", "pids"):
+        for at in _around(folder):
+            try:
+                left.append(int(text_of(f"{at}/pids.max")) - int(text_of(f"{at}/pids.current")))
+            except (OSError, ValueError):
+                continue  # no such group or version, or "max"
+    return min(left, default=None)
+
+
+def user_threads() -> int:
+    """Processes and threads of this user, as the limit on processes counts them."""
+    count = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if process.stat().st_uid == os.getuid():
+                count += len(os.listdir(process / "task"))
+        except OSError:  # it has ended
+            continue
+    return count
 
 
 def local_ranks() -> int:

@@ -8,13 +8,20 @@ import pickle
 import sys
 import warnings
 from collections.abc import Iterator
-from multiprocessing import context, reduction
+from multiprocessing import reduction
 from types import FunctionType
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
+from minato._compat import (
+    pickling_for_a_child,
+    quantized_per_channel,
+    quantized_per_tensor,
+    typed_storage,
+    untyped_storage,
+)
 from minato.errors import NotPicklableError
 
 __all__ = ["Purpose", "SidePickler", "advise", "check_picklable", "dumps"]
@@ -50,7 +57,7 @@ def _rebuild_storage(base: torch.Tensor | None, dtype: torch.dtype | None) -> An
     storage = torch.UntypedStorage() if base is None else base.untyped_storage()
     if dtype is None:
         return storage
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return typed_storage(storage, dtype)
 
 
 def _rebuild_tensor(
@@ -91,7 +98,7 @@ class SidePickler(pickle.Pickler):
         """Pickle a plain tensor as its storage and its view of it; leave everything else to its own methods."""
         if not isinstance(value, torch.Tensor):
             typed = isinstance(value, torch.storage.TypedStorage)
-            storage = value._untyped_storage if typed else value
+            storage = untyped_storage(value) if typed else value
             if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
                 return _rebuild_storage, (self._shared(storage), value.dtype if typed else None)
             if isinstance(value, np.ndarray) and self._purpose == "result":
@@ -142,13 +149,15 @@ def _reduce_quantized(tensor: torch.Tensor) -> Any:
     """Pickle without the typed storage that torch's own way warns of."""
     if tensor.dtype not in (torch.quint8, torch.qint8, torch.qint32):
         return NotImplemented
-    if tensor.qscheme() == torch.per_tensor_affine:
+    build = quantized_per_tensor()
+    if build is not None and tensor.qscheme() == torch.per_tensor_affine:
         scale = tensor.q_scale(), tensor.q_zero_point()
-        return torch._make_per_tensor_quantized_tensor, (tensor.int_repr(), *scale)
-    if tensor.qscheme() == torch.per_channel_affine:
+        return build, (tensor.int_repr(), *scale)
+    build = quantized_per_channel()
+    if build is not None and tensor.qscheme() == torch.per_channel_affine:
         scales = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
         arguments = (tensor.int_repr(), *scales, tensor.q_per_channel_axis())
-        return torch._make_per_channel_quantized_tensor, arguments
+        return build, arguments
     return NotImplemented
 
 
@@ -243,21 +252,12 @@ def check_picklable(name: str, value: Any) -> None:
     ) from error
 
 
-class _Spawning:
-    """Stands for a child that is being started, so that locks and queues may be pickled."""
-
-    def duplicate_for_child(self, descriptor: int) -> int:
-        return descriptor
-
-
 def _failure(value: Any) -> Exception | None:
-    context.set_spawning_popen(cast(Any, _Spawning()))
     try:
-        reduction.ForkingPickler.dumps(value)
+        with pickling_for_a_child():
+            reduction.ForkingPickler.dumps(value)
     except Exception as error:
         return error
-    finally:
-        context.set_spawning_popen(None)
     return None
 
 

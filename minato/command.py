@@ -1,4 +1,7 @@
-"""The command line: ``minato profile`` says what limits a loader of yours, ``minato ingest`` fills a store."""
+"""The command line: ``minato profile`` says what limits a loader of yours, ``minato ingest`` fills a store.
+
+``minato doctor`` says what limits minato on this machine.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from typing import Any, NoReturn
 import pynvml
 import torch.utils.data
 
-from minato import _core, ingesting
+from minato import _core, doctor, ingesting
 from minato._core.clock import now_ns
 from minato._files import open_lines, printable, write_atomically
 from minato._standin import TorchDataLoader
@@ -33,11 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        0; 1 if something went wrong on the way; 2 if what was asked for is not possible.
+        0; 1 if something went wrong on the way, or limits minato; 2 if what was asked for is not possible.
     """
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        status: int | None = options.run(options)
         sys.stdout.flush()
     except Refused as error:
         print(f"minato: {printable(str(error), lines=True)}", file=sys.stderr)
@@ -51,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         print(f"minato: {options.failed.format(printable(_in_a_line(error)))}", file=sys.stderr)
         return 1
-    return 0
+    return status or 0
 
 
 def _in_a_line(error: Exception) -> str:
@@ -94,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts, too")
     profile.set_defaults(run=_profile, failed="the loader raised {}; run it by itself to see where")
     ingesting.add_to(commands)
+    doctor.add_to(commands)
     return parser
 
 

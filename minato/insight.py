@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import get_worker_info
 
+from minato._compat import is_batched
 from minato._machine import local_rank
 from minato._standin import made_only
 from minato.chain.owned import Owned
@@ -241,7 +242,7 @@ class Insight(Opening):
             seed, owned=Owned({"dataset": self.dataset, **self._chain.by_name})
         )
         with randomness.saved():
-            fetcher = Fetcher(self.dataset, self._chain, self._auto_collation)
+            fetcher = Fetcher(self.dataset, self._chain, is_batched(self))
             if self._options.rng != "sample":
                 return fetcher.single(index)
             randomness.bind(epoch, index, occurrence)

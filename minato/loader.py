@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch.utils.data import IterableDataset, Sampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minato import integrations
+from minato._compat import TorchIterator, index_sampler, is_constructed
 from minato._standin import StandIn, TorchDataLoader, is_made, made_only
 from minato.assembler.arena import SpareArenas
 from minato.cached import check_cache
@@ -286,7 +286,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
 
         Samplers with a ``set_epoch`` of their own are told too. It is enough to tell the sampler instead.
         """
-        tell_epoch(self._index_sampler, epoch)
+        tell_epoch(index_sampler(self), epoch)
         self._course.tell(epoch)
 
     @made_only
@@ -335,7 +335,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             self._course.load(self, state_dict, self._most_replicas)
 
     def __setattr__(self, attr: str, val: Any) -> None:
-        if self.__initialized and is_made(self):
+        if is_constructed(self) and is_made(self):
             if attr in _OWN:
                 raise ValueError(
                     f"{attr} attribute should not be set after {self.__class__.__name__} is initialized"
@@ -381,7 +381,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         loader._course = self._course.twin()
         return loader
 
-    def _get_iterator(self) -> _BaseDataLoaderIter:
+    def _get_iterator(self) -> TorchIterator:
         if not is_made(self):
             return super()._get_iterator()
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):

@@ -8,6 +8,7 @@ import warnings
 from collections import deque
 from typing import Any
 
+from minato._compat import index_sampler
 from minato._stateful import is_stateful
 from minato.assembler.arena import SpareArenas
 from minato.assembler.reader import BatchReader
@@ -161,7 +162,7 @@ class Opening:
         if sharing is not None:
             assert course.last is not None
             own = None if resumes is None else resumes[1]
-            course.last.progress.part = Part(len(self._index_sampler), own)
+            course.last.progress.part = Part(len(index_sampler(self)), own)
         if self._keeps_replicas:
             assert course.last is not None
             if self._iterator is None or before is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from minato._compat import index_sampler, is_batched
 from minato._core.limits import explaining_limits
 from minato._core.seeding import mix
 from minato._machine import local_ranks, memory_of_late_bytes
@@ -146,7 +147,7 @@ class Plan:
             dataset=dataset,
             chain=chain,
             collate_fn=loader.collate_fn,
-            batched=loader._auto_collation,
+            batched=is_batched(loader),
             num_workers=num_workers,
             most_workers=most_workers,
             worker_method=options.worker_method,
@@ -158,7 +159,7 @@ class Plan:
             window_batches=window,
             budget_bytes=options.memory_budget_bytes or _default_budget_bytes(options),
             shares_budget=options.memory_budget_bytes is None and num_workers > 0,
-            largest_batch=largest_batch(loader._index_sampler, loader._auto_collation),
+            largest_batch=largest_batch(index_sampler(loader), is_batched(loader)),
             timeout_s=loader.timeout,
             persistent=loader.persistent_workers,
             streams=streams,
@@ -196,7 +197,7 @@ class Plan:
 
     def suits(self, loader: Any) -> bool:
         """Whether a loader's next iterator would get the same plan, if this one can rest, but for the seed."""
-        options, batched = loader._options, loader._auto_collation
+        options, batched = loader._options, is_batched(loader)
         return bool(
             loader.num_workers == 0
             and loader._course.last.replicas is None
@@ -205,7 +206,7 @@ class Plan:
             and self.order == Order(options.order, options.max_lag)
             and (self.batched, self.drop_last) == (batched, loader.drop_last)
             and self.timeout_s == loader.timeout
-            and self.largest_batch == largest_batch(loader._index_sampler, batched)
+            and self.largest_batch == largest_batch(index_sampler(loader), batched)
         )
 
     @property

@@ -10,6 +10,7 @@ import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
+from minato._compat import index_sampler, is_batched
 from minato._machine import available_cores
 from minato._stateful import is_stateful
 from minato._version import __version__
@@ -195,11 +196,11 @@ class Sharing:
             return loader
         place = self._place
         ranks = range(place.rank, place.rank + place.local_count)
-        sampler = "batch_sampler" if loader._auto_collation else "sampler"
+        sampler = "batch_sampler" if is_batched(loader) else "sampler"
         return loader._twin(
             _options=self._pooled_options(loader._options),
             num_workers=loader.num_workers * place.local_count,
-            **{sampler: InTurn(loader._index_sampler, ranks)},
+            **{sampler: InTurn(index_sampler(loader), ranks)},
         )
 
     def source(self, loader: Any, base_seed: int) -> BatchSource:
@@ -231,7 +232,7 @@ class Sharing:
         hub = self._meet(loader)
         hub.settle()
         engine: Engine = self.pooled(loader)._make_engine(base_seed, ParcelReader)
-        return HostSource(hub, engine, loader._index_sampler)
+        return HostSource(hub, engine, index_sampler(loader))
 
     def done_by_all(self, loader: Any, epoch: int, own: Done) -> Done:
         """What all ranks have had of the pass in the middle of which they begin, as far as this one has to know.
@@ -263,7 +264,7 @@ class Sharing:
             )
 
     def _greeting(self, loader: Any) -> Greeting:
-        known = ranked(loader._index_sampler)
+        known = ranked(index_sampler(loader))
         alike = {
             "minato": __version__,
             "ranks": self._place.local_count,
@@ -272,7 +273,7 @@ class Sharing:
             "sampler": type(known).__qualname__,
             "sampler.shuffle": getattr(known, "shuffle", None),
             "sampler.seed": getattr(known, "seed", None),
-            "len(loader)": len(loader._index_sampler),
+            "len(loader)": len(index_sampler(loader)),
             "batch_size": loader.batch_size,
             "drop_last": loader.drop_last,
             "order": loader._options.order,

@@ -1,12 +1,12 @@
 """The import rules: data moves one way through the stages, and imports follow it.
 
-The rules, in words: ``_core`` imports nothing of minato but itself; the common modules stand below
+The rules, in words: ``_core`` imports nothing of minato but itself and ``_compat``; the common modules stand below
 everything; ``stats`` knows ``_core``; ``monitor``, ``report`` and ``trace`` know ``stats``; a stage knows its left
 neighbour, ``_core``, ``stats`` and ``trace``; ``caching``, ``integrations`` and ``sources`` know no stage;
-``ingest`` uses the loader and ``sources``; only ``cached.py``, ``command.py``, ``distribution.py``, ``engine.py``,
-``experience.py``, ``factories.py``, ``gauges.py``, ``ingesting.py``, ``insight.py``, ``loader.py``, ``memory.py``,
-``opening.py``, ``patching.py``, ``plan.py``, ``pools.py``, ``sharing.py``, ``slow_samples.py``, ``telling.py``,
-``workplace.py`` and the package itself know all.
+``ingest`` uses the loader and ``sources``; only ``cached.py``, ``command.py``, ``distribution.py``, ``doctor.py``,
+``engine.py``, ``experience.py``, ``factories.py``, ``gauges.py``, ``ingesting.py``, ``insight.py``, ``loader.py``,
+``memory.py``, ``opening.py``, ``patching.py``, ``plan.py``, ``pools.py``, ``sharing.py``, ``slow_samples.py``,
+``telling.py``, ``workplace.py`` and the package itself know all.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ WIRING = {
     "cached",
     "command",
     "distribution",
+    "doctor",
     "engine",
     "experience",
     "factories",
@@ -94,7 +95,7 @@ def allowed(part: str) -> set[str] | None:
     if part in WIRING:
         return None
     if part == "_core":
-        return {"_core"}
+        return {"_core", "_compat"}
     if part == "report":
         return {"report", "stats", "_core", *COMMON}
     if part == "stats":

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
-import sys
 import time
 from typing import Any
 
 import numpy as np
 
+from minato._core.limits import FUTEX_NUMBER
+
 __all__ = ["GATE_NBYTES", "Gate", "SharedWords"]
 
 GATE_NBYTES = 8
 
-_FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
 _FUTEX_WAIT, _FUTEX_WAKE_OP = 0, 5
 _ADD_ONE = 1 << 28 | 1 << 12 | 0xFFF
 """FUTEX_OP(FUTEX_OP_ADD, 1, FUTEX_OP_CMP_EQ, -1): add 1 to the word."""
-_IS_KNOWN = sys.platform == "linux" and sys.maxsize > 1 << 32
-_FUTEX = _FUTEX_NUMBERS.get(platform.machine()) if _IS_KNOWN else None
+_FUTEX = FUTEX_NUMBER
 _FALLBACK_SLEEP_S = 0.0005
 _syscall = ctypes.CDLL(None, use_errno=True).syscall if _FUTEX is not None else None
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import os
+import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,20 +13,44 @@ from contextlib import contextmanager
 if sys.platform != "win32":
     import resource
 
-__all__ = ["address_space_advice", "explaining_limits", "slot_overflow"]
+__all__ = [
+    "FUTEX_NUMBER",
+    "address_space_advice",
+    "explaining_limits",
+    "futex_error",
+    "slot_overflow",
+    "soft_limit",
+]
+
+_FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
+_FUTEX_WAKE = 1
+_IS_LINUX = sys.platform == "linux" and sys.maxsize > 1 << 32
+FUTEX_NUMBER = _FUTEX_NUMBERS.get(platform.machine()) if _IS_LINUX else None
+"""The number of Linux's system call; None where minato does not know it."""
 
 
-def _limit(name: str) -> int | None:
-    """The soft limit of this process; None if there is none."""
+def soft_limit(name: str) -> int | None:
+    """The soft limit of this process, by its name in ``resource``; None if there is none."""
     if sys.platform == "win32" or not hasattr(resource, name):
         return None
     soft, _ = resource.getrlimit(getattr(resource, name))
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+def futex_error() -> str | None:
+    """Why processes cannot sleep on a word in shared memory; None if they can."""
+    if FUTEX_NUMBER is None:
+        return f"no futex known on {sys.platform}, {platform.machine()}"
+    word = ctypes.c_uint32(0)
+    arguments = ctypes.byref(word), _FUTEX_WAKE, 1, None, None, 0
+    if ctypes.CDLL(None, use_errno=True).syscall(FUTEX_NUMBER, *arguments) < 0:
+        return os.strerror(ctypes.get_errno())
+    return None
+
+
 def address_space_advice() -> str:
     """What else to do where address space is short, as the end of a sentence; empty if nothing limits it."""
-    limit = _limit("RLIMIT_AS")
+    limit = soft_limit("RLIMIT_AS")
     return (
         ""
         if limit is None
@@ -59,7 +86,7 @@ def explaining_limits(task: str) -> Iterator[None]:
 def _reason(number: int | None) -> str | None:
     if number == errno.EMFILE:
         return (
-            f"This process may have {_limit('RLIMIT_NOFILE')} open files and has no more to spare: raise the limit "
+            f"This process may have {soft_limit('RLIMIT_NOFILE')} open files and has no more to spare: raise the limit "
             "(ulimit -n), or use fewer workers, loaders and open files"
         )
     if number == errno.ENFILE:
@@ -68,11 +95,11 @@ def _reason(number: int | None) -> str | None:
         )
     if number == errno.EFBIG:
         return (
-            f"The limit on the size of files, which is {_limit('RLIMIT_FSIZE')} bytes, holds for shared memory too: "
-            "raise it (ulimit -f), or use num_workers=0 or worker_method='thread'"
+            f"The limit on the size of files, which is {soft_limit('RLIMIT_FSIZE')} bytes, holds for shared memory "
+            "too: raise it (ulimit -f), or use num_workers=0 or worker_method='thread'"
         )
     if number == errno.ENOMEM:
-        limit = _limit("RLIMIT_AS")
+        limit = soft_limit("RLIMIT_AS")
         if limit is None:
             return (
                 "Address space or memory is used up, or the kernel does not commit more (sysctl "
@@ -84,8 +111,8 @@ def _reason(number: int | None) -> str | None:
         )
     if number == errno.EAGAIN:
         return (
-            f"This user may have {_limit('RLIMIT_NPROC') or 'only so many'} processes and threads, or the container "
-            "has no more to spare: raise the limit (ulimit -u, pids.max), or use fewer workers"
+            f"This user may have {soft_limit('RLIMIT_NPROC') or 'only so many'} processes and threads, or the "
+            "container has no more to spare: raise the limit (ulimit -u, pids.max), or use fewer workers"
         )
     if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         return (

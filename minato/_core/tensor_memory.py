@@ -1,20 +1,26 @@
-"""What torch says of a tensor, where it stands in memory: four look-ups of attributes cost more than a small copy.
+"""Fields of tensors, read where torch keeps them: looking up four attributes costs more than a small copy.
 
-Where that is, is found out on tensors made for it, once per process. What is not found so is asked for.
+Asking torch costs 0.15 µs a tensor: a tenth of the processor time of a sample that is one tiny tensor, and half of that
+of a sample of eight. The offsets are found on tensors made for it, once per process, and used only if each is unique.
+Else, or with ``MINATO_DIRECT_MEMORY=0``, the attributes are asked for.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import struct
 import sys
 from typing import NamedTuple
 
 import torch
 
+from minato._compat import may_access_memory
+
 __all__ = ["TensorMemory", "find"]
 
 _IMPL_WORDS = 24
-"""Words of 8 bytes of torch's own object that are looked at; it is not smaller."""
+"""How many words of 8 bytes of torch's own object are searched."""
 
 
 class TensorMemory(NamedTuple):
@@ -50,6 +56,8 @@ def find() -> TensorMemory | None:
 def _find() -> TensorMemory | None:
     if sys.implementation.name != "cpython" or not hasattr(torch.Tensor, "_cdata"):
         return None
+    if not may_access_memory():
+        return None
     plain = [
         torch.empty(0, device="cpu"),
         torch.ones(2, 3, device="cpu"),
@@ -69,8 +77,17 @@ def _find() -> TensorMemory | None:
     )
 
 
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """The first bytes of torch's own object, which may be smaller: the kernel reads them and refuses unmapped pages."""
+    descriptor = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(descriptor, 8 * _IMPL_WORDS, tensor._cdata)
+    finally:
+        os.close(descriptor)
+
+
 def _words(tensor: torch.Tensor) -> list[int]:
-    return list((ctypes.c_uint64 * _IMPL_WORDS).from_address(tensor._cdata))
+    return list(struct.unpack(f"={_IMPL_WORDS}Q", _bytes(tensor)))
 
 
 def _impls(tensors: list[torch.Tensor]) -> list[int]:
@@ -113,7 +130,7 @@ def _dtypes() -> tuple[list[int], dict[torch.dtype, int]]:
         )  # torch warns of these
     ]
     tensors = [torch.empty(0, dtype=dtype, device="cpu") for dtype in (*dtypes, *dtypes)]
-    halves = [(ctypes.c_uint16 * (4 * _IMPL_WORDS)).from_address(x._cdata) for x in tensors]
+    halves = [struct.unpack(f"={4 * _IMPL_WORDS}H", _bytes(x)) for x in tensors]
     columns = [column[: len(dtypes)] for column in zip(*halves, strict=True)]
     found = [
         i

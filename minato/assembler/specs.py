@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils import collate
+
+from minato._compat import collates_by_default, torch_modes
 
 __all__ = [
     "CHANNELS_NDIMS",
@@ -43,24 +44,11 @@ _TENSOR_DTYPES = {
 _KEY_TYPES = (str, int, bool, bytes, type(None))
 """Exact types of dictionary keys; others may mean another thing in another process."""
 
-_COLLATE_FN_MAP = {
-    torch.Tensor: collate.collate_tensor_fn,
-    np.ndarray: collate.collate_numpy_array_fn,
-    (np.bool_, np.number, np.object_): collate.collate_numpy_scalar_fn,
-    float: collate.collate_float_fn,
-    int: collate.collate_int_fn,
-    str: collate.collate_str_fn,
-    bytes: collate.collate_str_fn,
-}
-"""What torch's map holds as long as no program has changed it. Its rules are the ones below."""
-
 
 def rules_hold() -> bool:
     """Tell whether torch collates as it does by itself, on the CPU: no program has said otherwise."""
     # A new tensor shows the default device. torch 2.6's get_default_device() knows of no ``with torch.device(...)``.
-    return collate.default_collate_fn_map == _COLLATE_FN_MAP and not (
-        torch._C._len_torch_function_stack() and torch.empty(0).device.type != "cpu"
-    )
+    return collates_by_default() and not (torch_modes() and torch.empty(0).device.type != "cpu")
 
 
 def describe(sample: Any) -> Spec | None:

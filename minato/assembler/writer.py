@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
-from torch._utils import ExceptionWrapper
-from torch.utils.data._utils.collate import default_collate
+from torch.utils.data import default_collate
 
+from minato._compat import ExceptionWrapper
 from minato._core.clock import now_ns
 from minato._core.codes import (
     END_BLOB,

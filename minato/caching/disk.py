@@ -160,6 +160,10 @@ def _disk() -> Any:
     from diskcache.core import MODE_BINARY, MODE_RAW, UNKNOWN
 
     class Disk(diskcache.Disk):  # type: ignore[misc]
+        def __init__(self, directory: str, **settings: Any) -> None:
+            super().__init__(directory, **settings)
+            self.directory = directory
+
         def get(self, key: Any, raw: bool) -> Any:
             return super().get(key, raw) if raw else b""
 
@@ -176,7 +180,7 @@ def _disk() -> Any:
                 return value
             if mode != MODE_BINARY or not _FILE.fullmatch(str(filename)):
                 return b""
-            path = os.path.join(self._directory, filename)
+            path = os.path.join(self.directory, filename)
             with open(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
                 return file.read() if is_private(os.fstat(file.fileno())) else b""
 

@@ -3,7 +3,8 @@
 Nearly all are Mersenne Twisters: 624 words and a position. Calling their ``seed`` for every sample
 costs microseconds, so a fresh state is written instead: torch's through ``set_state``, those of
 ``random`` and numpy where they keep it. Where that is, is found out on private instances and verified in both
-directions, once per process; if that fails, their ``setstate`` gives the same numbers slowly.
+directions, once per process; if that fails, or ``MINATO_DIRECT_MEMORY=0`` forbids it, their ``setstate`` gives the same
+numbers slowly.
 Whether anybody has drawn is seen in their memory.
 
 A state is written with its position at the *start* of the fresh words: the first 624 draws are
@@ -26,9 +27,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from minato._compat import may_access_memory, numpy_state, python_state
+
 __all__ = [
     "MemoryGenerator",
     "examine",
+    "found_in_memory",
     "numpy_generator",
     "own_generator",
     "python_generator",
@@ -64,13 +68,17 @@ class MemoryGenerator(Protocol):
         """Return to a state that :meth:`save` returned in a process of the same kind."""
 
 
+def _may_look() -> bool:
+    return sys.implementation.name == "cpython" and may_access_memory()
+
+
 # --- random ---------------------------------------------------------------------------------
 
 
 @functools.cache
 def _python_position_offset() -> int | None:
     """Return where a ``random.Random`` keeps its position, which its 624 words follow."""
-    if sys.implementation.name != "cpython":
+    if not _may_look():
         return None
     probe = random.Random()
     states = [np.arange(n, n + WORDS + 1, dtype=np.uint32) for n in (0x1234567, 0x2345678)]
@@ -155,7 +163,7 @@ def python_generator(
     generator: random.Random | None = None, stream: int = PYTHON_STREAM
 ) -> MemoryGenerator:
     """Return a generator of ``random``, by default the one behind its functions."""
-    generator = random._inst if generator is None else generator
+    generator = python_state() if generator is None else generator
     offset = _python_position_offset()
     if offset is None or not _python_state_is_at(offset, generator):
         return PythonByCall(generator, stream)
@@ -170,7 +178,7 @@ _SAVED_GAUSS = struct.Struct("=i4xd")
 @functools.cache
 def _numpy_gauss_offset() -> int | None:
     """Return where a ``RandomState`` keeps ``has_gauss``; the value follows 8 bytes later."""
-    if sys.implementation.name != "cpython":
+    if not _may_look():
         return None
     probe: Any = np.random.RandomState()
     first, second = (np.arange(n, n + WORDS, dtype=np.uint32) for n in (0x1234567, 0x2345678))
@@ -255,7 +263,7 @@ class NumpyByCall:
 
 def numpy_generator(generator: Any = None, stream: int = NUMPY_STREAM) -> MemoryGenerator:
     """Return a ``RandomState``, by default the one behind the functions of ``numpy.random``."""
-    generator = np.random.mtrand._rand if generator is None else generator
+    generator = numpy_state() if generator is None else generator
     offset = _numpy_gauss_offset()
     if (
         offset is None
@@ -272,9 +280,9 @@ def _pcg64_order() -> str | None:
 
     A pointer to state and increment comes first, then a flag and the half of a word that is kept.
     """
-    probe: Any = np.random.PCG64(0)
-    if sys.implementation.name != "cpython" or sys.byteorder != "little":
+    if not _may_look() or sys.byteorder != "little":
         return None
+    probe: Any = np.random.PCG64(0)
     numbers = [(n << 96 | n << 40 | n, n << 70 | 2 * n + 1, n) for n in (0x1234567, 0x2345678)]
     (state, increment, kept), second = numbers
     _set_pcg64(probe, state, increment, kept)
@@ -436,7 +444,9 @@ def _torch_layout_is_known() -> bool:
 @functools.cache
 def _torch_state_offset() -> int | None:
     """Return how far behind its ``_cdata`` a generator keeps all that ``get_state`` tells."""
-    if not _torch_layout_is_known() or not hasattr(torch.Generator, "_cdata"):
+    if not (
+        may_access_memory() and _torch_layout_is_known() and hasattr(torch.Generator, "_cdata")
+    ):
         return None
     probe: Any = torch.Generator()
     offsets = []
@@ -577,3 +587,13 @@ def examine() -> None:
     _numpy_gauss_offset()
     _pcg64_order()
     _torch_state_offset()
+
+
+def found_in_memory() -> dict[str, bool]:
+    """Tell of each kind of generator whether its memory is accessed directly, and not through its methods."""
+    return {
+        "random": _python_position_offset() is not None,
+        "numpy.random": _numpy_gauss_offset() is not None,
+        "numpy.random.Generator": _pcg64_order() is not None and _numpy_gauss_offset() is not None,
+        "torch": _torch_state_offset() is not None,
+    }

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from minato._compat import numpy_state, python_state
 from minato.chain.generators import MemoryGenerator, own_generator
 
 __all__ = ["Owned"]
@@ -116,7 +117,7 @@ def _stream(path: str) -> int:
 
 def _walk(roots: Mapping[str, Any]) -> Iterator[Found]:
     """All generators that can be reached, nearest first, each once."""
-    seen = {id(each) for each in (random._inst, np.random.mtrand._rand, torch.default_generator)}
+    seen = {id(each) for each in (python_state(), numpy_state(), torch.default_generator)}
     kept: list[Any] = []  # so that no other object gets the address of one that was seen
     slots: dict[type, Slots] = {each: [] for each in _WITHOUT_PARTS}
     waiting: deque[tuple[str, Any, Get | None, Any]] = deque(

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from minato._compat import bit_generator_of, numpy_state
 from minato._core.seeding import Snapshot, StateWriter, mix
 from minato.chain import generators
 from minato.chain.owned import Owned
@@ -98,8 +99,8 @@ class SampleRandomness:
 
     def _attach(self) -> None:
         """Find where each generator keeps its state."""
-        self._rand: Any = np.random.mtrand._rand
-        self._bit_generator = self._rand._bit_generator
+        self._numpy_state = numpy_state()
+        self._bits = bit_generator_of(self._numpy_state)
         self._torch = generators.torch_generator()
         self._own = self._owned.generators
         own = self._own.values()
@@ -131,7 +132,7 @@ class SampleRandomness:
         _this_thread.generators_made = 0
         if not self._bind_globals:
             return
-        if self._rand._bit_generator is not self._bit_generator:  # np.random.set_bit_generator
+        if bit_generator_of(self._numpy_state) is not self._bits:  # np.random.set_bit_generator
             self._attach()
         if self._own and self._owned.moved():
             self._owned.follow()
@@ -212,7 +213,7 @@ class SampleRandomness:
     def saved(self) -> Iterator[None]:
         """Leave the generators as if nothing had been drawn or bound inside the ``with`` block."""
         if self._bind_globals:
-            if self._rand._bit_generator is not self._bit_generator:
+            if bit_generator_of(self._numpy_state) is not self._bits:
                 self._attach()
             for generator in self._all:
                 if isinstance(generator, generators.TorchByState):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from minato._compat import has_cuda_context
 from minato.assembler.page_locks import Mark, PageLocker
 
 __all__ = ["Accelerator", "Cuda", "Plain", "accelerator_of", "page_locker"]
@@ -110,7 +111,8 @@ class Cuda:
             return _All([side.record_event()])
         if torch.cuda.is_current_stream_capturing():
             return _AfterCapture(self.mark)  # an event would become a part of the program's graph
-        in_use = filter(_has_context, range(torch.cuda.device_count()))
+        # Only where this process uses a device can something be under way.
+        in_use = filter(has_cuda_context, range(torch.cuda.device_count()))
         return _All([torch.cuda.current_stream(index).record_event() for index in in_use])
 
     def wait(self, mark: _All) -> None:
@@ -167,11 +169,6 @@ class _AfterCapture:
 
     def synchronize(self) -> None:
         (self._mark or self._make()).synchronize()
-
-
-def _has_context(index: int) -> bool:
-    """Whether this process uses a device: only there can something be under way, and asking must not begin to."""
-    return bool(torch._C._cuda_hasPrimaryContext(index))  # type: ignore[attr-defined]
 
 
 class Plain:

@@ -9,10 +9,7 @@ from collections.abc import Callable, Iterator
 from operator import methodcaller
 from typing import Any, Protocol
 
-from torch.autograd import profiler
-from torch.utils.data import _utils
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
-
+from minato._compat import TorchIterator, is_iterable, is_profiling, pin_batch
 from minato._core.clock import now_ns
 from minato._postponed import not_the_end
 from minato._ranges import in_profile
@@ -85,7 +82,7 @@ class Pass(Protocol):
         """Learn that the pass was not the expected one."""
 
 
-class BatchIterator(_BaseDataLoaderIter):
+class BatchIterator(TorchIterator):
     """Iterates over a loader's batches; the torch class it extends is what trainers look for.
 
     Args:
@@ -124,9 +121,8 @@ class BatchIterator(_BaseDataLoaderIter):
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._pin_memory = self._pin_memory and may_pin
         self._base_seed = self._pass.seeded(int(self._base_seed))
-        self._pin: Pin = functools.partial(
-            _utils.pin_memory.pin_memory, device=self._pin_memory_device
-        )
+        self._pin: Pin = functools.partial(pin_batch, device=self._pin_memory_device)
+        self._checks_length = is_iterable(self)
         locker = page_locker() if self._pin_memory and loader.pin_memory == IN_PLACE else None
         ahead = {"pin": self._pin} if self._pin_memory and pins_ahead and locker is None else {}
         self._source: BatchSource | None = make_source(self._base_seed, **ahead)
@@ -182,7 +178,7 @@ class BatchIterator(_BaseDataLoaderIter):
 
     def _next_in_turn(self) -> Any:
         # The same range that torch records, but only while somebody is profiling: it costs more than a small batch.
-        if profiler._is_profiler_enabled or self._dataset_kind == _DatasetKind.Iterable:
+        if self._checks_length or is_profiling():
             return (
                 super().__next__()
             )  # which also compares the number of batches with a stream's length

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from minato._compat import LIGHTNING_PREDICT_SAMPLER
+
 __all__ = ["counts_batches"]
 
 
 def counts_batches(batch_sampler: Any) -> bool:
     """Tell whether the k-th batch delivered is taken for the k-th that this batch sampler made."""
-    # By name: the class is private, and Lightning may be installed under two names.
-    return type(batch_sampler).__name__ == "_IndexBatchSamplerWrapper"
+    return type(batch_sampler).__name__ == LIGHTNING_PREDICT_SAMPLER

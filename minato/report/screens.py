@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from minato._compat import active_progress_bars
 from minato._files import printable
 from minato.report.pace import Pace
 
@@ -88,7 +89,7 @@ class Lines:
         """Write a line, around progress bars if there are any."""
         line = printable(line)
         bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
-        if bars is not None and getattr(bars, "_instances", None):
+        if bars is not None and active_progress_bars(bars):
             bars.write(line, file=self._stream)
         else:
             self._stream.write(f"{line}\n")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from minato._compat import kill_actor
 from minato.scheduler.actors import ActorLost
 from minato.scheduler.local import ThreadPool
 from minato.scheduler.remote import SampleServer, Work
@@ -80,10 +80,8 @@ class Crew:
             self._end(actor)
 
     def _end(self, actor: Any) -> None:
-        # The function inside: ray.kill connects anew where the program has closed the connection a moment ago.
-        kill = inspect.unwrap(self._ray.kill)
         with contextlib.suppress(Exception):  # then the actor has ended with the connection
-            kill(actor)
+            kill_actor(self._ray, actor)
 
 
 class ActorPool(ThreadPool):

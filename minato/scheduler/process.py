@@ -12,18 +12,24 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import thread as executor
 from contextlib import contextmanager
 from multiprocessing import connection
-from multiprocessing import process as process_module
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 import numpy.random  # numpy imports it at first use: once here, not once in each worker
 import torch
-from torch.utils.data._utils import worker as torch_worker
 
+from minato._compat import (
+    announce_worker,
+    forget_child_processes,
+    forget_executor_threads,
+    name_process_thread,
+    numpy_seed,
+    set_signal_handlers,
+    withdraw_worker,
+)
 from minato._core.limits import explaining_limits
 from minato._core.wait import Gate
 from minato._ranges import in_profile
@@ -289,7 +295,7 @@ _POOLS: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
 def _forget_parents_workers() -> None:
     # At its end multiprocessing would end them, for it takes them for children of this process.
     for pool in _POOLS:
-        process_module._children.difference_update(pool.processes)  # type: ignore[attr-defined]
+        forget_child_processes(pool.processes)
 
 
 if hasattr(os, "register_at_fork"):
@@ -298,11 +304,11 @@ if hasattr(os, "register_at_fork"):
 
 def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:
     """Make this process what torch makes of a worker: signal handlers, one thread, seeds, worker info."""
-    torch._C._set_worker_signal_handlers()
+    set_signal_handlers()
     # Python would join the threads of executors at the end, of which one may have forked this process: itself.
-    executor._threads_queues.clear()  # type: ignore[attr-defined]
+    forget_executor_threads()
     _end_with_parent()
-    torch.multiprocessing._set_thread_name("minato_worker")
+    name_process_thread("minato_worker")
     seed_worker(number, num_workers, base_seed, dataset)
 
 
@@ -334,24 +340,19 @@ def seed_worker(number: int, num_workers: int, base_seed: int, dataset: Any) -> 
     else:
         # The same without the other devices' generators, whose seeding records a stack trace: 2 ms per worker.
         torch.default_generator.manual_seed(seed)
-    np.random.seed(torch_worker._generate_state(base_seed, number))
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=number, num_workers=num_workers, seed=seed, dataset=dataset
-    )
+    np.random.seed(numpy_seed(base_seed, number))
+    announce_worker(number, num_workers, seed, dataset)
 
 
 @contextmanager
 def announced(number: int, num_workers: int, base_seed: int, dataset: Any) -> Iterator[None]:
     """Let torch's ``get_worker_info()`` speak of this worker thread: one after the other, as torch knows one only."""
     with _ANNOUNCED:
-        before = torch_worker._worker_info
-        torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=number, num_workers=num_workers, seed=base_seed + number, dataset=dataset
-        )
+        before = announce_worker(number, num_workers, base_seed + number, dataset)
         try:
             yield
         finally:
-            torch_worker._worker_info = before
+            withdraw_worker(before)
 
 
 def parent_watch() -> Callable[[], bool]:

@@ -11,12 +11,12 @@ import platform
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from time import thread_time_ns
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from minato._compat import ExceptionWithTraceback
 from minato._core.clock import now_ns
 from minato._core.steps import run_steps
 from minato._pickling import SidePickler

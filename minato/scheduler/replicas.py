@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch._utils import ExceptionWrapper
+from minato._compat import ExceptionWrapper
 
 __all__ = ["Replica", "Replicas"]
 

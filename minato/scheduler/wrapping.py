@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch._utils import ExceptionWrapper
+from minato._compat import ExceptionWrapper
 
 __all__ = ["wrapped"]
 

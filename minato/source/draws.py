@@ -12,7 +12,6 @@ from types import GeneratorType
 from typing import Any
 
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -21,8 +20,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from torch.utils.data.dataloader import _InfiniteConstantSampler
 
+from minato._compat import EndlessSampler, ExceptionWrapper
 from minato._stateful import is_stateful
 from minato.source.epochs import epoch_of, nested
 from minato.source.passes import SEEDED
@@ -35,7 +34,7 @@ _DRAWS_NOTHING = (
     DistributedSampler,
     *SEEDED,
     SequentialSampler,
-    _InfiniteConstantSampler,
+    EndlessSampler,
     InTurn,
 )
 """Samplers that use no generator that outlives a pass."""

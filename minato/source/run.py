@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler
-from torch.utils.data.dataloader import _DatasetKind
 
+from minato._compat import index_sampler, is_batched, is_iterable
 from minato._core.epochs import seed_of_epoch
 from minato._stateful import is_stateful
 from minato.source.draws import Draw
@@ -33,7 +33,7 @@ _MIXING = ("arrival", "fast_first")
 
 def is_stream(loader: Any) -> bool:
     """Whether the loader's dataset is iterable, so that its workers decide what comes."""
-    return bool(loader._dataset_kind == _DatasetKind.Iterable)
+    return is_iterable(loader)
 
 
 @dataclass
@@ -87,9 +87,9 @@ class _Given:
         return cls(
             dataset=loader.dataset,
             streams=is_stream(loader),
-            batched=loader._auto_collation,
+            batched=is_batched(loader),
             sampler=loader.sampler,
-            index_sampler=loader._index_sampler,
+            index_sampler=index_sampler(loader),
             drop_last=loader.drop_last,
             persistent=loader.persistent_workers,
             options=loader._options,
@@ -332,7 +332,7 @@ class Course:
             persists: It is another one of the iterator that had the last run.
             done: What is done of the pass that is resumed, if that is not what the loaded state says.
         """
-        sampler, loaded = loader._index_sampler, self._loaded
+        sampler, loaded = index_sampler(loader), self._loaded
         replicas = loaded and loaded["replicas"]
         if loaded is not None and not loaded["finished"]:
             if done is not None:
@@ -376,7 +376,7 @@ class Course:
         """The present state as plain data, as far as the states of samplers and datasets are."""
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
-        last, draw = self.last, Draw(loader.generator, loader._index_sampler)
+        last, draw = self.last, Draw(loader.generator, index_sampler(loader))
         account = None if last is None else last.progress.part or last.progress
         state = {
             "loader": signature(loader, is_stream(loader), draw.sources),
@@ -411,7 +411,7 @@ class Course:
         Raises:
             TypeError, ValueError: It is none, or belongs to another loader.
         """
-        draw = Draw(loader.generator, loader._index_sampler)
+        draw = Draw(loader.generator, index_sampler(loader))
         mine = signature(loader, is_stream(loader), draw.sources)
         loaded = checked(state, mine, replicas)
         draw.check(loaded["draw"])
@@ -429,11 +429,11 @@ class Course:
 
 def _standing(loader: Any, epoch: int, done: Done | None = None) -> Standing:
     progress = Progress(epoch, done)
-    counted = loader.dataset if is_stream(loader) else loader._index_sampler
+    counted = loader.dataset if is_stream(loader) else index_sampler(loader)
     parts = loader.batch_size or 1 if is_stream(loader) else 1
     batches = 0 if done is None else done.batches
     progress.length = functools.partial(_length, counted, parts, loader.drop_last, batches)
-    return Standing(epoch, progress, Draw(loader.generator, loader._index_sampler))
+    return Standing(epoch, progress, Draw(loader.generator, index_sampler(loader)))
 
 
 def _length(counted: Any, size: int, drop_last: bool, done: int) -> int | None:

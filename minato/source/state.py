@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
+from minato._compat import index_sampler
 from minato.source.epochs import nested
 from minato.source.progress import Done, Tally
 from minato.stats.size import length_of
@@ -33,7 +34,7 @@ def signature(loader: Any, is_stream: bool, sources: tuple[int, int]) -> dict[st
     Args:
         sources: How many generators and stateful samplers it has.
     """
-    sampler = loader._index_sampler
+    sampler = index_sampler(loader)
     generators, stateful = sources
     return {
         "kind": _FAMILY,

@@ -1,4 +1,4 @@
-"""What torch says of a tensor is found in memory, or it is not used."""
+"""Fields of tensors are found in memory for sure, or not used."""
 
 from __future__ import annotations
 
@@ -40,13 +40,19 @@ def garbled(words: Callable[[torch.Tensor], list[int]]) -> Callable[[torch.Tenso
     [
         (sys.implementation, "name", "other"),
         (torch.Tensor, "_cdata", None),
+        (torch.Tensor, "_cdata", 8),
         (tensor_memory, "_IMPL_WORDS", 4),
         (tensor_memory, "_words", garbled(tensor_memory._words)),
     ],
-    ids=["not CPython", "no address", "not found", "found twice"],
+    ids=["not CPython", "no address", "unmapped", "not found", "found twice"],
 )
 def test_what_is_not_found_for_sure_is_not_used(
     monkeypatch: pytest.MonkeyPatch, where: Any, name: str, value: Any
 ) -> None:
     monkeypatch.setattr(where, name, value, raising=False)
+    assert tensor_memory.find() is None
+
+
+def test_memory_is_left_alone_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINATO_DIRECT_MEMORY", "0")
     assert tensor_memory.find() is None

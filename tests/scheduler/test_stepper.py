@@ -85,7 +85,7 @@ def test_a_slow_sample_is_left_between_any_two_stages(way: str) -> None:
     assert partial == 114
     measured = way == "measured"
     times = int(measured)
-    assert counts(meters) == [0, *[times] * 4, 0, 0, 0, 0, *[times] * 3]
+    assert counts(meters) == [0, *[times] * 4, 0, 0, 0, *[times] * 3]
     assert stepper.dearest == ([stepper.dearest[0]] if measured else [])
 
 

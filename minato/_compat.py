@@ -1,0 +1,596 @@
+"""Private names of torch, CPython, NumPy, Ray and others that minato uses: each one here, with a reason and a probe.
+
+No other module of the package reaches for a private name of another package. Two files are quarantined exceptions:
+``chain/generators.py`` writes to the memory of random generators, and ``_core/tensor_memory.py`` finds fields of
+tensors. Both verify what they find, have a fallback of public calls, and obey :func:`may_access_memory`.
+
+A missing name either has a fallback, or importing minato raises an ImportError that names it. ``minato doctor`` runs
+the probes. Importing this module imports torch, NumPy and the standard library only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import thread as executor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import context
+from multiprocessing import process as process_module
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.autograd import profiler
+
+from minato._standin import TorchDataLoader
+
+try:
+    from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
+
+    from torch._utils import ExceptionWrapper
+    from torch.utils.data._utils import collate, pin_memory, worker
+    from torch.utils.data._utils.worker import WorkerInfo, _generate_state
+    from torch.utils.data.dataloader import (
+        _BaseDataLoaderIter as TorchIterator,
+    )
+    from torch.utils.data.dataloader import (
+        _DatasetKind,
+    )
+    from torch.utils.data.dataloader import (
+        _InfiniteConstantSampler as EndlessSampler,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"minato does not support this version of torch ({torch.__version__}) or Python: {error}. Install a newer "
+        "minato, or a version of torch that it names in its requirements"
+    ) from error
+
+__all__ = [
+    "LIGHTNING_PREDICT_SAMPLER",
+    "PRIVATE_NAMES",
+    "EndlessSampler",
+    "ExceptionWithTraceback",
+    "ExceptionWrapper",
+    "PrivateName",
+    "TorchIterator",
+    "active_progress_bars",
+    "announce_worker",
+    "bit_generator_of",
+    "collates_by_default",
+    "forget_child_processes",
+    "forget_executor_threads",
+    "has_cuda_context",
+    "index_sampler",
+    "is_batched",
+    "is_constructed",
+    "is_iterable",
+    "is_profiling",
+    "kill_actor",
+    "may_access_memory",
+    "name_process_thread",
+    "numpy_seed",
+    "numpy_state",
+    "pickling_for_a_child",
+    "pin_batch",
+    "python_state",
+    "quantized_per_channel",
+    "quantized_per_tensor",
+    "set_signal_handlers",
+    "shared_file_storage",
+    "torch_modes",
+    "typed_storage",
+    "untyped_storage",
+    "withdraw_worker",
+]
+
+
+def may_access_memory() -> bool:
+    """Whether minato may access the memory of other packages' objects directly: not if ``MINATO_DIRECT_MEMORY=0``."""
+    return os.environ.get("MINATO_DIRECT_MEMORY") != "0"
+
+
+# --- torch's loader and its iterator --------------------------------------------------------
+
+
+def is_iterable(loader: Any) -> bool:
+    """Whether the dataset of a loader, or of an iterator of torch's, is iterable."""
+    return bool(loader._dataset_kind == _DatasetKind.Iterable)
+
+
+def index_sampler(loader: Any) -> Any:
+    """The sampler of a loader's batches, or of its samples if it does not batch."""
+    return loader._index_sampler
+
+
+def is_batched(loader: Any) -> bool:
+    """Whether a loader puts samples together to batches."""
+    return bool(loader._auto_collation)
+
+
+def is_constructed(loader: Any) -> bool:
+    """Whether the constructor of torch's class has run; from then on some attributes are fixed.
+
+    Programs set the attribute to change such a loader by force.
+    """
+    return bool(getattr(loader, "_DataLoader__initialized", True))
+
+
+def pin_batch(batch: Any, device: Any) -> Any:
+    """A batch in pinned memory, by torch's rules for containers."""
+    return pin_memory.pin_memory(batch, device=device)
+
+
+# --- torch's workers ------------------------------------------------------------------------
+
+
+def announce_worker(number: int, num_workers: int, seed: int, dataset: Any) -> Any:
+    """Have ``get_worker_info()`` describe a worker; returns what :func:`withdraw_worker` takes."""
+    before = worker._worker_info
+    worker._worker_info = WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
+    return before
+
+
+def withdraw_worker(before: Any) -> None:
+    """Have ``get_worker_info()`` answer as before."""
+    worker._worker_info = before
+
+
+def numpy_seed(base_seed: int, number: int) -> list[int]:
+    """The words with which torch seeds NumPy in a worker."""
+    return cast("list[int]", _generate_state(base_seed, number))
+
+
+def set_signal_handlers() -> None:
+    """Have this worker report SIGBUS and SIGSEGV in torch's words; without torch's function it ends without them."""
+    handlers = getattr(torch._C, "_set_worker_signal_handlers", None)
+    if handlers is not None:
+        handlers()
+
+
+def name_process_thread(name: str) -> None:
+    """Name this thread for tools such as ``top``; without torch's function it keeps its name."""
+    set_name = getattr(torch.multiprocessing, "_set_thread_name", None)
+    if set_name is not None:
+        set_name(name)
+
+
+# --- torch's collation, profiler and devices ------------------------------------------------
+
+
+def _default_rules() -> dict[Any, Any] | None:
+    try:
+        return {
+            torch.Tensor: collate.collate_tensor_fn,
+            np.ndarray: collate.collate_numpy_array_fn,
+            (np.bool_, np.number, np.object_): collate.collate_numpy_scalar_fn,
+            float: collate.collate_float_fn,
+            int: collate.collate_int_fn,
+            str: collate.collate_str_fn,
+            bytes: collate.collate_str_fn,
+        }
+    except AttributeError:
+        return None
+
+
+_DEFAULT_RULES = _default_rules()
+
+
+def collates_by_default() -> bool:
+    """Whether ``default_collate`` has the rules that minato builds batches by.
+
+    False where a program has added a rule, or a version of torch has others: torch itself then builds the batches.
+    """
+    return bool(getattr(collate, "default_collate_fn_map", ()) == _DEFAULT_RULES)
+
+
+def torch_modes() -> int:
+    """How many modes such as ``with torch.device(...)`` are active; 1 where torch does not say."""
+    count = getattr(torch._C, "_len_torch_function_stack", None)
+    return 1 if count is None else int(count())
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler records; True where torch does not say, which costs microseconds a batch."""
+    return bool(getattr(profiler, "_is_profiler_enabled", True))
+
+
+def has_cuda_context(index: int) -> bool:
+    """Whether this process uses a device, without beginning to; where torch does not say, whether it uses any."""
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    return torch.cuda.is_initialized() if has_context is None else bool(has_context(index))
+
+
+# --- torch's tensors and storages -----------------------------------------------------------
+
+
+def shared_file_storage(descriptor: int, nbytes: int) -> torch.UntypedStorage | None:
+    """A storage that maps a file and has a descriptor of its own; None where torch cannot make one."""
+    make = getattr(torch.UntypedStorage, "_new_shared_fd_cpu", None)
+    return None if make is None else cast("torch.UntypedStorage", make(descriptor, nbytes))
+
+
+def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
+    """A typed storage, without the warning that the class is deprecated."""
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def untyped_storage(typed: Any) -> torch.UntypedStorage:
+    """The storage of a typed one, without that warning."""
+    return cast("torch.UntypedStorage", typed._untyped_storage)
+
+
+def quantized_per_tensor() -> Callable[..., torch.Tensor] | None:
+    """Builds a tensor from integers, scale and zero point; None: torch pickles such tensors its own way."""
+    return getattr(torch, "_make_per_tensor_quantized_tensor", None)
+
+
+def quantized_per_channel() -> Callable[..., torch.Tensor] | None:
+    """The same for scales and zero points of each channel."""
+    return getattr(torch, "_make_per_channel_quantized_tensor", None)
+
+
+# --- random generators ----------------------------------------------------------------------
+
+
+def python_state() -> random.Random:
+    """The generator behind the functions of ``random``, which are documented as its bound methods."""
+    return cast(random.Random, random.random.__self__)  # type: ignore[attr-defined]
+
+
+def numpy_state() -> Any:
+    """The ``RandomState`` behind the functions of ``numpy.random``."""
+    return np.random.mtrand._rand
+
+
+bit_generator_of: Callable[[Any], Any] = attrgetter("_bit_generator")
+"""The bit generator of a ``RandomState``; ``np.random.set_bit_generator`` changes it."""
+
+
+# --- CPython --------------------------------------------------------------------------------
+
+
+def forget_executor_threads() -> None:
+    """Have the end of this forked process not join the parent's executor threads, which it does not have."""
+    getattr(executor, "_threads_queues", {}).clear()
+
+
+def forget_child_processes(processes: Iterable[Any]) -> None:
+    """Have the end of this forked process not end the parent's workers, which are no children of it."""
+    getattr(process_module, "_children", set()).difference_update(processes)
+
+
+class _Spawning:
+    """Stands for a child that is being started."""
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        return descriptor
+
+
+@contextmanager
+def pickling_for_a_child() -> Iterator[None]:
+    """Allow locks and queues to be pickled, as while a child is being started."""
+    context.set_spawning_popen(cast(Any, _Spawning()))
+    try:
+        yield
+    finally:
+        context.set_spawning_popen(None)
+
+
+# --- optional packages ----------------------------------------------------------------------
+
+LIGHTNING_PREDICT_SAMPLER = "_IndexBatchSamplerWrapper"
+"""Lightning's batch sampler in ``Trainer.predict``, by name: Lightning may be installed under two names."""
+
+
+def kill_actor(ray: Any, actor: Any) -> None:
+    """End an actor over the present connection; ``ray.kill`` itself opens another where there is none any more."""
+    inspect.unwrap(ray.kill)(actor)
+
+
+def active_progress_bars(tqdm: Any) -> Any:
+    """Tqdm's bars on the terminal; empty where it keeps none, or keeps them elsewhere."""
+    return getattr(tqdm, "_instances", None) or ()
+
+
+# --- the table ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A private name that minato uses.
+
+    Attributes:
+        name: Where it stands, as a dotted name.
+        why: What minato needs it for.
+        without: What happens where it is missing.
+        package: The optional package that defines it; None for torch, NumPy and Python.
+    """
+
+    name: str
+    why: str
+    without: str
+    probe: Callable[[], bool]
+    package: str | None = None
+
+    def is_installed(self) -> bool:
+        """Whether the package that defines it is there."""
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+    def is_present(self) -> bool:
+        """Run the probe; whatever it raises means that the name is not as expected."""
+        try:
+            return self.probe()
+        except Exception:
+            return False
+
+
+def _has(module: str, *path: str) -> Callable[[], bool]:
+    def probe() -> bool:
+        found = importlib.import_module(module)
+        for name in path:
+            found = getattr(found, name)
+        return True
+
+    return probe
+
+
+def _defines(package: str, path: str, *words: str) -> Callable[[], bool]:
+    """Look into the source of an optional package, which would take seconds to import."""
+
+    def probe() -> bool:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        (folder,) = list(spec.submodule_search_locations or ())[:1]
+        text = (Path(folder) / path).read_text(encoding="utf-8")
+        return all(word in text for word in words)
+
+    return probe
+
+
+_ITERATOR_FIELDS = (
+    *("_dataset_kind", "_num_workers", "_timeout", "_pin_memory", "_pin_memory_device"),
+    *("_sampler_iter", "_base_seed", "_persistent_workers", "_num_yielded"),
+)
+_ITERATOR_METHODS = ("_reset", "_next_data")
+_LOADER_MEMBERS = (
+    *("_index_sampler", "_auto_collation", "_get_iterator", "_iterator", "_dataset_kind"),
+    "_DataLoader__initialized",
+)
+
+
+def _private_loader() -> TorchDataLoader[int]:
+    # With a generator of its own: an iterator draws a seed, which must not come from the program's.
+    numbers = cast("torch.utils.data.Dataset[int]", [0])
+    return TorchDataLoader(numbers, generator=torch.Generator())
+
+
+def _iterator_is_known() -> bool:
+    iterator = iter(_private_loader())
+    fields: Sequence[str] = (*_ITERATOR_FIELDS, *_ITERATOR_METHODS)
+    return all(hasattr(iterator, name) for name in fields)
+
+
+def _loader_is_known() -> bool:
+    loader = _private_loader()
+    return all(hasattr(loader, name) for name in _LOADER_MEMBERS)
+
+
+def _worker_info_is_known() -> bool:
+    before = announce_worker(3, 4, 5, None)
+    try:
+        info = torch.utils.data.get_worker_info()
+        return info is not None and (info.id, info.num_workers, info.seed) == (3, 4, 5)
+    finally:
+        withdraw_worker(before)
+
+
+def _storages_are_known() -> bool:
+    storage = torch.UntypedStorage(8)
+    typed = typed_storage(storage, torch.float32)
+    return untyped_storage(typed).data_ptr() == storage.data_ptr()
+
+
+def _numpy_state_is_known() -> bool:
+    return isinstance(numpy_state(), np.random.RandomState) and isinstance(
+        bit_generator_of(np.random.RandomState(0)), np.random.MT19937
+    )
+
+
+def _child_can_be_faked() -> bool:
+    with pickling_for_a_child():
+        known = isinstance(context.get_spawning_popen(), _Spawning)
+    return known and context.get_spawning_popen() is None
+
+
+_IMPORT_FAILS = "importing minato raises an ImportError that names it"
+_TORCH_BUILDS = "torch's default_collate builds the batches, and they are pickled: right, but several times as slow"
+
+PRIVATE_NAMES: tuple[PrivateName, ...] = (
+    PrivateName(
+        "torch._utils.ExceptionWrapper",
+        "carries a worker's exception with torch's words; programs look for the class",
+        _IMPORT_FAILS,
+        _has("torch._utils", "ExceptionWrapper", "reraise"),
+    ),
+    PrivateName(
+        "torch.utils.data.dataloader._BaseDataLoaderIter",
+        "base of minato's iterator: trainers look for the class, its fields and its methods",
+        f"{_IMPORT_FAILS}; a missing field raises an AttributeError at iter(loader)",
+        _iterator_is_known,
+    ),
+    PrivateName(
+        "torch.utils.data.DataLoader's _index_sampler, _auto_collation, _iterator, _get_iterator, __initialized",
+        "the loader extends torch's class, whose constructor decides on the sampler",
+        "an AttributeError at iter(loader); without __initialized a loader's attributes stay fixed",
+        _loader_is_known,
+    ),
+    PrivateName(
+        "torch.utils.data.dataloader._DatasetKind",
+        "tells iterable datasets from others, as torch does",
+        _IMPORT_FAILS,
+        _has("torch.utils.data.dataloader", "_DatasetKind", "Iterable"),
+    ),
+    PrivateName(
+        "torch.utils.data.dataloader._InfiniteConstantSampler",
+        "the sampler that torch gives to iterable datasets has no state",
+        _IMPORT_FAILS,
+        _has("torch.utils.data.dataloader", "_InfiniteConstantSampler"),
+    ),
+    PrivateName(
+        "torch.utils.data._utils.worker._worker_info, WorkerInfo",
+        "get_worker_info() describes minato's workers",
+        _IMPORT_FAILS,
+        _worker_info_is_known,
+    ),
+    PrivateName(
+        "torch.utils.data._utils.worker._generate_state",
+        "NumPy's seed in a worker is torch's",
+        _IMPORT_FAILS,
+        lambda: numpy_seed(7, 3) == numpy_seed(7, 3) != numpy_seed(7, 4),
+    ),
+    PrivateName(
+        "torch.utils.data._utils.pin_memory.pin_memory",
+        "pins batches by torch's rules for containers",
+        _IMPORT_FAILS,
+        _has("torch.utils.data._utils.pin_memory", "pin_memory"),
+    ),
+    PrivateName(
+        "torch.utils.data._utils.collate.default_collate_fn_map",
+        "batches are built in shared memory only by the rules that default_collate has",
+        _TORCH_BUILDS,
+        collates_by_default,
+    ),
+    PrivateName(
+        "torch._C._len_torch_function_stack",
+        "asks cheaply whether a default device may be set",
+        "each sample makes an empty tensor to find out: a microsecond",
+        _has("torch", "_C", "_len_torch_function_stack"),
+    ),
+    PrivateName(
+        "torch._C._set_worker_signal_handlers",
+        "a worker that crashes says so in torch's words",
+        "the words are missing; the worker is replaced all the same",
+        _has("torch", "_C", "_set_worker_signal_handlers"),
+    ),
+    PrivateName(
+        "torch.multiprocessing._set_thread_name",
+        "names worker processes for top and debuggers",
+        "workers keep the name of the program",
+        _has("torch.multiprocessing", "_set_thread_name"),
+    ),
+    PrivateName(
+        "torch._C._cuda_hasPrimaryContext",
+        "asks for work on a device without beginning to use the device",
+        "devices that the process does not use are asked, too, which takes memory there",
+        # Torch without CUDA lacks it, and needs it for nothing.
+        lambda: not torch.version.cuda or hasattr(torch._C, "_cuda_hasPrimaryContext"),
+    ),
+    PrivateName(
+        "torch.autograd.profiler._is_profiler_enabled",
+        "ranges are opened only while the profiler records",
+        "every batch opens them: some microseconds",
+        lambda: isinstance(profiler._is_profiler_enabled, bool),
+    ),
+    PrivateName(
+        "torch.UntypedStorage._new_shared_fd_cpu",
+        "counters in shared memory without a name that a killed process could leave behind",
+        "torch's share_memory_() makes them, with a name",
+        _has("torch", "UntypedStorage", "_new_shared_fd_cpu"),
+    ),
+    PrivateName(
+        "torch.storage.TypedStorage(_internal=), _untyped_storage",
+        "typed storages in samples travel without a warning of deprecation",
+        "a sample that holds one raises a TypeError or AttributeError",
+        _storages_are_known,
+    ),
+    PrivateName(
+        "torch._make_per_tensor_quantized_tensor, torch._make_per_channel_quantized_tensor",
+        "quantized tensors travel beside the pickle",
+        "torch pickles them its own way, with a warning",
+        lambda: quantized_per_tensor() is not None and quantized_per_channel() is not None,
+    ),
+    PrivateName(
+        "torch.Tensor._cdata, torch._efficientzerotensor",
+        "_core/tensor_memory.py finds fields of tensors",
+        "four attributes of each tensor are asked for: 0.15 µs a tensor",
+        _has("torch", "_efficientzerotensor"),
+    ),
+    PrivateName(
+        "numpy.random.mtrand._rand, RandomState._bit_generator",
+        "the random numbers of a sample reach numpy.random's functions",
+        "a loader with seed= raises an AttributeError",
+        _numpy_state_is_known,
+    ),
+    PrivateName(
+        "concurrent.futures.thread._threads_queues",
+        "a worker forked by an executor's thread must not join that thread at its end",
+        "such a worker is ended by a signal after some seconds",
+        lambda: hasattr(cast(Any, executor)._threads_queues, "clear"),
+    ),
+    PrivateName(
+        "multiprocessing.process._children",
+        "a forked child of the program must not end its parent's workers",
+        "multiprocessing asserts in that child's end that they are its own, and prints an error",
+        lambda: isinstance(cast(Any, process_module)._children, set),
+    ),
+    PrivateName(
+        "multiprocessing.context.set_spawning_popen",
+        "finds the attribute that cannot be pickled, for the error of a worker that is not forked",
+        "that error becomes an AttributeError",
+        _child_can_be_faked,
+    ),
+    PrivateName(
+        "multiprocessing.pool.ExceptionWithTraceback",
+        "an exception of a Ray actor keeps its traceback",
+        _IMPORT_FAILS,
+        _has("multiprocessing.pool", "ExceptionWithTraceback"),
+    ),
+    PrivateName(
+        "ray.kill.__wrapped__",
+        "ends an actor without opening another connection",
+        "ray.kill itself is called, and may connect anew at the end of a loader",
+        _defines("ray", "_private/worker.py", "@client_mode_hook\ndef kill("),
+        "ray",
+    ),
+    PrivateName(
+        "accelerate.data_loader: DataLoader, prepare_data_loader, skip_first_batches, DataLoaderShard, "
+        "DataLoaderDispatcher",
+        "accelerator.prepare(loader) keeps minato's engine",
+        "a warning; the prepared loader loads with torch's engine",
+        _defines(
+            "accelerate",
+            "data_loader.py",
+            "def prepare_data_loader(",
+            "def skip_first_batches(",
+            "class DataLoaderShard(",
+            "class DataLoaderDispatcher(",
+        ),
+        "accelerate",
+    ),
+    PrivateName(
+        f"lightning.pytorch.overrides.distributed.{LIGHTNING_PREDICT_SAMPLER}",
+        "Trainer.predict relies on the sequence of the batches",
+        "predictions of a loader with another order than strict are assigned to the wrong indices",
+        _defines(
+            "lightning",
+            "pytorch/overrides/distributed.py",
+            f"class {LIGHTNING_PREDICT_SAMPLER}",
+        ),
+        "lightning",
+    ),
+    PrivateName(
+        "tqdm.tqdm._instances",
+        "lines are written around progress bars, not through them",
+        "a line may stand in the middle of a bar",
+        _defines("tqdm", "std.py", "_instances"),
+        "tqdm",
+    ),
+)
+"""All of them; those of ``chain/generators.py`` are private memory, which it verifies itself."""

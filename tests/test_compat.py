@@ -1,0 +1,324 @@
+"""Private names of other packages: in one module, each with a probe, and what happens without them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import profiler
+
+from minato import _compat, _counters, _pickling
+from minato.assembler.specs import rules_hold
+
+PACKAGE = Path(_compat.__file__).parent
+SOURCES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
+QUARANTINED = {"_compat.py", "_core/tensor_memory.py", "chain/generators.py"}
+PUBLIC = {"os._exit", "sys._getframe"}
+"""Documented, in spite of their names."""
+INHERITED = {
+    "assembler/writer.py": {"_auto_collation"},  # one of its own
+    "delivery/iterator.py": {
+        *("_base_seed", "_num_workers", "_num_yielded", "_persistent_workers", "_pin_memory"),
+        *("_pin_memory_device", "_sampler_iter", "_timeout", "_next_data", "_reset"),
+    },
+    "insight.py": {"_iterator"},
+    "loader.py": {"_get_iterator", "_iterator"},
+    "opening.py": {"_iterator"},
+    "source/draws.py": {"_iterator"},  # one of its own
+}
+"""Names of torch's classes in the classes that extend them."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+KNOWN = {
+    name
+    for each in _compat.PRIVATE_NAMES
+    for name in re.findall(r"\w+", each.name)
+    if is_private(name) and len(name) > 3
+}
+
+
+def foreign_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """What a module imports from other packages: the name here, and the dotted name there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.asname or alias.name.partition(".")[0], alias.name
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+
+
+def root(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def reaches(source: str, inherited: set[str] | None = None) -> list[str]:
+    """Private names of other packages that a module uses."""
+    tree = ast.parse(source)
+    foreign = {
+        name: there
+        for name, there in foreign_names(tree)
+        if there.partition(".")[0] not in ("minato", "__future__")
+    }
+    found = [there for there in foreign.values() if any(map(is_private, there.split(".")))]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            text = ast.unparse(node)
+            if (root(node) in foreign and text not in PUBLIC) or node.attr in KNOWN - (
+                inherited or set()
+            ):
+                found.append(text)
+        elif isinstance(node, ast.Constant) and node.value in KNOWN - (inherited or set()):
+            found.append(str(node.value))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES.keys() - QUARANTINED))
+def test_private_names_stand_in_one_module(name: str) -> None:
+    assert reaches(SOURCES[name].read_text(encoding="utf-8"), INHERITED.get(name)) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import _random",
+        "from torch._utils import ExceptionWrapper",
+        "from torch.utils.data import _utils",
+        "import numpy as np\nrand = np.random.mtrand._rand",
+        "import torch\ntorch._C._set_worker_signal_handlers()",
+        "from multiprocessing import process\nprocess._children.clear()",
+        "sampler = loader._index_sampler",
+        "bits = getattr(generator, '_bit_generator')",
+        "address = tensor._cdata",
+    ],
+)
+def test_the_checker_sees_what_is_forbidden(line: str) -> None:
+    assert reaches(line) != []
+
+
+def test_attributes_of_foreign_objects_are_known() -> None:
+    """A private attribute that no module of the package defines belongs to somebody else."""
+    defined, used = set[str](), dict[str, set[str]]()
+    for name, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+            elif isinstance(node, ast.Attribute) and is_private(node.attr):
+                if isinstance(node.ctx, ast.Store):
+                    defined.add(node.attr)
+                elif name not in QUARANTINED and ast.unparse(node) not in PUBLIC:
+                    used.setdefault(node.attr, set()).add(name)
+    foreign = {name: files for name, files in used.items() if name not in defined}
+    assert {
+        name: files
+        for name, files in foreign.items()
+        if any(name not in INHERITED.get(file, ()) for file in files)
+    } == {}
+
+
+@pytest.mark.parametrize("name", _compat.PRIVATE_NAMES, ids=lambda name: name.name.split(",")[0])
+def test_each_is_as_expected_here(name: _compat.PrivateName) -> None:
+    """A release that moves one must be noticed."""
+    if not name.is_installed():
+        pytest.skip(f"{name.package} is not installed")
+    assert name.is_present()
+    assert name.why
+    assert name.without
+
+
+def test_probes_change_nothing() -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    assert all(name.is_present() for name in _compat.PRIVATE_NAMES if name.package is None)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.utils.data.get_worker_info() is None
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        (torch.utils.data.dataloader, "_DatasetKind"),
+        (torch.utils.data.DataLoader, "_get_iterator"),
+        (torch.utils.data.dataloader._BaseDataLoaderIter, "_reset"),
+        (torch._C, "_len_torch_function_stack"),
+        (np.random.mtrand, "_rand"),
+    ],
+)
+def test_probes_notice(where: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(where, name)
+    assert not all(each.is_present() for each in _compat.PRIVATE_NAMES if each.package is None)
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        (torch._utils, "ExceptionWrapper"),
+        (torch.utils.data.dataloader, "_BaseDataLoaderIter"),
+        (torch.utils.data._utils.worker, "_generate_state"),
+    ],
+)
+def test_a_missing_name_without_fallback_is_named(
+    where: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(where, name)
+    spec = importlib.util.spec_from_file_location("another_compat", PACKAGE / "_compat.py")
+    assert spec is not None
+    assert spec.loader is not None
+    monkeypatch.setitem(
+        sys.modules, "another_compat", module := importlib.util.module_from_spec(spec)
+    )
+    version = re.escape(torch.__version__)
+    with pytest.raises(ImportError, match=f"this version of torch \\({version}\\).*{name}"):
+        spec.loader.exec_module(module)
+
+
+def test_what_workers_can_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_set_worker_signal_handlers")
+    monkeypatch.delattr(torch.multiprocessing, "_set_thread_name")
+    _compat.set_signal_handlers()
+    _compat.name_process_thread("some name")
+
+
+def test_modes_that_torch_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"), monkeypatch.context() as without:  # torch itself asks at both ends
+        without.delattr(torch._C, "_len_torch_function_stack")
+        assert not rules_hold()
+    monkeypatch.delattr(torch._C, "_len_torch_function_stack")
+    assert rules_hold()
+
+
+def test_a_profiler_that_does_not_say_whether_it_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _compat.is_profiling()
+    with profiler.profile():
+        assert _compat.is_profiling()
+    monkeypatch.delattr(profiler, "_is_profiler_enabled")
+    assert _compat.is_profiling()
+
+
+def test_devices_that_torch_does_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch._C, "_cuda_hasPrimaryContext", lambda index: index == 1, raising=False
+    )
+    assert [_compat.has_cuda_context(i) for i in range(3)] == [False, True, False]
+    monkeypatch.delattr(torch._C, "_cuda_hasPrimaryContext")
+    assert _compat.has_cuda_context(0) == torch.cuda.is_initialized()
+
+
+def test_shared_integers_that_torch_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_counters, "shared_file_storage", lambda descriptor, nbytes: None)
+    numbers = _counters.shared_integers(2, 3)
+    assert numbers.is_shared()
+    assert numbers.tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("attribute", ["quantized_per_tensor", "quantized_per_channel"])
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_quantized_tensors_that_torch_cannot_rebuild(
+    attribute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales = torch.tensor([0.5, 0.25]), torch.tensor([0, 0])
+    tensors = {
+        "quantized_per_tensor": torch.quantize_per_tensor(torch.ones(2, 2), 0.5, 0, torch.qint8),
+        "quantized_per_channel": torch.quantize_per_channel(
+            torch.ones(2, 2), *scales, 0, torch.qint8
+        ),
+    }
+    assert _pickling._reduce_quantized(tensors[attribute]) is not NotImplemented
+    monkeypatch.setattr(_pickling, attribute, lambda: None)
+    assert _pickling._reduce_quantized(tensors[attribute]) is NotImplemented
+
+
+ALONE = """
+import importlib, json, sys, types
+import numpy, torch.utils.data
+package = types.ModuleType("minato")
+package.__path__ = ["minato"]
+sys.modules["minato"] = package
+before = set(sys.modules)
+importlib.import_module("minato._compat")
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def test_it_is_light() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    assert not loaded & {"ray", "accelerate", "lightning", "psutil", "pynvml"}
+    assert len(json.loads(done.stdout)) < 10
+
+
+DRAWS = """
+import json, random, sys
+import numpy, torch
+import minato
+from minato._core import tensor_memory
+from minato.chain import generators
+
+class Draws(torch.utils.data.Dataset):
+    def __init__(self):
+        self.own = random.Random(1)
+        self.generator = numpy.random.default_rng(2)
+        self.torch = torch.Generator().manual_seed(3)
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        drawn = [random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn()]
+        drawn += [self.own.random(), self.generator.random()]
+        last = torch.rand(2, generator=self.torch, dtype=torch.float64)
+        return torch.cat([torch.tensor(drawn, dtype=torch.float64), torch.rand(2).double(), last])
+
+batches = [
+    batch.tolist() for workers in (0, 2)
+    for batch in minato.DataLoader(Draws(), 4, seed=7, num_workers=workers)
+]
+found = generators.found_in_memory() | {"tensors": tensor_memory.find() is not None}
+print(json.dumps([found, batches]))
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_left_alone_if_asked_for() -> None:
+    """The numbers are the same, by public calls only."""
+    answers = []
+    for value in ("", "0"):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore:This DataLoader", "-c", DRAWS],
+            cwd=PACKAGE.parent,
+            env={**os.environ, "MINATO_DIRECT_MEMORY": value},
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=True,
+        )
+        answers.append(json.loads(done.stdout))
+    (usual, expected), (without, batches) = answers
+    assert all(usual.values())
+    assert not any(without.values())
+    assert batches == expected
+    assert expected[:3] == expected[3:]

@@ -1,0 +1,294 @@
+"""``minato doctor``: what it finds is true, each finding has a remedy, and the exit status counts them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import multiprocessing
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minato import _compat, _core, _machine, doctor
+from minato._core import limits, tensor_memory
+from minato.chain import generators
+from minato.command import main
+from minato.doctor import Finding
+
+ROOT = Path(doctor.__file__).parents[1]
+GIB = 1 << 30
+
+SOUND: dict[str, Any] = {
+    "affinity_cores": lambda: 4,
+    "cpuset_cores": lambda: 4,
+    "cpu_quota": lambda: None,
+    "group_processes_left": lambda: None,
+    "available_memory_bytes": lambda: 8 * GIB,
+    "memory_limit_bytes": lambda: 16 * GIB,
+    "memory_kills": lambda: 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def sound_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine in which nothing is wrong, whatever this one is."""
+    for name, answer in SOUND.items():
+        monkeypatch.setattr(_machine, name, answer)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    monkeypatch.setattr(_machine, "text_of", lambda path: "0\n")
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+
+
+def found(name: str) -> Finding:
+    (finding,) = [each for each in (*doctor.fast_paths(), *doctor.machine()) if each.name == name]
+    return finding
+
+
+def with_limit(name: str, soft: int) -> Callable[[pytest.MonkeyPatch], None]:
+    def set_limit(patch: pytest.MonkeyPatch) -> None:
+        which = getattr(resource, name)
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        patch.setattr(
+            resource, "getrlimit", lambda asked: (soft, soft) if asked == which else unlimited
+        )
+
+    return set_limit
+
+
+def setting(where: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(where, name, value)
+
+
+def without(where: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.delattr(where, name)
+
+
+def forbid_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("MINATO_DIRECT_MEMORY", "0")
+    forget_generators()
+
+
+def forget_generators() -> None:
+    for probe in (
+        generators._python_position_offset,
+        generators._numpy_gauss_offset,
+        generators._pcg64_order,
+        generators._torch_state_offset,
+    ):
+        probe.cache_clear()
+
+
+def refuse_memfd(patch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    patch.setattr(os, "memfd_create", refuse)
+
+
+def few_processes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(os, "geteuid", lambda: 1000)
+    patch.setattr(_machine, "user_threads", lambda: 90)
+    with_limit("RLIMIT_NPROC", 100)(patch)
+
+
+def keep_dumps(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(mmap, "MADV_DONTDUMP")
+
+
+def full_shm(patch: pytest.MonkeyPatch) -> None:
+    whole = os.statvfs("/")
+    values = list(whole)[:10]
+    values[4] = 0  # f_bavail
+    patch.setattr(os, "statvfs", lambda path: os.statvfs_result(values))
+
+
+LIMITS = [
+    (
+        "compiled core",
+        setting(_core, "implementation", lambda: ("pure", "x")),
+        "pure|x",
+        "compiler",
+    ),
+    ("futex", setting(limits, "FUTEX_NUMBER", None), "no futex known", "seccomp"),
+    ("futex", setting(limits, "FUTEX_NUMBER", 999_999), "not implemented", "seccomp"),
+    ("memfd", refuse_memfd, "not permitted.*security policy", "memfd_create"),
+    ("memfd", without(os, "memfd_create"), "no memfd_create", "glibc"),
+    ("generator memory", forbid_memory, "MINATO_DIRECT_MEMORY=0", "unset"),
+    (
+        "generator memory",
+        setting(generators, "_pcg64_order", lambda: None),
+        "not active for numpy.random.Generator$",
+        "5 µs",
+    ),
+    ("batches in place", setting(_compat, "_DEFAULT_RULES", None), "other rules", "newest minato"),
+    (
+        "private names",
+        without(torch._C, "_set_worker_signal_handlers"),
+        "no torch._C._set_worker_signal_handlers: the words are missing",
+        "another version of torch",
+    ),
+    ("Python", setting(platform, "python_version", lambda: "3.9.18"), "3.9.18", "Python 3.10"),
+    ("torch", setting(torch, "__version__", "2.5.1+cu124"), "2.5.1", "torch 2.6"),
+    ("NumPy", setting(np, "__version__", "1.25.0rc1"), "1.25", "NumPy 1.26"),
+    ("kernel", setting(platform, "system", lambda: "Darwin"), "Darwin", "use Linux"),
+    ("cores", setting(_machine, "affinity_cores", lambda: 1), "1 of 4", "taskset"),
+    ("cpu quota", setting(_machine, "cpu_quota", lambda: 2.5), "2.5 cores of 4", "num_workers=2"),
+    ("open files", with_limit("RLIMIT_NOFILE", 64), "64", "ulimit -n 4096"),
+    ("processes", few_processes, "10 more", "ulimit -u"),
+    ("processes", setting(_machine, "group_processes_left", lambda: 3), "3 more", "pids.max"),
+    ("address space", with_limit("RLIMIT_AS", 64 * GIB), "GB", "ulimit -v"),
+    ("file size", with_limit("RLIMIT_FSIZE", 1 << 20), "MB", "ulimit -f"),
+    ("core dumps", keep_dumps, "on", "ulimit -c 0"),
+    ("overcommit", setting(_machine, "text_of", lambda path: "2\n"), "2", "vm.overcommit_memory"),
+    ("memory", setting(_machine, "available_memory_bytes", lambda: 1 << 20), "MB", "memory.max"),
+    ("ended for memory", setting(_machine, "memory_kills", lambda: 3), "3", "fewer workers"),
+    ("/dev/shm", full_shm, "0 B free", "--shm-size"),
+    ("/dev/shm", setting(doctor, "_SHM", Path("/no/such/directory")), "not writable", "tmpfs"),
+]
+COMPILED = [
+    ("tensor fields", forbid_memory, "MINATO_DIRECT_MEMORY=0", "unset"),
+    ("tensor fields", setting(tensor_memory, "find", lambda: None), "not found", "0.15 µs"),
+    ("DLPack exchange", setting(torch, "Tensor", object()), "does not offer it", "newer torch"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "value", "remedy"), [*LIMITS, *COMPILED])
+def test_a_limit_is_found_and_has_a_remedy(
+    name: str,
+    change: Callable[[pytest.MonkeyPatch], None],
+    value: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if (name, change, value, remedy) in COMPILED and not _core.USE_EXTENSIONS:
+        pytest.skip("a part of the compiled core")
+    before = found(name)
+    if _core.USE_EXTENSIONS and name not in ("DLPack exchange", "/dev/shm"):
+        assert (before.state, before.remedy) == ("ok", "")
+    with monkeypatch.context() as patch:
+        change(patch)
+        finding = found(name)
+    forget_generators()
+    assert finding.state == "limit"
+    assert re.search(value, finding.value)
+    assert remedy in finding.remedy
+
+
+def test_a_start_method_that_is_slow_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    for method in ("fork", "forkserver", "spawn"):
+        monkeypatch.setattr(
+            multiprocessing,
+            "get_context",
+            lambda method=method: multiprocessing.context._concrete_contexts[method],
+        )
+        finding = found("start method")
+        assert finding.state == ("ok" if method == "fork" else "note")
+        assert ("persistent_workers" in finding.remedy) == (method != "fork")
+
+
+def test_what_the_compiled_core_contains_is_no_limit_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_core, "USE_EXTENSIONS", False)
+    for name in ("tensor fields", "DLPack exchange"):
+        assert found(name).state == "note"
+
+
+@pytest.mark.parametrize(
+    ("texts", "cores", "processes"),
+    [
+        ({"cpuset.cpus.effective": "0-2,7\n", "pids.max": "100", "pids.current": "40"}, 4, 60),
+        ({"cpuset.cpus.effective": "5\n", "pids.max": "max"}, 1, None),
+        ({"cpuset.cpus.effective": "\n"}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_control_groups_are_read(
+    texts: dict[str, str],
+    cores: int | None,
+    processes: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(_machine, "_CGROUP", tmp_path)
+    assert _machine.cpuset_cores() == cores
+    assert _machine.group_processes_left() == processes
+
+
+def test_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _machine.user_threads() >= len(os.listdir("/proc/self/task"))
+
+
+def test_a_sound_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    findings = [*report["fast paths"], *report["machine"]]
+    limiting = [each for each in findings if each["state"] == "limit"]
+    assert report["limits"] == len(limiting)
+    assert status == (1 if limiting else 0)
+    assert all(bool(each["remedy"]) for each in limiting)
+    assert {each["state"] for each in findings} <= {"ok", "note", "limit"}
+    assert main(["doctor"]) == status
+    table = capsys.readouterr().out
+    assert all(each["name"] in table and each["value"] in table for each in findings)
+    if not limiting:
+        assert table.endswith("\nnothing limits minato here\n")
+
+
+def test_what_cannot_be_examined_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(_machine, "memory_kills", fail)
+    assert main(["doctor"]) == 1
+    assert "cannot be examined: OSError" in capsys.readouterr().err
+
+
+DOCTOR_WITH = """
+import resource, sys
+{limits}
+from minato.command import main
+sys.exit(main(["doctor", "--json"]))
+"""
+
+
+@pytest.mark.slow
+def test_real_limits() -> None:
+    """In a process that has them."""
+    lines = [
+        f"resource.setrlimit(resource.{name}, ({soft}, {soft}))"
+        for name, soft in (
+            ("RLIMIT_NOFILE", 100),
+            ("RLIMIT_FSIZE", 1 << 30),
+            ("RLIMIT_AS", 200 << 30),
+        )
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", DOCTOR_WITH.format(limits="\n".join(lines))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    limiting = {each["name"] for each in report["machine"] if each["state"] == "limit"}
+    assert {"open files", "file size", "address space"} <= limiting
