@@ -233,7 +233,10 @@ class Engine:
             self._failures,
         )
         self._parts_slow = bool(
-            self._foresight is not None or plan.order.name == "fast_first" or plan.standby_workers
+            self._foresight is not None
+            or plan.order.name == "fast_first"
+            or plan.defers
+            or plan.standby_workers
         )
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
@@ -419,8 +422,7 @@ class Engine:
         if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
             running_ns = [now - begun_ns for begun_ns in self.ledger.begun()]
-            parked = sum(meters.deferred.count - meters.aside.count for meters in self.meters)
-            self._experience.decision = self.timeouts.observe(times, elapsed_s, running_ns, parked)
+            self._experience.decision = self.timeouts.observe(times, elapsed_s, running_ns)
             self.ledger.slow_ns = self._experience.decision.threshold_ns
             self._experience.costs = self.timeouts.recent
             if self._foresight is not None:

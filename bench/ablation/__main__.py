@@ -31,7 +31,7 @@ class Step:
     Args:
         label: what the report calls it.
         options: arguments of the loader; None: torch's.
-        leaves: whether slow samples are left between transforms.
+        defers: whether slow samples are deferred.
         foresees: whether samples that were slow before begin early.
         more: workers besides the load's own.
         foretold: whether the order of the next epoch is known, so that it begins in the one before it.
@@ -39,7 +39,7 @@ class Step:
 
     label: str
     options: dict[str, Any] | None
-    leaves: bool = False
+    defers: bool = False
     foresees: bool = False
     more: int = 0
     foretold: bool = True
@@ -57,11 +57,11 @@ STEPS = (
     Step("+ window in bytes", {}),
     Step("+ prediction (still in order)", {}, foresees=True),
     Step("+ window in bytes, arrival order", ARRIVAL),
-    Step("+ deferral", ARRIVAL, leaves=True),
-    Step(f"the same with {STANDBY} workers more", ARRIVAL, leaves=True, more=STANDBY),
-    Step(f"+ watchdog with {STANDBY} standby workers", WATCHED, leaves=True),
-    Step("+ prediction", WATCHED, leaves=True, foresees=True),
-    Step("+ controller", {**WATCHED, "max_workers": MOST}, leaves=True, foresees=True),
+    Step("+ deferral", ARRIVAL, defers=True),
+    Step(f"the same with {STANDBY} workers more", ARRIVAL, defers=True, more=STANDBY),
+    Step(f"+ watchdog with {STANDBY} standby workers", WATCHED, defers=True),
+    Step("+ prediction", WATCHED, defers=True, foresees=True),
+    Step("+ controller", {**WATCHED, "max_workers": MOST}, defers=True, foresees=True),
     Step("fast_first instead of arrival, no controller", {**WATCHED, **FAST_FIRST}, True, True),
 )
 
@@ -106,7 +106,7 @@ def only(step: Step) -> Iterator[None]:
         return property(lambda plan: on and getter(plan))
 
     with (
-        mock.patch.object(Plan, "leaves_samples", unless(step.leaves, "leaves_samples")),
+        mock.patch.object(Plan, "defers", unless(step.defers, "defers")),
         mock.patch.object(Plan, "foresees", unless(step.foresees, "foresees")),
         warnings.catch_warnings(),
     ):
@@ -203,7 +203,7 @@ def sweep(load: Load, repeats: int) -> str:
     whole_s = sum(load.make().costs_s)
     lines = []
     for count in NUMBERS:
-        step = Step(f"{count} standby workers", {**ARRIVAL, "standby_workers": count}, leaves=True)
+        step = Step(f"{count} standby workers", {**ARRIVAL, "standby_workers": count}, defers=True)
         epochs_s = [run(load, step, repeat).epoch_s for repeat in range(repeats)]
         epoch_s, bound_s = statistics.median(epochs_s), whole_s / (load.workers + count)
         lines.append(

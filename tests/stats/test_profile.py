@@ -53,7 +53,6 @@ def test_workers_are_added_up_by_part():
         "transforms",
         "dataset",
         "deferred",
-        "aside",
         "room",
         "stand_in",
     )

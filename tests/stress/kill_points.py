@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -143,7 +144,7 @@ class Scene:
 
     Attributes:
         cheap: Samples are claimed in runs.
-        aside: The worker sets each sample aside once.
+        defers: The worker defers samples.
         slow: All samples count as slow.
     """
 
@@ -151,7 +152,7 @@ class Scene:
     dataset: Samples = field(default_factory=Samples)
     options: dict[str, Any] = field(default_factory=dict)
     cheap: bool = False
-    aside: bool = False
+    defers: bool = False
     slow: bool = False
 
     @property
@@ -162,7 +163,7 @@ class Scene:
 ARRIVAL: dict[str, Any] = {"order": "arrival", "max_lag": 1}
 COLLATE: dict[str, Any] = {"collate_fn": collate}
 SKIP: dict[str, Any] = {"on_error": "skip"}
-ASIDE: dict[str, Any] = {"order": "batch", "transforms": [same]}
+DEFER: dict[str, Any] = {"order": "arrival", "max_lag": 2, "transforms": [same]}
 SCENES = (
     Scene("single"),
     Scene("run", cheap=True),
@@ -189,8 +190,9 @@ SCENES = (
     Scene("fast_first", options={**ARRIVAL, "order": "fast_first"}, slow=True),
     Scene("concurrent reads", options={"fetch_concurrency": 2}),
     Scene("concurrent reads, collate_fn", Samples("flaky"), {"fetch_concurrency": 2, **COLLATE}),
-    Scene("set aside", options=ASIDE, aside=True),
-    Scene("set aside, error", Samples("flaky"), ASIDE, cheap=True, aside=True),
+    Scene("deferred", options=DEFER, defers=True),
+    Scene("deferred, error", Samples("flaky"), DEFER, defers=True),
+    Scene("deferred, fast_first", options={**DEFER, "order": "fast_first"}, defers=True),
 )
 
 
@@ -241,11 +243,14 @@ def work(worker: Any, steps: int) -> None:
         worker._reads.wait(0.05)
 
 
-def set_aside(worker: Any, ledger: Any) -> None:
-    """Have a worker leave each sample where it can."""
+def defer(worker: Any, ledger: Any) -> None:
+    """Have a worker defer a sample, run another one, resume the first, and so on."""
     ledger.slow_ns = 1
-    stepper = worker._runner._stepper
-    stepper.may_leave = lambda position, nbytes: True
+    worker._runner.habits.draws = True  # which is known after a while
+    deferral = worker._deferral
+    deferral.allows = lambda position: deferral._sample is None
+    due = itertools.cycle((False, False, True))
+    deferral.is_due = lambda: next(due)
 
 
 class World:
@@ -326,8 +331,8 @@ class World:
 
     def _run(self, wrap: Callable[[Any], Any]) -> None:
         worker = self.stage.make(0, self.scene, wrap)
-        if self.scene.aside:
-            set_aside(worker, self.ledger)
+        if self.scene.defers:
+            defer(worker, self.ledger)
         work(worker, 2 * SIZE if not self.scene.options.get("fetch_concurrency") else 40)
         worker.close()
 
