@@ -269,7 +269,7 @@ class Runner:
     def resume(
         self, deferred: DeferredSample, epoch: int
     ) -> tuple[list[Any], BaseException | None]:
-        """Complete a sample that was deferred: returns it; or no sample and what it raised."""
+        """Go on with a deferred sample: returns it, or it deferred again; or no sample and what it raised."""
         stepper, randomness = self._stepper, self._randomness
         assert stepper is not None
 

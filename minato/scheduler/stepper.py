@@ -52,7 +52,8 @@ class Stepper:
 
     def straight(self, key: Any) -> Any:
         """The sample of a key, not measured; a DeferredSample if it was deferred."""
-        return self._transform(key, self._dataset[key], None)
+        value = self._dataset[key]
+        return self._transform(key, value, 0, 0, None, self._is_slow())
 
     def measured(self, key: Any) -> Any:
         """The sample of a key, measured; a DeferredSample if it was deferred."""
@@ -69,54 +70,50 @@ class Stepper:
         self._meters.dataset.record(dataset_ns)
         self._meters.size.record(nbytes_of(value))
         self._longest = -1, dataset_ns
-        return self._transform(key, value, cpu_ns)
+        return self._transform(key, value, 0, 0, cpu_ns, self._is_slow())
 
     def resume(self, sample: DeferredSample) -> Any:
-        """Complete a sample that was deferred."""
+        """Go on with a deferred sample, by one transform at least; a DeferredSample if it is deferred again."""
         self._longest = sample.longest
         cpu_ns = None if sample.cpu_ns is None else thread_time_ns() - sample.cpu_ns
-        # Transforms may change the value in place: nothing else refers to it.
+        # Transforms may change the value in place: nothing else may refer to it.
         value, sample.value = sample.value, None
-        value = self._run(value, sample.step, 0, cpu_ns is not None)[0]
-        self._end(cpu_ns)
-        return value
+        return self._transform(sample.key, value, sample.step, sample.active_ns, cpu_ns, False)
 
-    def _transform(self, key: Any, value: Any, cpu_ns: int | None) -> Any:
-        """Run all transforms, or those until the sample is deferred.
+    def _is_slow(self) -> bool:
+        """Whether the dataset alone has made the sample slow."""
+        return self.slow_ns > 0 and now_ns() - self._lease[1] >= self.slow_ns
+
+    def _transform(
+        self, key: Any, value: Any, step: int, active_ns: int, cpu_ns: int | None, is_slow: bool
+    ) -> Any:
+        """Run the transforms from ``step`` on, or those until the sample is deferred.
 
         Args:
-            cpu_ns: Thread time at which it began; None: not measured.
+            active_ns: Time spent on the sample before this lease.
+            cpu_ns: Thread time at which it would have begun in one go; None: not measured.
+            is_slow: Whether it may be deferred before the first of them.
         """
-        deferral, step, num_steps = self.deferral, 0, len(self._steps)
-        if deferral is None or not self.slow_ns:
-            value, step = self._run(value, 0, 0, cpu_ns is not None)
-        else:
-            deadline_ns = self._lease[1] + self.slow_ns
-            is_slow = now_ns() >= deadline_ns
-            while step < num_steps:
-                if is_slow and deferral.allows(self._lease[0] - 1):
-                    return self._defer(deferral, key, value, step, cpu_ns)
-                # Past its deadline a sample runs one transform at a time.
-                value, step = self._run(value, step, deadline_ns, cpu_ns is not None)
-                is_slow = True
-        self._end(cpu_ns)
-        return value
-
-    def _run(self, value: Any, step: int, deadline_ns: int, measure: bool) -> tuple[Any, int]:
-        """Run the transforms from ``step`` on, until the deadline if there is one."""
-        if not measure:
-            return run_steps(self._steps, value, step, deadline_ns, None, self._cursor)
-        first = step
-        value, step = run_steps(self._steps, value, step, deadline_ns, self._laps, self._cursor)
-        self._note(first, step)
-        return value, step
-
-    def _end(self, cpu_ns: int | None) -> None:
-        """Record a complete sample, if it was measured."""
+        steps, num_steps, laps = self._steps, len(self._steps), self._laps
+        deferral = self.deferral if self.slow_ns else None
+        deadline_ns = 0
+        if deferral is not None:
+            deadline_ns = max(self._lease[1] + self.slow_ns - active_ns, 1)
+        while step < num_steps:
+            if is_slow and deferral is not None and deferral.allows(self._lease[0] - 1):
+                return self._defer(deferral, key, value, step, active_ns, cpu_ns)
+            # Past its deadline a sample runs one transform at a time.
+            first, is_slow = step, True
+            if cpu_ns is None:
+                value, step = run_steps(steps, value, step, deadline_ns, None, self._cursor)
+                continue
+            value, step = run_steps(steps, value, step, deadline_ns, laps, self._cursor)
+            self._note(first, step)
         if cpu_ns is not None:
             self._meters.cpu.record(max(thread_time_ns() - cpu_ns, 0))
-            self._meters.transforms.record(len(self._steps))
+            self._meters.transforms.record(num_steps)
             self.longest.append(self._longest)
+        return value
 
     def _note(self, first: int, stop: int) -> None:
         """Record the times of the transforms that have just run."""
@@ -127,7 +124,13 @@ class Stepper:
                 self._longest = i, laps[i]
 
     def _defer(
-        self, deferral: Deferral, key: Any, value: Any, step: int, cpu_ns: int | None
+        self,
+        deferral: Deferral,
+        key: Any,
+        value: Any,
+        step: int,
+        active_ns: int,
+        cpu_ns: int | None,
     ) -> DeferredSample:
         now = now_ns()
         sample = DeferredSample(
@@ -136,7 +139,7 @@ class Stepper:
             value=value,
             step=step,
             randomness=None if self.capture is None else self.capture(),
-            active_ns=now - self._lease[1],
+            active_ns=active_ns + now - self._lease[1],
             cpu_ns=None if cpu_ns is None else thread_time_ns() - cpu_ns,
             longest=self._longest,
             deferred_ns=now,

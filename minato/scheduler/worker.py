@@ -188,10 +188,11 @@ class Worker:
 
     def _resume_all(self) -> None:
         """Complete all that was claimed."""
-        self._resume()
+        while self._resume():
+            pass
 
     def _resume(self) -> bool:
-        """Complete the deferred sample; False if there is none."""
+        """Go on with the deferred sample, until it is complete or deferred again; False if there is none."""
         deferred = None if self._deferral is None else self._deferral.take()
         if deferred is None:
             return False
@@ -202,11 +203,12 @@ class Worker:
         samples, error = self._runner.resume(deferred, epoch)
         self._ledger.note_costs(position, self._runner.durations, 1)
         cost_ns = self._runner.durations[0]
-        if error is None:
-            self._deliver.free(position, key, samples[0], None, cost_ns)
-        else:
+        is_deferred = error is None and type(samples[0]) is DeferredSample
+        if error is not None:
             self._deliver_failed(position, epoch, key, error, cost_ns)
-        self._end(1, started)
+        elif not is_deferred:
+            self._deliver.free(position, key, samples[0], None, cost_ns)
+        self._end(int(not is_deferred), started)
         return True
 
     def _run(

@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from minato import DataLoader
 from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
+from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness, numpy_rng
@@ -54,9 +55,9 @@ class View:
         return self.left
 
 
-def deferral_of(view: View, workers: int = 1) -> tuple[Deferral, Meters]:
-    meters = Meters(0)
-    made = Deferral(ledger=view, meters=meters, num_workers=lambda: workers)  # type: ignore[arg-type]
+def deferral_of(view: View, workers: int = 1, always: bool = False) -> tuple[Deferral, Meters]:
+    meters, ledger = Meters(0), cast(Ledger, view)
+    made = Deferral(ledger=ledger, meters=meters, always=always, num_workers=lambda: workers)
     return made, meters
 
 
@@ -65,14 +66,22 @@ def deferred(position: int) -> DeferredSample:
 
 
 @pytest.mark.parametrize(
-    ("waiting", "unclaimed", "allowed"),
-    [(True, 5, True), (True, 4, False), (True, 0, False), (False, 5, False)],
+    ("always", "waiting", "unclaimed", "allowed"),
+    [
+        (False, True, 5, True),
+        (False, True, 4, False),
+        (False, True, 0, False),
+        (False, False, 5, False),
+        (True, True, 5, True),
+        (True, True, 4, False),
+        (True, False, 5, True),
+    ],
 )
 def test_a_sample_is_deferred_while_the_consumer_waits_and_the_others_have_work(
-    waiting: bool, unclaimed: int, allowed: bool
+    always: bool, waiting: bool, unclaimed: int, allowed: bool
 ) -> None:
     view = View(waiting, unclaimed)
-    deferral, _ = deferral_of(view, workers=4)
+    deferral, _ = deferral_of(view, workers=4, always=always)
     assert deferral.allows(0) is allowed
     deferral.defer(deferred(0))
     assert deferral.is_due() is not allowed
@@ -231,18 +240,25 @@ class Case:
         self.sink = Sink(self.bench)
         self.share = chance.random()
         chain = Chain(tuple(Counted(s, i, self.calls, bad) for i, s in enumerate(steps)))
-        self.hire = lambda number: self._worker(number, chain, chance, usual_ns)
+        self.hire = lambda number: self._worker(number, chain, order, chance, usual_ns)
         self.workers = [self.hire(number) for number in range(workers)]
         self.bench.ledger.slow_ns = 1  # every sample is slow
         self.bench.ledger.waiting = True
         batches = [list(range(i, i + BATCH)) for i in range(0, SIZE, BATCH)]
         self.bench.begin(batches, seed=SEED)
 
-    def _worker(self, number: int, chain: Chain, chance: random.Random, usual_ns: float) -> Worker:
+    def _worker(
+        self, number: int, chain: Chain, order: str, chance: random.Random, usual_ns: float
+    ) -> Worker:
         ledger = self.bench.ledger
         lease = ledger.lease_words(number)
         # As if there were no other workers: so samples are deferred as often as can be.
-        deferral = Deferral(ledger=ledger, meters=self.meters, num_workers=lambda: 0)
+        deferral = Deferral(
+            ledger=ledger,
+            meters=self.meters,
+            always=order == "fast_first",
+            num_workers=lambda: 0,
+        )
         allows = deferral.allows
         deferral.allows = lambda position: (  # type: ignore[method-assign]
             chance.random() < self.share and allows(position)
@@ -410,7 +426,7 @@ def test_a_deferred_sample_is_completed_before_the_next_epoch_begins() -> None:
         case.bench.begin([[100, 101]], epoch=1)
         worker.step()
         assert 0 in case.sink.samples
-        assert has_deferred(worker) == 2
+        assert has_deferred(worker) == 3  # the first one twice
         case.run(random.Random(0))
     assert sorted(case.sink.samples) == [0, 100, 101]
 
