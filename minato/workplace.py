@@ -211,12 +211,7 @@ class Workplace:
             plan.replicas.present = present
         if not plan.streams and not fetcher.takes_lists and reads is None:
             if plan.defers:
-                deferral = Deferral(
-                    ledger=ledger,
-                    meters=meters,
-                    always=plan.order.name == "fast_first",
-                    num_workers=lambda: roster.wanted,
-                )
+                deferral = Deferral(ledger=ledger, meters=meters, num_workers=lambda: roster.wanted)
             stepper = parts.stepper(plan.dataset, plan.chain, lease, meters, deferral)
         runner = parts.runner(
             lease,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from bench.simulate import report
 from bench.simulate.control import SCENARIOS, Controlled, Moment
-from bench.simulate.trials import CONTENDERS, Result, longer_than_ideal, run_trial
-from bench.simulate.workloads import ALL_WORKLOADS, DETECTION, SEGMENTATION, SPEECH_10S
+from bench.simulate.trials import CONTENDERS, Result, run_trial
+from bench.simulate.workloads import ALL_WORKLOADS, SPEECH_10S
 from minato.scheduler.controller import CONTROLLERS
 
 WORKERS = 12
@@ -19,9 +19,6 @@ DAY_RANKS, DAY_WORKERS = 8, 16
 DAY_STEPS, SHORT_DAY_STEPS = 24_000, 100
 """16 workers make a batch of 24 in 3.6 s of a day's 86,400 s."""
 DAY_LOADERS = ("torch", "torch, in_order=False", "minato strict", "minato arrival")
-
-
-LENGTHS, SHORT_LENGTHS = (20, 100, 400), (10,)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,16 +37,6 @@ def main(arguments: list[str] | None = None) -> int:
         }
         for scenario in SCENARIOS
     }
-    lengths = SHORT_LENGTHS if options.short else LENGTHS
-    moving = {
-        (workload.name, order, steps): [
-            longer_than_ideal(workload, order, workload.step_s if steps else 0.0, WORKERS, length)
-            for length in lengths
-        ]
-        for workload in (DETECTION, SEGMENTATION)
-        for order in ("batch", "arrival", "fast_first")
-        for steps in (True, False)
-    }
     needed = {scenario.name: scenario.needed() for scenario in SCENARIOS}
     text = "\n".join(
         [
@@ -57,7 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
             report.table_2(),
             "",
             report.loaders(results, WORKERS, batches),
-            report.moving(moving, WORKERS, lengths),
             report.control(traces, needed),
         ]
     )

@@ -32,11 +32,9 @@ quarter of the batches out, except *first batch*.
 * *Waiting*: share of the time in which the consumer waits.
 * *Lag*: batches by which a sample came later than a sequential loader would bring it, at most.
 * *Repeated*: share of the work that had been done before.
-* *Deferral* sets a slow sample aside between two transforms. In `strict` order the sample in hand is older than all
-  that could go before it, so there it does not exist. In the speech workloads the last transform is the slow one, and
-  there is nothing to set aside after it: deferral changes nothing.
-* *On standby*: workers besides the others that work while a sample of another one is past the threshold. That may be
-  more than 1 of the bound, which counts the others only.
+* *Deferral*: a worker sets a slow sample aside between two transforms while the consumer waits, and resumes it later.
+  In `strict` and `batch` order samples run to their end. In the speech workloads the last transform is the slow one,
+  and nothing can be deferred after it.
 * *Algorithm 1* is the MinatoLoader paper's, as printed and with the one change that avoids repeated work; a quarter of
   its workers do nothing but go on with slow samples.
 """
@@ -51,33 +49,6 @@ are mean numbers of workers that were too many or too few for the load of the mo
 * *GPU-bound*: the consumer takes 6 samples a second, which need 3 workers.
 * *I/O-bound*: samples wait for a disk. The consumer takes 24 samples a second, which need 12 workers.
 """
-
-
-_MOVING = """## What idle workers take over
-
-How much longer an epoch lasts, as in the engine, than if idle workers took over, at no cost, all that others have set
-aside. {workers} workers, means of several epochs; with a consumer that takes its time for each batch, and with one that
-takes none.
-"""
-
-
-def moving(
-    found: Mapping[tuple[str, str, bool], Sequence[float]],
-    workers: int,
-    lengths: Sequence[int],
-) -> str:
-    """The table of ``longer_than_ideal``: by workload, order and whether the consumer takes time, for each length."""
-    heads = [f"{length} batches" for length in lengths]
-    lines = [
-        _MOVING.format(workers=workers),
-        f"| workload | order | consumer | {' | '.join(heads)} |",
-        "|---|---|---|" + "---|" * len(heads),
-    ]
-    for (workload, order, steps), shares in found.items():
-        cells = (f"{100 * share:+.1f} %" for share in shares)
-        consumer = "takes its time" if steps else "takes none"
-        lines.append(f"| {workload} | {order} | {consumer} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
 
 
 def table_2() -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import Literal, TypeAlias
 
 from bench.simulate.clock import Clock
 from bench.simulate.loader import Costs, Shop
@@ -13,12 +11,6 @@ from minato._core.histogram import Histogram
 from minato.scheduler.in_flight import Order
 from minato.scheduler.policy import TimeoutPolicy
 from minato.scheduler.window import Window
-
-_MOST_PARKED = 4
-"""Samples that a worker sets aside at most."""
-
-Moves: TypeAlias = Literal["none", "all"]
-"""What idle workers go on with of what others have set aside."""
 
 
 class SampleLoader(Shop):
@@ -28,14 +20,10 @@ class SampleLoader(Shop):
 
     Args:
         workers: How many work at first; ``set_workers`` changes it.
-        defers: Whether slow samples are set aside between two transforms: with ``fast_first`` always, else while the
-            consumer waits.
+        defers: Whether a worker defers a slow sample between two transforms while the consumer waits.
         timeouts: The policy that says which samples are slow.
         cores: How many there are. A sample that begins when more are needed takes so much longer.
         on_core: Part of a sample's time that needs a core.
-        standbys: Workers that stand in for those whose sample takes longer than the threshold.
-        moves: What an idle worker goes on with, at no cost: nothing, as in the engine, or all that others have set
-            aside.
     """
 
     def __init__(
@@ -50,8 +38,6 @@ class SampleLoader(Shop):
         timeouts: TimeoutPolicy | None = None,
         cores: float = 1.0,
         on_core: float = 0.0,
-        standbys: int = 0,
-        moves: Moves = "none",
     ) -> None:
         super().__init__(clock)
         self.cores = cores
@@ -60,20 +46,16 @@ class SampleLoader(Shop):
         self._batch_size = batch_size
         self._batches = batches
         self._order = order
-        self._always = order.name == "fast_first"
+        self._fast_first = order.name == "fast_first"
         self._defers = defers
         self.timeouts = timeouts or TimeoutPolicy()
         self.times = Histogram()
         self.workers = workers
         self.window = Window(workers, None, 1 << 62, None if order.bound else order.max_lag)
         self._idle: list[int] = []
-        self._standby: set[int] = set()
-        # Those that stand in for others have the first numbers.
-        self._standbys = self._known_workers = standbys
-        self._asleep = set(range(standbys))
-        self._overdue: set[int] = set()
-        self._moves = moves
-        self._parked: list[deque[tuple[int, int]]] = [deque() for _ in range(standbys)]
+        self._resting: set[int] = set()
+        self._deferred: list[tuple[int, int] | None] = []
+        """Of each worker the deferred sample: its position, and its latest transform."""
         self._head = self._tail = 0  # samples claimed, samples published
         self._opened = self._handed_out = 0
         self._oldest = 0  # batch that may have an open place
@@ -109,14 +91,12 @@ class SampleLoader(Shop):
         """Have so many workers from now on; those that leave finish what they have begun."""
         self.workers = count
         self.window.resize(count)
-        count += self._standbys
-        while self._known_workers < count:
-            self._parked.append(deque())
-            self._known_workers += 1
-            self._look(self._known_workers - 1)
-        for worker in sorted(self._standby):
+        while len(self._deferred) < count:
+            self._deferred.append(None)
+            self._look(len(self._deferred) - 1)
+        for worker in sorted(self._resting):
             if worker < count:
-                self._standby.remove(worker)
+                self._resting.remove(worker)
                 self._look(worker)
         self._refill()
 
@@ -175,53 +155,30 @@ class SampleLoader(Shop):
 
     def _look(self, worker: int) -> None:
         """A worker is free: what does it do next?"""
-        parked = self._parked[worker]
-        resting = (
-            worker >= len(self._overdue)
-            if worker < self._standbys
-            else worker >= self.workers + self._standbys
-        )
-        if parked and (resting or self._is_due(parked)):
-            self._run(worker, *self._take(worker))
+        deferred = self._deferred[worker]
+        resting = worker >= self.workers
+        # One is resumed as well where nothing is left to claim: then it is due.
+        if deferred is not None and (resting or self._is_due(deferred[0])):
+            self._deferred[worker] = None
+            self._run(worker, *deferred)
         elif resting:
-            (self._asleep if worker < self._standbys else self._standby).add(worker)
+            self._resting.add(worker)
         elif self._head < self._tail:
             self._head += 1
             self._run(worker, self._head - 1, -1)
-        elif self._moves == "all" and (longest := max(self._parked, key=len)):
-            self._run(worker, *longest.popleft())
         else:
             self._idle.append(worker)
             self._grow()
 
-    def _is_due(self, parked: deque[tuple[int, int]]) -> bool:
-        """Whether one that is set aside goes before those that nobody has begun, as ``Parking.due``."""
-        return (
-            not (self._always or self.waiting)
-            or not self._others_have_work(len(parked))
-            or any(position in self._bound for position, _ in parked)
-        )
+    def _is_due(self, position: int) -> bool:
+        """Whether a deferred sample goes before those that no worker has begun, as ``Deferral.is_due``."""
+        return not self.waiting or not self._others_have_work() or position in self._bound
 
-    def _take(self, worker: int) -> tuple[int, int]:
-        """The oldest, an overdue one first."""
-        parked = self._parked[worker]
-        taken = next((each for each in parked if each[0] in self._bound), parked[0])
-        parked.remove(taken)
-        return taken
-
-    def _others_have_work(self, held: int) -> bool:
-        return self._tail - self._head > (0 if self._moves == "all" else held * self.workers)
-
-    def _held_up(self, worker: int) -> None:
-        """The sample of a worker passes the threshold while it runs."""
-        self._overdue.add(worker)
-        for rank in range(min(self._standbys, len(self._overdue))):
-            if rank in self._asleep and self._head < self._tail:
-                self._asleep.remove(rank)
-                self._look(rank)
+    def _others_have_work(self) -> bool:
+        return self._tail - self._head > self.workers
 
     def _run(self, worker: int, position: int, step: int) -> None:
-        """Run a sample after transform ``step``, to its end or to the next point where it may be set aside."""
+        """Run a sample after transform ``step``, to its end or to the next point where it may be deferred."""
         costs = self._costs
         number = position % len(costs.totals_s)
         total_s = costs.totals_s[number]
@@ -236,36 +193,26 @@ class SampleLoader(Shop):
             for k in range(step + 1, len(ends_s) - 1):
                 if ends_s[k] * factor > threshold_s:
                     work_s = (ends_s[k] - done_s) * factor
-                    self._watch(worker, threshold_s, work_s)
                     self.clock.after(work_s, self._between, worker, position, k)
                     return
-        self._watch(worker, threshold_s, left_s)
         self.clock.after(left_s, self._finished, worker, position, factor)
-
-    def _watch(self, worker: int, threshold_s: float, work_s: float) -> None:
-        """Have it noticed when a sample passes the threshold before its worker is done with it."""
-        if self._standbys and 0 < threshold_s < work_s:
-            self.clock.after(threshold_s, self._held_up, worker)
 
     def _between(self, worker: int, position: int, step: int) -> None:
         """Time is up after a transform."""
         self._count_busy(-1)
-        self._overdue.discard(worker)
-        parked = self._parked[worker]
         if (
-            len(parked) < _MOST_PARKED
-            and self._others_have_work(len(parked) + 1)
-            and (self._always or self.waiting)
+            self._deferred[worker] is None
+            and self.waiting
+            and self._others_have_work()
             and position not in self._bound
         ):
-            parked.append((position, step))
+            self._deferred[worker] = position, step
             self._look(worker)
         else:
             self._run(worker, position, step)
 
     def _finished(self, worker: int, position: int, factor: float) -> None:
         self._count_busy(-1)
-        self._overdue.discard(worker)
         totals_s = self._costs.totals_s
         cost_s = factor * totals_s[position % len(totals_s)]
         self.record.work_s += cost_s
@@ -286,7 +233,7 @@ class SampleLoader(Shop):
         self._placed[position] = 1
         batch = self._bound.pop(position, -1)
         if batch < 0:
-            newest = slow and self._always and not self.waiting
+            newest = slow and self._fast_first and not self.waiting
             batch = self._newest_open() if newest else self._oldest_open()
             self._open_places[batch] -= 1
         if batch - own > self._lags[batch]:

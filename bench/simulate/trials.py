@@ -10,14 +10,11 @@ import numpy as np
 from bench.simulate.clock import Clock
 from bench.simulate.loader import Costs, Loader, Training
 from bench.simulate.printed import PrintedLoader
-from bench.simulate.sample_loader import Moves, SampleLoader
+from bench.simulate.sample_loader import SampleLoader
 from bench.simulate.torch_loader import TorchLoader
 from bench.simulate.workloads import Workload
 from minato.options import DEFAULT_MAX_LAG
 from minato.scheduler.in_flight import Order
-
-_EPOCHS = 8
-"""Over which ``longer_than_ideal`` takes the mean."""
 
 Make = Callable[[Clock, Costs, int, int, int], Loader]
 """``(clock, costs, batch size, workers, batches)`` to a loader."""
@@ -38,12 +35,10 @@ def _printed(slow_workers: float, repeats: bool) -> Make:
     return make
 
 
-def _minato(name: str, defers: bool, standbys: int = 0) -> Make:
+def _minato(name: str, defers: bool) -> Make:
     def make(clock: Clock, costs: Costs, batch_size: int, workers: int, batches: int) -> Loader:
         order = Order(name, DEFAULT_MAX_LAG)
-        return SampleLoader(
-            clock, costs, batch_size, workers, batches, order, defers, standbys=standbys
-        )
+        return SampleLoader(clock, costs, batch_size, workers, batches, order, defers)
 
     return make
 
@@ -54,16 +49,13 @@ CONTENDERS: dict[str, Make] = {
     "Algorithm 1 as printed": _printed(0.25, repeats=True),
     "Algorithm 1, next index": _printed(0.25, repeats=False),
     "minato strict": _minato("strict", defers=False),
-    "minato strict, 2 on standby": _minato("strict", defers=False, standbys=2),
     "minato batch": _minato("batch", defers=False),
-    "minato batch, deferral": _minato("batch", defers=True),
     "minato arrival": _minato("arrival", defers=False),
     "minato arrival, deferral": _minato("arrival", defers=True),
-    "minato arrival, deferral, 2 on standby": _minato("arrival", defers=True, standbys=2),
     "minato fast_first": _minato("fast_first", defers=False),
     "minato fast_first, deferral": _minato("fast_first", defers=True),
 }
-"""In strict order the sample in hand is older than all that could go before it, so nothing is deferred there."""
+"""In strict and batch order samples run to their end."""
 
 
 @dataclass(frozen=True)
@@ -123,26 +115,3 @@ def run_trial(
         samples=ranks * batches * size,
         duration_s=record.delivered_s[-1],
     )
-
-
-def longer_than_ideal(
-    workload: Workload, order: str, step_s: float, workers: int, batches: int
-) -> float:
-    """Share by which an epoch lasts longer than if idle workers took over all that others have set aside."""
-    seconds: dict[Moves, float] = {"none": 0.0, "all": 0.0}
-    for moves in seconds:
-        for seed in range(_EPOCHS):
-            clock = Clock()
-            loader = SampleLoader(
-                clock,
-                Costs.of(workload, 2000, seed),
-                workload.batch_size,
-                workers,
-                batches,
-                Order(order, DEFAULT_MAX_LAG),
-                defers=True,
-                moves=moves,
-            )
-            Training(clock, [loader], step_s, batches).run()
-            seconds[moves] += loader.record.delivered_s[-1]
-    return seconds["none"] / seconds["all"] - 1

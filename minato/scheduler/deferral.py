@@ -43,23 +43,19 @@ class DeferredSample:
 class Deferral:
     """Decides which slow sample a worker defers, keeps it, and decides when the worker resumes it.
 
-    Deferral changes the order of work, not its amount. A worker therefore defers a sample while the consumer waits for
-    a batch that quicker samples can fill. It resumes the sample when the consumer waits no more, or when little else is
-    left to claim: otherwise the other workers would idle at the end while this one completes it.
+    Deferral changes the order of work, not its amount. A worker therefore defers a sample only while the consumer waits
+    for a batch that quicker samples can fill. It resumes the sample when the consumer waits no more, or when little
+    else is left to claim: otherwise the other workers would idle at the end while this one completes it.
 
     A worker defers one sample at a time: more would only pile up work, and need memory.
 
     Args:
-        always: Defer samples, and do not resume them, whether or not the consumer waits.
         num_workers: Returns how many workers share the samples that are left to claim.
     """
 
-    def __init__(
-        self, *, ledger: Ledger, meters: Meters, always: bool, num_workers: Callable[[], int]
-    ) -> None:
+    def __init__(self, *, ledger: Ledger, meters: Meters, num_workers: Callable[[], int]) -> None:
         self._ledger = ledger
         self._meters = meters
-        self._always = always
         self._num_workers = num_workers
         self._sample: DeferredSample | None = None
         self.num_deferred = 0
@@ -70,7 +66,7 @@ class Deferral:
         ledger = self._ledger
         return (
             self._sample is None
-            and (self._always or ledger.waiting)
+            and bool(ledger.waiting)
             and self._others_have_work()
             # A sample that began before its turn did so to be complete by then.
             and position < ledger.front
@@ -86,7 +82,7 @@ class Deferral:
         """Whether the deferred sample goes before samples that no worker has begun."""
         sample, ledger = self._sample, self._ledger
         return sample is not None and (
-            not (self._always or ledger.waiting)
+            not ledger.waiting
             or not self._others_have_work()
             # ``max_lag`` is reached: the batch that needs this sample is settled.
             or ledger.is_placed(sample.position)

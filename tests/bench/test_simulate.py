@@ -64,8 +64,7 @@ def test_every_batch_is_delivered_and_the_run_repeats_itself(name):
     first, again = (run_trial(CONTENDERS[name], SEGMENTATION, 5, 80, seed=3) for _ in range(2))
     assert first == again
     assert first != run_trial(CONTENDERS[name], SEGMENTATION, 5, 80, seed=4)
-    workers = 7 if name.endswith("on standby") else 5
-    assert first.batches_per_s <= 1.1 * first.bound * workers / 5
+    assert first.batches_per_s <= 1.1 * first.bound
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -114,10 +113,9 @@ def test_strict_orders_have_no_lag(name):
     defers=st.booleans(),
     step_s=st.sampled_from([0.0, 0.02, 1.0]),
     later_workers=st.integers(1, 9),
-    standbys=st.integers(0, 3),
 )
 def test_each_sample_takes_one_place_in_time(
-    costs_s, workers, batch_size, batches, name, max_lag, defers, step_s, later_workers, standbys
+    costs_s, workers, batch_size, batches, name, max_lag, defers, step_s, later_workers
 ):
     clock = Clock()
     ends_s = [[cost_s * share for share in (0.2, 0.7, 1.0)] for cost_s in costs_s]
@@ -131,7 +129,6 @@ def test_each_sample_takes_one_place_in_time(
         Order(name, max_lag),
         defers,
         policy,
-        standbys=standbys,
     )
     clock.after(1.0, loader.set_workers, later_workers)
     Training(clock, [loader], step_s, batches).run()

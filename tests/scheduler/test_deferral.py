@@ -55,9 +55,9 @@ class View:
         return self.left
 
 
-def deferral_of(view: View, workers: int = 1, always: bool = False) -> tuple[Deferral, Meters]:
+def deferral_of(view: View, workers: int = 1) -> tuple[Deferral, Meters]:
     meters, ledger = Meters(0), cast(Ledger, view)
-    made = Deferral(ledger=ledger, meters=meters, always=always, num_workers=lambda: workers)
+    made = Deferral(ledger=ledger, meters=meters, num_workers=lambda: workers)
     return made, meters
 
 
@@ -66,22 +66,14 @@ def deferred(position: int) -> DeferredSample:
 
 
 @pytest.mark.parametrize(
-    ("always", "waiting", "unclaimed", "allowed"),
-    [
-        (False, True, 5, True),
-        (False, True, 4, False),
-        (False, True, 0, False),
-        (False, False, 5, False),
-        (True, True, 5, True),
-        (True, True, 4, False),
-        (True, False, 5, True),
-    ],
+    ("waiting", "unclaimed", "allowed"),
+    [(True, 5, True), (True, 4, False), (True, 0, False), (False, 5, False)],
 )
 def test_a_sample_is_deferred_while_the_consumer_waits_and_the_others_have_work(
-    always: bool, waiting: bool, unclaimed: int, allowed: bool
+    waiting: bool, unclaimed: int, allowed: bool
 ) -> None:
     view = View(waiting, unclaimed)
-    deferral, _ = deferral_of(view, workers=4, always=always)
+    deferral, _ = deferral_of(view, workers=4)
     assert deferral.allows(0) is allowed
     deferral.defer(deferred(0))
     assert deferral.is_due() is not allowed
@@ -240,23 +232,20 @@ class Case:
         self.sink = Sink(self.bench)
         self.share = chance.random()
         chain = Chain(tuple(Counted(s, i, self.calls, bad) for i, s in enumerate(steps)))
-        self.hire = lambda number: self._worker(number, chain, order, chance, usual_ns)
+        self.hire = lambda number: self._worker(number, chain, chance, usual_ns)
         self.workers = [self.hire(number) for number in range(workers)]
         self.bench.ledger.slow_ns = 1  # every sample is slow
         self.bench.ledger.waiting = True
         batches = [list(range(i, i + BATCH)) for i in range(0, SIZE, BATCH)]
         self.bench.begin(batches, seed=SEED)
 
-    def _worker(
-        self, number: int, chain: Chain, order: str, chance: random.Random, usual_ns: float
-    ) -> Worker:
+    def _worker(self, number: int, chain: Chain, chance: random.Random, usual_ns: float) -> Worker:
         ledger = self.bench.ledger
         lease = ledger.lease_words(number)
         # As if there were no other workers: so samples are deferred as often as can be.
         deferral = Deferral(
             ledger=ledger,
             meters=self.meters,
-            always=order == "fast_first",
             num_workers=lambda: 0,
         )
         allows = deferral.allows
