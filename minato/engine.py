@@ -224,7 +224,9 @@ class Engine:
             deaths,
             self._failures,
         )
-        self._parts_slow = self._early_start is not None or plan.order.name == "fast_first"
+        self._parts_slow = (
+            self._early_start is not None or plan.order.name == "fast_first" or plan.defers
+        )
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
             workplace.write_plan(self.arena)
@@ -410,8 +412,7 @@ class Engine:
         if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
             running_ns = [now - begun_ns for begun_ns in self.ledger.begun()]
-            parked = sum(meters.deferred.count - meters.aside.count for meters in self.meters)
-            self._experience.decision = self.timeouts.observe(times, elapsed_s, running_ns, parked)
+            self._experience.decision = self.timeouts.observe(times, elapsed_s, running_ns)
             self.ledger.slow_ns = self._experience.decision.threshold_ns
             self._experience.costs = self.timeouts.recent
             if self._early_start is not None:

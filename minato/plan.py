@@ -228,18 +228,18 @@ class Plan:
         return self.num_workers > 0 and not (self.round_robin or self.streams or lists)
 
     @property
-    def leaves_samples(self) -> bool:
-        """Whether a worker may set a slow sample aside for quicker ones.
+    def defers(self) -> bool:
+        """Whether a worker may defer a slow sample for quicker ones.
 
-        In strict order the sample in hand is older than all that could go before it, and where several are read at once
-        a slow read keeps no other sample waiting.
+        Where each sample has its own place, the batch that the consumer waits for needs the slow sample itself. Where
+        several samples are read at once, a slow read keeps no other waiting.
         """
         return (
-            self.num_workers > 0
-            and not self.fetching.at_once
+            not self.order.bound
+            and self.num_workers > 0
             and len(self.chain) > 0
+            and not self.fetching.at_once
             and not (self.round_robin or self.replicas is not None)
-            and (self.order.name == "batch" or not self.order.bound)
         )
 
 

@@ -19,7 +19,7 @@ class RunningSample:
     Attributes:
         index: What the dataset is asked for.
         worker: Number of the worker.
-        running_s: How long it has been on it, in seconds; without the time before it was set aside, if it was.
+        running_s: How long it has been on it, in seconds; without the time before it was deferred, if it was.
         transform: Name of the transform that runs; None: the dataset itself.
     """
 

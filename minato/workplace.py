@@ -23,11 +23,11 @@ from minato.chain.rng import SampleRandomness
 from minato.errors import NotPicklableError
 from minato.plan import Plan
 from minato.scheduler.actors import ActorReads
+from minato.scheduler.deferral import Deferral
 from minato.scheduler.failures import ErrorPolicy
 from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.leniency import Leniency
 from minato.scheduler.overdue import StackFile
-from minato.scheduler.parking import Parking
 from minato.scheduler.reads import Reads, reads_of
 from minato.scheduler.replicas import Replica
 from minato.scheduler.roster import Roster
@@ -40,9 +40,6 @@ from minato.stats.profile import Meters
 from minato.trace.lanes import Lane
 
 __all__ = ["Workplace"]
-
-_PARKED_SHARE = 4
-"""What workers have set aside may take the memory budget divided by this, besides the batches in flight."""
 
 
 @dataclass
@@ -188,7 +185,7 @@ class Workplace:
             parts = traced_parts(lane, plan.chain.names)
         fetcher: Fetcher | StreamFetcher
         stepper: Stepper | None = None
-        parking: Parking | None = None
+        deferral: Deferral | None = None
         if plan.streams:
             replica = None if plan.replicas is None else plan.replicas.each[number]
             fetcher = StreamFetcher(
@@ -207,19 +204,9 @@ class Workplace:
         if in_line and plan.replicas is not None:
             plan.replicas.present = present
         if not plan.streams and not fetcher.takes_lists and reads is None:
-            stepper = parts.stepper(plan.dataset, plan.chain, lease, meters)
-        if stepper is not None and plan.leaves_samples:
-            most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.most_workers)
-            always = plan.order.name == "fast_first"
-            parking = Parking(
-                ledger,
-                stepper.left,
-                always,
-                plan.order.bound,
-                most_bytes=most_bytes,
-                workers=lambda: roster.wanted,
-            )
-            stepper.may_leave = parking.may_leave
+            if plan.defers:
+                deferral = Deferral(ledger=ledger, meters=meters, num_workers=lambda: roster.wanted)
+            stepper = parts.stepper(plan.dataset, plan.chain, lease, meters, deferral)
         runner = parts.runner(
             lease,
             make_randomness if plan.seeds_samples else None,
@@ -252,7 +239,7 @@ class Workplace:
             runner,
             self.writer(number, ledger, describe_error, catches, lane),
             functools.partial(self.read_keys, ledger),
-            parking,
+            deferral,
             plan.order.name == "fast_first",
             plan.round_robin,
             leniency,

@@ -40,7 +40,6 @@ def test_a_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
         "transforms",
         "dataset",
         "deferred",
-        "aside",
         "room",
     ]
     known = threshold_ns(loader(order="fast_first", profile=folder))

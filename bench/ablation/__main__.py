@@ -31,7 +31,7 @@ class Step:
     Args:
         label: what the report calls it.
         options: arguments of the loader; None: torch's.
-        leaves: whether slow samples are left between transforms.
+        defers: whether slow samples are deferred.
         early: whether samples that were slow before start early.
         more: workers besides the load's own.
         foretold: whether the order of the next epoch is known, so that it begins in the one before it.
@@ -39,7 +39,7 @@ class Step:
 
     label: str
     options: dict[str, Any] | None
-    leaves: bool = False
+    defers: bool = False
     early: bool = False
     more: int = 0
     foretold: bool = True
@@ -55,10 +55,10 @@ STEPS = (
     Step("+ window in bytes", {}),
     Step("+ early start (still in order)", {}, early=True),
     Step("+ window in bytes, arrival order", ARRIVAL),
-    Step("+ deferral", ARRIVAL, leaves=True),
-    Step(f"the same with {MORE} workers more", ARRIVAL, leaves=True, more=MORE),
-    Step("+ early start", ARRIVAL, leaves=True, early=True),
-    Step("+ controller", {**ARRIVAL, "max_workers": MOST}, leaves=True, early=True),
+    Step("+ deferral", ARRIVAL, defers=True),
+    Step(f"the same with {MORE} workers more", ARRIVAL, defers=True, more=MORE),
+    Step("+ early start", ARRIVAL, defers=True, early=True),
+    Step("+ controller", {**ARRIVAL, "max_workers": MOST}, defers=True, early=True),
     Step("fast_first instead of arrival, no controller", FAST_FIRST, True, True),
 )
 
@@ -103,7 +103,7 @@ def only(step: Step) -> Iterator[None]:
         return property(lambda plan: on and getter(plan))
 
     with (
-        mock.patch.object(Plan, "leaves_samples", unless(step.leaves, "leaves_samples")),
+        mock.patch.object(Plan, "defers", unless(step.defers, "defers")),
         mock.patch.object(Plan, "starts_early", unless(step.early, "starts_early")),
         warnings.catch_warnings(),
     ):

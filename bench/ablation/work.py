@@ -1,4 +1,4 @@
-"""Datasets whose cost lies in a chain of transforms, so that a sample can be left between two of them."""
+"""Datasets whose cost lies in a chain of transforms, so that a sample can be deferred between two of them."""
 
 from __future__ import annotations
 

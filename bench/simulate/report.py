@@ -32,9 +32,9 @@ quarter of the batches out, except *first batch*.
 * *Waiting*: share of the time in which the consumer waits.
 * *Lag*: batches by which a sample came later than a sequential loader would bring it, at most.
 * *Repeated*: share of the work that had been done before.
-* *Deferral* sets a slow sample aside between two transforms. In `strict` order the sample in hand is older than all
-  that could go before it, so there it does not exist. In the speech workloads the last transform is the slow one, and
-  there is nothing to set aside after it: deferral changes nothing.
+* *Deferral*: a worker sets a slow sample aside between two transforms while the consumer waits, and resumes it later.
+  In `strict` and `batch` order samples run to their end. In the speech workloads the last transform is the slow one,
+  and nothing can be deferred after it.
 * *Algorithm 1* is the MinatoLoader paper's, as printed and with the one change that avoids repeated work; a quarter of
   its workers do nothing but go on with slow samples.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 
@@ -13,9 +12,6 @@ from minato.scheduler.in_flight import Order
 from minato.scheduler.policy import TimeoutPolicy
 from minato.scheduler.window import Window
 
-_MOST_PARKED = 4
-"""Samples that a worker sets aside at most."""
-
 
 class SampleLoader(Shop):
     """Workers claim samples one by one; the order decides which place a sample takes.
@@ -24,8 +20,7 @@ class SampleLoader(Shop):
 
     Args:
         workers: How many work at first; ``set_workers`` changes it.
-        defers: Whether slow samples are set aside between two transforms: with ``fast_first`` always, else while the
-            consumer waits.
+        defers: Whether a worker defers a slow sample between two transforms while the consumer waits.
         timeouts: The policy that says which samples are slow.
         cores: How many there are. A sample that begins when more are needed takes so much longer.
         on_core: Part of a sample's time that needs a core.
@@ -51,7 +46,7 @@ class SampleLoader(Shop):
         self._batch_size = batch_size
         self._batches = batches
         self._order = order
-        self._always = order.name == "fast_first"
+        self._fast_first = order.name == "fast_first"
         self._defers = defers
         self.timeouts = timeouts or TimeoutPolicy()
         self.times = Histogram()
@@ -59,7 +54,8 @@ class SampleLoader(Shop):
         self.window = Window(workers, None, 1 << 62, None if order.bound else order.max_lag)
         self._idle: list[int] = []
         self._resting: set[int] = set()
-        self._parked: list[deque[tuple[int, int]]] = []
+        self._deferred: list[tuple[int, int] | None] = []
+        """Of each worker the deferred sample: its position, and its latest transform."""
         self._head = self._tail = 0  # samples claimed, samples published
         self._opened = self._handed_out = 0
         self._oldest = 0  # batch that may have an open place
@@ -95,9 +91,9 @@ class SampleLoader(Shop):
         """Have so many workers from now on; those that leave finish what they have begun."""
         self.workers = count
         self.window.resize(count)
-        while len(self._parked) < count:
-            self._parked.append(deque())
-            self._look(len(self._parked) - 1)
+        while len(self._deferred) < count:
+            self._deferred.append(None)
+            self._look(len(self._deferred) - 1)
         for worker in sorted(self._resting):
             if worker < count:
                 self._resting.remove(worker)
@@ -159,10 +155,12 @@ class SampleLoader(Shop):
 
     def _look(self, worker: int) -> None:
         """A worker is free: what does it do next?"""
-        parked = self._parked[worker]
+        deferred = self._deferred[worker]
         resting = worker >= self.workers
-        if parked and (resting or self._is_due(parked)):
-            self._run(worker, *self._take(worker))
+        # One is resumed as well where nothing is left to claim: then it is due.
+        if deferred is not None and (resting or self._is_due(deferred[0])):
+            self._deferred[worker] = None
+            self._run(worker, *deferred)
         elif resting:
             self._resting.add(worker)
         elif self._head < self._tail:
@@ -172,26 +170,15 @@ class SampleLoader(Shop):
             self._idle.append(worker)
             self._grow()
 
-    def _is_due(self, parked: deque[tuple[int, int]]) -> bool:
-        """Whether one that is set aside goes before those that nobody has begun, as ``Parking.due``."""
-        return (
-            not (self._always or self.waiting)
-            or not self._others_have_work(len(parked))
-            or any(position in self._bound for position, _ in parked)
-        )
+    def _is_due(self, position: int) -> bool:
+        """Whether a deferred sample goes before those that no worker has begun, as ``Deferral.is_due``."""
+        return not self.waiting or not self._others_have_work() or position in self._bound
 
-    def _take(self, worker: int) -> tuple[int, int]:
-        """The oldest, an overdue one first."""
-        parked = self._parked[worker]
-        taken = next((each for each in parked if each[0] in self._bound), parked[0])
-        parked.remove(taken)
-        return taken
-
-    def _others_have_work(self, held: int) -> bool:
-        return self._tail - self._head > held * self.workers
+    def _others_have_work(self) -> bool:
+        return self._tail - self._head > self.workers
 
     def _run(self, worker: int, position: int, step: int) -> None:
-        """Run a sample after transform ``step``, to its end or to the next point where it may be set aside."""
+        """Run a sample after transform ``step``, to its end or to the next point where it may be deferred."""
         costs = self._costs
         number = position % len(costs.totals_s)
         total_s = costs.totals_s[number]
@@ -213,14 +200,13 @@ class SampleLoader(Shop):
     def _between(self, worker: int, position: int, step: int) -> None:
         """Time is up after a transform."""
         self._count_busy(-1)
-        parked = self._parked[worker]
         if (
-            len(parked) < _MOST_PARKED
-            and self._others_have_work(len(parked) + 1)
-            and (self._always or self.waiting)
+            self._deferred[worker] is None
+            and self.waiting
+            and self._others_have_work()
             and position not in self._bound
         ):
-            parked.append((position, step))
+            self._deferred[worker] = position, step
             self._look(worker)
         else:
             self._run(worker, position, step)
@@ -247,7 +233,7 @@ class SampleLoader(Shop):
         self._placed[position] = 1
         batch = self._bound.pop(position, -1)
         if batch < 0:
-            newest = slow and self._always and not self.waiting
+            newest = slow and self._fast_first and not self.waiting
             batch = self._newest_open() if newest else self._oldest_open()
             self._open_places[batch] -= 1
         if batch - own > self._lags[batch]:

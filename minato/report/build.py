@@ -206,7 +206,7 @@ def _slowness(notes: EpochNotes) -> Slowness:
     phase, threshold_ns, percentile, share = "", 0, 0.0, 0.0
     if decision is not None:
         threshold_ns, percentile, share, phase = decision
-    deferred, aside = _histogram(readings, "deferred"), _histogram(readings, "aside")
+    deferred = _histogram(readings, "deferred")
     lag = _histogram(readings, "lag")
     return Slowness(
         phase,
@@ -214,8 +214,7 @@ def _slowness(notes: EpochNotes) -> Slowness:
         percentile,
         share,
         deferred.count,
-        aside.count,
-        aside.percentile(0.99) / 1e9,
+        deferred.percentile(0.99) / 1e9,
         lag.percentile(0.5),
         lag.max,
     )

@@ -170,10 +170,11 @@ class Slowness:
     slow_share: float = figure(
         "share", "of the latest samples; far above 1 - percentile: costs are rising"
     )
-    deferrals: int = figure("times", "a sample was set aside; 0 in strict order")
-    resumes: int = figure("times", "one was taken up again; fewer: some are lying aside now")
-    aside_p99_s: float = figure(
-        "s", "they lay aside; long: quick samples had the workers to themselves"
+    deferrals: int = figure(
+        "times", "a sample was deferred and resumed; 0 in strict and batch order"
+    )
+    deferred_p99_s: float = figure(
+        "s", "until it was resumed; long: the loop kept waiting for quicker samples"
     )
     lag_p50: float = figure(
         "batches", "by which the latest sample of a batch was late; 0 in strict order"

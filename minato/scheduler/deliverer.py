@@ -11,7 +11,6 @@ from minato.scheduler.failures import SKIP
 from minato.scheduler.fetch import Fetcher, StreamEnd, StreamFetcher
 from minato.scheduler.parties import Sink
 from minato.scheduler.replicas import Replica
-from minato.scheduler.stepper import Partial
 
 __all__ = ["Deliverer"]
 
@@ -22,7 +21,7 @@ class Deliverer:
     Args:
         number: The worker's.
         fetcher: Whose state goes with a batch, if it keeps one.
-        may_lack: Whether samples may be set aside or left out.
+        may_lack: Whether samples may be left out.
         fast_first: Slow samples go to the newest batch, where they have no place of their own.
     """
 
@@ -65,10 +64,8 @@ class Deliverer:
             if rest:
                 sink.finished(batch, ledger.fill_run(self._number, batch, k + failed + 1, rest))
             return
-        lacking = self._may_lack and any(map(_is_lacking, samples))
+        lacking = self._may_lack and any(map(_is_skipped, samples))
         in_one = whole and (sink.collates or sink.holds or self._fetcher.sends_state)
-        if in_one and lacking:
-            in_one = not any(type(sample) is Partial for sample in samples)
         if in_one:
             self._collated(batch, position, samples, lacking)
         if lacking:
@@ -96,19 +93,18 @@ class Deliverer:
     def _fill(
         self, batch: int, position: int, k: int, samples: list[Any], written: bool = True
     ) -> None:
-        """Fill the places of samples some of which may be set aside or left out; write them before, one or a run."""
+        """Fill the places of samples some of which are left out; write them before, one or a run."""
         sink, ledger = self._sink, self._ledger
         first = 0
-        for lacking, piece in itertools.groupby(samples, _is_lacking):
+        for skipped, piece in itertools.groupby(samples, _is_skipped):
             run = list(piece)
             end = first + len(run)
-            if not lacking:
+            if not skipped:
                 if not written:
                     sink.write_run(batch, k + first, position + first, run)
                 sink.finished(batch, ledger.fill_run(self._number, batch, k + first, len(run)))
-            for i in range(first, end) if lacking else ():
-                if samples[i] is SKIP:
-                    sink.finished(*ledger.skip(self._number, position + i))
+            for i in range(first, end) if skipped else ():
+                sink.finished(*ledger.skip(self._number, position + i))
             first = end
 
     def listed(
@@ -153,10 +149,8 @@ class Deliverer:
     def free(
         self, position: int, key: Any, sample: Any, error: BaseException | None, cost_ns: int
     ) -> None:
-        """Find a place for a sample, or for the error that it raised; one that was set aside has time."""
+        """Find a place for a sample, or for the error that it raised."""
         ledger, sink = self._ledger, self._sink
-        if type(sample) is Partial:
-            return
         if sample is SKIP:
             sink.finished(*ledger.skip(self._number, position))
             return
@@ -172,5 +166,5 @@ class Deliverer:
         return self._fetcher.state if self._fetcher.sends_state else None
 
 
-def _is_lacking(sample: Any) -> bool:
-    return type(sample) is Partial or sample is SKIP
+def _is_skipped(sample: Any) -> bool:
+    return sample is SKIP

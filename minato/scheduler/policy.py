@@ -44,7 +44,7 @@ class TimeoutSettings:
         warm_up_s: … or so many seconds are over, whichever comes first.
         pane_samples: How many samples go by between two looks at them.
         panes: How many looks back the costs are remembered.
-        least_ns: Cheaper samples are never slow: setting them aside costs as much.
+        least_ns: Cheaper samples are never slow: to defer them costs as much.
 
     Raises:
         ValueError: A value is not possible.
@@ -114,7 +114,6 @@ class TimeoutPolicy:
         self._gate: int | None = None
         self._fallen_back = False
         self._streak = 0  # panes in a row that speak for changing the percentile
-        self._parked = 0
         if self.settings.fixed_s is not None:
             self.decision = Decision(round(1e9 * self.settings.fixed_s), 0.0, 0.0, "fixed")
         elif known is not None and known.count >= _FEWEST:
@@ -140,7 +139,6 @@ class TimeoutPolicy:
         times: Histogram,
         elapsed_s: float = 0.0,
         running_ns: Iterable[int] = (),
-        parked: int = 0,
     ) -> Decision:
         """Look at the costs again, if a look is due.
 
@@ -149,7 +147,6 @@ class TimeoutPolicy:
             elapsed_s: Seconds since the start.
             running_ns: How long each unfinished sample has been active. Those that are slow already count as
                 such; of the others nothing is known yet.
-            parked: Samples that are set aside now.
 
         Returns:
             The decision in force.
@@ -164,7 +161,7 @@ class TimeoutPolicy:
             self._panes.append(pane)
             self.decision = self.decision._replace(slow_share=slow_share)
             return self.decision
-        self._choose_percentile(pane, parked)
+        self._choose_percentile(pane)
         self._panes.append(pane)
         costs = self.recent
         for active_ns in running_ns:
@@ -173,7 +170,7 @@ class TimeoutPolicy:
         self._decide(costs, slow_share)
         return self.decision
 
-    def _choose_percentile(self, pane: Histogram, parked: int) -> None:
+    def _choose_percentile(self, pane: Histogram) -> None:
         """Fall back while too many samples are slow, and return when they are not; both only after a while.
 
         What counts is how many the usual percentile flags, whichever one is in force: as the fall-back flags fewer
@@ -183,13 +180,11 @@ class TimeoutPolicy:
             return
         usual = 1.0 - self.settings.percentile
         share = share_above(pane, self._usual_ns)
-        backlog = parked > max(self._parked, _TOO_MANY * usual * pane.count)
-        self._parked = parked
         too_many = share > _TOO_MANY * usual
         if self._fallen_back:
-            speaks, needed = share <= _FEW * usual and not backlog, _PANES_TO_RETURN
+            speaks, needed = share <= _FEW * usual, _PANES_TO_RETURN
         else:
-            speaks, needed = too_many or backlog, _PANES_TO_FALL_BACK
+            speaks, needed = too_many, _PANES_TO_FALL_BACK
         self._streak = self._streak + 1 if speaks else 0
         if self._streak == needed:
             self._fallen_back = not self._fallen_back

@@ -12,7 +12,8 @@ from typing import Any
 from minato._core.run import run_samples
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness, key_word
-from minato.scheduler.stepper import Partial, Stepper
+from minato.scheduler.deferral import DeferredSample
+from minato.scheduler.stepper import Stepper
 from minato.stats.profile import Meters
 from minato.stats.slowest import UNKNOWN
 
@@ -105,8 +106,8 @@ class Runner:
         """Active time in ns of each sample that ``run`` or ``resume`` returned last."""
         self.longest_ns = 0
         """The largest of these."""
-        self.left: list[Partial] = [] if stepper is None else stepper.left
-        """Partials among them."""
+        self._deferral = None if stepper is None else stepper.deferral
+        self._deferred_before = 0
         self.ahead_ns = 0
         """What the next sample has cost before it is run, because it was read while others were."""
         num_steps = 0 if stepper is None else len(meters.steps)
@@ -131,6 +132,8 @@ class Runner:
             self._randomness is None or self._randomness.base_seed != seed
         ):
             self._randomness = self._make_randomness(seed)
+            if self._stepper is not None:
+                self._stepper.capture = self._randomness.capture
 
     def transformed(self, key: Any, value: Any, read_ns: int, chain: Chain) -> Any:
         """The sample of a key whose value was read in another thread, in so many ns."""
@@ -146,19 +149,22 @@ class Runner:
     def run_steps(
         self, position: int, epoch: int, keys: list[Any], plain: Fetch, slow_ns: int
     ) -> tuple[list[Any], BaseException | None]:
-        """Run samples until one raises, stage by stage where that is not felt, or where one may be left.
+        """Run samples until one raises, stage by stage where that is not felt, or where one may be deferred.
 
         Args:
             position: Position of the first; the others follow it.
             plain: Gets a sample in one go.
-            slow_ns: A sample that has taken longer may be left; 0: none may.
+            slow_ns: A sample that has taken longer may be deferred; 0: none may.
 
         Returns:
-            The samples, or the partials of those that were left; and what the one after them raised, or None.
+            The samples, and the DeferredSample in place of one that was deferred; and what the one after them raised,
+            or None.
         """
         stepper = self._stepper
         if stepper is None:
             return self.run(position, epoch, keys, plain)
+        if slow_ns and self._reruns(len(keys)):
+            slow_ns = 0
         stepper.slow_ns = slow_ns
         self._runs += 1
         usual_ns, worth_ns = self.habits.usual_ns, self._worth_measuring_ns
@@ -194,8 +200,8 @@ class Runner:
         def binder() -> Bind:
             return self._binder(position, len(keys), batch_size)
 
-        def run(bind: Bind | None, bound: bool = True) -> tuple[list[Any], BaseException | None]:
-            return self._run(position, epoch, keys, fetch, probes, bind, bound)
+        def run(bind: Bind | None) -> tuple[list[Any], BaseException | None]:
+            return self._run(position, epoch, keys, fetch, probes, bind)
 
         if randomness is None:
             samples, error = run(None)
@@ -203,7 +209,7 @@ class Runner:
             # Binding would cost as much as these samples do, and they do not seem to draw. Should one draw after all,
             # these few are run again, bound, and so are all later ones.
             randomness.mark()
-            samples, error = run(None, bound=False)
+            samples, error = run(None)
             if randomness.drawn():
                 habits.draws = True
                 randomness.rewind()
@@ -253,32 +259,37 @@ class Runner:
     def _are_cheap(self, count: int) -> bool:
         return self.longest_ns < _WORTH_BINDING_NS and count >= _WORTH_WATCHING
 
-    def resume(self, partial: Partial, epoch: int) -> tuple[list[Any], BaseException | None]:
-        """Go on with a sample that was left: returns it, or its next partial; or no sample and what it raised."""
+    def _reruns(self, count: int) -> bool:
+        """Whether ``run`` may have to run so many samples a second time: then none of them can be deferred."""
+        draws = self.habits.draws
+        return self._randomness is not None and (
+            (draws is None and count == 1) or (draws is False and self._are_cheap(count))
+        )
+
+    def resume(
+        self, deferred: DeferredSample, epoch: int
+    ) -> tuple[list[Any], BaseException | None]:
+        """Go on with a deferred sample: returns it, or it deferred again; or no sample and what it raised."""
         stepper, randomness = self._stepper, self._randomness
         assert stepper is not None
 
-        def rebind(epoch: int, partial: Partial) -> None:
+        def rebind(epoch: int, deferred: DeferredSample) -> None:
             assert randomness is not None
-            if partial.randomness is None:
-                randomness.bind(epoch, partial.key, self.occurrence(partial.position))
-            else:
-                randomness.restore(partial.randomness)
+            randomness.restore(deferred.randomness)
 
         self._forget()
-        stepper.capture = None if randomness is None else randomness.capture
         samples, error = run_samples(
             stepper.resume,
-            [partial],
-            partial.position,
+            [deferred],
+            deferred.position,
             self._lease,
             self.durations,
             None if randomness is None else rebind,
             epoch,
             self._catches,
         )
-        self.durations[0] += partial.active_ns
-        self._record(samples, [partial.key], epoch)
+        self.durations[0] += deferred.active_ns
+        self._record(samples, [deferred.key], epoch)
         return samples, error
 
     def _run(
@@ -289,12 +300,8 @@ class Runner:
         fetch: Fetch,
         probes: bool,
         bind: Bind | None,
-        bound: bool,
     ) -> tuple[list[Any], BaseException | None]:
-        stepper, randomness, durations = self._stepper, self._randomness, self.durations
-        if stepper is not None:
-            # What was left in an unbound run has drawn nothing, or it would be run again.
-            stepper.capture = randomness.capture if randomness and bound else None
+        stepper, durations = self._stepper, self.durations
         if stepper is None or not probes:
             return run_samples(
                 fetch, keys, position, self._lease, durations, bind, epoch, self._catches
@@ -323,12 +330,13 @@ class Runner:
         if self.ahead_ns:
             durations[0] += self.ahead_ns
             self.ahead_ns = 0
-        if not self.left:
+        deferral = self._deferral
+        if deferral is None or deferral.num_deferred == self._deferred_before:
             self.longest_ns = total.record_all(durations, len(samples))
         else:
             self.longest_ns = max(durations[: len(samples)])
             for i, sample in enumerate(samples):
-                if type(sample) is not Partial:
+                if type(sample) is not DeferredSample:
                     total.record(durations[i])
         if self._watches_slowest and self.longest_ns > slowest.floor_ns:
             self._note_slowest(samples, keys, epoch)
@@ -337,19 +345,20 @@ class Runner:
         """Keep those that took longer than what is kept; one of them did."""
         durations, slowest = self.durations, self._slowest
         # If some were measured, they are the last ones.
-        stages = [] if self._stepper is None else self._stepper.dearest
+        stages = [] if self._stepper is None else self._stepper.longest
         for i in reversed(range(len(samples))):
-            if type(samples[i]) is Partial:
+            if type(samples[i]) is DeferredSample:
                 continue
             stage, stage_ns = stages.pop() if stages else (UNKNOWN, 0)
             if durations[i] > slowest.floor_ns:
                 slowest.offer(keys[i], epoch, durations[i], stage, stage_ns)
 
     def _forget(self) -> None:
-        """Begin anew with what the stepper tells of the samples."""
-        self.left.clear()
+        """Forget what is known of the samples of an earlier run."""
         if self._stepper is not None:
-            self._stepper.dearest.clear()
+            self._stepper.longest.clear()
+        if self._deferral is not None:
+            self._deferred_before = self._deferral.num_deferred
 
     def _guard(self, randomness: SampleRandomness) -> AbstractContextManager[None]:
         return randomness.saved() if self.in_line else nullcontext()

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 from minato._core.clock import now_ns
 from minato.scheduler.concurrent_worker import ConcurrentWorker
 from minato.scheduler.deaths import Loss
+from minato.scheduler.deferral import DeferredSample
 from minato.scheduler.dispatcher import Dispatcher
 from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.in_flight import InFlight
 from minato.scheduler.reads import Read
 from minato.scheduler.runner import Fetch, Runner
-from minato.scheduler.stepper import Partial, Stepper
+from minato.scheduler.stepper import Stepper
 from minato.scheduler.worker import Worker
 from minato.trace.lanes import REPEATED, SAMPLE, Lane, in_json
 
@@ -44,9 +45,9 @@ class TracedStepper(Stepper):
         self._lane.slice("dataset", begun_ns, ended_ns)
         return self.transformed(key, value, ended_ns - begun_ns, cpu_ns)
 
-    def resume(self, partial: Partial) -> Any:
+    def resume(self, sample: DeferredSample) -> Any:
         """As ever, and told as a sample."""
-        return _told(self._lane, self._lease, super().resume, partial, partial.key)
+        return _told(self._lane, self._lease, super().resume, sample, sample.key)
 
     def _note(self, first: int, stop: int) -> None:
         super()._note(first, stop)
@@ -75,7 +76,7 @@ class TracedRunner(Runner):
         """As ever, but stage by stage in any case."""
         if self._stepper is None:
             return self.run(position, epoch, keys, plain)
-        self._stepper.slow_ns = slow_ns
+        self._stepper.slow_ns = 0 if self._reruns(len(keys)) else slow_ns
         return self.run(position, epoch, keys, self._stepper.measured)
 
     def run(
@@ -98,10 +99,12 @@ class TracedRunner(Runner):
 
         return super().run(position, epoch, keys, told, batch_size=batch_size)
 
-    def resume(self, partial: Partial, epoch: int) -> tuple[list[Any], BaseException | None]:
+    def resume(
+        self, deferred: DeferredSample, epoch: int
+    ) -> tuple[list[Any], BaseException | None]:
         """As ever."""
         self._lane.epoch = epoch
-        return super().resume(partial, epoch)
+        return super().resume(deferred, epoch)
 
 
 def _told(lane: Lane, lease: Any, fetch: Fetch, what: Any, key: Any, name: str = SAMPLE) -> Any:
@@ -114,8 +117,8 @@ def _told(lane: Lane, lease: Any, fetch: Fetch, what: Any, key: Any, name: str =
         args = f'{args},"error":{in_json(type(error).__name__)}'
         lane.sample(line, position, f"{SAMPLE} (failed)", begun_ns, args)
         raise
-    if type(sample) is Partial:
-        name = f"{SAMPLE} (set aside)"
+    if type(sample) is DeferredSample:
+        name = f"{SAMPLE} (deferred)"
     lane.sample(line, position, name, begun_ns, args)
     return sample
 

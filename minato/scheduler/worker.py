@@ -9,14 +9,13 @@ from typing import Any
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
+from minato.scheduler.deferral import Deferral, DeferredSample
 from minato.scheduler.deliverer import Deliverer
 from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.leniency import Leniency
-from minato.scheduler.parking import Parking
 from minato.scheduler.parties import Sink
 from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Runner
-from minato.scheduler.stepper import Partial
 
 __all__ = ["Worker"]
 
@@ -39,7 +38,7 @@ class Worker:
         fetcher: Gets samples by key, or batches from a stream.
         runner: Runs them.
         read_keys: ``(batch, k, count) -> keys`` of samples k … k+count-1.
-        parking: Decides which slow samples are set aside; None: none is.
+        deferral: Decides which slow samples are deferred; None: none is.
         fast_first: Slow samples go to the newest batch, where they have no place of their own.
         whole_batches: Claim batches as a whole, whatever their samples cost.
         leniency: What to do about samples that raise; None: they are errors.
@@ -55,7 +54,7 @@ class Worker:
         runner: Runner,
         sink: Sink,
         read_keys: Callable[[int, int, int], Sequence[Any]],
-        parking: Parking | None = None,
+        deferral: Deferral | None = None,
         fast_first: bool = False,
         whole_batches: bool = False,
         leniency: Leniency | None = None,
@@ -70,11 +69,10 @@ class Worker:
         # Weakly: what a loader refers to shall be free with its iterator, not when garbage is collected.
         sink.run_again = weakref.WeakMethod(self._run_again)
         self._read_keys = read_keys
-        self._parking = parking
+        self._deferral = deferral
         self._whole_batches = whole_batches or fetcher.takes_lists or fetcher.keeps_state
         self._leniency = leniency
-        may_lack = parking is not None or leniency is not None
-        self._deliver = Deliverer(number, ledger, sink, fetcher, may_lack, fast_first)
+        self._deliver = Deliverer(number, ledger, sink, fetcher, leniency is not None, fast_first)
         self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_line else _RUN_NS
         self._roster = roster
         self._idle_since = now_ns()
@@ -140,13 +138,12 @@ class Worker:
             end()
 
     def step(self) -> bool:
-        """Do one lease, or go on with a sample that was set aside; False if there is nothing to do."""
-        parking = self._parking
-        if parking is not None and parking.due() and self._resume(parking.take()):
+        """Do one lease, or resume the deferred sample; False if there is nothing to do."""
+        if self._deferral is not None and self._deferral.is_due() and self._resume():
             return True
         lease = self._ledger.claim(self._number, self._longest_run())
         if lease is None:
-            return parking is not None and self._resume(parking.take())
+            return self._resume()
         batch, k, count = lease
         if count == 0:
             self._sink.collate(batch)
@@ -155,7 +152,7 @@ class Worker:
         if pass_index != self._pass_index:
             self._pass_index = pass_index
             self._resume_all()  # what is left of the last pass goes before the next one
-        started, put_aside = now_ns(), self._num_put_aside()
+        started, deferred = now_ns(), self._num_deferred()
         given = self._read_keys(batch, k, count)
         keys = list(given)
         self._runner.enter(seed)
@@ -171,7 +168,7 @@ class Worker:
             self._deliver.bound(batch, first + k, k, keys, samples, error, whole)
         else:
             self._run_unbound(fetcher, first + k, epoch, keys)
-        busy_ns = self._end(count - (self._num_put_aside() - put_aside), started)
+        busy_ns = self._end(count - (self._num_deferred() - deferred), started)
         self._runner.observe(busy_ns / count)
         return True
 
@@ -186,52 +183,46 @@ class Worker:
         self._idle_since = now
         return busy_ns
 
-    def _num_put_aside(self) -> int:
-        return 0 if self._parking is None else self._parking.num_put
+    def _num_deferred(self) -> int:
+        return 0 if self._deferral is None else self._deferral.num_deferred
 
     def _resume_all(self) -> None:
-        while self._parking is not None and self._resume(self._parking.take()):
+        """Complete all that was claimed."""
+        while self._resume():
             pass
 
-    def _resume(self, partial: Partial | None) -> bool:
-        """Go on with a sample that was set aside, until it is complete or set aside again; False if there is none."""
-        if partial is None:
+    def _resume(self) -> bool:
+        """Go on with the deferred sample, until it is complete or deferred again; False if there is none."""
+        deferred = None if self._deferral is None else self._deferral.take()
+        if deferred is None:
             return False
-        started = now_ns()
-        self._runner.meters.aside.record(max(started - partial.left_ns, 0))
-        batch, k = self._ledger.locate(partial.position)
-        _, _, _, bound, epoch, seed, *_ = self._ledger.describe(batch)
+        started, position, key = now_ns(), deferred.position, deferred.key
+        batch, _ = self._ledger.locate(position)
+        _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
         self._runner.enter(seed)
-        samples, error = self._runner.resume(partial, epoch)
-        self._ledger.note_costs(partial.position, self._runner.durations, 1)
-        completed = 1 - len(self._runner.left)
-        self._park()
-        cost_ns, position, key = self._runner.durations[0], partial.position, partial.key
-        if error is not None and self._leniency is not None:
-            sample, error = self._leniency.settle(position, epoch, key, error)
-            samples = [] if error is not None else [sample]
-        if bound:
-            self._deliver.bound(batch, position, k, [key], samples, error, False)
-        else:
-            self._deliver.free(position, key, samples[0] if samples else None, error, cost_ns)
-        self._end(completed, started)
+        samples, error = self._runner.resume(deferred, epoch)
+        self._ledger.note_costs(position, self._runner.durations, 1)
+        cost_ns = self._runner.durations[0]
+        is_deferred = error is None and type(samples[0]) is DeferredSample
+        if error is not None:
+            self._deliver_failed(position, epoch, key, error, cost_ns)
+        elif not is_deferred:
+            self._deliver.free(position, key, samples[0], None, cost_ns)
+        self._end(int(not is_deferred), started)
         return True
 
     def _run(
         self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
     ) -> tuple[list[Any], BaseException | None]:
-        """Run samples until one raises; returns them, or the partials of those that were left, and what it raised."""
+        """Run samples until one raises; returns them, a DeferredSample for one that was deferred, and the error."""
         if fetcher.takes_lists:
             return self._runner.run(position, epoch, keys, fetcher.each(keys))
-        # Who has samples that no other worker can be sent, runs whole batches.
-        can_leave = self._parking is not None and not self._sink.holds
-        slow_ns = self._ledger.slow_ns if can_leave else 0
+        slow_ns = 0 if self._deferral is None else self._ledger.slow_ns
         runner = self._runner
         samples, error = runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
         is_dear = runner.habits.usual_ns >= _WORTH_NOTING_NS
         if is_dear or 0 < self._ledger.slow_ns < runner.longest_ns:
             self._ledger.note_costs(position, runner.durations, len(samples))
-        self._park()
         return samples, error
 
     def _run_singly(
@@ -282,14 +273,6 @@ class Worker:
                 break
         return samples, error
 
-    def _park(self) -> None:
-        """Set aside what was left."""
-        if self._parking is not None:
-            for partial in self._runner.left:
-                self._runner.meters.deferred.record(partial.active_ns)
-                self._parking.put(partial)
-            self._runner.left.clear()
-
     def _run_list(
         self,
         fetcher: Fetcher,
@@ -330,7 +313,9 @@ class Worker:
         while True:
             done = len(samples)
             for i, sample in enumerate(samples):
-                self._deliver.free(position + i, keys[i], sample, None, self._runner.durations[i])
+                if type(sample) is not DeferredSample:
+                    cost_ns = self._runner.durations[i]
+                    self._deliver.free(position + i, keys[i], sample, None, cost_ns)
             if error is not None:
                 cost_ns = self._runner.durations[done]
                 self._deliver_failed(position + done, epoch, keys[done], error, cost_ns)

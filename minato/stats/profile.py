@@ -22,7 +22,7 @@ from minato.stats.summary import NOTHING, Summary, from_words, merged, to_words
 
 __all__ = ["Meters", "Profile", "fingerprint"]
 
-_FIXED = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "aside", "room")
+_FIXED = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "room")
 _FORMAT = 1
 _COUNT = attrgetter("count")
 _PLAIN = (str, int, float, bool, type(None))
@@ -41,8 +41,7 @@ class Meters:
         size: Bytes of the sample before the transforms.
         transforms: How many transforms were applied.
         dataset: Time of ``dataset[i]`` in ns.
-        deferred: How long samples had run in ns when they were set aside.
-        aside: How long they then lay there in ns.
+        deferred: How long deferred samples waited until they were resumed, in ns.
         room: Pauses in ns during which the consumer had enough, so that nothing was left to begin.
         steps: Time of each transform in ns.
         slowest: The samples that took longest.
@@ -57,9 +56,9 @@ class Meters:
         nbytes = self.nbytes(num_steps)
         memory = memoryview(bytearray(nbytes) if buffer is None else buffer).cast("B")
         self.all = [Histogram(memory[i * NBYTES : (i + 1) * NBYTES]) for i in range(count)]
-        """In this order: total, cpu, size, transforms, dataset, deferred, aside, room, then the steps."""
+        """In this order: total, cpu, size, transforms, dataset, deferred, room, then the steps."""
         self.total, self.cpu, self.size, self.transforms, self.dataset, *rest = self.all
-        self.deferred, self.aside, self.room, *self.steps = rest
+        self.deferred, self.room, *self.steps = rest
         self.slowest = Slowest(memory[count * NBYTES :])
 
     @staticmethod

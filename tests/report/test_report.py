@@ -228,8 +228,8 @@ def test_failures_are_counted() -> None:
 
 
 def test_deferrals_and_lag_are_counted() -> None:
-    def slow_at_0(sample: Any) -> Any:
-        if sample == 0:
+    def sometimes_slow(sample: Any) -> Any:
+        if sample % 10 == 9:
             time.sleep(0.03)
         return sample
 
@@ -240,11 +240,11 @@ def test_deferrals_and_lag_are_counted() -> None:
         worker_method="thread",
         order="fast_first",
         slow_after_s=0.01,
-        transforms=[slow_at_0, pause],
+        transforms=[sometimes_slow, pause],
     )
     slowness = run(loader).run.slowness
     assert slowness.phase == "fixed"
-    assert slowness.deferrals == slowness.resumes >= 1
+    assert slowness.deferrals >= 1
     assert slowness.lag_max >= 1
 
 

@@ -64,7 +64,7 @@ def run(
         Batches(wall_s, batches, 8 * batches, 1000, 0, 0, 0, 0, 0, 1.0),
         Workers(workers, busy_s, busy_share, 0, 0, on_core, cores, 0),
         Room(0.1, 2.0, 4, 1000, 4000, held),
-        Slowness("uniform", 0, 0.75, 0, 0, 0, 0, 0, 0),
+        Slowness("uniform", 0, 0.75, 0, 0, 0, 0, 0),
         Trouble(0, 0, 0, 0, 0, 0),
         Reads(0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0),
         Host(0, 0, 0, 0),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minato._core.codes import FAILED, OPEN, READY, SKIPPED
+from minato._core.codes import READY, SKIPPED
 from minato._core.ledger import Ledger
 from minato.assembler.arena import Arena
 from minato.assembler.transport import LocalStore
@@ -16,7 +16,6 @@ from minato.chain.chain import Chain
 from minato.scheduler.deliverer import Deliverer
 from minato.scheduler.failures import SKIP
 from minato.scheduler.fetch import Fetcher
-from minato.scheduler.stepper import Partial
 
 
 class Case:
@@ -43,22 +42,6 @@ class Case:
     def result(self, batch: int) -> Any:
         result = self.ledger.contents(batch)[2]
         return self.store.peek(result & ~63, 0)
-
-
-def partial(position: int) -> Partial:
-    return Partial(position, position, None, 0, 0, None, 0, None)
-
-
-def test_a_batch_waits_for_a_sample_set_aside_beside_one_that_raised() -> None:
-    case = Case(bound=True)
-    batch = case.publish(4)
-    assert case.ledger.claim(0, 4) == (batch, 0, 4)
-    samples = ["a", partial(1)]
-    case.deliver.bound(batch, 0, 0, [0, 1, 2, 3], samples, ValueError("bad"), True)
-    assert case.ledger.state(batch) == OPEN
-    case.deliver.bound(batch, 1, 1, [1], ["b"], None, False)
-    assert case.ledger.state(batch) == READY
-    assert case.ledger.contents(batch)[0] & FAILED
 
 
 def test_a_skipped_sample_completes_the_batch_that_its_place_is_in() -> None:

@@ -160,16 +160,6 @@ def test_two_panes_are_needed_to_fall_back_and_four_to_return():
     assert [pane(1), pane(1), pane(1), pane(1)] == [0.9, 0.9, 0.9, 0.75]
 
 
-def test_a_growing_heap_of_parked_samples_makes_it_fall_back():
-    policy, times = TimeoutPolicy(), Histogram()
-    rng = np.random.default_rng(0)
-    for parked in (0, 0, 0, 0, 0, 0, 0, 0, 100, 200, 300):
-        for cost_ns in rng.gamma(2.0, 50 * MS, 256):
-            times.record(int(cost_ns))
-        policy.observe(times, parked=parked)
-    assert policy.decision.percentile == 0.9
-
-
 def test_unfinished_samples_that_are_slow_already_count():
     costs_ns = np.random.default_rng(0).gamma(2.0, 50 * MS, 512)
     plain, aware = TimeoutPolicy(), TimeoutPolicy()

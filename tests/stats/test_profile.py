@@ -53,7 +53,6 @@ def test_workers_are_added_up_by_part():
         "transforms",
         "dataset",
         "deferred",
-        "aside",
         "room",
     )
     assert profile.names == (*fixed, "0 Crop", "1 Flip")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -176,7 +177,7 @@ class Scene:
 
     Attributes:
         cheap: Samples are claimed in runs.
-        aside: The worker sets each sample aside once.
+        defers: The worker defers samples.
         slow: All samples count as slow.
         restarts: Another worker takes the place of the dead one.
     """
@@ -185,7 +186,7 @@ class Scene:
     dataset: Samples | Stream = field(default_factory=Samples)
     options: dict[str, Any] = field(default_factory=dict)
     cheap: bool = False
-    aside: bool = False
+    defers: bool = False
     slow: bool = False
     restarts: bool = True
 
@@ -198,10 +199,13 @@ class Scene:
         return isinstance(self.dataset, Stream)
 
 
-ARRIVAL: dict[str, Any] = {"order": "arrival", "max_lag": 1}
+ARRIVAL: dict[str, Any] = {
+    "order": "arrival",
+    "max_lag": 2,
+}  # with 1, each sample has its own place
 COLLATE: dict[str, Any] = {"collate_fn": collate}
 SKIP: dict[str, Any] = {"on_error": "skip"}
-ASIDE: dict[str, Any] = {"order": "batch", "transforms": [same]}
+DEFER: dict[str, Any] = {**ARRIVAL, "transforms": [same]}
 SCENES = (
     Scene("single"),
     Scene("run", cheap=True),
@@ -232,8 +236,9 @@ SCENES = (
     Scene("stream, collate_fn", Stream(), COLLATE, restarts=False),
     Scene("stream with a state", Stream(has_state=True), restarts=False),
     Scene("dataset with a state", Stateful(), restarts=False),
-    Scene("set aside", options=ASIDE, aside=True),
-    Scene("set aside, error", Samples("flaky"), ASIDE, cheap=True, aside=True),
+    Scene("deferred", options=DEFER, defers=True),
+    Scene("deferred, error", Samples("flaky"), DEFER, defers=True),
+    Scene("deferred, fast_first", options={**DEFER, "order": "fast_first"}, defers=True),
 )
 
 
@@ -293,11 +298,14 @@ def work(worker: Any, steps: int) -> None:
         worker._reads.wait(0.05)
 
 
-def set_aside(worker: Any, ledger: Any) -> None:
-    """Have a worker leave each sample where it can."""
+def defer(worker: Any, ledger: Any) -> None:
+    """Have a worker defer a sample, run another one, resume the first, and so on."""
     ledger.slow_ns = 1
-    stepper = worker._runner._stepper
-    stepper.may_leave = lambda position, nbytes: True
+    worker._runner.habits.draws = True  # which is known after a while
+    deferral = worker._deferral
+    deferral.allows = lambda position: deferral._sample is None
+    due = itertools.cycle((False, False, True))
+    deferral.is_due = lambda: next(due)
 
 
 class World:
@@ -389,8 +397,8 @@ class World:
 
     def _run(self, wrap: Callable[[Any], Any]) -> None:
         worker = self.stage.make(0, self.scene, wrap)
-        if self.scene.aside:
-            set_aside(worker, self.ledger)
+        if self.scene.defers:
+            defer(worker, self.ledger)
         work(worker, 2 * SIZE if not self.scene.options.get("fetch_concurrency") else 40)
         worker.close()
 

@@ -167,7 +167,7 @@ def test_each_sample_is_told_once(workers: dict[str, Any], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("order", ["batch", "fast_first"])
-def test_a_sample_that_was_set_aside_is_told_once(order: str, tmp_path: Path) -> None:
+def test_a_sample_that_was_deferred_is_told_once(order: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     loader: Any = DataLoader(
         Numbers(120),
@@ -183,7 +183,7 @@ def test_a_sample_that_was_set_aside_is_told_once(order: str, tmp_path: Path) ->
     check_nesting(events)
     assert samples(events) == once(1, 120)
     if order == "fast_first":
-        assert samples(events, "sample (set aside)")
+        assert samples(events, "sample (deferred)")
 
 
 def test_samples_that_are_run_again_are_told_as_such(tmp_path: Path) -> None:
