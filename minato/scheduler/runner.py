@@ -163,9 +163,8 @@ class Runner:
         stepper = self._stepper
         if stepper is None:
             return self.run(position, epoch, keys, plain)
-        if slow_ns and self._reruns(len(keys)):
-            slow_ns = 0
-        stepper.slow_ns = slow_ns
+        # Samples that may run again are not deferred. Step by step, the lease still names the transform that runs.
+        stepper.slow_ns = 0 if self._reruns(len(keys)) else slow_ns
         self._runs += 1
         usual_ns, worth_ns = self.habits.usual_ns, self._worth_measuring_ns
         if usual_ns >= worth_ns:
