@@ -1,11 +1,14 @@
 # One environment for every target: .venv, with everything pinned in constraints.txt.
 PYTHON ?= python3
 SHORT ?=
+TRAIN ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --no-compile -c constraints.txt
 INSTALLED := $(VENV)/installed.stamp
+DEMO_INSTALLED := $(VENV)/demo.stamp
 BUILT := $(VENV)/built.stamp
 CORE := $(wildcard minato/_core/*.pyx minato/_core/*.pxd minato/_core/*.h)
 COMPILED := $(basename $(notdir $(wildcard minato/_core/_*_c.pyx)))
@@ -20,19 +23,37 @@ help:  ## list the targets
 install: $(INSTALLED) build  ## create .venv: pinned packages, minato compiled and editable
 
 # Without extensions: the target 'build' compiles them; pip would start from the beginning each time.
-$(INSTALLED): setup.py pyproject.toml constraints.txt
+# The demo reads a volume that lies in nilearn's wheel, and imports nothing of nilearn: its dependencies stay out.
+define install
 	@$(PYTHON) -c 'import sys; sys.exit("constraints.txt is for Python 3.11: set PYTHON" if sys.version_info < (3, 11) else 0)'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -c constraints.txt setuptools Cython numpy
-	MINATO_NO_EXTENSIONS=1 $(PIP) install --quiet -c constraints.txt --no-build-isolation --editable '.[all-dev]'
+	$(INSTALL) setuptools Cython numpy
+	MINATO_NO_EXTENSIONS=1 $(INSTALL) --no-build-isolation --editable '.[$(1)]'
+	$(INSTALL) --no-deps nilearn
+endef
+
+# Bytecode by all cores at once; some packages carry files that are no Python of this version.
+$(INSTALLED): setup.py pyproject.toml constraints.txt
+	$(call install,all-dev)
+	@$(PY) -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
+
+$(DEMO_INSTALLED): setup.py pyproject.toml constraints.txt
+	$(call install,demo)
+	@touch $@
+
+# 'make demo' alone makes do with the packages of the demo, where not all are installed.
+ENVIRONMENT := $(INSTALLED)
+ifeq ($(MAKECMDGOALS) $(wildcard $(INSTALLED)),demo )
+ENVIRONMENT := $(DEMO_INSTALLED)
+endif
 
 build: $(BUILT)  ## compile what changed in minato/_core, in place
 
 ifneq ($(strip $(foreach name,$(COMPILED),$(if $(wildcard minato/_core/$(name).*.so),,$(name)))),)
 .PHONY: $(BUILT)  # a compiled module is missing, whatever the stamp says
 endif
-$(BUILT): $(INSTALLED) $(CORE)
+$(BUILT): $(ENVIRONMENT) $(CORE)
 	$(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
@@ -90,8 +111,8 @@ format: $(INSTALLED)  ## let ruff rewrite the Python files
 docs: build  ## build docs/_build/html; a warning is an error
 	$(PY) -m sphinx --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
 
-demo: build  ## train a small model on real data, with torch's loader and with minato
-	$(PY) -m demo
+demo: build  ## load and augment a real volume with torch's loader and with minato (TRAIN=1: train on it, on the CPU)
+	$(PY) -m demo $(if $(TRAIN),--train)
 
 bench: build  ## compare with torch's loader, in about three quarters of an hour (SHORT=1: smoke run of the first two)
 	$(PY) -m bench.macro $(if $(SHORT),--short)

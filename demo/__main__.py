@@ -1,13 +1,12 @@
-"""``python -m demo``: train a small 3D U-Net with torch's loader and with minato, and compare."""
+"""``python -m demo``: load and augment a real brain volume with torch's loader and with minato, and compare."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import sys
-from pathlib import Path
 
-PACKAGES = ("nilearn", "scipy", "matplotlib", "rich")  # nilearn ships the volume
+PACKAGES = ("nilearn", "nibabel", "scipy", "rich")  # nilearn ships the volume
 
 
 def _positive(text: str) -> int:
@@ -19,11 +18,13 @@ def _positive(text: str) -> int:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
-    parser.add_argument("--epochs", type=_positive, default=5, help="passes per loader (default 5)")
+    parser.add_argument("--epochs", type=_positive, default=5, help="per loader (default 5)")
     parser.add_argument("--workers", type=_positive, default=2, help="per loader (default 2)")
-    parser.add_argument("--seed", type=int, default=0, help="of model and loaders (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of samples and model (default 0)")
     parser.add_argument(
-        "--output", type=Path, default=Path("build/demo.png"), help="chart (default build/demo.png)"
+        "--train",
+        action="store_true",
+        help="train a 3D U-Net on the CPU in each step, instead of a sleep that stands for an accelerator",
     )
     return parser.parse_args(arguments)
 
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     from demo.data import MissingData
 
     try:
-        runs = compare(options.epochs, options.workers, options.seed, options.output)
+        runs = compare(options.epochs, options.workers, options.seed, options.train)
     except MissingData as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2

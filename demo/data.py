@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 BACKGROUND, GREY, WHITE = 0, 1, 2
 CLASS_NAMES = ("background", "grey", "white")
@@ -34,7 +36,7 @@ class Sample(NamedTuple):
     """One training sample on its way through the chain; collated field by field.
 
     Attributes:
-        key: The index that was asked of the dataset (a tuple has an ``index`` of its own).
+        key: The draw that was asked for (a tuple has an ``index`` of its own).
         image: float32, ``(D, H, W)``; before the last transform possibly a view of the volume.
         label: uint8, same shape, one of ``BACKGROUND``, ``GREY``, ``WHITE`` per voxel.
         cost_s: Processor time that the chain has spent on this sample so far, in seconds.
@@ -62,7 +64,7 @@ def _read(folder: Path, kind: str) -> np.ndarray:
     path = folder / _FILES.format(kind)
     if not path.is_file():
         raise MissingData(f"{path} is missing; the demo was written for nilearn 0.14")
-    import nibabel  # optional: only the demo needs it, and nilearn brings it
+    import nibabel  # optional: only the demo needs it
 
     return np.asanyarray(nibabel.load(path).dataobj)
 
@@ -86,14 +88,25 @@ def load_volume() -> Volume:
 
 
 class Windows(Dataset[Sample]):
-    """Overlapping cubes of the training part, read as they are: all the work is in the chain.
+    """Overlapping cubes of the training part, with the transforms applied.
+
+    A sample is asked for by a draw, ``epoch * len(windows) + window``, and draws its random numbers from it: it is the
+    same for every loader, whichever worker loads it, and in whichever order.
 
     Args:
         volume: The whole volume; the windows are views of it.
-        num_windows: Use only so many, evenly spread; all 180 when omitted.
+        transforms: Applied one after the other.
+        seed: Of the random numbers.
+        num_windows: Use only this many, evenly spread; all 180 when omitted.
     """
 
-    def __init__(self, volume: Volume, num_windows: int | None = None) -> None:
+    def __init__(
+        self,
+        volume: Volume,
+        transforms: Sequence[Callable[[Sample], Sample]] = (),
+        seed: int = 0,
+        num_windows: int | None = None,
+    ) -> None:
         starts = [
             np.linspace(low, high - WINDOW, count).round().astype(int)
             for (low, high), count in zip(TRAINING_BOX, WINDOWS_PER_AXIS, strict=True)
@@ -103,13 +116,40 @@ class Windows(Dataset[Sample]):
             chosen = np.linspace(0, len(corners) - 1, num_windows).round().astype(int)
             corners = [corners[i] for i in chosen]
         self.volume = volume
+        self.transforms = transforms
+        self.seed = seed
         self.corners = corners
 
     def __len__(self) -> int:
         return len(self.corners)
 
-    def __getitem__(self, index: int) -> Sample:
-        image, label = self.volume.crop(
-            tuple((start, start + WINDOW) for start in self.corners[index])
-        )
-        return Sample(index, image, label, 0.0)
+    def __getitem__(self, draw: int) -> Sample:
+        random.seed(f"{self.seed} {draw}")
+        np.random.seed(random.getrandbits(32))
+        corner = self.corners[draw % len(self.corners)]
+        image, label = self.volume.crop(tuple((start, start + WINDOW) for start in corner))
+        sample = Sample(draw, image, label, 0.0)
+        for transform in self.transforms:
+            sample = transform(sample)
+        return sample
+
+
+class Draws(Sampler[int]):
+    """Each epoch has every window once, shuffled by seed and epoch alone: the same order for every loader."""
+
+    def __init__(self, num_windows: int, seed: int) -> None:
+        self.num_windows = num_windows
+        self.seed = seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.num_windows
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        windows = list(range(self.num_windows))
+        random.Random(f"{self.seed} {self.epoch}").shuffle(windows)
+        return iter([self.epoch * self.num_windows + window for window in windows])

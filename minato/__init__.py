@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from minato._core import implementation
 from minato._version import __version__
 from minato.chain.rng import numpy_rng, python_rng, torch_rng
@@ -16,10 +19,12 @@ from minato.errors import (
 from minato.fetching import Fetching
 from minato.loader import DataLoader
 from minato.options import PaperController
-from minato.padding import PadCollate, pad_stack
-from minato.patching import patch, unpatch
 from minato.scheduler.failures import SKIP, SampleFailure
 from minato.source.cost_batches import CostBatchSampler
+
+if TYPE_CHECKING:
+    from minato.padding import PadCollate, pad_stack
+    from minato.patching import patch, unpatch
 
 __all__ = [
     "SKIP",
@@ -44,3 +49,27 @@ __all__ = [
     "torch_rng",
     "unpatch",
 ]
+
+_ELSEWHERE = {
+    "PadCollate": "minato.padding",
+    "pad_stack": "minato.padding",
+    "patch": "minato.patching",
+    "unpatch": "minato.patching",
+}
+_PACKAGES = ("caching", "ingest", "sources")
+
+
+def __getattr__(name: str) -> Any:
+    """Import what a loader does not need when it is first asked for."""
+    if name in _ELSEWHERE:
+        value = getattr(importlib.import_module(_ELSEWHERE[name]), name)
+    elif name in _PACKAGES:
+        value = importlib.import_module(f"minato.{name}")
+    else:
+        raise AttributeError(f"module 'minato' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ELSEWHERE, *_PACKAGES})

@@ -17,7 +17,7 @@ __all__ = ["behind", "check_cache"]
 
 
 def check_cache(
-    cache: Cache | None,
+    cache: Cache,
     options: Options,
     chain: Chain,
     dataset: Any,
@@ -30,8 +30,6 @@ def check_cache(
         ValueError: It cannot; the message says what to do.
         TypeError: It is none.
     """
-    if cache is None:
-        return
     if not isinstance(cache, Cache):
         raise TypeError(
             f"cache={cache!r} is a {type(cache).__name__}: give a DiskCache or a MemoryCache"
@@ -61,10 +59,8 @@ def check_cache(
         )
 
 
-def behind(cache: Cache | None, dataset: Any, chain: Chain) -> tuple[Any, Chain]:
+def behind(cache: Cache, dataset: Any, chain: Chain) -> tuple[Any, Chain]:
     """The dataset that workers read, with the cached transforms in it, and the transforms that are left."""
-    if cache is None:
-        return dataset, chain
     cut = len(chain) if cache.after is None else cache.after
     return CachedDataset(dataset, chain.steps[:cut], cache, generators_asked), Chain(
         chain.steps[cut:]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from minato._standin import made_only
 from minato.checks import check_device, check_whole
-from minato.delivery.accelerator import page_locker
-from minato.delivery.consumers import Consumer, Group
-from minato.delivery.iterator import BatchIterator
 from minato.options import Options
+
+if TYPE_CHECKING:
+    from minato.delivery.consumers import Consumer
 
 __all__ = ["Distribution"]
 
@@ -41,6 +41,10 @@ class Distribution:
         Raises:
             ValueError, TypeError: The number or a device is not possible.
         """
+        from minato.delivery.accelerator import page_locker
+        from minato.delivery.consumers import Consumer, Group
+        from minato.delivery.iterator import BatchIterator
+
         if (n is None) == (devices is None):
             raise ValueError(f"n={n} and devices={devices}: give one of the two")
         if self._options.target is not None:

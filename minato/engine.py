@@ -77,7 +77,7 @@ class Engine:
     Args:
         arena: Where the batches lie; that of an earlier engine has warm pages.
         experience: What earlier engines have learned of the samples; this one adds to it.
-        make_reader: Makes what batches are, of full slots.
+        make_reader: Makes what batches are, of full slots; by default tensors of this process.
         pin: Copies batches to memory that the device can read by itself: they come as :class:`Pinned`, then.
     """
 
@@ -86,7 +86,7 @@ class Engine:
         plan: Plan,
         arena: Arena,
         experience: Experience,
-        make_reader: type[BatchReader] = BatchReader,
+        make_reader: type[BatchReader] | None = None,
         pin: Pin | None = None,
     ) -> None:
         self.plan = plan
@@ -138,7 +138,7 @@ class Engine:
         deaths = Deaths(plan.restarts, settles, Shortage(window) if in_processes else None)
         flow = Flow()
         self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths, flow)
-        reader = make_reader(self.ledger, self.arena, store)
+        reader = (make_reader or BatchReader)(self.ledger, self.arena, store)
         self._journal, staged_reader, dispatcher = parts_of(plan, experience.journal)
         self._ahead = plan.prefetch_to_device
         self._staging: AheadReader | None = onto_device(

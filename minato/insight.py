@@ -6,7 +6,7 @@ import copy
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import get_worker_info
@@ -18,23 +18,20 @@ from minato.chain.owned import Owned
 from minato.chain.rng import SampleRandomness
 from minato.checks import metrics_address
 from minato.fetching import Fetching
-from minato.monitor.endpoint import serve
-from minato.monitor.gpus import gpu_watch
-from minato.monitor.machine import MachineLook
-from minato.monitor.metrics import Exported
-from minato.monitor.storage import Storage
 from minato.opening import Opening
-from minato.plan import Unbound
-from minato.report.bias import Labels
-from minato.report.build import report_of, setup_of
-from minato.report.figures import Report
-from minato.report.headroom import HeadRoom
-from minato.report.live import Live
+from minato.options import Unbound
 from minato.scheduler.fetch import Fetcher
-from minato.slow_samples import SlowSamples
 from minato.source.progress import Coverage
 from minato.source.run import is_stream
-from minato.stats.journal import Journal
+
+if TYPE_CHECKING:  # each method imports what it shows: a loader that nobody asks has no use for it
+    from minato.monitor.machine import MachineLook
+    from minato.report.bias import Labels
+    from minato.report.figures import Report
+    from minato.report.headroom import HeadRoom
+    from minato.report.live import Live
+    from minato.slow_samples import SlowSamples
+    from minato.stats.journal import Journal
 
 __all__ = ["Insight"]
 
@@ -61,6 +58,8 @@ class Insight(Opening):
         Raises:
             ValueError: The loader was made with ``measure=False``, or a sample has no label.
         """
+        from minato.report.build import report_of, setup_of
+
         journal = self._measured()
         options = self._options
         may_fetch_more = not (
@@ -92,6 +91,8 @@ class Insight(Opening):
         Raises:
             ValueError: The loader was made with ``measure=False``.
         """
+        from minato.report.live import Live
+
         self._watch_gpus()
         return Live(self._measured(), type(self.dataset).__name__, ["dataset", *self._chain.names])
 
@@ -104,6 +105,8 @@ class Insight(Opening):
     @property
     def metrics_url(self) -> str | None:
         """Where the loader's figures are told; None without ``metrics_port``, and before the first iteration."""
+        from minato.monitor.metrics import Exported
+
         journal = self._experience.journal
         found = (
             [each.url for each in journal.watchers if isinstance(each, Exported)] if journal else []
@@ -116,9 +119,12 @@ class Insight(Opening):
             return
         self._watch_machine(self._experience.journal)
         rank = local_rank()
-        watchers = self._experience.journal.watchers
-        if _wished("MINATO_LIVE") and rank == 0 and not any(isinstance(w, Live) for w in watchers):
-            self.live()
+        if _wished("MINATO_LIVE") and rank == 0:
+            from minato.report.live import Live
+
+            watchers = self._experience.journal.watchers
+            if not any(isinstance(watcher, Live) for watcher in watchers):
+                self.live()
         place = self._options.metrics_port
         if place is None:
             place = _wished("MINATO_METRICS_PORT")
@@ -129,6 +135,9 @@ class Insight(Opening):
 
     def _watch_machine(self, journal: Journal) -> MachineLook:
         """Note from now on what the machine does."""
+        from minato.monitor.machine import MachineLook
+        from minato.monitor.storage import Storage
+
         if not isinstance(journal.machine, MachineLook):
             journal.machine = MachineLook()
             reads = Fetching.of(self._options.fetch_concurrency).counters
@@ -139,9 +148,14 @@ class Insight(Opening):
         """Note the use of the GPUs, too: in local rank 0 alone, which sees those of the other ranks."""
         machine = self._watch_machine(self._measured())
         if machine.gpus is None and local_rank() == 0:
+            from minato.monitor.gpus import gpu_watch
+
             machine.gpus = gpu_watch()
 
     def _tell_figures(self, place: int | str, rank: int) -> None:
+        from minato.monitor.endpoint import serve
+        from minato.monitor.metrics import Exported
+
         host, port = metrics_address(place)
         port += rank if port else 0
         stages = ["dataset", *self._chain.names]
@@ -161,6 +175,8 @@ class Insight(Opening):
     @made_only
     def slow_samples(self) -> SlowSamples:
         """Which samples are slow, and where they lay in the newest iterator's batches."""
+        from minato.slow_samples import SlowSamples
+
         self._refuse_attached("slow_samples()")
         return SlowSamples.of(self._experience, self._course.lateness())
 
@@ -180,6 +196,8 @@ class Insight(Opening):
         Raises:
             ValueError: ``steps`` is less than 1.
         """
+        from minato.report.headroom import HeadRoom
+
         self._refuse_ranks("headroom()")
         return HeadRoom(self._fresh_batches, steps)
 

@@ -8,34 +8,27 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
-from minato import integrations
 from minato._compat import TorchIterator, index_sampler, is_constructed
 from minato._standin import StandIn, TorchDataLoader, is_made, made_only
-from minato.assembler.arena import SpareArenas
-from minato.cached import check_cache
-from minato.caching.base import Cache
 from minato.chain.chain import Chain
-from minato.delivery.iterator import BatchIterator
 from minato.distribution import Distribution
 from minato.fetching import Fetching
 from minato.insight import Insight
-from minato.integrations.lightning import counts_batches
-from minato.opening import RestingEngine
-from minato.options import Options, PaperController
-from minato.plan import Unbound
+from minato.options import Options, PaperController, Unbound
 from minato.scheduler.failures import FailureLog, SampleFailure
-from minato.sharing import Sharing
 from minato.source.epochs import tell_epoch
 from minato.source.passes import SeededSampler
 from minato.source.replay import RecordedOrder
 from minato.source.run import Course, is_stream
-from minato.trace.lanes import Trace
+
+if TYPE_CHECKING:
+    from minato.caching.base import Cache
 
 __all__ = ["DataLoader"]
 
@@ -188,7 +181,10 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
     ) -> None:
         given = locals()
         given = {name: given[name] for name in _OWN}
-        integrations.connect()
+        from minato.integrations import connect
+        from minato.integrations.lightning import counts_batches
+
+        connect()
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
                 "Lightning relates predictions to samples by the sequence of the batches, so that here they are "
@@ -240,16 +236,26 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             given.update(min_workers=limits[0], max_workers=limits[1])
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
-        check_cache(cache, self._options, self._chain, dataset, num_workers, persistent_workers)
+        if cache is not None:
+            from minato.cached import check_cache
+
+            check_cache(cache, self._options, self._chain, dataset, num_workers, persistent_workers)
         vars(self).update(given)
         self._course = Course()
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
-        self._spare_arenas = SpareArenas()
-        self._resting_engine = RestingEngine()
-        self._trace = None if trace is None else Trace(os.fspath(trace))
+        self._spare_arenas, self._resting_engine = self._fresh_memory()
+        self._trace = None
+        if trace is not None:
+            from minato.trace.lanes import Trace
+
+            self._trace = Trace(os.fspath(trace))
         if self._options.quarantine is not None:
             FailureLog.check(self._options.quarantine)
-        self._sharing = Sharing.of(self._options)
+        self._sharing = None
+        if shared_pool:
+            from minato.sharing import Sharing
+
+            self._sharing = Sharing.of(self._options)
         if self._sharing is not None:
             shuffle, sampler = self._sharing.divided(
                 dataset, shuffle, sampler, batch_sampler, drop_last, seed
@@ -353,7 +359,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         if not is_made(self):
             return self.__dict__
         # A copy must not write to the same arenas; what was measured is not worth sending.
-        fresh = {"_spare_arenas": SpareArenas(), "_resting_engine": RestingEngine()}
+        arenas, engine = self._fresh_memory()
+        fresh = {"_spare_arenas": arenas, "_resting_engine": engine}
         return {**self.__dict__, **fresh, "_experience": self._fresh_experience()}
 
     def _twin(self, **changed: Any) -> DataLoader[Any]:
@@ -400,6 +407,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             )
         if self.num_workers > 0 and self._options.worker_method != "ray":
             self.check_worker_number_rationality()
+        from minato.delivery.iterator import BatchIterator
+
         self._open_views()
         may_pin, new_pass = self._options.target is None, type(self)._new_pass
         if self._sharing is not None:

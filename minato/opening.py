@@ -6,25 +6,25 @@ import functools
 import os
 import warnings
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minato._compat import index_sampler
 from minato._stateful import is_stateful
-from minato.assembler.arena import SpareArenas
-from minato.assembler.reader import BatchReader
 from minato.chain.chain import Chain
 from minato.chain.owned import Owned
-from minato.delivery.pinning import Pin
-from minato.engine import Engine
-from minato.experience import Experience
 from minato.options import Options
-from minato.plan import Plan
-from minato.scheduler.replicas import Replicas
-from minato.sharing import Sharing
-from minato.source.parts import Part
 from minato.source.replay import RecordedOrder
 from minato.source.run import Course, Run, is_stream
-from minato.trace.lanes import Trace
+
+if TYPE_CHECKING:
+    from minato.assembler.arena import SpareArenas
+    from minato.assembler.reader import BatchReader
+    from minato.delivery.pinning import Pin
+    from minato.engine import Engine
+    from minato.experience import Experience
+    from minato.plan import Plan
+    from minato.sharing import Sharing
+    from minato.trace.lanes import Trace
 
 __all__ = ["Opening", "RestingEngine"]
 
@@ -94,7 +94,18 @@ class Opening:
                 f"{what} is about the workers of all ranks of this node, and local rank 0 has them: ask its loader"
             )
 
+    @staticmethod
+    def _fresh_memory() -> tuple[SpareArenas, RestingEngine]:
+        """What iterators leave to later ones of the same loader, in the same process."""
+        from minato.assembler.arena import SpareArenas
+
+        return SpareArenas(), RestingEngine()
+
     def _fresh_experience(self) -> Experience:
+        from minato.experience import (
+            Experience,
+        )  # half of the scheduler, which importing minato need not load
+
         make = Experience.of if self._sharing is None else self._sharing.experience
         return make(self._options, self.num_workers)
 
@@ -112,8 +123,11 @@ class Opening:
         return self.num_workers > 0 and self._options.worker_method != "process"
 
     def _make_engine(
-        self, base_seed: int, reader: type[BatchReader] = BatchReader, pin: Pin | None = None
+        self, base_seed: int, reader: type[BatchReader] | None = None, pin: Pin | None = None
     ) -> Engine:
+        from minato.engine import Engine  # all stages: the first iterator loads them
+        from minato.plan import Plan
+
         if (resting := self._resting_engine.take(self)) is not None:
             return resting
         arena = self._spare_arenas.take(shared=self.num_workers > 0 and not self._in_threads)
@@ -160,12 +174,16 @@ class Opening:
         persists = self._iterator is not None
         run, state = course.open(self._whole, self._replay, done, persists)
         if sharing is not None:
+            from minato.source.parts import Part
+
             assert course.last is not None
             own = None if resumes is None else resumes[1]
             course.last.progress.part = Part(len(index_sampler(self)), own)
         if self._keeps_replicas:
             assert course.last is not None
             if self._iterator is None or before is None:
+                from minato.scheduler.replicas import Replicas
+
                 lasting = self.persistent_workers or self.num_workers == 0
                 before = Replicas(self._most_replicas, lasting, state)
             course.last.replicas = before  # persistent workers go on as they are

@@ -28,7 +28,7 @@ from minato.checks import (
 )
 from minato.fetching import Fetching
 
-__all__ = ["Options", "PaperController"]
+__all__ = ["Options", "PaperController", "Unbound"]
 
 ORDERS = ("strict", "batch", "arrival", "fast_first")
 DEFAULT_RETRIES = 2
@@ -41,6 +41,13 @@ _MOST_AT_FIRST = 12
 _AHEAD = 2
 """Batches on the device besides the one that is handed out, as in the MinatoLoader paper."""
 _INT64 = 1 << 63
+
+
+class Unbound(int):
+    """torch's default of ``prefetch_factor``: reads like it, but does not bound what is loaded ahead.
+
+    A type of its own, so that a loader made from another one's attributes is not bound either.
+    """
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from minato._compat import index_sampler, is_batched
 from minato._core.limits import explaining_limits
 from minato._core.seeding import mix
 from minato._machine import local_ranks, memory_of_late_bytes
-from minato.cached import behind
 from minato.chain.chain import Chain
 from minato.fetching import Fetching
-from minato.options import Options
+from minato.options import Options, Unbound
 from minato.scheduler.failures import ErrorPolicy, FailureLog
 from minato.scheduler.in_flight import Order
 from minato.scheduler.policy import TimeoutSettings
@@ -25,17 +24,10 @@ from minato.source.passes import largest_batch
 from minato.source.run import Standing, is_stream
 from minato.trace.lanes import Lanes
 
-__all__ = ["Plan", "Unbound"]
+__all__ = ["Plan"]
 
 _SHARE_OF_MEMORY = 4
 """The default budget of all loaders of a node is available memory divided by this."""
-
-
-class Unbound(int):
-    """torch's default of ``prefetch_factor``: reads like it, but does not bound what is loaded ahead.
-
-    A type of its own, so that a loader made from another one's attributes is not bound either.
-    """
 
 
 @dataclass(frozen=True)
@@ -140,7 +132,11 @@ class Plan:
         if options.settles_failures:
             # A log of failures for each iterator.
             policy = ErrorPolicy(options.on_error, options.retries, FailureLog(options.quarantine))
-        dataset, chain = behind(loader.cache, loader.dataset, loader._chain)
+        dataset, chain = loader.dataset, loader._chain
+        if loader.cache is not None:
+            from minato.cached import behind
+
+            dataset, chain = behind(loader.cache, dataset, chain)
         if options.seed is not None:
             base_seed = mix(options.seed, run.epoch, 0) >> 2
         return cls(

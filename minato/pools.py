@@ -6,35 +6,26 @@ import functools
 from collections.abc import Callable
 from typing import cast
 
-from minato._core.clock import now_ns
-from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato._machine import available_cores
-from minato._postponed import not_the_end
 from minato.assembler.transport import LocalStore
 from minato.assembler.writer import BatchWriter
 from minato.chain import generators
 from minato.plan import Plan
 from minato.scheduler.burial import Burial
-from minato.scheduler.cluster import ActorPool, Crew
 from minato.scheduler.deaths import Deaths, Loss
 from minato.scheduler.flow import Flow
 from minato.scheduler.in_hand import has_begun
 from minato.scheduler.local import InlinePool, ThreadPool
 from minato.scheduler.overdue import Overdue, StackFile
 from minato.scheduler.parties import WorkerPool
-from minato.scheduler.process import (
-    ProcessPool,
-    announced,
-    enter_worker_process,
-    parent_watch,
-)
-from minato.scheduler.remote import Work
+from minato.scheduler.process import ProcessPool, announced
 from minato.scheduler.roster import Roster
 from minato.scheduler.traced import telling_deaths
 from minato.scheduler.worker import Worker
 from minato.scheduler.wrapping import wrapped
+from minato.worker_main import initialise, restore, run_worker_process
 from minato.workplace import Workplace
 
 __all__ = ["make_pool"]
@@ -53,7 +44,7 @@ def make_pool(
     if plan.num_workers == 0:
 
         def in_line(number: int) -> Worker:
-            _restore(plan, number)
+            restore(plan, number)
             return workplace.worker(
                 number, ledger, lambda error: error, None, BaseException, in_line=True
             )
@@ -82,7 +73,7 @@ def make_pool(
             if not wanted(number, consumer_lives):
                 return None
             with announced(number, plan.most_workers, plan.base_seed, plan.dataset):
-                failure = _initialise(plan, number)
+                failure = initialise(plan, number)
             return workplace.worker(
                 number, ledger, wrapped(f"worker thread {number}"), failure, BaseException
             )
@@ -110,6 +101,9 @@ def make_pool(
     if plan.lanes is not None:
         buried = telling_deaths(plan.lanes.worker, buried)
     if plan.worker_method == "ray":
+        from minato.scheduler.cluster import ActorPool, Crew
+        from minato.scheduler.remote import Work
+
         work = Work(
             plan.dataset, plan.chain, plan.most_workers, plan.base_seed, plan.worker_init_fn
         )
@@ -129,7 +123,7 @@ def make_pool(
         plan.context,
         plan.most_workers,
         plan.num_workers,
-        _run_worker_process,
+        run_worker_process,
         (workplace,),
         ready,
         stop,
@@ -141,47 +135,3 @@ def make_pool(
         plan.most_workers if is_forked else max(int(available_cores()), 1),
         overdue,
     )
-
-
-def _run_worker_process(number: int, workplace: Workplace) -> None:
-    parent_lives = parent_watch()
-    plan = workplace.plan
-    try:
-        enter_worker_process(number, plan.most_workers, plan.base_seed, plan.dataset)
-        if workplace.stacks is not None:
-            workplace.stacks.listen()
-        ledger = Ledger(workplace.segment.array, None, workplace.segment.descriptor)
-        if not workplace.roster(ledger).stand_by(
-            number, lambda: ledger.stopping or ledger.draining, parent_lives
-        ):
-            return
-        lease = ledger.lease_words(number)
-        if plan.worker_init_fn is not None:
-            lease[1], lease[2] = now_ns(), STARTING
-        failure = _initialise(plan, number)
-        lease[2] = -1
-        wrap = wrapped(f"worker process {number}", in_process=True)
-        worker = workplace.worker(number, ledger, wrap, failure, BaseException)
-        worker.loop(parent_lives)
-        worker.close()
-    except KeyboardInterrupt:
-        pass  # the consumer was interrupted too, and says so
-
-
-def _initialise(plan: Plan, number: int) -> Exception | None:
-    try:
-        if plan.worker_init_fn is not None:
-            plan.worker_init_fn(number)
-        _restore(plan, number)
-    except StopIteration as stop:
-        return not_the_end("worker_init_fn", stop)
-    except Exception as error:
-        return error
-    return None
-
-
-def _restore(plan: Plan, number: int) -> None:
-    """Give this worker's copy of the dataset the state that an earlier run left it in."""
-    state = None if plan.replicas is None else plan.replicas.each[number].dataset
-    if state is not None:
-        plan.dataset.load_state_dict(state)

@@ -22,7 +22,6 @@ from minato.chain.owned import Owned
 from minato.chain.rng import SampleRandomness
 from minato.errors import NotPicklableError
 from minato.plan import Plan
-from minato.scheduler.actors import ActorReads
 from minato.scheduler.deferral import Deferral
 from minato.scheduler.failures import ErrorPolicy
 from minato.scheduler.fetch import Fetcher, StreamFetcher
@@ -176,6 +175,8 @@ class Workplace:
         dataset, chain = plan.dataset, plan.chain
         reads: Reads | None = None
         if hired is not None:
+            from minato.scheduler.actors import ActorReads
+
             reads = dataset = ActorReads(*hired, lease, meters)
             chain = Chain()  # the actor runs the transforms
         roster = self.roster(ledger)

@@ -1,12 +1,11 @@
-"""The parts of the demo: data, chain, one tiny training run, and a report that does not flatter."""
+"""The parts of the demo: data, chain, tiny runs with each loader, and a report that does not flatter."""
 
 from __future__ import annotations
 
 import importlib.util
 import random
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,18 @@ if _absent:
 from rich.console import Console  # noqa: E402  (after the skip)
 
 from demo import chain  # noqa: E402
-from demo.chart import draw  # noqa: E402
-from demo.data import HELD_OUT_BOX, WINDOW, Sample, Volume, Windows, load_volume  # noqa: E402
+from demo.data import (  # noqa: E402
+    HELD_OUT_BOX,
+    WINDOW,
+    Draws,
+    Sample,
+    Volume,
+    Windows,
+    load_volume,
+)
 from demo.model import Trainer, UNet  # noqa: E402
-from demo.report import Conditions, table, verdict  # noqa: E402
-from demo.train import Run, torch_loader, train  # noqa: E402
+from demo.report import Conditions, bars, table, verdict  # noqa: E402
+from demo.train import LOADERS, Accelerator, Run, make_loader, train  # noqa: E402
 
 TINY = Conditions(num_samples=8, batch_size=4, num_epochs=2, num_workers=2, num_cores=2)
 
@@ -125,56 +131,97 @@ def test_dice_of_a_perfect_and_of_a_blind_model(volume, monkeypatch):
     assert trainer.mean_dice(box) == 0.0
 
 
+def test_a_sample_follows_from_its_draw(volume):
+    windows = Windows(volume, chain.segmentation_chain(), seed=3)
+    first, again, later = windows[20], windows[20], windows[200]
+    assert np.array_equal(first.image, again.image)
+    assert not np.array_equal(first.image, later.image)  # the same window in the next epoch
+    other = Windows(volume, chain.segmentation_chain(), seed=4)[20]
+    assert not np.array_equal(first.image, other.image)
+
+
+def test_draws_shuffle_each_epoch_in_its_own_way():
+    draws = Draws(180, seed=0)
+    orders = []
+    for epoch in (0, 1, 0):
+        draws.set_epoch(epoch)
+        orders.append(list(draws))
+    assert orders[0] == orders[2] != list(range(180))
+    assert sorted(orders[1]) == list(range(180, 360))
+    assert [draw - 180 for draw in orders[1]] != orders[0]
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_training_run_with_torch(volume, one_thread):
-    windows = Windows(volume, num_windows=8)
-    trainer = Trainer(seed=0, num_steps=4)
-    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
-    steps: list[int] = []
-    run = train(
-        "torch",
-        lambda: torch_loader(windows, num_workers=2, seed=0, in_order=True),
-        trainer,
-        num_samples=8,
-        num_epochs=2,
-        after_step=lambda: steps.append(1),
-    )
-    assert (run.delivered, run.missing, run.repeated) == (16, 0, 0)
-    assert len(run.waits_s) == len(run.losses) == len(steps) == 4
-    assert len(run.costs_s) == 16
-    assert 0 < run.first_batch_s <= run.total_s
-    assert 0 < run.wait_s < run.total_s
-    after = trainer.model.parameters()
-    assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+def test_every_loader_delivers_the_same_samples(volume):
+    windows = Windows(volume, chain.segmentation_chain(), num_windows=8)
+    runs = []
+    for name, (loader, arguments) in LOADERS.items():
+        steps: list[int] = []
+        make = partial(make_loader, loader, windows, 2, **arguments)
+        run = train(name, make, Accelerator(0.01), 8, 2, after_step=lambda: steps.append(1))  # noqa: B023
+        assert run.is_complete
+        assert sorted(run.contents) == list(range(16))
+        assert len(run.waits_s) == len(run.steps_s) == len(steps) == 4
+        assert len(run.costs_s) == 16
+        assert 0 < run.first_batch_s <= run.total_s
+        assert 0 < run.wait_s + 0.02 < max(run.epochs_s) + 0.001
+        runs.append(run)
+    assert runs[0].contents == runs[1].contents == runs[2].contents
+    assert "NO" not in _rendered(runs)
 
 
-def test_lost_and_repeated_samples_are_noticed():
-    class Still:
-        def step(self, image: Any, label: Any) -> float:
-            return 0.0
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_training_gives_the_same_model_with_torch_in_order_and_minato(volume, one_thread):
+    windows = Windows(volume, chain.segmentation_chain(), num_windows=8)
+    models = []
+    for name in ("torch", "minato"):
+        loader, arguments = LOADERS[name]
+        trainer = Trainer(seed=0, num_steps=4)
+        before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+        run = train(name, partial(make_loader, loader, windows, 2, **arguments), trainer, 8, 2)
+        assert len(run.steps_s) == 4
+        assert run.step_cores == 1
+        after = list(trainer.model.parameters())
+        assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        models.append(after)
+    assert all(torch.equal(a, b) for a, b in zip(*models, strict=True))
 
-    def batch(*indices: int) -> Sample:
-        keys = torch.tensor(indices)
-        return Sample(keys, keys, keys, torch.zeros(len(indices)))
 
-    epochs = [batch(0, 1), batch(1, 3)]  # 2 is lost and 1 comes twice
-    run = train("careless", lambda: epochs, Still(), num_samples=4, num_epochs=2)
-    assert (run.delivered, run.missing, run.repeated) == (8, 2, 2)
-    assert "NO" in _rendered([run])
-    text = " ".join(verdict([_run("torch", 1.0), run], TINY))
-    assert "careless lost 2 samples and repeated 2" in text
+def test_lost_repeated_and_altered_samples_are_noticed():
+    def batch(*draws: int) -> Sample:
+        keys = torch.tensor(draws)
+        return Sample(keys, keys, keys, torch.zeros(len(draws)))
+
+    class Careless:
+        sampler = Draws(2, seed=0)
+
+        def __init__(self, *epochs: list[Sample]) -> None:
+            self.epochs = epochs
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(self.epochs[self.sampler.epoch])
+
+    whole = Careless([batch(0, 1)], [batch(2, 3)])
+    careless = Careless([batch(0), batch(0)], [batch(3, 2)])  # 1 is lost and 0 comes twice
+    good = train("torch", lambda: whole, Accelerator(0.0), num_samples=2, num_epochs=2)
+    bad = train("careless", lambda: careless, Accelerator(0.0), num_samples=2, num_epochs=2)
+    assert good.is_complete
+    assert (bad.missing, bad.repeated) == (1, 1)
+    assert _rendered([good, bad]).count("NO") == 2
+    text = " ".join(verdict([_run("torch", 1.0), bad], TINY))
+    assert "careless lost 1 samples and repeated 1" in text
 
 
-def _run(name: str, wait_s: float, total_s: float = 10.0, others: float | None = 0.0) -> Run:
+def _run(name: str, wait_s: float, epoch_s: float = 5.0, others: float | None = 0.0) -> Run:
     return Run(
         name,
-        total_s=total_s,
+        total_s=2 * epoch_s,
         first_batch_s=0.1,
-        trainer_cpu_s=6.0,
-        waits_s=[wait_s / 4] * 4,
+        waits_s=[wait_s / 2] * 4,
+        steps_s=[1.5] * 4,
+        epochs_s=[epoch_s] * 2,
         costs_s=[0.001] * 12 + [2.0] * 4,
-        delivered=16,
-        dice=0.9,
+        contents={0: 1},
         others_share=others,
     )
 
@@ -182,49 +229,48 @@ def _run(name: str, wait_s: float, total_s: float = 10.0, others: float | None =
 def _rendered(runs: list[Run]) -> str:
     console = Console(width=80)
     with console.capture() as captured:
+        console.print(bars(runs, TINY))
         console.print(table(runs, TINY))
     return captured.get()
 
 
 def test_bound_is_the_tightest_of_three():
     run = _run("x", wait_s=1.0)
-    assert run.chain_cpu_s == pytest.approx(8.012)
-    assert run.bound_s(num_workers=1, num_cores=4) == pytest.approx(8.012)
-    assert run.bound_s(num_workers=2, num_cores=2) == pytest.approx(7.006)
-    assert run.bound_s(num_workers=4, num_cores=8) == pytest.approx(6.0)
+    assert run.bound_s(num_workers=1, num_cores=4) == pytest.approx(8.012 / 2)
+    assert run.bound_s(num_workers=4, num_cores=8) == pytest.approx(3.0)
+    assert run.bound_s(num_workers=2, num_cores=1) == pytest.approx(8.012 / 2)
+    run.step_cores = 1  # the step is work for a core of this machine
+    assert run.bound_s(num_workers=2, num_cores=2) == pytest.approx((6.0 + 8.012) / 4)
+    run.costs_s = [0.1, 0.2, 0.1, 0.1, 9.0]
+    assert run.first_bound_s(batch_size=4, num_workers=2) == pytest.approx(0.25)
+    assert run.first_bound_s(batch_size=4, num_workers=4) == pytest.approx(0.2)
 
 
-def test_table_fits_a_terminal_of_80_columns():
-    text = _rendered([_run("torch out of order", 1.0, 1000.0), _run("minato (strict)", 0.2)])
+def test_tables_fit_a_terminal_of_80_columns():
+    trained = _run("torch, in_order=False", 1.0, 100.0)
+    trained.dice = 0.95
+    text = _rendered([trained, _run("minato", 0.2)])
     assert "…" not in text
-    assert "torch out of order" in text
-    rows = [line for line in text.splitlines() if line.strip().startswith(("torch", "minato"))]
-    assert len(rows) == 2
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("torch, in_order=False") == text.count("\nideal ") == 2
 
 
 def test_verdict_says_when_loading_is_no_bottleneck():
     idle = " ".join(verdict([_run("torch", 0.2), _run("minato", 0.1)], TINY))
     assert "not the bottleneck" in idle
     assert "do not differ beyond noise" in idle
-    busy = " ".join(verdict([_run("torch", 3.0), _run("minato", 0.1, total_s=8.0)], TINY))
+    busy = " ".join(verdict([_run("torch", 3.0), _run("minato", 0.1, epoch_s=4.0)], TINY))
     assert "not the bottleneck" not in busy
-    assert "20% less time" in busy
-    slower = " ".join(verdict([_run("torch", 3.0), _run("minato", 4.0, total_s=12.0)], TINY))
-    assert "20% more time" in slower
+    assert "1.25 times as long as with minato" in busy
+    slower = " ".join(verdict([_run("torch", 3.0), _run("minato", 4.0, epoch_s=6.25)], TINY))
+    assert "0.80 times as long as with minato" in slower
 
 
 def test_verdict_compares_nothing_when_other_programs_ran():
-    runs = [_run("torch", 3.0, others=0.4), _run("minato", 0.1, total_s=8.0)]
+    runs = [_run("torch", 3.0, others=0.4), _run("minato", 0.1, epoch_s=4.0)]
     text = " ".join(verdict(runs, TINY))
     assert "cannot be compared" in text
-    assert "less time" not in text
-
-
-def test_chart_is_a_picture(tmp_path: Path):
-    path = tmp_path / "demo.png"
-    runs = [_run("torch", 3.0), replace(_run("minato", 0.5), waits_s=[0.4, 0.0, 0.05, 0.05])]
-    draw(runs, TINY, path)
-    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "times as long" not in text
 
 
 def test_missing_package_is_one_clear_line(monkeypatch, capsys):

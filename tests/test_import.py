@@ -1,4 +1,4 @@
-"""Importing: each module alone, no side effects, no extras, and the core that one asked for."""
+"""Importing: each module alone, no side effects, no more than is used, and the core that one asked for."""
 
 from __future__ import annotations
 
@@ -71,14 +71,69 @@ print(json.dumps({
 }))
 """
 
+MOST_MODULES = 60
+"""Of minato, after ``import minato``."""
+ON_DEMAND = [
+    *("minato.report", "minato.monitor.endpoint", "minato.monitor.metrics", "minato.monitor.gpus"),
+    *(
+        "minato.sharing",
+        "minato.delivery.hub",
+        "minato.delivery.channel",
+        "minato.delivery.consumers",
+    ),
+    *("minato.scheduler.cluster", "minato.scheduler.actors", "minato.scheduler.remote", "ray"),
+    *("minato.caching", "minato.cached", "minato.sources", "minato.ingest", "minato.command"),
+    *("minato.patching", "minato.padding", "minato.integrations.accelerate", "accelerate"),
+    *("http.server", "html", "sqlite3", "rich", "lightning"),
+]
+"""What an ordinary epoch does not use."""
+NOT_IN_WORKERS = ["minato.engine", "minato.pools", "minato.experience", "minato.delivery", "psutil"]
+
+ORDINARY = """
+import json
+import sys
+
+import minato
+
+if __name__ == "__main__":
+    seen = {"import": sorted(sys.modules)}
+
+
+class Loaded:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return sorted(sys.modules)
+
+
+def collate(samples):
+    return samples[0]
+
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn"):
+        loader = minato.DataLoader(
+            Loaded(), 4, num_workers=2, collate_fn=collate, multiprocessing_context=method
+        )
+        seen[f"{method}ed worker"] = list(loader)[0]
+        seen[f"epoch, {method}"] = sorted(sys.modules)
+    print(json.dumps(seen))
+"""
+
 
 def run(script: str, *arguments: str, **variables: str) -> str:
     """Run a script in a fresh interpreter at the root, warnings being errors; return its output."""
+    return run_python("-W", "error", "-c", script, *arguments, **variables)
+
+
+def run_python(*arguments: str, **variables: str) -> str:
+    """Run a fresh interpreter at the root; return its output."""
     environment = {**os.environ, **variables}
-    if not variables:
+    if "MINATO_NO_EXTENSIONS" not in variables:
         environment.pop("MINATO_NO_EXTENSIONS", None)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script, *arguments],
+        [sys.executable, *arguments],
         cwd=PACKAGE.parent,
         env=environment,
         capture_output=True,
@@ -145,3 +200,28 @@ def test_pure_core_on_demand() -> None:
     assert seen["implementation"] == ["pure", "MINATO_NO_EXTENSIONS is set"]
     ours = [name for name in seen["modules"] if name.startswith("minato.")]
     assert [name for name in ours if name.endswith("_c")] == []
+
+
+@needs_extensions
+def test_no_more_is_imported_than_is_used(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ORDINARY)
+    seen = json.loads(run_python(str(program), PYTHONPATH=str(PACKAGE.parent)))
+    assert "minato.loader" in seen["import"]
+    assert "minato.engine" in seen["epoch, fork"]
+    assert "minato.worker_main" in seen["spawned worker"]
+    ours = [name for name in seen["import"] if name.partition(".")[0] == "minato"]
+    assert len(ours) <= MOST_MODULES, ours
+    for moment, modules in seen.items():
+        assert [name for name in ON_DEMAND if name in modules] == [], moment
+    assert [name for name in NOT_IN_WORKERS if name in seen["spawned worker"]] == []
+    assert [name for name in ("minato.engine", *NOT_IN_WORKERS) if name in seen["import"]] == []
+
+
+def test_public_names_are_imported_on_demand() -> None:
+    names = run(
+        "import minato; print(*[name for name in minato.__all__ if getattr(minato, name) is None]);"
+        "print(minato.caching.DiskCache.__name__, minato.sources.__name__, 'patch' in dir(minato));"
+        "print(hasattr(minato, 'no_such_name'))"
+    )
+    assert names.splitlines() == ["", "DiskCache minato.sources True", "False"]

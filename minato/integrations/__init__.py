@@ -12,8 +12,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from minato.integrations import accelerate
-
 __all__ = ["connect"]
 
 
@@ -26,7 +24,13 @@ def connect() -> None:
     if _connected or os.environ.get("MINATO_INTEGRATIONS") == "0":
         return
     _connected = True
-    _when_imported("accelerate.data_loader", accelerate.install)
+    _when_imported("accelerate.data_loader", _adapt_accelerate)
+
+
+def _adapt_accelerate(module: ModuleType) -> None:
+    from minato.integrations import accelerate  # of no use without the library
+
+    accelerate.install(module)
 
 
 def _when_imported(name: str, install: Callable[[Any], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from minato._core.clock import now_ns
 from minato._machine import (
@@ -13,8 +14,10 @@ from minato._machine import (
     memory_limit_bytes,
     memory_of_late_bytes,
 )
-from minato.monitor.gpus import GpuWatch
 from minato.stats.glance import Machine
+
+if TYPE_CHECKING:
+    from minato.monitor.gpus import GpuWatch
 
 __all__ = ["MachineLook", "look"]
 
