@@ -35,7 +35,7 @@ from minato.source.epochs import tell_epoch
 from minato.source.passes import SeededSampler
 from minato.source.replay import RecordedOrder
 from minato.source.run import Course, is_stream
-from minato.trace.lanes import Trace
+from minato.trace.track import Trace
 
 __all__ = ["DataLoader"]
 

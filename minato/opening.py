@@ -23,7 +23,7 @@ from minato.sharing import Sharing
 from minato.source.parts import Part
 from minato.source.replay import RecordedOrder
 from minato.source.run import Course, Run, is_stream
-from minato.trace.lanes import Trace
+from minato.trace.track import Trace
 
 __all__ = ["Opening", "RestingEngine"]
 
@@ -125,8 +125,8 @@ class Opening:
         engine = Engine(plan, arena, self._experience, reader, pin)
         # Its pages are warm: the next engine takes it, once nobody writes to it for this one.
         engine.afterwards.append(functools.partial(self._spare_arenas.append, arena))
-        if self._trace is not None and plan.lanes is not None:
-            engine.afterwards.append(functools.partial(self._trace.give_back, plan.lanes))
+        if self._trace is not None and plan.tracks is not None:
+            engine.afterwards.append(functools.partial(self._trace.give_back, plan.tracks))
         return engine
 
     def _warn_of_generators(self, plan: Plan) -> None:

@@ -18,7 +18,7 @@ from minato.chain import generators
 from minato.plan import Plan
 from minato.scheduler.burial import Burial
 from minato.scheduler.cluster import ActorPool, Crew, wrapped_in_actor
-from minato.scheduler.deaths import Deaths, Loss
+from minato.scheduler.deaths import Deaths
 from minato.scheduler.flow import Flow
 from minato.scheduler.in_hand import has_begun
 from minato.scheduler.local import InlinePool, ThreadPool, wrapped_in_thread
@@ -32,7 +32,6 @@ from minato.scheduler.process import (
 )
 from minato.scheduler.remote import Work
 from minato.scheduler.roster import Roster
-from minato.scheduler.traced import telling_deaths
 from minato.scheduler.worker import Worker
 from minato.workplace import Workplace
 
@@ -95,7 +94,7 @@ def make_pool(
     def sink(number: int) -> BatchWriter:
         return workplace.writer(number, ledger, lambda error: error)
 
-    buried: Callable[[int, int | None, int | Loss | None], None] = Burial(
+    buried = Burial(
         ledger,
         functools.partial(workplace.read_keys, ledger),
         plan.chain.names,
@@ -105,9 +104,8 @@ def make_pool(
         flow,
         overdue,
         plan.policy,
+        plan.worker_tracer,
     )
-    if plan.lanes is not None:
-        buried = telling_deaths(plan.lanes.worker, buried)
     if plan.worker_method == "ray":
         work = Work(plan.dataset, plan.chain, plan.all_workers, plan.base_seed, plan.worker_init_fn)
         crew = Crew(work, plan.ray_options)

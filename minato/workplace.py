@@ -15,7 +15,6 @@ from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato.assembler.arena import Arena
-from minato.assembler.traced import TracedWriter
 from minato.assembler.transport import Store, keys_of
 from minato.assembler.writer import BatchWriter
 from minato.chain.chain import Chain
@@ -24,6 +23,7 @@ from minato.chain.rng import SampleRandomness
 from minato.errors import NotPicklableError
 from minato.plan import Plan
 from minato.scheduler.actors import ActorReads
+from minato.scheduler.concurrent_worker import ConcurrentWorker
 from minato.scheduler.failures import ErrorPolicy
 from minato.scheduler.fetch import Fetcher, StreamFetcher
 from minato.scheduler.leniency import Leniency
@@ -32,14 +32,13 @@ from minato.scheduler.parking import Parking
 from minato.scheduler.reads import Reads, reads_of
 from minato.scheduler.replicas import Replica
 from minato.scheduler.roster import Roster
-from minato.scheduler.runner import Habits
+from minato.scheduler.runner import Habits, Runner
 from minato.scheduler.standby import Standby
 from minato.scheduler.stepper import Stepper
-from minato.scheduler.traced import PLAIN, traced_parts
 from minato.scheduler.traffic import Traffic
 from minato.scheduler.worker import Worker
 from minato.stats.profile import Meters
-from minato.trace.lanes import Lane
+from minato.trace.tracer import NULL_TRACER, Tracer
 
 __all__ = ["Workplace"]
 
@@ -134,12 +133,11 @@ class Workplace:
         ledger: Ledger,
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
         catches: type[BaseException] = Exception,
-        lane: Lane | None = None,
+        tracer: Tracer = NULL_TRACER,
     ) -> BatchWriter:
-        """What writes the samples of worker ``number``, and tells a lane of it."""
+        """What writes the samples of worker ``number``."""
         collation = self.plan.collate_fn, self.plan.batched
-        make = BatchWriter if lane is None else functools.partial(TracedWriter, lane)
-        return make(
+        return BatchWriter(
             number,
             ledger,
             self.arena,
@@ -148,6 +146,7 @@ class Workplace:
             describe_error,
             catches,
             self.plan.num_workers == 0,
+            tracer=tracer,
         )
 
     def worker(
@@ -188,10 +187,7 @@ class Workplace:
             reads = dataset = ActorReads(*hired, lease, meters)
             chain = Chain()  # the actor runs the transforms
         roster = self.roster(ledger, number)
-        lane, parts = None, PLAIN
-        if plan.lanes is not None:
-            lane = plan.lanes.worker(number)
-            parts = traced_parts(lane, plan.chain.names)
+        tracer = plan.worker_tracer(number)
         fetcher: Fetcher | StreamFetcher
         stepper: Stepper | None = None
         parking: Parking | None = None
@@ -213,7 +209,7 @@ class Workplace:
         if in_line and plan.replicas is not None:
             plan.replicas.present = present
         if not plan.streams and not fetcher.takes_lists and reads is None:
-            stepper = parts.stepper(plan.dataset, plan.chain, lease, meters)
+            stepper = Stepper(plan.dataset, plan.chain, lease, meters, tracer=tracer)
         if stepper is not None and plan.leaves_samples:
             most_bytes = plan.budget_bytes // (_PARKED_SHARE * plan.all_workers)
             always = plan.order.name == "fast_first"
@@ -226,7 +222,7 @@ class Workplace:
                 workers=lambda: roster.wanted,
             )
             stepper.may_leave = parking.may_leave
-        runner = parts.runner(
+        runner = Runner(
             lease,
             make_randomness if plan.seeds_samples else None,
             meters,
@@ -237,18 +233,19 @@ class Workplace:
             plan.measure,
             self.habits,
             ledger.occurrences,
+            tracer=tracer,
         )
         leniency: Leniency | None = None
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):
             leniency = Leniency(number, self.policy, runner, fetcher, plan.chain, lease)
-        make = parts.worker
+        make: Callable[..., Worker] = Worker
         fetching = plan.fetching
         if (fetching.at_once or reads is not None) and failure is None:
             workers = max(plan.most_workers, 1)
             traffic = Traffic(self.segment.array, self.traffic_offset, workers, fetching.most)
             reads = reads or reads_of(dataset, fetching.concurrency)
             make = functools.partial(
-                parts.concurrent_worker, reads, chain, plan.seeds_samples, traffic, fetching
+                ConcurrentWorker, reads, chain, plan.seeds_samples, traffic, fetching
             )
         return make(
             number,
@@ -256,11 +253,12 @@ class Workplace:
             Gate(self.segment.array, ledger.work_gate_offset),
             fetcher,
             runner,
-            self.writer(number, ledger, describe_error, catches, lane),
+            self.writer(number, ledger, describe_error, catches, tracer),
             functools.partial(self.read_keys, ledger),
             parking,
             plan.order.name == "fast_first",
             plan.round_robin,
             leniency,
             roster,
+            tracer=tracer,
         )

@@ -18,6 +18,7 @@ from minato.scheduler.foresight import Foresight
 from minato.scheduler.in_flight import InFlight, Leavings, Order, fitting
 from minato.scheduler.parties import KeyStore, Pool, Progress, Slots
 from minato.scheduler.window import Window
+from minato.trace.tracer import NULL_TRACER, Tracer
 
 __all__ = ["Dispatcher"]
 
@@ -44,6 +45,8 @@ class Dispatcher:
         drop_short: Whether a batch is dropped where too few samples are left to fill it.
         foresight: Lets long samples begin early.
         flow: Is told of the consumer's waiting; by default nobody wants to know.
+        tracer: Records batches, and inside ``next()`` the consumer's waiting and reading.
+        waiting: What the trace calls the consumer's waiting.
     """
 
     def __init__(
@@ -63,6 +66,9 @@ class Dispatcher:
         drop_short: bool = False,
         foresight: Foresight | None = None,
         flow: Flow | None = None,
+        *,
+        tracer: Tracer = NULL_TRACER,
+        waiting: str = "wait",
     ) -> None:
         self._ledger = ledger
         self._foresight = foresight
@@ -81,6 +87,8 @@ class Dispatcher:
         self._filled_up = False
         self._drops_short = drop_short and not order.bound
         self._flow = flow or Flow()
+        self._tracer, self._waiting = tracer, waiting
+        self._found_ns = 0
         self._open: deque[InFlight] = deque()
         self._ahead: deque[InFlight] = deque()  # of the pass that is expected next
         self._recent: deque[InFlight] = deque()  # the last max_lag + 1 opened of this pass
@@ -226,6 +234,7 @@ class Dispatcher:
                 self._assignment.delivered(found.owner)
                 if not flags & SKIPPED or not self._is_empty(found, result):
                     self._flow.delivered += 1
+                    self._found_ns = self._tracer.now()
                     return found
                 self._leavings.drop(found)
                 continue
@@ -274,6 +283,11 @@ class Dispatcher:
 
     def done(self, item: InFlight, batch_bytes: int) -> None:
         """Say that a batch has been read and its slot leased or released."""
+        if self._tracer.enabled:
+            now = self._tracer.now()
+            self._tracer.slice("read", self._found_ns, now)
+            args = {"epoch": item.epoch, "samples": len(item.keys)}
+            self._tracer.span("batch", item.opened_ns, now, args)
         self._window.observe(batch_bytes)
 
     def deliver(self, item: InFlight) -> None:
@@ -287,7 +301,11 @@ class Dispatcher:
         if deadline is not None:
             limit = min(limit, max(deadline - time.monotonic(), 0.0))
         began = time.monotonic()
-        self._pool.wait(self._gate.events if seen is None else seen, limit)
+        begun_ns = self._tracer.now()
+        try:
+            self._pool.wait(self._gate.events if seen is None else seen, limit)
+        finally:
+            self._tracer.slice(self._waiting, begun_ns)
         late_s = time.monotonic() - began - limit
         self._pool.check()
         self._leavings.sweep()
@@ -371,6 +389,7 @@ class Dispatcher:
         return next(self._batches, None)
 
     def _publish(self, keys: Any, owner: int) -> InFlight:
+        opened_ns = self._tracer.now()
         self._filled_up = False
         count = len(keys) or 1  # an empty batch has a place too: for what is collated of nothing
         plain, occurrences = self._ledger.can_hold(keys), None
@@ -405,7 +424,16 @@ class Dispatcher:
             self._start = self._ledger.describe(record)[1]
         progress = None if self._foretold else self._progress
         item = InFlight(
-            record, keys, slot, keys_slot, offset, *self._pass, owner, self._start, progress
+            record,
+            keys,
+            slot,
+            keys_slot,
+            offset,
+            *self._pass,
+            owner,
+            self._start,
+            progress,
+            opened_ns,
         )
         if not self._order.bound:
             self._recent.append(item)

@@ -13,6 +13,7 @@ from minato._core.steps import run_steps
 from minato.chain.chain import Chain
 from minato.stats.profile import Meters
 from minato.stats.size import nbytes_of
+from minato.trace.tracer import NULL_TRACER, Tracer
 
 __all__ = ["Partial", "Stepper"]
 
@@ -53,14 +54,25 @@ class Stepper:
         dataset: Indexed by the sampler's keys.
         lease: The worker's lease words; the third always names the stage that runs, -1 being the dataset's.
         meters: Receive the times of the stages of measured samples.
+        tracer: Records these stages.
     """
 
-    def __init__(self, dataset: Any, chain: Chain, lease: Any, meters: Meters) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        chain: Chain,
+        lease: Any,
+        meters: Meters,
+        *,
+        tracer: Tracer = NULL_TRACER,
+    ) -> None:
         self._dataset = dataset
         self._steps = chain.steps
         self._lease = lease
         self._cursor = lease[2:3]
         self._meters = meters
+        self._names = chain.names
+        self._tracer = tracer
         self._laps = array("q", bytes(8 * len(chain.steps)))
         self._dearest = -1, 0
         self.dearest: list[tuple[int, int]] = []
@@ -83,7 +95,10 @@ class Stepper:
         """The sample of a key, measured; a Partial if it was left."""
         cpu_ns, begun_ns = thread_time_ns(), now_ns()
         value = self._dataset[key]
-        return self.transformed(key, value, now_ns() - begun_ns, cpu_ns)
+        ended_ns = now_ns()
+        if self._tracer.enabled:
+            self._tracer.slice("dataset", begun_ns, ended_ns)
+        return self.transformed(key, value, ended_ns - begun_ns, cpu_ns)
 
     def transformed(self, key: Any, value: Any, dataset_ns: int, cpu_ns: int) -> Any:
         """The sample of a key whose ``dataset[key]`` took so long, measured; a Partial if it was left.
@@ -148,6 +163,13 @@ class Stepper:
             self._meters.steps[i].record(laps[i])
             if laps[i] > self._dearest[1]:
                 self._dearest = i, laps[i]
+        if self._tracer.enabled:
+            # They have ended by now, so that none is shown to begin before the one before it has ended.
+            begun_ns = now_ns() - sum(laps[first:stop])
+            for i in range(first, stop):
+                ended_ns = begun_ns + laps[i]
+                self._tracer.slice(self._names[i], begun_ns, ended_ns)
+                begun_ns = ended_ns
 
     def _leave(
         self, key: Any, value: Any, nbytes: int, step: int, active_ns: int, cpu_ns: int | None
