@@ -92,13 +92,14 @@ class Tracks:
 
 
 class Track:
-    """What one thread does, in a file. Nothing is written before ``flush``.
+    """A :class:`Tracer` that records in a file. Nothing is written before ``flush``.
 
     Attributes:
         file: What is written to.
     """
 
     enabled = True
+    now = staticmethod(now_ns)
 
     def __init__(self, file: EventFile, pid: int, number: int, name: str, suffix: str = "") -> None:
         self.file = file
@@ -112,14 +113,10 @@ class Track:
             + self._meta("thread_name", name=name + suffix)
             + self._meta("thread_sort_index", sort_index=number)
         )
-        self._events = [(0, 0, named)]  # begin, end, line
+        self._events = [(0, 0, named)]  # begin, minus end, line
 
     def _meta(self, kind: str, **args: Any) -> str:
         return f'{{"ph":"M",{self._where},"name":"{kind}","args":{json.dumps(args)}}},\n'
-
-    def now(self) -> int:
-        """As :class:`Tracer`, like the other methods."""
-        return now_ns()
 
     def slice(
         self,
@@ -134,7 +131,7 @@ class Track:
         self._events.append(
             (
                 begin_ns,
-                end_ns,
+                -end_ns,
                 f'{{"ph":"X",{self._where},"ts":{begin_ns / 1e3:.3f},"dur":{(end_ns - begin_ns) / 1e3:.3f},'
                 f'"name":{_quoted(name)},"args":{{{_members(args)}}}}},\n',
             )
@@ -145,9 +142,9 @@ class Track:
         if name != REPEATED:
             earlier = self._samples.get(position)
             if earlier is not None:
-                begun, ended, line = self._events[earlier]
+                begin, end, line = self._events[earlier]
                 line = line.replace(_quoted(SAMPLE), _quoted(REPEATED))
-                self._events[earlier] = begun, ended, line
+                self._events[earlier] = begin, end, line
             self._samples[position] = len(self._events)
         self.slice(name, begin_ns, None, args)
 
@@ -161,12 +158,12 @@ class Track:
             f'{{"ph":"b",{self._where},"ts":{begin_ns / 1e3:.3f},{identity},"args":{{{_members(args)}}}}},\n'
             f'{{"ph":"e",{self._where},"ts":{end_ns / 1e3:.3f},{identity},"args":{{}}}},\n'
         )
-        self._events.append((begin_ns, end_ns, lines))
+        self._events.append((begin_ns, -end_ns, lines))
 
     def instant(self, name: str) -> None:
         """Record that something happens now."""
         now = now_ns()
-        self._events.append((now, now, self._instant(name, now)))
+        self._events.append((now, -now, self._instant(name, now)))
 
     def _instant(self, name: str, at_ns: int) -> str:
         return (
@@ -179,14 +176,12 @@ class Track:
             f'{{"ph":"C",{self._where},"ts":{at_ns / 1e3:.3f},"name":{_quoted(name + self._suffix)},'
             f'"args":{json.dumps(values)}}},\n'
         )
-        self._events.append((at_ns, at_ns, line))
+        self._events.append((at_ns, -at_ns, line))
 
     def flush(self) -> None:
         """Write what was recorded."""
         if self._events:
-            # A slice comes before those inside it. Where the clock has not moved, it is the one recorded later.
-            self._events.reverse()
-            self._events.sort(key=_extent)
+            self._events.sort()  # a slice comes before those inside it, which were recorded before it
             lines = "".join([line for _, _, line in self._events])
             full = f"the trace is full ({self.file.limit_bytes} bytes): nothing more of this track"
             self.file.append(lines, self._instant(full, now_ns()))
@@ -194,19 +189,19 @@ class Track:
         self._samples.clear()
 
 
-def _extent(event: tuple[int, int, str]) -> tuple[int, int]:
-    begin_ns, end_ns, _ = event
-    return begin_ns, -end_ns
-
-
 def _members(args: Mapping[str, Any] | None) -> str:
     """The members of a JSON object."""
-    return "" if args is None else ",".join([f'"{name}":{_in_json(args[name])}' for name in args])
+    if args is None:
+        return ""
+    return ",".join(
+        [
+            f'"{name}":{value if type(value) is int else _in_json(value)}'
+            for name, value in args.items()
+        ]
+    )
 
 
 def _in_json(value: Any) -> str:
-    if type(value) is int:
-        return str(value)
     if type(value) is bool:
         return "true" if value else "false"
     return json.dumps((value if type(value) is str else repr(value))[:_LONGEST_TEXT])
