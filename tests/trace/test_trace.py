@@ -27,6 +27,7 @@ from minato.trace import track as track_module
 from minato.trace.file import EventFile
 from minato.trace.loop import LoopTrack
 from minato.trace.track import Track
+from minato.trace.tracer import NullTracer
 from tests.datasets import Filled, Numbers, Sleepy, double, plus_one, wait_until
 from tests.delivery.recorder import Recorder
 from tests.disks import file_size_limit, small_disk
@@ -364,6 +365,30 @@ def test_the_file_is_made_anew_when_iteration_starts(tmp_path: Path) -> None:
     assert loader.trace == path
     run(loader)
     assert samples(read(path)) == once(1, 4)
+
+
+def test_without_a_trace_no_call_is_made_for_single_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        method = getattr(NullTracer, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in ("now", "slice", "sample", "span", "instant", "flush"):
+        monkeypatch.setattr(NullTracer, name, counted(name))
+    counts = []
+    for batch_size in (4, 400):
+        calls.clear()
+        run(DataLoader(Numbers(20 * batch_size), batch_size, schedule="round_robin"))
+        counts.append(len(calls))
+    assert counts[0] == counts[1] <= 20 * 8
 
 
 def test_without_measure(tmp_path: Path) -> None:
