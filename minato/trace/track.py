@@ -6,13 +6,12 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from minato._core.clock import now_ns
 from minato.trace.file import LIMIT_BYTES, EventFile, begin, check
-from minato.trace.tracer import REPEATED, SAMPLE
+from minato.trace.tracer import REPEATED, SAMPLE, Args
 
 __all__ = ["Trace", "Track", "Tracks"]
 
@@ -119,11 +118,7 @@ class Track:
         return f'{{"ph":"M",{self._where},"name":"{kind}","args":{json.dumps(args)}}},\n'
 
     def slice(
-        self,
-        name: str,
-        begin_ns: int,
-        end_ns: int | None = None,
-        args: Mapping[str, Any] | None = None,
+        self, name: str, begin_ns: int, end_ns: int | None = None, args: Args | None = None
     ) -> None:
         """Record work that has ended."""
         if end_ns is None:
@@ -137,7 +132,7 @@ class Track:
             )
         )
 
-    def sample(self, position: int, name: str, begin_ns: int, args: Mapping[str, Any]) -> None:
+    def sample(self, position: int, name: str, begin_ns: int, args: Args) -> None:
         """Record a sample; if it ran in this lease before, that result is not used."""
         if name != REPEATED:
             earlier = self._samples.get(position)
@@ -148,9 +143,7 @@ class Track:
             self._samples[position] = len(self._events)
         self.slice(name, begin_ns, None, args)
 
-    def span(
-        self, name: str, begin_ns: int, end_ns: int, args: Mapping[str, Any] | None = None
-    ) -> None:
+    def span(self, name: str, begin_ns: int, end_ns: int, args: Args | None = None) -> None:
         """Record what went on beside other things."""
         self._count += 1
         identity = f'"cat":"minato","id":"{self._number}.{os.getpid()}.{self._count}","name":{_quoted(name)}'
@@ -189,7 +182,7 @@ class Track:
         self._samples.clear()
 
 
-def _members(args: Mapping[str, Any] | None) -> str:
+def _members(args: Args | None) -> str:
     """The members of a JSON object."""
     if args is None:
         return ""

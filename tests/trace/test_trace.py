@@ -26,8 +26,8 @@ from minato.stats.glance import Standing
 from minato.trace import track as track_module
 from minato.trace.file import EventFile
 from minato.trace.loop import LoopTrack
-from minato.trace.track import Track
 from minato.trace.tracer import NullTracer
+from minato.trace.track import Track
 from tests.datasets import Filled, Numbers, Sleepy, double, plus_one, wait_until
 from tests.delivery.recorder import Recorder
 from tests.disks import file_size_limit, small_disk
