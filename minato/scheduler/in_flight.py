@@ -39,7 +39,7 @@ class InFlight:
     """A batch between its opening and its end.
 
     Attributes:
-        opened_ns: When it was opened; 0 if no trace is recorded.
+        opened_ns, found_ns: When it was opened, and when its turn came; 0 if no trace is recorded.
     """
 
     record: int
@@ -54,6 +54,7 @@ class InFlight:
     pass_start: int
     progress: Progress | None
     opened_ns: int = 0
+    found_ns: int = 0
     retired: bool = False
 
 
