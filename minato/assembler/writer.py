@@ -208,20 +208,14 @@ class BatchWriter:
                 for i, sample in enumerate(samples):
                     self._attach(batch, place + i, sample, SAMPLE_BLOB)
             elif len(samples) == 1 or not self._pack_run(packing, k, samples):
-                self._pack_each(packing, batch, k, place, samples)
+                address = self._segment.address + packing.fields
+                for i, sample in enumerate(samples):
+                    texts = packing.packer.pack(sample, address, k + i)
+                    if texts is None:
+                        self._attach(batch, place + i, sample, SAMPLE_BLOB)
+                    elif texts:
+                        self._attach(batch, place + i, texts, TEXT_BLOB)
         self._tracer.slice("copy", begun_ns)
-
-    def _pack_each(
-        self, packing: _Packing, batch: int, k: int, place: int, samples: list[Any]
-    ) -> None:
-        """Copy samples to consecutive places one by one; what does not fit there lies beside them."""
-        address = self._segment.address + packing.fields
-        for i, sample in enumerate(samples):
-            texts = packing.packer.pack(sample, address, k + i)
-            if texts is None:
-                self._attach(batch, place + i, sample, SAMPLE_BLOB)
-            elif texts:
-                self._attach(batch, place + i, texts, TEXT_BLOB)
 
     def write_batch(self, batch: int, samples: list[Any], state: _State | None = None) -> None:
         """Build a whole batch that has one place, however many samples it holds; the caller fills the place.

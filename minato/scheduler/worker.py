@@ -137,6 +137,8 @@ class Worker:
 
     def _rest(self, seen: int, timeout_s: float) -> bool:
         """The same, recorded."""
+        if not self._tracer.enabled:
+            return self.rest(seen, timeout_s)
         begun_ns = self._tracer.now()
         try:
             return self.rest(seen, timeout_s)
