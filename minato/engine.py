@@ -31,6 +31,7 @@ from minato.pools import make_pool
 from minato.scheduler.assignment import AnyWorker, RoundRobin
 from minato.scheduler.cost_model import EarlyStart
 from minato.scheduler.deaths import Deaths
+from minato.scheduler.dispatcher import Dispatcher
 from minato.scheduler.failures import FailureCount
 from minato.scheduler.flow import Flow
 from minato.scheduler.in_flight import InFlight
@@ -44,9 +45,11 @@ from minato.scheduler.shortage import Shortage
 from minato.scheduler.traffic import Traffic
 from minato.scheduler.window import Window
 from minato.stats.glance import Standing
+from minato.stats.journal import Journal
 from minato.stats.profile import Meters, Profile
 from minato.stats.summary import merged
-from minato.telling import parts_of
+from minato.trace.loop import LoopTrack
+from minato.trace.tracer import NULL_TRACER, Tracer
 from minato.workplace import Workplace
 
 __all__ = ["Engine"]
@@ -139,10 +142,16 @@ class Engine:
         flow = Flow()
         self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths, flow)
         reader = (make_reader or BatchReader)(self.ledger, self.arena, store)
-        self._journal, staged_reader, dispatcher = parts_of(plan, experience.journal)
+        self._observers: list[Journal | LoopTrack] = []
+        if experience.journal is not None:
+            self._observers.append(experience.journal)
+        tracer: Tracer = NULL_TRACER
+        if plan.tracks is not None:
+            tracer = track = plan.tracks.loop()
+            self._observers.append(LoopTrack(track))
         self._ahead = plan.prefetch_to_device
         self._staging: AheadReader | None = onto_device(
-            plan.device, reader, self.ledger, self.arena, staged_reader
+            plan.device, reader, self.ledger, self.arena, tracer=tracer
         )
         if pin is not None:
             self._staging, self._ahead = PinnedReader(reader, self.ledger, pin), 1
@@ -169,7 +178,7 @@ class Engine:
                 times,
                 None if self._early_start is None else self._early_start.resize,
             )
-        self._dispatcher = dispatcher(
+        self._dispatcher = Dispatcher(
             self.ledger,
             ready,
             self._pool if self._scaler is None else WatchedPool(self._pool, self._scaler),
@@ -193,6 +202,8 @@ class Engine:
             plan.drop_last,
             self._early_start,
             flow,
+            tracer=tracer,
+            waiting="wait" if plan.num_workers else "load",
         )
         self._in_hand = functools.partial(
             sample_in_hand,
@@ -263,8 +274,8 @@ class Engine:
             self._dispatcher.deliver(self._taken[0])
             self._taken = None
         self._experience.engine = weakref.ref(self)
-        if self._journal is not None:
-            self._journal.begin(epoch, progress, self._gauges)
+        for observer in self._observers:
+            observer.begin(epoch, progress, self._gauges)
         if self._failures is not None:
             self._failures.begin(size())
         foretold = self._dispatcher.begin(batches, epoch, seed, expected, progress)
@@ -274,15 +285,14 @@ class Engine:
             self._dispatcher.refill()
         if not self._started:
             self._start()
-        if self._journal is not None:
-            self._journal.begun()
+        for observer in self._observers:
+            observer.begun()
         return foretold
 
     def next(self) -> Any:
         """The next batch. Raises StopIteration at the end of the pass, and what the batch's samples raised."""
-        journal = self._journal
-        if journal is not None:
-            journal.enter()
+        for observer in self._observers:
+            observer.enter()
         if self._taken is None:
             item = self._find()
             flags, *_, used_bytes = self.ledger.contents(item.record)
@@ -330,8 +340,8 @@ class Engine:
                 self._failures.end()
             if self._memory is not None:
                 self._memory.keep(self.profile(), self.timeouts.recent)
-            if self._journal is not None:
-                self._journal.finish()
+            for observer in self._observers:
+                observer.finish()
             raise
         if self._failures is not None:
             self._failures.finished += len(item.keys)
@@ -347,9 +357,10 @@ class Engine:
     def _hand_over(self, item: InFlight, used_bytes: int) -> None:
         """Note that the program gets a batch, or its error."""
         self._dispatcher.deliver(item)
-        if self._journal is not None:
+        if self._observers:
             samples = item.keys[0] if self.plan.streams else len(item.keys)
-            self._journal.leave(samples, used_bytes, self._standing)
+            for observer in self._observers:
+                observer.leave(samples, used_bytes, self._standing)
 
     def _look_ahead(self, item: InFlight) -> None:
         """See to what the workers do next; what goes wrong is raised by the next call: this one has a batch."""
@@ -373,8 +384,8 @@ class Engine:
 
     def pinned(self, duration_ns: int) -> None:
         """Learn how long it took to pin the batch that ``next`` returned."""
-        if self._journal is not None:
-            self._journal.pinned(duration_ns)
+        for observer in self._observers:
+            observer.pinned(duration_ns)
 
     def lock_pages(self, locker: PageLocker) -> None:
         """Keep the memory of batches in place, for a device that reads from there."""

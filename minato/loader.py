@@ -246,7 +246,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         self._spare_arenas, self._resting_engine = self._fresh_memory()
         self._trace = None
         if trace is not None:
-            from minato.trace.lanes import Trace
+            from minato.trace.track import Trace
 
             self._trace = Trace(os.fspath(trace))
         if self._options.quarantine is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from minato.experience import Experience
     from minato.plan import Plan
     from minato.sharing import Sharing
-    from minato.trace.lanes import Trace
+    from minato.trace.track import Trace
 
 __all__ = ["Opening", "RestingEngine"]
 
@@ -139,8 +139,8 @@ class Opening:
         engine = Engine(plan, arena, self._experience, reader, pin)
         # Its pages are warm: the next engine takes it, once nobody writes to it for this one.
         engine.afterwards.append(functools.partial(self._spare_arenas.append, arena))
-        if self._trace is not None and plan.lanes is not None:
-            engine.afterwards.append(functools.partial(self._trace.give_back, plan.lanes))
+        if self._trace is not None and plan.tracks is not None:
+            engine.afterwards.append(functools.partial(self._trace.give_back, plan.tracks))
         return engine
 
     def _warn_of_generators(self, plan: Plan) -> None:

@@ -22,7 +22,8 @@ from minato.scheduler.policy import TimeoutSettings
 from minato.scheduler.replicas import Replicas
 from minato.source.passes import largest_batch
 from minato.source.run import Standing, is_stream
-from minato.trace.lanes import Lanes
+from minato.trace.tracer import NULL_TRACER, Tracer
+from minato.trace.track import Tracks
 
 __all__ = ["Plan"]
 
@@ -58,7 +59,7 @@ class Plan:
         profile: Folder that keeps what samples cost, None for none.
         fetching: How samples are read at once.
         measure: Keep what a report needs.
-        lanes: Where the run tells what it does, None for nowhere.
+        tracks: Of the trace, None for none.
         device: Where batches go, None for main memory.
         prefetch_to_device: How many go there before their turn.
         ray_options: What Ray is told of each actor.
@@ -96,7 +97,7 @@ class Plan:
     profile: str | None
     fetching: Fetching
     measure: bool
-    lanes: Lanes | None
+    tracks: Tracks | None
     device: torch.device | None
     prefetch_to_device: int
     ray_options: Mapping[str, Any]
@@ -175,16 +176,20 @@ class Plan:
             profile=options.profile,
             fetching=Fetching.of(options.fetch_concurrency),
             measure=bool(options.measure),
-            lanes=None if loader._trace is None else loader._trace.take(),
+            tracks=None if loader._trace is None else loader._trace.take(),
             device=options.target,
             prefetch_to_device=options.prefetch_to_device,
             ray_options=options.ray_options or {},
         )
 
+    def worker_tracer(self, number: int) -> Tracer:
+        """What records the work of worker ``number``."""
+        return NULL_TRACER if self.tracks is None else self.tracks.worker(number)
+
     @functools.cached_property
     def can_rest(self) -> bool:
         """Whether the same engine will do for a later iterator, because nothing of an earlier one is left in it."""
-        keeps = (self.policy, self.replicas, self.profile, self.lanes, self.device)
+        keeps = (self.policy, self.replicas, self.profile, self.tracks, self.device)
         return (
             self.num_workers == 0
             and all(part is None for part in keeps)

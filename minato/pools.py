@@ -14,7 +14,7 @@ from minato.assembler.writer import BatchWriter
 from minato.chain import generators
 from minato.plan import Plan
 from minato.scheduler.burial import Burial
-from minato.scheduler.deaths import Deaths, Loss
+from minato.scheduler.deaths import Deaths
 from minato.scheduler.flow import Flow
 from minato.scheduler.in_hand import has_begun
 from minato.scheduler.local import InlinePool, ThreadPool
@@ -22,7 +22,6 @@ from minato.scheduler.overdue import Overdue, StackFile
 from minato.scheduler.parties import WorkerPool
 from minato.scheduler.process import ProcessPool, announced
 from minato.scheduler.roster import Roster
-from minato.scheduler.traced import telling_deaths
 from minato.scheduler.worker import Worker
 from minato.scheduler.wrapping import wrapped
 from minato.worker_main import initialise, restore, run_worker_process
@@ -87,7 +86,7 @@ def make_pool(
     def sink(number: int) -> BatchWriter:
         return workplace.writer(number, ledger, lambda error: error)
 
-    buried: Callable[[int, int | None, int | Loss | None], None] = Burial(
+    buried = Burial(
         ledger,
         functools.partial(workplace.read_keys, ledger),
         plan.chain.names,
@@ -97,9 +96,8 @@ def make_pool(
         flow,
         overdue,
         plan.policy,
+        plan.worker_tracer,
     )
-    if plan.lanes is not None:
-        buried = telling_deaths(plan.lanes.worker, buried)
     if plan.worker_method == "ray":
         from minato.scheduler.cluster import ActorPool, Crew
         from minato.scheduler.remote import Work

@@ -14,7 +14,6 @@ from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato.assembler.arena import Arena
-from minato.assembler.traced import TracedWriter
 from minato.assembler.transport import Store, keys_of
 from minato.assembler.writer import BatchWriter
 from minato.chain.chain import Chain
@@ -22,6 +21,7 @@ from minato.chain.owned import Owned
 from minato.chain.rng import SampleRandomness
 from minato.errors import NotPicklableError
 from minato.plan import Plan
+from minato.scheduler.concurrent_worker import ConcurrentWorker
 from minato.scheduler.deferral import Deferral
 from minato.scheduler.failures import ErrorPolicy
 from minato.scheduler.fetch import Fetcher, StreamFetcher
@@ -30,13 +30,12 @@ from minato.scheduler.overdue import StackFile
 from minato.scheduler.reads import Reads, reads_of
 from minato.scheduler.replicas import Replica
 from minato.scheduler.roster import Roster
-from minato.scheduler.runner import Habits
+from minato.scheduler.runner import Habits, Runner
 from minato.scheduler.stepper import Stepper
-from minato.scheduler.traced import PLAIN, traced_parts
 from minato.scheduler.traffic import Traffic
 from minato.scheduler.worker import Worker
 from minato.stats.profile import Meters
-from minato.trace.lanes import Lane
+from minato.trace.tracer import NULL_TRACER, Tracer
 
 __all__ = ["Workplace"]
 
@@ -124,12 +123,11 @@ class Workplace:
         ledger: Ledger,
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
         catches: type[BaseException] = Exception,
-        lane: Lane | None = None,
+        tracer: Tracer = NULL_TRACER,
     ) -> BatchWriter:
-        """What writes the samples of worker ``number``, and tells a lane of it."""
+        """What writes the samples of worker ``number``."""
         collation = self.plan.collate_fn, self.plan.batched
-        make = BatchWriter if lane is None else functools.partial(TracedWriter, lane)
-        return make(
+        return BatchWriter(
             number,
             ledger,
             self.arena,
@@ -138,6 +136,7 @@ class Workplace:
             describe_error,
             catches,
             self.plan.num_workers == 0,
+            tracer=tracer,
         )
 
     def worker(
@@ -180,10 +179,7 @@ class Workplace:
             reads = dataset = ActorReads(*hired, lease, meters)
             chain = Chain()  # the actor runs the transforms
         roster = self.roster(ledger)
-        lane, parts = None, PLAIN
-        if plan.lanes is not None:
-            lane = plan.lanes.worker(number)
-            parts = traced_parts(lane, plan.chain.names)
+        tracer = plan.worker_tracer(number)
         fetcher: Fetcher | StreamFetcher
         stepper: Stepper | None = None
         deferral: Deferral | None = None
@@ -207,8 +203,8 @@ class Workplace:
         if not plan.streams and not fetcher.takes_lists and reads is None:
             if plan.defers:
                 deferral = Deferral(ledger=ledger, meters=meters, num_workers=lambda: roster.wanted)
-            stepper = parts.stepper(plan.dataset, plan.chain, lease, meters, deferral)
-        runner = parts.runner(
+            stepper = Stepper(plan.dataset, plan.chain, lease, meters, deferral, tracer=tracer)
+        runner = Runner(
             lease,
             make_randomness if plan.seeds_samples else None,
             meters,
@@ -219,18 +215,19 @@ class Workplace:
             plan.measure,
             self.habits,
             ledger.occurrences,
+            tracer=tracer,
         )
         leniency: Leniency | None = None
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):
             leniency = Leniency(number, self.policy, runner, fetcher, plan.chain, lease)
-        make = parts.worker
+        make: Callable[..., Worker] = Worker
         fetching = plan.fetching
         if (fetching.at_once or reads is not None) and failure is None:
             workers = max(plan.most_workers, 1)
             traffic = Traffic(self.segment.array, self.traffic_offset, workers, fetching.most)
             reads = reads or reads_of(dataset, fetching.concurrency)
             make = functools.partial(
-                parts.concurrent_worker, reads, chain, plan.seeds_samples, traffic, fetching
+                ConcurrentWorker, reads, chain, plan.seeds_samples, traffic, fetching
             )
         return make(
             number,
@@ -238,11 +235,12 @@ class Workplace:
             Gate(self.segment.array, ledger.work_gate_offset),
             fetcher,
             runner,
-            self.writer(number, ledger, describe_error, catches, lane),
+            self.writer(number, ledger, describe_error, catches, tracer),
             functools.partial(self.read_keys, ledger),
             deferral,
             plan.order.name == "fast_first",
             plan.round_robin,
             leniency,
             roster,
+            tracer=tracer,
         )

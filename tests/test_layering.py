@@ -6,8 +6,8 @@ neighbour, ``_core``, ``stats`` and ``trace``; ``caching``, ``integrations`` and
 ``ingest`` uses the loader and ``sources``; only ``cached.py``, ``command.py``, ``distribution.py``, ``doctor.py``,
 ``engine.py``, ``experience.py``, ``factories.py``, ``gauges.py``, ``ingesting.py``, ``insight.py``, ``loader.py``,
 ``memory.py``, ``opening.py``, ``patching.py``, ``plan.py``, ``pools.py``, ``sharing.py``, ``slow_samples.py``,
-``telling.py``, ``worker_main.py``, ``workplace.py`` and the package itself know all. Imports stand at the top of a
-module, but for the few modules that load a part of minato when it is first used.
+``worker_main.py``, ``workplace.py`` and the package itself know all. Imports stand at the top of a module, but for
+the few modules that load a part of minato when it is first used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ WIRING = {
     "pools",
     "sharing",
     "slow_samples",
-    "telling",
     "worker_main",
     "workplace",
 }
@@ -177,8 +176,8 @@ def test_every_folder_is_a_known_part() -> None:
         ("minato._core.wait", "from minato.stats import clock"),
         ("minato.stats.report", "from minato.chain import chain"),
         ("minato.stats.journal", "from minato.report import figures"),
-        ("minato.stats.journal", "from minato.trace import lanes"),
-        ("minato.trace.lanes", "from minato.scheduler import worker"),
+        ("minato.stats.journal", "from minato.trace import tracer"),
+        ("minato.trace.track", "from minato.scheduler import worker"),
         ("minato.report.build", "from minato.scheduler import policy"),
         ("minato.source.keys", "import minato.chain"),
         ("minato.scheduler.worker", "from minato.source.sampler import Sampler"),
@@ -204,7 +203,7 @@ def test_the_checker_sees_what_is_forbidden(module: str, line: str) -> None:
         ("minato.delivery.lease", "from minato import errors\nfrom minato.stats import clock"),
         ("minato.report.text", "def show():\n    import rich.table"),
         ("minato.report.build", "from minato.stats import journal"),
-        ("minato.scheduler.traced", "from minato.trace import lanes"),
+        ("minato.scheduler.worker", "from minato.trace import tracer"),
         ("minato.loader", "from minato.delivery import lease\nfrom minato.source import keys"),
     ],
 )

@@ -33,6 +33,7 @@ from minato.assembler.page_locks import Slot
 from minato.assembler.transport import DamagedError, Store, damaged, keys_of
 from minato.errors import add_note
 from minato.scheduler.in_hand import indices_of
+from minato.trace.tracer import NULL_TRACER, Tracer
 
 __all__ = ["BatchWriter", "SampleError", "read_layout"]
 
@@ -155,6 +156,7 @@ class BatchWriter:
         describe_error: Turns an exception that is being handled into what the consumer raises.
         catches: What ``collate_fn`` may raise without ending the worker.
         in_line: The worker runs in the consumer's thread, with all of torch's threads at its service.
+        tracer: Records copying and collation.
     """
 
     def __init__(
@@ -168,6 +170,8 @@ class BatchWriter:
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
         catches: type[BaseException] = Exception,
         in_line: bool = False,
+        *,
+        tracer: Tracer = NULL_TRACER,
     ) -> None:
         self._worker = worker
         self._ledger = ledger
@@ -178,6 +182,7 @@ class BatchWriter:
         self._describe_error = describe_error
         self._catches = catches
         self._in_line = in_line
+        self._tracer = tracer
         self._lease = ledger.lease_words(worker)
         self.collates = collate_fn is not default_collate or not auto_collation
         """Whether batches are built by calling ``collate_fn`` rather than in fields."""
@@ -193,24 +198,24 @@ class BatchWriter:
 
         The caller fills the places afterwards.
         """
+        begun_ns = self._tracer.now()
         try:
             packing = None if self.collates else self._packing(batch, samples[0])
         except (MemoryError, DamagedError) as error:  # the batch does not fit its slot
             self.write_error(batch, place, error, None)
-            return
-        if packing is None:
-            for i, sample in enumerate(samples):
-                self._attach(batch, place + i, sample, SAMPLE_BLOB)
-            return
-        if len(samples) > 1 and self._pack_run(packing, k, samples):
-            return
-        address = self._segment.address + packing.fields
-        for i, sample in enumerate(samples):
-            texts = packing.packer.pack(sample, address, k + i)
-            if texts is None:
-                self._attach(batch, place + i, sample, SAMPLE_BLOB)
-            elif texts:
-                self._attach(batch, place + i, texts, TEXT_BLOB)
+        else:
+            if packing is None:
+                for i, sample in enumerate(samples):
+                    self._attach(batch, place + i, sample, SAMPLE_BLOB)
+            elif len(samples) == 1 or not self._pack_run(packing, k, samples):
+                address = self._segment.address + packing.fields
+                for i, sample in enumerate(samples):
+                    texts = packing.packer.pack(sample, address, k + i)
+                    if texts is None:
+                        self._attach(batch, place + i, sample, SAMPLE_BLOB)
+                    elif texts:
+                        self._attach(batch, place + i, texts, TEXT_BLOB)
+        self._tracer.slice("copy", begun_ns)
 
     def write_batch(self, batch: int, samples: list[Any], state: _State | None = None) -> None:
         """Build a whole batch that has one place, however many samples it holds; the caller fills the place.
@@ -218,6 +223,7 @@ class BatchWriter:
         Args:
             state: As for ``write_collated``.
         """
+        begun_ns, packed = self._tracer.now(), False
         if not self.collates:
             layout = self._infer(samples[0])
             with suppress(
@@ -226,8 +232,10 @@ class BatchWriter:
                 if layout is not None and self._pack_all(batch, layout, samples):
                     if state is not None:
                         self._write_state(batch, *state)
-                    return
-        self.write_collated(batch, samples, (), state, "a batch of the iterable dataset")
+                    packed = True
+        if not packed:
+            self.write_collated(batch, samples, (), state, "a batch of the iterable dataset")
+        self._tracer.slice("copy", begun_ns)
 
     def _pack_all(self, batch: int, layout: Layout, samples: list[Any]) -> bool:
         count = len(samples)
@@ -311,10 +319,12 @@ class BatchWriter:
             state: A place at which nothing else lies, and what gives the state of the worker's dataset after the batch.
             named: The batch in messages; None: by its indices.
         """
+        begun_ns = self._tracer.now()
         result = self._collated(batch, lambda: samples, named)
         if state is not None:
             self._write_state(batch, *state)
         self._set_result(batch, skipped, result)
+        self._tracer.slice("collate", begun_ns)
 
     def write_nothing(self, batch: int, skipped: Sequence[int]) -> None:
         """Say that all samples of a batch are skipped; these are their places, which the caller fills afterwards."""
@@ -332,11 +342,13 @@ class BatchWriter:
 
     def collate(self, batch: int) -> None:
         """Collate a full batch from what its workers wrote and publish it."""
+        begun_ns = self._tracer.now()
         offsets = [offset for _, offset, _ in self._ledger.blobs(batch)]
         self._ledger.set_ready(batch, *self._collated(batch, lambda: self._gathered(batch)))
         # Not before: whoever is interrupted collates them again.
         for offset in offsets:
             self._store.drop(offset)
+        self._tracer.slice("collate", begun_ns)
 
     def _gathered(self, batch: int) -> list[Any]:
         """The samples of a full batch, from what its workers wrote; without those that were skipped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import copy
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from minato.assembler.page_locks import Mark
 from minato.assembler.reader import BatchReader
 from minato.delivery.accelerator import Accelerator, accelerator_of
 from minato.delivery.ahead import AheadReader
+from minato.trace.tracer import NULL_TRACER, Tracer
 
 __all__ = ["Staged", "StagedReader", "leaves_moved", "onto_device"]
 
@@ -40,30 +42,53 @@ class StagedReader(AheadReader):
         reader: Reads them from their slots.
         arena: Where these are.
         accelerator: The device.
+        tracer: Records the copies, and the time that asking for them takes.
     """
 
     def __init__(
-        self, reader: BatchReader, ledger: Ledger, arena: Arena, accelerator: Accelerator
+        self,
+        reader: BatchReader,
+        ledger: Ledger,
+        arena: Arena,
+        accelerator: Accelerator,
+        *,
+        tracer: Tracer = NULL_TRACER,
     ) -> None:
         super().__init__(reader, ledger)
         self._locks = arena.locks
         self._accelerator = accelerator
+        self._tracer = tracer
+        self._copies: deque[tuple[int, Mark]] = deque()  # under way, if a trace is recorded
 
     def _begin(self, record: int, slot: Slot) -> Staged:
-        host = self._reader.read(record, slot)
-        with self._accelerator.copying():
-            try:
-                batch = leaves_moved(host, self._accelerator.copy)
-            finally:
-                mark = self._accelerator.mark()
-                if self._locks is not None:
-                    self._locks.read_until(slot, mark)
+        begun_ns = self._tracer.now()
+        try:
+            host = self._reader.read(record, slot)
+            with self._accelerator.copying():
+                try:
+                    batch = leaves_moved(host, self._accelerator.copy)
+                finally:
+                    mark = self._accelerator.mark()
+                    if self._locks is not None:
+                        self._locks.read_until(slot, mark)
+        finally:
+            self._tracer.slice("send to device", begun_ns)
+        if self._tracer.enabled:
+            self._copies.append((begun_ns, mark))
+            self._record_copies()
         return Staged(batch, host, mark)
 
     def _finish(self, begun: Staged) -> Any:
         """The batch on the device; what the program asks of that from now on waits for the copy."""
         self._accelerator.wait(begun.mark)
+        self._record_copies()
         return begun.batch
+
+    def _record_copies(self) -> None:
+        """Record the copies that have ended; asked at every batch, this is late by a batch at most."""
+        while self._copies and self._copies[0][1].query():
+            begun_ns, _ = self._copies.popleft()
+            self._tracer.span("copy to device", begun_ns, self._tracer.now())
 
 
 def onto_device(
@@ -71,20 +96,21 @@ def onto_device(
     reader: BatchReader,
     ledger: Ledger,
     arena: Arena,
-    make: Callable[..., StagedReader] = StagedReader,
+    *,
+    tracer: Tracer = NULL_TRACER,
 ) -> StagedReader | None:
     """What reads batches onto a device, from page-locked slots if the device can make use of that.
 
     Args:
         device: None: they stay in main memory, and so there is no such reader.
-        make: Makes it.
+        tracer: Records what it does.
     """
     if device is None:
         return None
     accelerator = accelerator_of(device)
     if accelerator.locks_pages:
         arena.lock_pages(accelerator)
-    return make(reader, ledger, arena, accelerator)
+    return StagedReader(reader, ledger, arena, accelerator, tracer=tracer)
 
 
 def leaves_moved(data: Any, move: Callable[[Any], Any]) -> Any:

@@ -15,6 +15,7 @@ from minato.scheduler.flow import Flow
 from minato.scheduler.in_hand import InHand, collation_in_hand, sample_in_hand
 from minato.scheduler.overdue import Overdue
 from minato.scheduler.parties import Sink
+from minato.trace.tracer import NULL_TRACER, Tracer
 
 __all__ = ["Burial"]
 
@@ -28,6 +29,7 @@ class Burial:
         names: Of the transforms.
         make_sink: Makes what writes in the place of worker number i.
         num_workers: Of the pool.
+        tracer_of: The tracer of worker number i.
     """
 
     ledger: Ledger
@@ -39,6 +41,7 @@ class Burial:
     flow: Flow
     overdue: Overdue | None
     policy: ErrorPolicy | None
+    tracer_of: Callable[[int], Tracer] = lambda number: NULL_TRACER
 
     def __post_init__(self) -> None:
         self._timeouts: Counter[int | None] = (
@@ -51,6 +54,10 @@ class Burial:
         Raises:
             RuntimeError: It shall not be replaced.
         """
+        tracer = self.tracer_of(number)
+        how = "lost" if isinstance(exit_code, Loss) else f"exit code {exit_code}"
+        tracer.instant(f"process {pid} has died ({how})")
+        tracer.flush()
         sample = sample_in_hand(self.ledger, self.read_keys, self.names, number)
         collation = collation_in_hand(self.ledger, self.read_keys, number)
         starts = self.ledger.lease(number)[2] == STARTING

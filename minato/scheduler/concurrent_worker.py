@@ -244,6 +244,9 @@ class ConcurrentWorker(Worker):
         self._show_oldest()
 
     def _finish(self, read: Read, position: int) -> None:
+        if self._tracer.enabled:
+            ended_ns = read.started_ns + read.duration_ns
+            self._tracer.span("read", read.started_ns, ended_ns, {"index": read.key})
         lease, i = read.tag
         runner = self._runner
         runner.enter(lease.seed)

@@ -18,6 +18,7 @@ from minato.scheduler.flow import Flow
 from minato.scheduler.in_flight import InFlight, Leavings, Order, fitting
 from minato.scheduler.parties import KeyStore, Pool, Progress, Slots
 from minato.scheduler.window import Window
+from minato.trace.tracer import NULL_TRACER, Tracer
 
 __all__ = ["Dispatcher"]
 
@@ -44,6 +45,8 @@ class Dispatcher:
         drop_short: Whether a batch is dropped where too few samples are left to fill it.
         early_start: Lets slow samples start before their turn.
         flow: Is told of the consumer's waiting; by default nobody wants to know.
+        tracer: Records batches, and inside ``next()`` the consumer's waiting and reading.
+        waiting: What the trace calls the consumer's waiting.
     """
 
     def __init__(
@@ -63,6 +66,9 @@ class Dispatcher:
         drop_short: bool = False,
         early_start: EarlyStart | None = None,
         flow: Flow | None = None,
+        *,
+        tracer: Tracer = NULL_TRACER,
+        waiting: str = "wait",
     ) -> None:
         self._ledger = ledger
         self._early_start = early_start
@@ -81,6 +87,7 @@ class Dispatcher:
         self._filled_up = False
         self._drops_short = drop_short and not order.bound
         self._flow = flow or Flow()
+        self._tracer, self._waiting = tracer, waiting
         self._open: deque[InFlight] = deque()
         self._ahead: deque[InFlight] = deque()  # of the pass that is expected next
         self._recent: deque[InFlight] = deque()  # the last max_lag + 1 opened of this pass
@@ -88,10 +95,9 @@ class Dispatcher:
         self._drawn: deque[list[Any]] = deque()  # keys of batches that are not open yet
         self._owner: int | None = None  # of the next of them, once it is chosen
         self._expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None] = lambda: None
-        self._progress: Progress
-        self._abandoned = False
-        self._pass = (0, 0, 0)
-        self._start: int | None = None  # position of the pass's first sample
+        self._progress: Progress | None = None  # of a pass that was not abandoned
+        # Of the present pass: index, epoch, seed, and the position of its first sample once that is known.
+        self._pass: tuple[int, int, int, int | None] = (0, 0, 0, None)
         self._exhausted = True  # the present pass has no more batches to open
         self._foretold = False  # what is drawn belongs to the next pass
         self._dry = True  # nothing is left to open, in this pass and in what is known of the next
@@ -136,15 +142,13 @@ class Dispatcher:
         self._drawn = deque()
         self._expected = expected
         self._progress = progress
-        self._abandoned = False
         self._exhausted = self._foretold = self._dry = False
         right = all((item.epoch, item.seed) == (epoch, seed) for item in ahead)
         if right:
             self._drawn.extend(itertools.islice(self._batches, len(ahead)))
             right = [item.keys for item in ahead] == list(self._drawn)
         if ahead and right:
-            self._pass = ahead[0].pass_index, epoch, seed
-            self._start = ahead[0].pass_start
+            self._pass = ahead[0].pass_index, epoch, seed, ahead[0].pass_start
             for item in ahead:
                 item.progress = progress
             self._open = ahead
@@ -173,7 +177,7 @@ class Dispatcher:
     def abandon(self) -> None:
         """End the present pass here."""
         self.cancel_all()
-        self._abandoned = True
+        self._progress = None
         self._batches, self._expected = iter(()), lambda: None
         self._drawn.clear()
         self._exhausted = True
@@ -196,8 +200,7 @@ class Dispatcher:
             # So many abandoned passes still run that the ledger cannot tell another one from them.
             self._sleep(time.monotonic() + _SETTLING_S)
         self._ledger.open_pass(free)
-        self._pass = free, epoch, seed
-        self._start = None
+        self._pass = free, epoch, seed, None
 
     # ---- batches ----------------------------------------------------------------------------
 
@@ -226,13 +229,14 @@ class Dispatcher:
                 self._assignment.delivered(found.owner)
                 if not flags & SKIPPED or not self._is_empty(found, result):
                     self._flow.delivered += 1
+                    found.found_ns = self._tracer.now()
                     return found
                 self._leavings.drop(found)
                 continue
             if self._fills_up and self._settled() and self._mend():
                 continue
             if self.over:
-                if not self._abandoned:
+                if self._progress is not None:
                     self._progress.finish(self._assignment.over)
                 raise StopIteration
             self._ledger.waiting = True
@@ -274,6 +278,11 @@ class Dispatcher:
 
     def done(self, item: InFlight, batch_bytes: int) -> None:
         """Say that a batch has been read and its slot leased or released."""
+        if self._tracer.enabled:
+            now = self._tracer.now()
+            self._tracer.slice("read", item.found_ns, now)
+            args = {"epoch": item.epoch, "samples": len(item.keys)}
+            self._tracer.span("batch", item.opened_ns, now, args)
         self._window.observe(batch_bytes)
 
     def deliver(self, item: InFlight) -> None:
@@ -287,7 +296,11 @@ class Dispatcher:
         if deadline is not None:
             limit = min(limit, max(deadline - time.monotonic(), 0.0))
         began = time.monotonic()
-        self._pool.wait(self._gate.events if seen is None else seen, limit)
+        begun_ns = self._tracer.now()
+        try:
+            self._pool.wait(self._gate.events if seen is None else seen, limit)
+        finally:
+            self._tracer.slice(self._waiting, begun_ns)
         late_s = time.monotonic() - began - limit
         self._pool.check()
         self._leavings.sweep()
@@ -371,6 +384,7 @@ class Dispatcher:
         return next(self._batches, None)
 
     def _publish(self, keys: Any, owner: int) -> InFlight:
+        opened_ns = self._tracer.now()
         self._filled_up = False
         count = len(keys) or 1  # an empty batch has a place too: for what is collated of nothing
         plain, occurrences = self._ledger.can_hold(keys), None
@@ -386,7 +400,7 @@ class Dispatcher:
                 self._slots.release(keys_slot)
                 raise
         slot = self._slots.acquire()
-        index, epoch, seed = self._pass
+        index, epoch, seed, start = self._pass
         record = self._ledger.publish(
             keys if plain else None,
             count,
@@ -401,11 +415,23 @@ class Dispatcher:
             owner,
             occurrences,
         )
-        if self._start is None:
-            self._start = self._ledger.describe(record)[1]
+        if start is None:
+            start = self._ledger.describe(record)[1]
+            self._pass = index, epoch, seed, start
         progress = None if self._foretold else self._progress
         item = InFlight(
-            record, keys, slot, keys_slot, offset, *self._pass, owner, self._start, progress
+            record,
+            keys,
+            slot,
+            keys_slot,
+            offset,
+            index,
+            epoch,
+            seed,
+            owner,
+            start,
+            progress,
+            opened_ns,
         )
         if not self._order.bound:
             self._recent.append(item)

@@ -36,7 +36,11 @@ class Order:
 
 @dataclass(eq=False)
 class InFlight:
-    """A batch between its opening and its end."""
+    """A batch between its opening and its end.
+
+    Attributes:
+        opened_ns, found_ns: When it was opened, and when its turn came; 0 if no trace is recorded.
+    """
 
     record: int
     keys: list[Any]
@@ -49,6 +53,8 @@ class InFlight:
     owner: int
     pass_start: int
     progress: Progress | None
+    opened_ns: int = 0
+    found_ns: int = 0
     retired: bool = False
 
 

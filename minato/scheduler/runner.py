@@ -13,9 +13,11 @@ from minato._core.run import run_samples
 from minato.chain.chain import Chain
 from minato.chain.rng import SampleRandomness, key_word
 from minato.scheduler.deferral import DeferredSample
+from minato.scheduler.recording import recorded, recorded_batch
 from minato.scheduler.stepper import Stepper
 from minato.stats.profile import Meters
 from minato.stats.slowest import UNKNOWN
+from minato.trace.tracer import NULL_TRACER, Tracer
 
 __all__ = ["Habits", "Runner"]
 
@@ -85,7 +87,10 @@ class Runner:
         watches_slowest: bool = True,
         habits: Habits | None = None,
         occurrences: Occurrences = lambda position, count: None,
+        *,
+        tracer: Tracer = NULL_TRACER,
     ) -> None:
+        self._tracer = tracer
         self._watches_slowest = watches_slowest
         self._occurrences = occurrences
         self._lease = lease
@@ -111,7 +116,10 @@ class Runner:
         self.ahead_ns = 0
         """What the next sample has cost before it is run, because it was read while others were."""
         num_steps = 0 if stepper is None else len(meters.steps)
-        self._worth_measuring_ns = _WORTH_MEASURING_NS + num_steps * _FOR_EACH_STEP_NS
+        # A trace shows the stages of every sample.
+        self._worth_measuring_ns = (
+            0 if tracer.enabled else _WORTH_MEASURING_NS + num_steps * _FOR_EACH_STEP_NS
+        )
         self._runs = 0
 
     def observe(self, cost_ns: float) -> None:
@@ -181,19 +189,26 @@ class Runner:
         fetch: Fetch,
         probes: bool = False,
         batch_size: int = 0,
+        repeats: bool = False,
     ) -> tuple[list[Any], BaseException | None]:
         """Run samples until one raises; returns them and what it raised.
 
         Args:
             fetch: Gets a sample.
             probes: Measure the stages of the last one.
-            batch_size: The only key is the list of so many keys of a batch; 0: each key is a sample's own.
+            batch_size: The only key stands for all samples of a batch, this many; 0: each key is a sample's own.
+            repeats: For the trace: the samples have run before.
         """
         self._forget()
         if len(keys) > len(self.durations):
             self.durations = array("q", bytes(8 * len(keys)))
         if self._failure is not None:
             return [], self._failure
+        if self._tracer.enabled:
+            if batch_size:
+                fetch = recorded_batch(fetch, self._tracer, batch_size, epoch)
+            else:
+                fetch = recorded(fetch, self._tracer, self._lease, epoch, repeats=repeats)
         randomness, habits = self._randomness, self.habits
 
         def binder() -> Bind:
@@ -277,8 +292,11 @@ class Runner:
             randomness.restore(deferred.randomness)
 
         self._forget()
+        fetch: Fetch = stepper.resume
+        if self._tracer.enabled:
+            fetch = recorded(fetch, self._tracer, self._lease, epoch)
         samples, error = run_samples(
-            stepper.resume,
+            fetch,
             [deferred],
             deferred.position,
             self._lease,

@@ -13,6 +13,7 @@ from minato.chain.chain import Chain
 from minato.scheduler.deferral import Deferral, DeferredSample
 from minato.stats.profile import Meters
 from minato.stats.size import nbytes_of
+from minato.trace.tracer import NULL_TRACER, Tracer
 
 __all__ = ["Stepper"]
 
@@ -25,6 +26,7 @@ class Stepper:
         lease: The worker's lease words; the third always names the stage that runs, -1 being the dataset's.
         meters: Receive the times of the stages of measured samples.
         deferral: Decides which slow samples are deferred; None: none is.
+        tracer: Records these stages.
     """
 
     def __init__(
@@ -34,6 +36,8 @@ class Stepper:
         lease: Any,
         meters: Meters,
         deferral: Deferral | None = None,
+        *,
+        tracer: Tracer = NULL_TRACER,
     ) -> None:
         self._dataset = dataset
         self._steps = chain.steps
@@ -41,6 +45,8 @@ class Stepper:
         self._cursor = lease[2:3]
         self._meters = meters
         self.deferral = deferral
+        self._names = chain.names
+        self._tracer = tracer
         self._laps = array("q", bytes(8 * len(chain.steps)))
         self._longest = -1, 0
         self.longest: list[tuple[int, int]] = []
@@ -59,7 +65,10 @@ class Stepper:
         """The sample of a key, measured; a DeferredSample if it was deferred."""
         cpu_ns, begun_ns = thread_time_ns(), now_ns()
         value = self._dataset[key]
-        return self.transformed(key, value, now_ns() - begun_ns, cpu_ns)
+        ended_ns = now_ns()
+        if self._tracer.enabled:
+            self._tracer.slice("dataset", begun_ns, ended_ns)
+        return self.transformed(key, value, ended_ns - begun_ns, cpu_ns)
 
     def transformed(self, key: Any, value: Any, dataset_ns: int, cpu_ns: int) -> Any:
         """The sample of a key whose ``dataset[key]`` took so long, measured; a DeferredSample if it was deferred.
@@ -122,6 +131,13 @@ class Stepper:
             self._meters.steps[i].record(laps[i])
             if laps[i] > self._longest[1]:
                 self._longest = i, laps[i]
+        if self._tracer.enabled:
+            # They have ended by now, so that none is shown to begin before the one before it has ended.
+            begun_ns = now_ns() - sum(laps[first:stop])
+            for i in range(first, stop):
+                ended_ns = begun_ns + laps[i]
+                self._tracer.slice(self._names[i], begun_ns, ended_ns)
+                begun_ns = ended_ns
 
     def _defer(
         self,

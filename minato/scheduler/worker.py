@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +18,7 @@ from minato.scheduler.leniency import Leniency
 from minato.scheduler.parties import Sink
 from minato.scheduler.roster import Roster
 from minato.scheduler.runner import Runner
+from minato.trace.tracer import NULL_TRACER, Tracer
 
 __all__ = ["Worker"]
 
@@ -43,6 +46,7 @@ class Worker:
         whole_batches: Claim batches as a whole, whatever their samples cost.
         leniency: What to do about samples that raise; None: they are errors.
         roster: Says whether this worker is wanted; None: always.
+        tracer: Records leases and waiting.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class Worker:
         whole_batches: bool = False,
         leniency: Leniency | None = None,
         roster: Roster | None = None,
+        *,
+        tracer: Tracer = NULL_TRACER,
     ) -> None:
         self._number = number
         self._ledger = ledger
@@ -80,6 +86,10 @@ class Worker:
         self._pass_index = -1
         self.endings: list[Callable[[], None]] = []
         """What ``close`` calls; holds no worker."""
+        self._tracer = tracer
+        tracer.instant(f"process {os.getpid()}, thread {threading.get_native_id()}")
+        tracer.flush()
+        self.endings.append(tracer.flush)
 
     def loop(self, parent_lives: Callable[[], bool]) -> None:
         """Work until the loader shuts down or its process is gone."""
@@ -111,7 +121,7 @@ class Worker:
             if roster is not None and roster.rests(self._number):
                 continue
             self._lacks_room = not ledger.waiting
-            if not self.rest(seen, _PATIENCE_S) and not parent_lives():
+            if not self._rest(seen, _PATIENCE_S) and not parent_lives():
                 return
 
     @property
@@ -123,11 +133,23 @@ class Worker:
         """Sleep until the work gate has had an event since ``seen``; whether it had one."""
         return self._gate.wait(seen, timeout_s)
 
+    def _rest(self, seen: int, timeout_s: float) -> bool:
+        """The same, recorded."""
+        if not self._tracer.enabled:
+            return self.rest(seen, timeout_s)
+        begun_ns = self._tracer.now()
+        try:
+            return self.rest(seen, timeout_s)
+        finally:
+            why = "enough is loaded" if self._lacks_room else "nothing is left to begin"
+            why = why if self.idle else "for reads"
+            self._tracer.slice(f"wait ({why})", begun_ns)
+
     def turn(self, timeout_s: float) -> None:
         """Do one lease, or sleep until there is one."""
         seen = self._gate.events
         if not self.step():
-            self.rest(seen, timeout_s)
+            self._rest(seen, timeout_s)
 
     def forget(self) -> None:
         """Give up what was claimed: others will do it."""
@@ -181,6 +203,7 @@ class Worker:
             self._lacks_room = False
             self._runner.meters.room.record(max(idle_ns, 0))
         self._idle_since = now
+        self._tracer.flush()
         return busy_ns
 
     def _num_deferred(self) -> int:
@@ -239,7 +262,8 @@ class Worker:
         assert isinstance(self._fetcher, Fetcher)
         keys = list(self._read_keys(batch, 0, size))
         self._runner.enter(seed)
-        samples, error = self._runner.run(first, epoch, keys, self._fetcher.each(keys))
+        each = self._fetcher.each(keys)
+        samples, error = self._runner.run(first, epoch, keys, each, repeats=True)
         if error is not None:
             raise error
         return samples
@@ -301,7 +325,7 @@ class Worker:
             stream.enter(this_pass, count)
             return stream.take(count)
 
-        batches, error = self._runner.run(first, 0, [wanted], fetch)
+        batches, error = self._runner.run(first, 0, [wanted], fetch, batch_size=wanted)
         self._deliver.streamed(stream, batch, first, batches[0] if batches else [], error)
 
     def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]) -> None:

@@ -11,7 +11,7 @@ Event = dict[str, Any]
 
 
 class Slice(NamedTuple):
-    """Something that took its time in a lane; times in ns."""
+    """Something that took its time in a track; times in ns."""
 
     begun: int
     ended: int
@@ -52,8 +52,8 @@ def check(event: Event) -> None:
         assert all(type(value) is int for value in event["args"].values())
 
 
-def lanes(events: list[Event]) -> dict[str, list[Slice]]:
-    """The slices of each lane, by its name, the outer ones first."""
+def tracks(events: list[Event]) -> dict[str, list[Slice]]:
+    """The slices of each track, by its name, the outer ones first."""
     names = {
         event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
     }
@@ -69,10 +69,10 @@ def lanes(events: list[Event]) -> dict[str, list[Slice]]:
 
 
 def check_nesting(events: list[Event]) -> None:
-    """Of two slices of a lane that overlap, one contains the other, and the file names the outer one first."""
-    for lane in lanes(events).values():
+    """Of two slices of a track that overlap, one contains the other, and the file names the outer one first."""
+    for track in tracks(events).values():
         around: list[Slice] = []
-        for each in lane:
+        for each in track:
             while around and around[-1].ended <= each.begun:
                 around.pop()
             assert not around or each.ended <= around[-1].ended, (around[-1], each)
@@ -88,11 +88,11 @@ def samples(events: list[Event], name: str = "sample") -> Counter[tuple[int, Any
     )
 
 
-def parents(lane: list[Slice], name: str) -> list[str | None]:
+def parents(track: list[Slice], name: str) -> list[str | None]:
     """In what each slice of this name lies."""
     found: list[str | None] = []
     around: list[Slice] = []
-    for each in lane:
+    for each in track:
         while around and around[-1].ended <= each.begun:
             around.pop()
         if each.name == name:

@@ -23,14 +23,15 @@ from minato import DataLoader
 from minato._core.clock import now_ns
 from minato.delivery import staging
 from minato.stats.glance import Standing
-from minato.trace import lanes as lanes_module
+from minato.trace import track as track_module
 from minato.trace.file import EventFile
-from minato.trace.lanes import Lane
-from minato.trace.loop import TracedJournal
+from minato.trace.loop import LoopTrack
+from minato.trace.tracer import NullTracer
+from minato.trace.track import Track
 from tests.datasets import Filled, Numbers, Sleepy, double, plus_one, wait_until
 from tests.delivery.recorder import Recorder
 from tests.disks import file_size_limit, small_disk
-from tests.trace.events import check_nesting, lanes, names, parents, read, samples
+from tests.trace.events import check_nesting, names, parents, read, samples, tracks
 
 SIZE, BATCH = 24, 4
 
@@ -65,6 +66,14 @@ class Failing(Numbers):
         return index
 
 
+class Unsendable(Sleepy):
+    """Gives functions that no other process can be sent."""
+
+    def __getitem__(self, index: int) -> Any:
+        super().__getitem__(index)
+        return lambda: index
+
+
 class DiesOnce(Sleepy):
     """Sample 7 kills the first worker that runs it."""
 
@@ -82,6 +91,10 @@ class DiesOnce(Sleepy):
 def slow_step(value: Any) -> Any:
     time.sleep(0.02 if value % 5 == 0 else 0.001)
     return value
+
+
+def called(functions: list[Any]) -> list[int]:
+    return [function() for function in functions]
 
 
 def once(epochs: int, size: int = SIZE) -> Counter[tuple[int, int]]:
@@ -122,7 +135,7 @@ def test_waiting_for_a_batch_is_told(tmp_path: Path) -> None:
     loader: Any = DataLoader(Sleepy(8, 0.03), 4, num_workers=1, trace=path)
     run(loader, 1)
     del loader
-    assert set(parents(lanes(read(path))["training loop"], "wait")) == {"next()"}
+    assert set(parents(tracks(read(path))["training loop"], "wait")) == {"next()"}
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -140,13 +153,13 @@ def test_each_sample_is_told_once(workers: dict[str, Any], tmp_path: Path) -> No
     assert set(told_samples.values()) == {1}
     # Of the next epoch, which may have been begun ahead, some too.
     assert {key for key in told_samples if key[0] < epochs} == set(once(epochs))
-    by_lane = lanes(events)
+    by_track = tracks(events)
     used = {f"worker {number}" for number in range(workers.get("num_workers", 1))}
-    assert {"training loop"} < by_lane.keys() <= {"training loop", *used}
+    assert {"training loop"} < by_track.keys() <= {"training loop", *used}
     for name in ("dataset", "double", "plus_one"):
-        found = [each for lane in by_lane.values() for each in parents(lane, name)]
+        found = [each for track in by_track.values() for each in parents(track, name)]
         assert found == ["sample"] * told_samples.total()
-    loop = by_lane["training loop"]
+    loop = by_track["training loop"]
     batches = epochs * SIZE // BATCH
     told = Counter(each.name for each in loop)
     assert (told["next()"], told["step"], told["iter()"]) == (batches + epochs, batches, epochs)
@@ -195,6 +208,19 @@ def test_samples_that_are_run_again_are_told_as_such(tmp_path: Path) -> None:
     assert samples(events, "sample (repeated)")
 
 
+def test_samples_that_run_again_to_be_collated_count_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    loader: Any = DataLoader(
+        Unsendable(SIZE, 0.003), BATCH, num_workers=2, collate_fn=called, trace=path
+    )
+    assert [value for batch in loader for value in batch] == [*range(SIZE)]
+    del loader
+    events = read(path)
+    check_nesting(events)
+    assert samples(events) == once(1)
+    assert samples(events, "sample (repeated)")
+
+
 def test_what_raised_is_told_with_its_error(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     loader: Any = DataLoader(Failing(SIZE), BATCH, on_error="skip", retries=1, trace=path)
@@ -231,7 +257,7 @@ def test_reads_that_overlap(tmp_path: Path) -> None:
     check_nesting(events)
     assert samples(events) == once(1)
     assert names(events, "b") == {"read": SIZE, "batch": SIZE // BATCH}
-    worker = lanes(events)["worker 0"]
+    worker = tracks(events)["worker 0"]
     assert parents(worker, "double") == ["sample"] * SIZE
     assert "wait (for reads)" in {each.name for each in worker}
 
@@ -245,7 +271,7 @@ def test_keys_that_are_no_integers_and_own_collation(tmp_path: Path) -> None:
     assert names(events)["collate"] == 1
 
 
-def test_two_iterators_at_once_have_lanes_of_their_own(tmp_path: Path) -> None:
+def test_two_iterators_at_once_have_tracks_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     loader: Any = DataLoader(Filled(SIZE, 2), BATCH, num_workers=1, trace=path)
     for _ in zip(loader, loader, strict=True):
@@ -253,7 +279,7 @@ def test_two_iterators_at_once_have_lanes_of_their_own(tmp_path: Path) -> None:
     run(loader)
     events = read(path)
     check_nesting(events)
-    assert lanes(events).keys() == {
+    assert tracks(events).keys() == {
         "training loop",
         "worker 0",
         "training loop of iterator 1",
@@ -293,17 +319,17 @@ def test_the_file_is_bounded(
     num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 20_000
-    monkeypatch.setattr(lanes_module, "LIMIT_BYTES", limit)
+    monkeypatch.setattr(track_module, "LIMIT_BYTES", limit)
     path = tmp_path / "run.json"
     loader: Any = DataLoader(
         Sleepy(200, 0.0005), BATCH, num_workers=num_workers, order="batch", trace=path
     )
     run(loader, 2)
-    # The last line of each lane says that it is one, and two workers may look at the size at once.
+    # The last line of each track says that it is one, and two workers may look at the size at once.
     assert limit - 3000 < path.stat().st_size < limit + 5000
     events = read(path)
     check_nesting(events)
-    last = f"the trace is full ({limit} bytes): nothing more of this lane"
+    last = f"the trace is full ({limit} bytes): nothing more of this track"
     assert names(events, "i")[last] >= 1 + num_workers
 
 
@@ -341,6 +367,30 @@ def test_the_file_is_made_anew_when_iteration_starts(tmp_path: Path) -> None:
     assert samples(read(path)) == once(1, 4)
 
 
+def test_without_a_trace_no_call_is_made_for_single_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        method = getattr(NullTracer, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in ("now", "slice", "sample", "span", "instant", "flush"):
+        monkeypatch.setattr(NullTracer, name, counted(name))
+    counts = []
+    for batch_size in (4, 400):
+        calls.clear()
+        run(DataLoader(Numbers(20 * batch_size), batch_size, schedule="round_robin"))
+        counts.append(len(calls))
+    assert counts[0] == counts[1] <= 20 * 8
+
+
 def test_without_measure(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     run(DataLoader(Numbers(SIZE), BATCH, measure=False, trace=path))
@@ -350,16 +400,16 @@ def test_without_measure(tmp_path: Path) -> None:
 def test_pinning_is_part_of_neither_next_nor_step(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text("[\n")
-    lane = Lane(EventFile(str(path), 1 << 20), 1, 1, "training loop")
-    journal = TracedJournal(None, lane)
-    journal.begin(0, None, None)  # type: ignore[arg-type]
-    journal.begun()
+    track = Track(EventFile(str(path), 1 << 20), 1, 1, "training loop")
+    loop = LoopTrack(track)
+    loop.begin(0, None, None)
+    loop.begun()
     for _ in range(2):
-        journal.enter()
-        journal.leave(4, 16, standing)
+        loop.enter()
+        loop.leave(4, 16, standing)
         begun_ns = now_ns()
-        journal.pinned(now_ns() - begun_ns)
-    journal.finish()
+        loop.pinned(now_ns() - begun_ns)
+    loop.finish()
     events = read(path)
     check_nesting(events)
     assert names(events)["pin memory"] == 2
@@ -374,16 +424,16 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
 
 def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_bytes(b"[\n")
-    lane = Lane(EventFile(str(tmp_path / "run.json"), 1 << 20), 1, 1, "training loop")
-    journal = TracedJournal(None, lane)
-    journal.begin(0, None, None)  # type: ignore[arg-type]
-    journal.begun()
-    journal.enter()
+    track = Track(EventFile(str(tmp_path / "run.json"), 1 << 20), 1, 1, "training loop")
+    loop = LoopTrack(track)
+    loop.begin(0, None, None)
+    loop.begun()
+    loop.enter()
     with (
         file_size_limit(10),
         pytest.warns(RuntimeWarning, match="the trace ends here: .*(No space left|File too large)"),
     ):
-        journal.leave(1, 1, standing)
+        loop.leave(1, 1, standing)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -447,7 +497,7 @@ def test_copies_to_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     del loader
     events = read(path)
     check_nesting(events)
-    sends = parents(lanes(events)["training loop"], "send to device")
+    sends = parents(tracks(events)["training loop"], "send to device")
     assert len(sends) == SIZE // BATCH
     assert set(sends) <= {"next()", "read"}
     assert 0 < names(events, "b")["copy to device"] <= SIZE // BATCH
