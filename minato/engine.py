@@ -368,6 +368,8 @@ class Engine:
                 self._scaler.look()
             if self.plan.num_workers > 0:
                 self._dispatcher.top_up()
+            if self.plan.restarts and isinstance(self._pool, ProcessPool):
+                self._pool.check_early()
             if self._foresight is not None:
                 self._foresight.learn(item.record)
         except Exception as error:

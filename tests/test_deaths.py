@@ -22,6 +22,7 @@ from minato.scheduler.deaths import Deaths
 from minato.scheduler.in_hand import InHand
 from minato.scheduler.watch import UNREADABLE
 from minato.scheduler.window import Window
+from tests.datasets import wait_until
 
 
 class Drawing:
@@ -137,6 +138,33 @@ def test_a_death_wakes_whoever_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
         found = content(DataLoader(dataset, 4, num_workers=1, seed=0))
     assert sorted(found) == list(range(80))
+
+
+class Slow(Drawing):
+    """Samples of 50 ms."""
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        time.sleep(0.05)
+        return super().__getitem__(index)
+
+
+def test_dead_workers_are_replaced_although_the_loop_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches: Any = iter(DataLoader(Slow(400), 4, num_workers=2, prefetch_factor=8))
+    next(batches)
+    engine = batches._source
+    wait_until(lambda: engine._dispatcher.num_ready > 0, 20)
+    dead = list(engine.workers)
+    for process in dead:
+        os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: len(engine._pool._watch._gone) == 2, 20)
+    monkeypatch.setattr(engine._pool, "wait", lambda *_: pytest.fail("the loop waits"))
+    with pytest.warns(RuntimeWarning, match="takes its place"):
+        next(batches)
+    monkeypatch.undo()
+    assert {process.pid for process in engine.workers}.isdisjoint(one.pid for one in dead)
+    assert all(process.is_alive() for process in engine.workers)
 
 
 class LeavesChild(Drawing):

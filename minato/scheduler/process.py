@@ -216,6 +216,11 @@ class ProcessPool:
         if self._overdue is not None:
             self._overdue.end(self.processes)
 
+    def check_early(self) -> None:
+        """Replace dead workers although the loop does not wait, where there is work for them: to start takes time."""
+        if self._watch.first_gone() is not None and self._has_work():
+            self.check()
+
     def _replace(self, number: int, dead: BaseProcess) -> None:
         if self.processes[number] is dead:
             code = exit_code(dead)

@@ -118,8 +118,7 @@ class Moment:
         code = self._wait(begin + ENDS_S)
         took_s = time.monotonic() - begin
         leaves_s = SERVER_LEAVES_S if self.method == "forkserver" else LEAVES_S
-        is_empty = code is None or self._is_empty(time.monotonic() + leaves_s)
-        left = [] if is_empty else self._members() or ["gone meanwhile"]
+        left = [] if code is None else self._left(time.monotonic() + leaves_s)
         if code is None or left:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._pid, signal.SIGKILL)
@@ -144,23 +143,26 @@ class Moment:
             time.sleep(0.001)
         return None
 
+    def _left(self, deadline: float) -> list[str]:
+        """Command lines of the processes of the group that live on until then."""
+        while members := self._members():
+            if time.monotonic() > deadline:
+                return members
+            time.sleep(0.02)
+        return []
+
     def _members(self) -> list[str]:
-        """Command lines of the processes of the group."""
+        try:
+            os.killpg(self._pid, 0)
+        except ProcessLookupError:
+            return []
         members = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
-                if os.getpgid(process.pid) == self._pid:
-                    members.append(f"{process.status()}: {' '.join(process.cmdline())}")
+                # One that has ended is left to the machine's first process, which may take its time.
+                if os.getpgid(process.pid) == self._pid and process.status() != "zombie":
+                    members.append(" ".join(process.cmdline()))
         return members
-
-    def _is_empty(self, deadline: float) -> bool:
-        while time.monotonic() < deadline:
-            try:
-                os.killpg(self._pid, 0)
-            except ProcessLookupError:
-                return True
-            time.sleep(0.002)
-        return False
 
 
 def main(method: str, moments: int, seconds: float, seed: int) -> None:

@@ -5,8 +5,11 @@
 A loader with all its real parts (dispatcher, ledger, arena, writer, reader) runs in one process. Its first worker does
 its part step by step, and the shared memory is kept after each store to the ledger: these are all the states in which a
 kill can leave it. From each of them a copy of the process finds the worker dead, lets the other one do the rest, and
-compares every batch with what it should hold. The pure core is watched at each of its instructions, the compiled one
+compares every batch with what it should hold. Where workers hold state that dies with them, the epoch must end with
+an error instead, after batches that are right. The pure core is watched at each of its instructions, the compiled one
 by a tracer at each machine instruction of an operation.
+
+Worker threads end with the program only. So do those that stand for Ray's actors, which touch no shared memory.
 """
 
 from __future__ import annotations
@@ -20,14 +23,15 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import minato
 import minato.engine
@@ -50,6 +54,7 @@ IMAGE_BYTES = 1 << 14
 """How much of each slot is kept; the batches are smaller."""
 POSITIONS, RECORDS = 64, 8
 STALLED = 2000
+LOST = "DataLoader worker exited unexpectedly"
 CHANGING = {
     *("attach", "claim", "end", "fill", "fill_run", "note_costs", "allocate", "publish_layout"),
     *("reserve", "set_ready", "set_result", "skip"),
@@ -103,6 +108,34 @@ class Listed(Samples):
         return [self[index] for index in indices]
 
 
+class Stateful(Samples):
+    """The same, with a state that goes with each batch."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"one": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"one": 1}
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples, all of them from each worker.
+
+    Args:
+        has_state: Its state goes with each batch.
+    """
+
+    kind = ""
+
+    def __init__(self, has_state: bool = False) -> None:
+        if has_state:
+            self.state_dict = lambda: {"one": 1}
+            self.load_state_dict = print
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(content, range(LENGTH))
+
+
 class Wholes(Samples):
     """The same, fetched as collated batches."""
 
@@ -145,18 +178,24 @@ class Scene:
         cheap: Samples are claimed in runs.
         aside: The worker sets each sample aside once.
         slow: All samples count as slow.
+        restarts: Another worker takes the place of the dead one.
     """
 
     name: str
-    dataset: Samples = field(default_factory=Samples)
+    dataset: Samples | Stream = field(default_factory=Samples)
     options: dict[str, Any] = field(default_factory=dict)
     cheap: bool = False
     aside: bool = False
     slow: bool = False
+    restarts: bool = True
 
     @property
     def kind(self) -> str:
         return self.dataset.kind
+
+    @property
+    def is_stream(self) -> bool:
+        return isinstance(self.dataset, Stream)
 
 
 ARRIVAL: dict[str, Any] = {"order": "arrival", "max_lag": 1}
@@ -189,6 +228,10 @@ SCENES = (
     Scene("fast_first", options={**ARRIVAL, "order": "fast_first"}, slow=True),
     Scene("concurrent reads", options={"fetch_concurrency": 2}),
     Scene("concurrent reads, collate_fn", Samples("flaky"), {"fetch_concurrency": 2, **COLLATE}),
+    Scene("stream", Stream(), restarts=False),
+    Scene("stream, collate_fn", Stream(), COLLATE, restarts=False),
+    Scene("stream with a state", Stream(has_state=True), restarts=False),
+    Scene("dataset with a state", Stateful(), restarts=False),
     Scene("set aside", options=ASIDE, aside=True),
     Scene("set aside, error", Samples("flaky"), ASIDE, cheap=True, aside=True),
 )
@@ -202,6 +245,8 @@ class Stage:
         self.ledger = ledger
         self.worker: Worker | None = None
         self.stalled = 0
+        self.lost = False
+        """Whether a worker that is not replaced is dead."""
 
     def make(self, number: int, scene: Scene, wrap: Callable[[Any], Any] = lambda one: one) -> Any:
         segment = self.workplace.segment
@@ -223,6 +268,8 @@ class Stage:
 
     def check(self) -> None:
         """Nobody dies but where the program says so."""
+        if self.lost:
+            raise RuntimeError(LOST)
 
     def usage(self) -> Any:
         return thread_usage([threading.get_native_id()])
@@ -283,7 +330,7 @@ class World:
         self.arena = memoryview(self.stage.workplace.arena.array)
         self.stage.worker = self.stage.make(1, scene)
         self.got: Counter[int] = Counter()
-        for _ in range(DELIVERED):
+        for _ in range(0 if scene.is_stream else DELIVERED):
             self.got.update(check(next(self.iterator), scene.kind))
         # A copy of this process has none of its threads, so each makes a worker anew.
         self.stage.worker.close()
@@ -294,6 +341,17 @@ class World:
         iterator: Any = self.iterator
         taken = [item.slot for item in iterator._source._dispatcher._open]
         return [self.arena[slot.start : slot.start + IMAGE_BYTES] for slot in taken]
+
+    def _go_on_to_the_error(self) -> None:
+        """Compare the batches that come before it, each of the worker whose turn it is where there is a stream."""
+        self.stage.lost = True
+        workers = 2 if self.scene.is_stream else 1
+        delivered = sum(self.got.values()) // SIZE
+        with pytest.raises(RuntimeError, match=LOST):
+            for number in range(delivered, 2 * BATCHES):
+                indices = check(next(self.iterator), self.scene.kind)
+                first = number // workers * SIZE
+                assert indices == list(range(first, first + SIZE))
 
     def image(self) -> tuple[bytes, list[bytes]]:
         return bytes(self.memory), [bytes(slot) for slot in self.slots]
@@ -372,6 +430,9 @@ class World:
         iterator._owner = os.getpid()  # this copy stands for the consumer itself
         if late:
             work(self.stage.worker, 20)
+        if not self.scene.restarts:
+            self._go_on_to_the_error()
+            return
         self.ledger.release(0)
         raised: list[str] = []
         while True:
