@@ -453,7 +453,7 @@ def _one(name: str, label: str, build: Any, keeps_order: bool = True, **own: Any
     return Contender(name, label, partial(build, **own) if own else build, keeps_order)
 
 
-_THREADS = {"worker_method": "thread"}
+_THREADS: dict[str, Any] = {"worker_method": "thread"}
 PEERS = {
     "torch": Peer(
         (
@@ -721,7 +721,7 @@ def main(arguments: list[str] | None = None) -> int:
         page.add("".join(f"* {who}: {why}\n" for who, why in comparison.notes.items()))
     page.add("## Every figure\n", *(report.details(result, CONTENDERS) for result in results))
     versions = {f"version of {name}": it for name, it in sorted(comparison.versions.items())}
-    page.finish(**versions)
+    page.finish(conditions=versions)
     return 0
 
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from bench.harness.datasets import Work
-
 _TICKET = struct.Struct("<II")
 """Epoch and index. Shorter than PIPE_BUF, so that processes that share a pipe never see a part of one."""
 _PIPE_BYTES = 1 << 16
@@ -33,7 +31,7 @@ class BareProcesses:
 
     def __init__(
         self,
-        work: Work,
+        work: Any,
         *,
         batch_size: int,
         shuffle: bool,
@@ -109,7 +107,7 @@ class BareProcesses:
     __del__ = _stop
 
 
-def _run(work: Work, tickets: int, results: int) -> None:
+def _run(work: Any, tickets: int, results: int) -> None:
     while ticket := os.read(tickets, _TICKET.size):
         work[_TICKET.unpack(ticket)[1]]
         os.write(results, ticket)

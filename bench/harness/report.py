@@ -96,13 +96,17 @@ class Page:
         self._parts += parts
         print(*parts, sep="\n", flush=True)
 
-    def finish(self, chart: Callable[[Path], None] | None = None, **conditions: str) -> None:
+    def finish(
+        self,
+        chart: Callable[[Path], None] | None = None,
+        conditions: Mapping[str, str] | None = None,
+    ) -> None:
         """Add the conditions; write the page, and its chart, where there is a folder."""
         if _is_program:
             faulthandler.cancel_dump_traceback_later()
         after = {"load average after": record.load_average()}
-        told = {**self._conditions, **after, **conditions}
-        self.add("## Conditions\n", table(["", ""], [[name, text] for name, text in told.items()]))
+        found = {**self._conditions, **after, **(conditions or {})}
+        self.add("## Conditions\n", table(["", ""], [[name, text] for name, text in found.items()]))
         if self._out is None:
             return
         self._out.mkdir(parents=True, exist_ok=True)
