@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tarfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning
 
 
 @pytest.fixture(autouse=True)
-def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The experiments limit torch's threads, which would last for all tests of this process."""
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+def threads() -> Iterator[None]:
+    """The experiments set the number of torch's threads, which would last for all tests of this process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def lines_of(page: Path, count: int) -> list[str]:
@@ -46,6 +49,7 @@ def lines_of(page: Path, count: int) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # whole programs
 def test_growth(tmp_path, monkeypatch):
     tiny = [replace(curve, sizes=curve.sizes[:2]) for curve in growth.CURVES[:2]]
     monkeypatch.setattr(growth, "CURVES", tiny)
@@ -61,6 +65,7 @@ def test_growth_is_an_exponent():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # whole programs
 def test_ablation(tmp_path):
     rows = "stragglers,consumer,measuring"
     assert ablation.main(["--short", "--rows", rows, "--out", str(tmp_path)]) == 0
@@ -70,6 +75,7 @@ def test_ablation(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # whole programs
 def test_remote(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "RTT_S", {"< 1 ms": 0.0005, "20 ms": 0.002, "150 ms": 0.003})
     for name in ("LOADERS", "UNEVEN"):
@@ -87,8 +93,11 @@ def data(tmp_path: Path) -> Path:
 
     rng = np.random.default_rng(0)
     image = rng.random((160, 180, 180), np.float32)
-    volume = segmentation.Volume(image, (image > 0.9).astype(np.uint8), (1.6, 1.2, 1.2))
-    segmentation.store([("made-up", volume), ("other", volume)], tmp_path / SCANS, (128,) * 3)
+    label = (image > 0.9).astype(np.uint8)
+    spacing = (1.6, 1.2, 1.2)
+    whole = segmentation.Volume(image, label, spacing)
+    part = segmentation.Volume(image[..., :150], label[..., :150], spacing)
+    segmentation.store([("whole", whole), ("part", part)], tmp_path / SCANS, (128, 128, 128))
     for name in ("photographs", "speech"):
         (tmp_path / name).mkdir()
     for number in range(3):
@@ -104,6 +113,7 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # whole programs
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("real", [True, False])
 def test_without_a_gpu_the_page_says_so(real, data, tmp_path, monkeypatch):
@@ -136,6 +146,7 @@ def test_copies_have_a_rate_and_run_beside_kernels_or_not():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # whole programs
 def test_papers(data, tmp_path, monkeypatch):
     monkeypatch.setattr(papers, "SCALE", 0.001)
     assert papers.main(["--short", "--data", str(data), "--out", str(tmp_path)]) == 0
@@ -167,6 +178,7 @@ def test_drawn_costs_have_the_printed_figures():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # whole programs
 def test_peers(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "SHARD_FOLDER", tmp_path)
     peer = replace(peers.PEERS["minato"], contenders=peers.PEERS["minato"].contenders[:1])
