@@ -59,7 +59,7 @@ $(BUILT): $(ENVIRONMENT) $(CORE)
 
 # A process that has imported large libraries forks slowly, and most tests fork.
 LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/test_latency.py tests/test_demo.py \
-    tests/bench/test_papers.py tests/bench/test_workloads.py
+    tests/bench/test_commands.py tests/bench/test_workloads.py
 
 # Ray changes the process that it runs in: signal handlers, threads.
 RAY := tests/test_ray.py
@@ -114,7 +114,7 @@ docs: build  ## build docs/_build/html; a warning is an error
 demo: build  ## load and augment a real volume with torch's loader and with minato (TRAIN=1: train on it, on the CPU)
 	$(PY) -m demo $(if $(TRAIN),--train)
 
-bench: build  ## compare with torch's loader, in about three quarters of an hour (SHORT=1: smoke run of the first two)
+bench: build  ## compare with torch's loader (SHORT=1: smoke run of the first two)
 	$(PY) -m bench.macro $(if $(SHORT),--short)
 	$(PY) -m bench.micro $(if $(SHORT),--short)
 	$(if $(SHORT),,$(PY) -m bench.ablation --out docs/benchmarks)
@@ -123,7 +123,7 @@ bench: build  ## compare with torch's loader, in about three quarters of an hour
 data: $(INSTALLED)  ## fetch real volumes, photographs and recordings into build/data (0.5 GB; pip, apt-get)
 	$(PY) -m bench.workloads
 
-bench-papers: build data  ## the papers' experiments on real input, in about twenty minutes (SHORT=1: smoke run)
+bench-papers: build data  ## the papers' experiments on real input (SHORT=1: smoke run)
 	$(PY) -m bench.papers $(if $(SHORT),--short,--out docs/benchmarks)
 
 bench-peers: build  ## compare with other projects' loaders, installed in build/peers (9 GB)

@@ -1,14 +1,9 @@
-"""The commonest job: decode JPEGs, crop, flip, normalise, with two worker processes and nothing else to do.
-
-``python -m bench.jpegs [--samples N] [--repeats N] [--out FOLDER]``
-"""
+"""The commonest job: decode JPEGs, crop, flip, normalise, with two worker processes and nothing else to do."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import random
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,12 +11,10 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch.utils.data import Dataset
 
-from bench import record
-from bench.macro.loaders import CONTENDERS
-from bench.macro.report import spread_text, table
-from bench.macro.rows import Row
-from bench.macro.suite import RowResult, measure
-from bench.macro.work import Sample
+from bench.harness import report
+from bench.harness.datasets import Sample
+from bench.harness.loaders import STANDARD
+from bench.harness.suite import Row, measure
 
 SIDES = (224, 640)
 """Width and height of a photograph, in pixels: between these, as downloaded photographs differ in size."""
@@ -30,7 +23,6 @@ CROP = 224
 SCALES, RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)
 """Area and aspect ratio of the crop, relative to the photograph: those of torchvision's RandomResizedCrop."""
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-ORDERS = ("torch", "torch-any-order", "minato", "minato-any-order")
 
 
 class Photographs(Dataset[Sample]):
@@ -81,51 +73,37 @@ def _crop(size: tuple[int, int], draw: random.Random) -> tuple[int, int, int, in
     return left, top, left + width, top + height
 
 
-def row(samples: int) -> Row:
-    """The workload, as the macro benchmark's harness takes it."""
-    title = "JPEGs decoded, cropped, flipped and normalised, batch 32, 2 workers"
-    return Row("jpegs", title, Photographs, samples, 64, 32, 2, 2, ORDERS)
+ROW = Row(
+    name="jpegs",
+    title="JPEGs decoded, cropped, flipped and normalised, batch 32, 2 workers",
+    make=Photographs,
+    samples=2048,
+    short_samples=64,
+    batch_size=32,
+    workers=2,
+    epochs=2,
+)
+HEAD = """\
+# The commonest job
 
-
-def markdown(result: RowResult, conditions: dict[str, str], repeats: int) -> str:
-    """The page: median, least and greatest of each figure."""
-    lines = [["ideal", "", "", spread_text(result.bound_speed, 2), ""]]
-    for name in result.trials:
-        figures = result.figures(name)
-        assert figures.ratio is not None
-        lines.append(
-            [
-                CONTENDERS[name].label,
-                spread_text(figures.ratio, 2),
-                spread_text(figures.share, 2),
-                spread_text(figures.speed, 2),
-                spread_text(figures.first_batch_ms, 0),
-            ]
-        )
-    head = ["loader", "speed, torch = 1", "share of the ideal", "s/epoch", "first batch, ms"]
-    where = "; ".join(f"{name}: {value}" for name, value in conditions.items())
-    return (
-        f"{table(head, lines)}\n{result.row.samples} samples an epoch, {result.row.epochs} epochs, {repeats} repeats: "
-        f"median (least … greatest).\nIdeal: the calls of `dataset[i]` alone, divided by the workers. {where}\n"
-    )
+Written by `python -m bench.jpegs`: JPEGs are decoded, cropped, flipped and normalised, with two worker processes and
+nothing else to do. All loaders get the same dataset object; everything else stays at its default. Loaders take turns;
+every sample is checked. Figures are medians of {repeats} repeats, with the least and the greatest in brackets. *Ideal*:
+the calls of `dataset[i]` alone, divided by the workers.
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure and print; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.jpegs", description=__doc__)
-    parser.add_argument("--samples", type=int, default=2048, help="of an epoch (default 2048)")
-    parser.add_argument("--repeats", type=int, default=5, help="of each loader (default 5)")
-    parser.add_argument("--out", type=Path, help="folder for jpegs.md")
-    options = parser.parse_args(arguments)
-    conditions = record.environment()
-    result = measure([row(options.samples)], None, options.repeats, say=print)[0]
-    conditions["load average after"] = record.load_average()
-    text = markdown(result, conditions, options.repeats)
-    print(text)
-    if options.out is not None:
-        (options.out / "jpegs.md").write_text(text)
+    """Run the benchmark; returns the exit status."""
+    options = report.parser("bench.jpegs", __doc__ or "", 5).parse_args(arguments)
+    repeats = report.repeats_of(options)
+    page = report.Page("jpegs", options.out)
+    page.add(HEAD.format(repeats=repeats))
+    row = ROW.short() if options.short else ROW
+    page.add(report.details(measure([row], STANDARD, repeats, page.say)[0], STANDARD))
+    page.finish()
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    report.program(main)

@@ -10,7 +10,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import record
+from bench.harness import record
 from bench.workloads.segmentation import store
 from bench.workloads.volumes import volumes
 

@@ -57,19 +57,6 @@ class Pad:
         return clip._replace(audio=np.pad(clip.audio, (0, missing))) if missing > 0 else clip
 
 
-class PadFrames:
-    """The same at the end of the chain: fill the frames up with zeros to at least ``least_s``."""
-
-    def __init__(self, least_s: float = LEAST_S) -> None:
-        self.least = round(least_s / (SPLICED * HOP_S))
-
-    def __call__(self, clip: Clip) -> Clip:
-        missing = self.least - len(clip.audio)
-        return (
-            clip._replace(audio=np.pad(clip.audio, ((0, missing), (0, 0)))) if missing > 0 else clip
-        )
-
-
 class SpecAugment:
     """The power spectrum of each window, with random bands of frequencies and of frames set to 0.
 
@@ -174,54 +161,35 @@ class LightStep:
 
 
 class HeavyStep(LightStep):
-    """Stands for work that few samples need: every fifth by its index, or as many drawn at random.
+    """Stands for work that few samples need: every fifth by its index.
 
     Args:
         seconds: How long it takes for one of them.
-        every: One sample in so many is heavy.
-        drawn: Whether they are drawn, the same ones in every epoch, rather than evenly spaced.
+        every: One sample in ``every`` is heavy.
     """
 
-    def __init__(self, seconds: float, every: int = 5, drawn: bool = False) -> None:
+    def __init__(self, seconds: float, every: int = 5) -> None:
         super().__init__(seconds)
         self.every = every
-        self.drawn = drawn
-
-    def is_heavy(self, index: int) -> bool:
-        """Whether a sample is one of them."""
-        if self.drawn:
-            return random.Random(index).random() < 1 / self.every
-        return index % self.every == self.every - 1
 
     def seconds_of(self, index: int) -> float:
         """How long it takes for a sample."""
-        return self.seconds if self.is_heavy(index) else 0.0
+        return self.seconds if index % self.every == self.every - 1 else 0.0
 
     def __call__(self, clip: Clip) -> Clip:
-        return super().__call__(clip) if self.is_heavy(clip.key) else clip
+        return super().__call__(clip) if self.seconds_of(clip.key) else clip
 
 
-def speech_chain(
-    heavy_s: float = 3.0,
-    scale: float = 1.0,
-    *,
-    drawn: bool = False,
-    literal: bool = False,
-    pads_last: bool = False,
-) -> list[Callable[[Clip], Clip]]:
+def speech_chain(heavy_s: float = 3.0, scale: float = 1.0) -> list[Callable[[Clip], Clip]]:
     """The transforms of a training sample, in the paper's order.
 
     Args:
         heavy_s: What a heavy sample takes in both steps, as the paper's table 2 has it: 3 or 10.
-        scale: Both steps take so many times as long.
-        drawn: See ``HeavyStep``.
-        literal: ``heavy_s`` is the second step alone, as the paper's text has it.
-        pads_last: Pad frames at the end instead of the wave, as Pecan's AutoOrder does.
+        scale: Both steps take this many times as long.
     """
-    extra_s = heavy_s if literal else heavy_s - LIGHT_S
     features: list[Any] = [SpecAugment(), FilterBank(), FrameSplicing(), PermuteAudio()]
-    padded = [*features, PadFrames()] if pads_last else [Pad(), *features]
-    return [*padded, LightStep(scale * LIGHT_S), HeavyStep(scale * extra_s, drawn=drawn)]
+    steps = [LightStep(scale * LIGHT_S), HeavyStep(scale * (heavy_s - LIGHT_S))]
+    return [Pad(), *features, *steps]
 
 
 class Recordings(Stored[Clip]):

@@ -1,7 +1,7 @@
 """From which cost on a sample counts as slow: a threshold that follows the costs.
 
 The policy knows no clock and no worker: it is fed histograms of service times and answers with a
-threshold, so that the simulator and the tests run the very object that schedules.
+threshold, so that the tests run the very object that schedules.
 """
 
 from __future__ import annotations

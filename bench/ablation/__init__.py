@@ -1,1 +1,0 @@
-"""What each mechanism against slow samples gains, added one at a time."""

@@ -1,1 +1,0 @@
-"""Whether a changing number of workers finds what the best fixed number gives."""

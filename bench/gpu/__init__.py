@@ -1,1 +1,0 @@
-"""Loaders in front of a GPU."""

@@ -1,0 +1,300 @@
+"""How cost grows with samples, workers, batch size and sample size; the cold start; memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.harness import chart, record, report
+from bench.harness.datasets import SleepingWork, Vectors, Work
+from bench.harness.loaders import FEW_CORES, MINATO, TORCH, TORCH_ANY_ORDER, named
+from bench.harness.suite import Row, Spread, in_turn, measure
+from bench.harness.trial import WrongDeliveryError
+
+CONTENDERS = named(TORCH, TORCH_ANY_ORDER, MINATO)
+NAP_S = 0.010
+WORKERS = (2, 12, 32)
+METHODS = ("fork", "forkserver", "spawn")
+SAMPLE_BYTES = (4096, 602112)
+Points = list[tuple[int, Spread]]
+"""``(size, seconds per unit)``."""
+_LIMIT_S = 120.0
+_LOOK_EVERY_S = 0.01
+HEAD = """\
+# Cost as work grows
+
+Written by `python -m bench.growth`.
+
+![Time per unit against size, both logarithmic](growth.png)
+
+One quantity grows while the others stay. Each loader gets the same dataset object and arguments, with workers that
+stay, loaders in turn; the second epoch is measured, and every sample is checked. The exponent is that of the larger
+half of the sizes: 0 is a time per unit that does not depend on the size, 1 one that grows in proportion with it, and
+more than 1 would be a fault. *Ideal* is all sleep divided by the workers, or else the calls of `dataset[i]` divided by
+the workers, or one copy of all bytes if that takes longer. Figures are medians of {repeats} repeats, with the least and
+the greatest in brackets.
+"""
+MEMORY = """\
+MiB (proportional set size) that an epoch of 2048 samples takes at most in the training process and its 4 workers,
+beyond what was there before; batches of 32, and a consumer that takes 5 ms for each. minato's is largely memory that it
+keeps for the next batches, already in place: of as many as were in flight, and of four more.
+"""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One quantity that grows.
+
+    Args:
+        name: the quantity.
+        unit: the unit of work that the time is given for.
+        sizes: its values.
+        row: ``row(size) -> (dataset, batch size, workers, shuffle)``.
+        units: ``units(size)``: units of work in an epoch.
+        most: the largest value for a loader that would take too long beyond.
+    """
+
+    name: str
+    unit: str
+    sizes: tuple[int, ...]
+    row: Callable[[int], tuple[Work, int, int, bool]]
+    units: Callable[[int], float]
+    most: dict[str, int] = field(default_factory=dict)
+
+
+def _length(nbytes: int) -> int:
+    return max(16, min(4096, (1 << 28) // nbytes))
+
+
+CURVES = (
+    Curve(
+        "samples of an epoch",
+        "sample",
+        (1_000, 10_000, 100_000, 1_000_000, 10_000_000),
+        lambda size: (Vectors(size), 256, 2, True),
+        lambda size: size,
+        {TORCH.name: 1_000_000, TORCH_ANY_ORDER.name: 1_000_000},
+    ),
+    Curve(
+        "workers",
+        "sample and worker",
+        (1, 2, 4, 8, 16, 32, 64),
+        lambda size: (SleepingWork([NAP_S] * 60 * size), 4, size, False),
+        lambda size: 60,
+    ),
+    Curve(
+        "samples of a batch",
+        "batch",
+        (1, 4, 16, 64, 256, 1024, 4096),
+        lambda size: (Vectors(max(8192, 8 * size)), size, 2, False),
+        lambda size: max(8192, 8 * size) / size,
+    ),
+    Curve(
+        "bytes of a sample",
+        "sample",
+        (8, 64, 512, 4096, 32768, 1 << 18, 1 << 21, 1 << 24, 1 << 26),
+        lambda size: (Vectors(_length(size), size), 4, 2, False),
+        _length,
+    ),
+)
+
+
+def points_of(
+    curve: Curve, sizes: Sequence[int], repeats: int, say: Callable[[str], None]
+) -> dict[str, Points]:
+    """Measure a curve: by loader, and for the ideal."""
+    found: dict[str, Points] = {"ideal": [], **{name: [] for name in CONTENDERS}}
+    for size in sizes:
+        work, batch_size, workers, shuffle = curve.row(size)
+        row = Row(
+            name=f"{curve.name} {size}",
+            title="",
+            make=lambda _, work=work: work,  # type: ignore[misc]
+            samples=len(work),
+            short_samples=0,
+            batch_size=batch_size,
+            workers=workers,
+            epochs=2,
+            loaders=tuple(name for name in CONTENDERS if size <= curve.most.get(name, size)),
+            shuffle=shuffle,
+            persistent=True,
+            skips_first_epoch=True,
+        )
+        (result,) = measure([row], CONTENDERS, repeats, say)
+        per_unit = 1 / curve.units(size)
+        found["ideal"].append((size, result.ideal_speed.scaled(per_unit)))
+        for name in result.trials:
+            found[name].append((size, result.figures(name).speed.scaled(per_unit)))
+    return found
+
+
+def slope(points: Points) -> float:
+    """The exponent of growth: least squares through the logarithms of the larger half of the sizes."""
+    upper = points[len(points) // 2 - 1 :]
+    x = [math.log(size) for size, _ in upper]
+    y = [math.log(value.median) for _, value in upper]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    above = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return above / sum((a - mean_x) ** 2 for a in x)
+
+
+def curve_table(curve: Curve, found: dict[str, Points]) -> str:
+    """The section of a curve."""
+    labels = {"ideal": "*ideal*", **{name: one.label for name, one in CONTENDERS.items()}}
+    cells: dict[int, dict[str, str]] = {}
+    for name, points in found.items():
+        for size, one in points:
+            cells.setdefault(size, {})[name] = report.spread_text(one.scaled(1e6), 2)
+    lines = [[f"{size:,}", *(row.get(name, "") for name in labels)] for size, row in cells.items()]
+    if len(lines) > 3:
+        lines.append(["*exponent*", *(f"{slope(found[name]):.2f}" for name in labels)])
+    head = f"## {curve.name.capitalize()}\n\nMicroseconds per {curve.unit}.\n\n"
+    return head + report.table([curve.name, *labels.values()], lines)
+
+
+def first_batch(loader: str, workers: str, method: str) -> float:
+    """Milliseconds from building a loader to its first batch, of samples that cost nothing."""
+    begun = time.perf_counter()
+    arguments = {
+        "batch_size": 8,
+        "num_workers": int(workers),
+        "multiprocessing_context": method,
+    }
+    iterator = iter(CONTENDERS[loader].build(SleepingWork([0.0] * 4096), arguments, 0))
+    next(iterator)
+    return 1e3 * (time.perf_counter() - begun)
+
+
+def memory(loader: str, workers: str, nbytes: str) -> float:
+    """MiB that an epoch takes at most, in this process and its workers (PSS), beyond what was there before."""
+    import psutil
+
+    arguments = {"batch_size": 32, "num_workers": int(workers)}
+    made = CONTENDERS[loader].build(Vectors(2048, int(nbytes)), arguments, 0)
+    this = psutil.Process()
+    before, over = pss(this), threading.Event()
+    peak = 0
+
+    def look() -> None:
+        nonlocal peak
+        while not over.wait(_LOOK_EVERY_S):
+            peak = max(peak, pss(this))
+
+    iterator = iter(made)  # forks before there is a thread
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    labels: list[int] = []
+    for batch in iterator:
+        labels += batch[1].tolist()
+        time.sleep(0.005)
+    over.set()
+    watcher.join()
+    if sorted(labels) != list(range(2048)):
+        raise WrongDeliveryError(f"{loader}: not each sample once")
+    return (peak - before) / 2**20
+
+
+def pss(process: Any) -> int:
+    """Memory of a process and its children, in bytes; shared pages are counted once."""
+    import psutil
+
+    total = 0
+    for one in (process, *process.children(recursive=True)):
+        try:
+            total += one.memory_full_info().pss
+        except psutil.Error:  # it has just ended
+            continue
+    return total
+
+
+FRESH: dict[str, Callable[..., float]] = {"first_batch": first_batch, "memory": memory}
+"""What is measured in a process of its own, because what ran before would change it."""
+
+
+def fresh(what: str, cases: Sequence[tuple[str, ...]], repeats: int) -> dict[tuple[str, ...], str]:
+    """Run one of ``FRESH`` for each case and loader, loaders in turn; returns median and range as text."""
+    found: dict[tuple[str, ...], list[float]] = {}
+    for case in cases:
+        for _, loader in in_turn([*CONTENDERS], repeats):
+            command = [sys.executable, "-m", "bench.growth", "--fresh", what, loader, *case]
+            ended = subprocess.run(
+                command, cwd=record.ROOT, capture_output=True, text=True, timeout=_LIMIT_S
+            )
+            if ended.returncode:
+                raise RuntimeError(f"{what} of {loader} failed:\n{ended.stderr}")
+            value = float(json.loads(ended.stdout.splitlines()[-1]))
+            found.setdefault((*case, loader), []).append(value)
+    return {key: report.spread_text(values, 0) for key, values in found.items()}
+
+
+def fresh_table(
+    what: str, columns: list[str], cases: Sequence[tuple[str, ...]], repeats: int
+) -> str:
+    """The same as a table with a column per loader."""
+    found = fresh(what, cases, repeats)
+    lines = [[*case, *(found[(*case, name)] for name in CONTENDERS)] for case in cases]
+    return report.table([*columns, *(one.label for one in CONTENDERS.values())], lines)
+
+
+def draw(found: dict[str, dict[str, Points]], path: Path) -> None:
+    """Draw all curves."""
+    panels = [
+        chart.Lines(
+            curve.name,
+            f"µs per {curve.unit}",
+            [
+                (name, chart.COLOURS[name], [(size, 1e6 * one.median) for size, one in points])
+                for name, points in found[curve.name].items()
+            ],
+        )
+        for curve in CURVES
+    ]
+    chart.lines(panels, path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    parser = report.parser("bench.growth", __doc__ or "", 3)
+    parser.add_argument("--fresh", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.fresh:
+        warnings.filterwarnings("ignore", message=FEW_CORES)
+        what, *values = options.fresh
+        print(json.dumps(FRESH[what](*values)))
+        return 0
+    repeats = report.repeats_of(options)
+    page = report.Page("growth", options.out or (None if options.short else record.PAGES))
+    page.add(HEAD.format(repeats=repeats))
+    found = {}
+    for curve in CURVES:
+        sizes = curve.sizes[:2] if options.short else curve.sizes
+        found[curve.name] = points_of(curve, sizes, repeats, page.say)
+        page.add(curve_table(curve, found[curve.name]))
+    few = 1 if options.short else None
+    starts = [(str(workers), method) for method in METHODS[:few] for workers in WORKERS[:few]]
+    page.add(
+        "## Cold first batch\n",
+        "Milliseconds from building the loader, in a fresh process, to its first batch of 8 samples.\n",
+        fresh_table("first_batch", ["workers", "start method"], starts, repeats),
+    )
+    sizes_of = [("4", str(nbytes)) for nbytes in SAMPLE_BYTES[:few]]
+    page.add(
+        f"## Memory\n\n{MEMORY}",
+        fresh_table("memory", ["workers", "bytes of a sample"], sizes_of, repeats),
+    )
+    page.finish(lambda path: draw(found, path))
+    return 0
+
+
+if __name__ == "__main__":
+    report.program(main)

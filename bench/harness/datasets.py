@@ -1,0 +1,285 @@
+"""Datasets whose content and cost depend on the index alone, so every loader does the same work."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+Sample = tuple[Any, int]
+"""One sample: the payload, and its index as the label."""
+ROUNDS = 3
+"""Measured ideals are the best of this many rounds."""
+_COPIED_BYTES = 1 << 26
+"""A memory copy of more is extrapolated from this many."""
+
+
+@dataclass(frozen=True)
+class Ideal:
+    """The shortest possible epoch of a dataset.
+
+    Args:
+        epoch_s: its time in seconds.
+        call_s: for datasets whose cost is per sample: the time of one ``dataset[i]``, in seconds.
+    """
+
+    epoch_s: float
+    call_s: float | None = None
+
+
+class Work(Protocol):
+    """A map-style dataset of the benchmarks.
+
+    Two more methods are optional. ``content(index)`` is ``self[index]`` without its cost: with it, the harness checks
+    the content of batches. ``ideal(batch_size, workers)`` is the dataset's ideal: without it, the harness measures one.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class SleepingWork(Dataset[Sample]):
+    """Samples that sleep: work that needs a worker but no core, such as reading from a network.
+
+    Args:
+        costs_s: how long each sample sleeps, in seconds; its length is the dataset's.
+    """
+
+    def __init__(self, costs_s: list[float]) -> None:
+        self.costs_s = costs_s
+
+    def __len__(self) -> int:
+        return len(self.costs_s)
+
+    def __getitem__(self, index: int) -> Sample:
+        time.sleep(self.costs_s[index])
+        return self.costs_s[index], index
+
+    def content(self, index: int) -> Sample:
+        return self.costs_s[index], index
+
+    def ideal(self, batch_size: int, workers: int) -> Ideal:
+        """All sleep split evenly over the workers."""
+        return Ideal(math.fsum(self.costs_s) / workers)
+
+
+class SleepingTransforms(SleepingWork):
+    """The same samples, but transforms (``SleepsShare``) take their time."""
+
+    __getitem__ = SleepingWork.content
+
+
+class SleepsShare:
+    """A transform that sleeps for a share of a sample's cost."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def __call__(self, sample: Sample) -> Sample:
+        time.sleep(sample[0] * self.share)
+        return sample
+
+
+class StoredTensors(Dataset[Sample]):
+    """Float32 tensors returned from a pool in memory: no cost but the loader's own copies.
+
+    Args:
+        shape: shape of one sample.
+        pool_size: number of different samples; the index wraps around.
+        length: samples in one epoch.
+    """
+
+    def __init__(self, shape: tuple[int, ...], pool_size: int, length: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.pool = torch.rand((pool_size, *shape), generator=generator)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.pool[index % len(self.pool)], index
+
+    content = __getitem__
+
+    @property
+    def epoch_bytes(self) -> int:
+        return self.pool[0].nbytes * self.length
+
+    def ideal(self, batch_size: int, workers: int) -> Ideal:
+        """A copy of every sample to its place in one recycled, warm batch, by one process."""
+        sources = [sample.numpy() for sample in self.pool]
+        batch = np.zeros((batch_size, *sources[0].shape), dtype=sources[0].dtype)
+
+        def copy() -> None:
+            for index in range(self.length):
+                np.copyto(batch[index % batch_size], sources[index % len(sources)])
+
+        return Ideal(_best_s(copy))
+
+
+class StoredRows(Dataset[Sample]):
+    """Rows of a table in memory: the cheapest samples there are, all cost is per sample.
+
+    Args:
+        width: numbers in one row.
+        length: rows, and samples in one epoch.
+        as_floats: whether a row is a list of Python floats; otherwise it is a float32 NumPy vector.
+    """
+
+    def __init__(self, width: int, length: int, as_floats: bool) -> None:
+        table = np.random.default_rng(0).random((length, width), dtype=np.float32)
+        self.rows: Any = table.tolist() if as_floats else table
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.rows[index], index
+
+    content = __getitem__
+
+    def ideal(self, batch_size: int, workers: int) -> Ideal:
+        """The calls of ``dataset[i]`` alone, split over the workers."""
+        call_s = _call_s(self)
+        return Ideal(call_s * len(self) / max(workers, 1), call_s)
+
+
+class Vectors(Dataset[Sample]):
+    """One float32 vector from memory for every index: no length and no sample size takes more memory.
+
+    Args:
+        length: samples in one epoch.
+        nbytes: size of a sample, a multiple of 4.
+    """
+
+    def __init__(self, length: int, nbytes: int = 64) -> None:
+        self.length = length
+        self.vector = np.zeros(nbytes // 4, np.float32)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.vector, index
+
+    content = __getitem__
+
+    def ideal(self, batch_size: int, workers: int) -> Ideal:
+        """The calls of ``dataset[i]`` split over the workers, or one copy of all bytes if that takes longer."""
+        total = self.vector.nbytes * self.length
+        source = np.ones(min(total, _COPIED_BYTES), np.uint8)
+        batch = np.zeros_like(source)
+        copy_s = _best_s(lambda: np.copyto(batch, source)) * total / source.nbytes
+        few = Vectors(min(self.length, 100_000), self.vector.nbytes)
+        return Ideal(max(_call_s(few) * self.length / max(workers, 1), copy_s))
+
+
+class Pictures(Dataset[Any]):
+    """Noise images, most of them small and a tenth of them 3.5 times as wide and as high."""
+
+    def __init__(self, count: int) -> None:
+        large = np.random.default_rng(0).random(count) < 0.1
+        self.sides = [700 if big else 200 for big in large]
+
+    def __len__(self) -> int:
+        return len(self.sides)
+
+    def __getitem__(self, index: int) -> Any:
+        side = self.sides[index]
+        rng = np.random.default_rng(index)
+        return rng.integers(0, 256, (side, side, 3), dtype=np.uint8), index
+
+
+def to_floats(sample: Any) -> Any:
+    """Colours from 0 to 1, channels first."""
+    pixels, index = sample
+    return torch.from_numpy(pixels).permute(2, 0, 1).float() / 255, index
+
+
+def blur(sample: Any) -> Any:
+    """A box filter over 5 × 5 pixels."""
+    image, index = sample
+    return torch.nn.functional.avg_pool2d(image, 5, stride=1, padding=2), index
+
+
+def flip_at_random(sample: Any) -> Any:
+    """Mirrors every other image."""
+    image, index = sample
+    return (image.flip(-1) if torch.rand(()) < 0.5 else image), index
+
+
+def shrink(sample: Any) -> Any:
+    """To 64 × 64 pixels."""
+    image, index = sample
+    small = torch.nn.functional.interpolate(
+        image[None], size=(64, 64), mode="bilinear", antialias=True
+    )
+    return small[0], index
+
+
+def measured_ideal(run: Callable[[int], Any], indices: range, workers: int, cores: int) -> Ideal:
+    """The ideal of samples whose cost is unknown: time of a sample over the workers, or on the cores if longer.
+
+    Args:
+        run: makes one sample with all its transforms, by index.
+        indices: all samples; at most a hundred of them, evenly spread, are measured.
+        workers: workers of the loaders.
+        cores: cores that all workers share.
+    """
+    measured = indices[:: -(-len(indices) // 100)]
+    begun_s, cpu_s = time.perf_counter(), time.thread_time()
+    for index in measured:
+        run(index)
+    taken_s, cpu_s = time.perf_counter() - begun_s, time.thread_time() - cpu_s
+    each_s = max(taken_s / max(workers, 1), cpu_s / min(cores, max(workers, 1)))
+    return Ideal(each_s * len(indices) / len(measured))
+
+
+def _best_s(operation: Callable[[], None]) -> float:
+    rounds_s = []
+    for _ in range(ROUNDS):
+        begun = time.perf_counter()
+        operation()
+        rounds_s.append(time.perf_counter() - begun)
+    return min(rounds_s)
+
+
+def _call_s(work: Work) -> float:
+    def call_all() -> None:
+        for index in range(len(work)):
+            work[index]
+
+    return _best_s(call_all) / len(work)
+
+
+def straggler_costs_s(
+    count: int, usual_s: float, straggler_s: float, share: float, seed: int = 0
+) -> list[float]:
+    """Give a random ``share`` of ``count`` samples (rounded) the cost ``straggler_s``."""
+    costs_s = np.full(count, usual_s)
+    stragglers = np.random.default_rng(seed).choice(count, round(share * count), replace=False)
+    costs_s[stragglers] = straggler_s
+    return [float(cost_s) for cost_s in costs_s]
+
+
+def lognormal_costs_s(
+    count: int, mean_s: float, relative_deviation: float, seed: int = 0
+) -> list[float]:
+    """Draw log-normal costs, scaled so that the mean of this very draw is ``mean_s``."""
+    sigma = math.sqrt(math.log1p(relative_deviation**2))
+    costs_s = np.random.default_rng(seed).lognormal(0.0, sigma, count)
+    scale = mean_s / costs_s.mean()
+    return [float(scale * cost_s) for cost_s in costs_s]
+
+
+def bimodal_costs_s(count: int, light_s: float, heavy_s: float, every: int) -> list[float]:
+    """Make the last sample of every run of ``every`` samples a heavy one."""
+    return [heavy_s if index % every == every - 1 else light_s for index in range(count)]

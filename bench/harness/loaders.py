@@ -1,0 +1,86 @@
+"""The loaders under comparison: each gets the same dataset object and arguments, and may add settings of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader as TorchLoader
+
+from bench.harness.bare import BareProcesses
+from bench.harness.datasets import Work
+from bench.workloads.mapped import Mapped
+
+Build = Callable[[Work, dict[str, Any], int], Any]
+"""``(dataset, arguments shared by all loaders, seed)`` to a loader."""
+FEW_CORES = "This DataLoader will create"
+"""torch's warning about more workers than cores. Sleeping workers need no core."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One loader with one setting.
+
+    Args:
+        name: its key, and the name on the command line.
+        label: its name in reports. ``torch`` and ``minato`` alone are their defaults.
+        build: makes the loader.
+        keeps_order: whether it promises the sampler's order.
+    """
+
+    name: str
+    label: str
+    build: Build
+    keeps_order: bool
+
+
+def torch_loader(**own: Any) -> Build:
+    """torch's loader with settings of its own; transforms run behind ``dataset[i]``."""
+
+    def build(work: Any, arguments: dict[str, Any], seed: int) -> Any:
+        given = {**arguments, **own}
+        transforms = given.pop("transforms", ())
+        return TorchLoader(Mapped(work, list(transforms)) if transforms else work, **given)
+
+    return build
+
+
+def minato_loader(*, seeded: bool = False, **own: Any) -> Build:
+    """minato's loader with settings of its own, and ``seed=`` if ``seeded``."""
+
+    def build(work: Any, arguments: dict[str, Any], seed: int) -> Any:
+        from minato import DataLoader  # late: other loaders run where minato is not installed
+
+        given = {**arguments, **own, **({"seed": seed} if seeded else {})}
+        if not given.get("transforms", True):
+            del given["transforms"]
+        return DataLoader(work, **given)
+
+    return build
+
+
+def _bare(work: Any, arguments: dict[str, Any], seed: int) -> Any:
+    return BareProcesses(work, **arguments)
+
+
+def named(*contenders: Contender) -> dict[str, Contender]:
+    """Contenders by name."""
+    return {contender.name: contender for contender in contenders}
+
+
+TORCH = Contender("torch", "torch", torch_loader(), keeps_order=True)
+TORCH_ANY_ORDER = Contender(
+    "torch-any-order", "torch, in_order=False", torch_loader(in_order=False), keeps_order=False
+)
+MINATO = Contender("minato", "minato", minato_loader(), keeps_order=True)
+MINATO_ANY_ORDER = Contender(
+    "minato-any-order", "minato, in_order=False", minato_loader(in_order=False), keeps_order=False
+)
+MINATO_SEED = Contender(
+    "minato-seed", "minato, seed=", minato_loader(seeded=True), keeps_order=True
+)
+BARE = Contender("bare", "bare processes", _bare, keeps_order=False)
+
+STANDARD = named(TORCH, TORCH_ANY_ORDER, MINATO, MINATO_ANY_ORDER)
+"""Both orders of torch, and the same two of minato, everything else at its default."""

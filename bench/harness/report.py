@@ -1,0 +1,244 @@
+"""Command line, tables and pages of a benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from bench.harness import record
+from bench.harness.loaders import Contender
+from bench.harness.suite import BASELINE, Figures, Goal, RowResult, Spread
+
+STUCK_AFTER_S = 600.0
+"""A run of one loader that takes longer shows all stacks and ends the benchmark."""
+_is_program = False
+_UNITS = {
+    "s/epoch": "s per epoch",
+    "GB/s": "GB/s",
+    "us/sample": "µs per sample",
+    "samples/s": "samples/s",
+}
+
+
+def parser(
+    name: str, about: str, repeats: int, rows: Collection[str] = ()
+) -> argparse.ArgumentParser:
+    """A parser of the options that all benchmarks share; ``--rows`` where there are any."""
+    found = argparse.ArgumentParser(prog=f"python -m {name}", description=about)
+    found.add_argument("--short", action="store_true", help="a smoke run: too short to judge by")
+    found.add_argument("--repeats", type=_positive, metavar="N", help=f"runs of each ({repeats})")
+    found.add_argument("--out", type=Path, metavar="FOLDER", help="where the report goes")
+    if rows:
+        found.add_argument(
+            "--rows", type=names(rows), default=list(rows), metavar="NAME,...", help=", ".join(rows)
+        )
+    found.set_defaults(usual_repeats=repeats)
+    return found
+
+
+def repeats_of(options: argparse.Namespace) -> int:
+    """Runs of each loader: as asked for, else once in a smoke run."""
+    usual: int = 1 if options.short else options.usual_repeats
+    return options.repeats or usual
+
+
+def names(known: Collection[str]) -> Callable[[str], list[str]]:
+    """A type of arguments: some of ``known``, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {sorted(known)}")
+        return found
+
+    return parse
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def program(main: Callable[[], int]) -> NoReturn:
+    """Run ``main`` as the program of this process, which ends if it is stuck."""
+    global _is_program
+    _is_program = True
+    faulthandler.enable()
+    sys.exit(main())
+
+
+class Page:
+    """The report of a run: printed as it grows, and written as Markdown.
+
+    Args:
+        name: of the file, without its suffix.
+        out: folder for it; None: it is printed only.
+    """
+
+    def __init__(self, name: str, out: Path | None) -> None:
+        self._name, self._out = name, out
+        self._parts: list[str] = []
+        self._conditions = record.environment()
+
+    def say(self, line: str) -> None:
+        """Print a line of progress. If none follows for a while, the program shows its stacks and ends."""
+        if _is_program:
+            faulthandler.dump_traceback_later(STUCK_AFTER_S, exit=True)
+        print(line, flush=True)
+
+    def add(self, *parts: str) -> None:
+        """Add paragraphs, headings or tables, each ending in a line break."""
+        self._parts += parts
+        print(*parts, sep="\n", flush=True)
+
+    def finish(
+        self,
+        chart: Callable[[Path], None] | None = None,
+        conditions: Mapping[str, str] | None = None,
+    ) -> None:
+        """Add the conditions; write the page, and its chart, where there is a folder."""
+        if _is_program:
+            faulthandler.cancel_dump_traceback_later()
+        after = {"load average after": record.load_average()}
+        found = {**self._conditions, **after, **(conditions or {})}
+        self.add("## Conditions\n", table(["", ""], [[name, text] for name, text in found.items()]))
+        if self._out is None:
+            return
+        self._out.mkdir(parents=True, exist_ok=True)
+        written = [self._out / f"{self._name}.md"]
+        written[0].write_text("\n".join(self._parts))
+        if chart is not None:
+            written.append(self._out / f"{self._name}.png")
+            chart(written[1])
+        print("written:", *written)
+
+    @property
+    def conditions(self) -> Mapping[str, str]:
+        """Machine and versions."""
+        return self._conditions
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def share_text(share: float) -> str:
+    return f"{share:.2f}" if share >= 0.1 else f"{share:.3f}"
+
+
+def spread_text(spread: Spread | Sequence[float] | None, digits: int) -> str:
+    """``median (least–greatest)``, or nothing for None."""
+    if spread is None:
+        return ""
+    if not isinstance(spread, Spread):
+        spread = Spread.of(spread)
+    low, middle, high = (
+        f"{value:.{digits}f}" for value in (spread.least, spread.median, spread.greatest)
+    )
+    return middle if low == high else f"{middle} ({low}–{high})"
+
+
+def overview(results: Sequence[RowResult], contenders: Mapping[str, Contender]) -> str:
+    """Every row's efficiency by loader."""
+    present = [name for name in contenders if any(name in result.trials for result in results)]
+    lines = []
+    for result in results:
+        shares = {name: result.figures(name).efficiency.median for name in result.trials}
+        cells = [share_text(shares[name]) if name in shares else "" for name in present]
+        lines.append([result.row.name, result.row.title, *cells])
+    return table(["row", "work", *(contenders[name].label for name in present)], lines)
+
+
+def goals(results: Sequence[RowResult], contenders: Mapping[str, Contender]) -> str:
+    """Every goal of the rows, and whether the loader reached it."""
+    lines = []
+    for result in results:
+        for goal in result.row.goals:
+            value = _value(result, goal.loader, goal)
+            if value is not None:
+                bare = _value(result, "bare", goal)
+                lines.append(
+                    [
+                        *(result.row.name, contenders[goal.loader].label, str(goal)),
+                        *(f"{value:.2f}", "reached" if goal.holds(value) else "**missed**"),
+                        "" if bare is None else f"{bare:.2f}",
+                    ]
+                )
+    return table(["row", "loader", "goal", "measured", "", "bare processes"], lines)
+
+
+def _value(result: RowResult, loader: str, goal: Goal) -> float | None:
+    if loader not in result.trials:
+        return None
+    figures = result.figures(loader)
+    spread: Spread | None = {
+        "efficiency": figures.efficiency,
+        "ratio to torch": figures.ratio,
+        "first batch ms": figures.first_batch_ms,
+        "own us/sample": figures.own_us,
+    }[goal.quantity]
+    return None if spread is None else spread.median
+
+
+def losses(results: Sequence[RowResult], contenders: Mapping[str, Contender]) -> str:
+    """Every loader whose median is above the best of minato's with the same promise about order."""
+    lines = []
+    for result in results:
+        shares = {name: result.figures(name).efficiency.median for name in result.trials}
+        for name, share in shares.items():
+            rival = contenders[name]
+            rivals = [
+                one
+                for one in shares
+                if one.startswith("minato") and contenders[one].keeps_order == rival.keeps_order
+            ]
+            best = max(rivals, key=shares.__getitem__, default=name)
+            if not name.startswith(("minato", "bare")) and share > shares[best]:
+                lines.append(
+                    f"* `{result.row.name}`: {rival.label} {share_text(share)} of the ideal, "
+                    f"{contenders[best].label} {share_text(shares[best])}.\n"
+                )
+    return "".join(lines) or "On no row of this run, where both promise the same order.\n"
+
+
+def details(result: RowResult, contenders: Mapping[str, Contender]) -> str:
+    """Every figure of one row."""
+    own = any(ideal.call_s is not None for ideal in result.ideals)
+    columns: dict[str, Callable[[Figures], str]] = {
+        _UNITS[result.row.unit]: lambda f: spread_text(f.speed, 3),
+        "efficiency": lambda f: spread_text(f.efficiency, 2),
+        "efficiency, later epochs": lambda f: spread_text(f.later_efficiency, 2),
+        "× torch": lambda f: spread_text(f.ratio, 2),
+        "first batch, ms": lambda f: spread_text(f.first_batch_ms, 0),
+        "whole run, s": lambda f: spread_text(f.whole_s, 2),
+        "waiting": lambda f: f"{100 * f.waiting.median:.0f} %",
+        "wait p50, ms": lambda f: f"{f.wait_p50_ms.median:.2f}",
+        "wait p99, ms": lambda f: f"{f.wait_p99_ms.median:.1f}",
+        **({"own, µs per sample": lambda f: spread_text(f.own_us, 2)} if own else {}),
+    }
+    lines = [["*ideal*", spread_text(result.ideal_speed, 3), *[""] * (len(columns) - 1)]]
+    for name in result.trials:
+        figures = result.figures(name)
+        lines.append([contenders[name].label, *(cell(figures) for cell in columns.values())])
+    title = result.row.title
+    text = f"### {result.row.name}\n\n{title[:1].upper()}{title[1:]}.\n\n"
+    return text + table(["loader", *columns], lines)
+
+
+def times(
+    found: Mapping[str, Sequence[float]], ideal: float, contenders: Mapping[str, Contender]
+) -> list[list[str]]:
+    """Lines of a table of times: the ideal, then each loader with its efficiency and ratio to torch."""
+    lines = [["*ideal*", f"{ideal:.2f}", "", ""]]
+    for name, taken in found.items():
+        ratios = [a / b for a, b in zip(found[BASELINE], taken, strict=True)]
+        efficiency = share_text(ideal / Spread.of(taken).median)
+        cells = [spread_text(taken, 2), efficiency, spread_text(ratios, 2)]
+        lines.append([contenders[name].label, *cells])
+    return lines

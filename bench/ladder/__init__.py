@@ -1,1 +1,0 @@
-"""What each of Petastorm's steps gains, in minato and in Petastorm itself."""

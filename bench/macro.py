@@ -1,0 +1,272 @@
+"""Whole loaders in one run, on work of known cost: how close does each come to the ideal?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bench.harness import chart, record, report
+from bench.harness.datasets import (
+    SleepingWork,
+    StoredRows,
+    StoredTensors,
+    bimodal_costs_s,
+    lognormal_costs_s,
+    straggler_costs_s,
+)
+from bench.harness.loaders import BARE, MINATO_SEED, STANDARD, named
+from bench.harness.suite import Figures, Goal, Row, RowResult, Spread, measure
+
+CONTENDERS = named(BARE, *STANDARD.values(), MINATO_SEED)
+AND_BARE = (BARE.name, *STANDARD)
+SEEDED_TOO = (*AND_BARE, MINATO_SEED.name)
+HEAD = """\
+# Engine benchmark
+
+Written by `python -m bench.macro`; `bench/README.md` states the question of each row.
+
+![Efficiency of each loader](engine.png)
+
+Every loader gets the same dataset object, number of workers, `persistent_workers` and shuffles, and every other
+argument at its default. Within one repeat the loaders of a row run one after the other, each time starting with a
+different one. Every run is checked: each sample exactly once, in order where promised. Figures are medians of {repeats}
+repeats, with the least and the greatest in brackets. A ratio compares runs of the same repeat.
+
+* *Ideal* of sleeping work: all sleep split evenly over the workers, or the consumer's own time if that is longer. Of
+  tensors: copying every sample once, warm, by one process, into one recycled batch; two workers can in principle beat
+  it. Of table rows: the calls of `dataset[i]` alone, split over the workers. *Efficiency*: ideal time over measured
+  time.
+* *Bare processes* are forked and connected by two pipes, and promise neither order nor content
+  (`bench/harness/bare.py`). Their loss is what this machine takes from every loader: sleeps that last too long, forks,
+  wake-ups.
+* *Time of sleeping work* is the whole run, from before the loader is built to the end of the last epoch, start of the
+  workers included. *Time of tensors and rows* is that of the epochs after the first.
+* *Efficiency, later epochs* leaves the first epoch out, and with it the start of workers that persist.
+* *First batch* is the time from `iter()` to the first batch, workers cold.
+* *Waiting* is the share of the run that the consumer spends waiting for batches.
+"""
+BARS = {
+    "torch": "torch DataLoader",
+    "torch-any-order": "torch, in_order=False",
+    "minato": "minato DataLoader",
+    "minato-any-order": "minato, in_order=False",
+}
+SLEEPING = {
+    "stragglers": "1 % stragglers\n1 ms / 201 ms",
+    "lognormal": "log-normal\nabout 10 ms",
+    "balanced": "the same, and a\nconsumer as fast",
+    "bimodal-35": "every fifth slow\n5 ms / 35 ms",
+    "bimodal-105": "every fifth slow\n5 ms / 105 ms",
+}
+COPYING = {
+    "image": "images\n602 KB",
+    "patch": "patches\n49 KB",
+    "tabular": "rows of 16\nPython floats",
+}
+
+
+def _bimodal(heavy_s: float) -> Callable[[int], SleepingWork]:
+    return lambda count: SleepingWork(bimodal_costs_s(count, 0.005, heavy_s, every=5))
+
+
+def _fast(limit_ms: float) -> tuple[Goal, ...]:
+    return tuple(
+        goal
+        for name in ("minato", "minato-any-order")
+        for goal in (Goal(name, "efficiency", 0.95), Goal(name, "first batch ms", limit_ms))
+    )
+
+
+STRAGGLERS = Row(
+    name="stragglers",
+    title="4000 samples of 1 ms, 1 % of them 201 ms; batch 32, 4 workers",
+    make=lambda count: SleepingWork(straggler_costs_s(count, 0.001, 0.201, share=0.01)),
+    samples=4000,
+    short_samples=400,
+    batch_size=32,
+    workers=4,
+    epochs=1,
+    loaders=AND_BARE,
+    goals=(Goal("minato", "efficiency", 0.90), Goal("minato-any-order", "efficiency", 0.95)),
+)
+LOGNORMAL = Row(
+    name="lognormal",
+    title="168 log-normal samples, mean 10 ms, deviation 3.9 ms; batch 3, 12 workers, 10 epochs",
+    make=lambda count: SleepingWork(lognormal_costs_s(count, 0.010, relative_deviation=0.39)),
+    samples=168,
+    short_samples=168,
+    batch_size=3,
+    workers=12,
+    epochs=10,
+    loaders=SEEDED_TOO,
+    shuffle=True,
+    persistent=True,
+    goals=(Goal("minato-seed", "efficiency", 0.93),),
+)
+BALANCED = replace(
+    LOGNORMAL,
+    name="balanced",
+    title="the same, and a consumer exactly as fast as the workers",
+    pause_s=0.010 * 3 / 12,
+    goals=(Goal("minato-seed", "efficiency", 0.92),),
+)
+BIMODAL_35 = Row(
+    name="bimodal-35",
+    title="5 ms, every fifth sample 35 ms; batch 24, 12 workers, 2 epochs",
+    make=_bimodal(0.035),
+    samples=2400,
+    short_samples=240,
+    batch_size=24,
+    workers=12,
+    epochs=2,
+    loaders=AND_BARE,
+    goals=_fast(60),
+)
+BIMODAL_105 = replace(
+    BIMODAL_35,
+    name="bimodal-105",
+    title="5 ms, every fifth sample 105 ms; batch 24, 12 workers, 2 epochs",
+    make=_bimodal(0.105),
+    samples=1200,
+    short_samples=120,
+    goals=_fast(150),
+)
+IMAGE = Row(
+    name="image",
+    title="float32 (3, 224, 224) from memory; batch 32, 2 workers",
+    make=lambda count: StoredTensors((3, 224, 224), pool_size=128, length=count),
+    samples=1024,
+    short_samples=128,
+    batch_size=32,
+    workers=2,
+    epochs=4,
+    unit="GB/s",
+    persistent=True,
+    skips_first_epoch=True,
+    goals=(Goal("minato", "ratio to torch", 6.0), Goal("minato", "efficiency", 0.5)),
+)
+IMAGE_READ = replace(
+    IMAGE,
+    name="image-read",
+    title="the same, and a consumer that reads every byte",
+    reads=True,
+    goals=(),
+)
+PATCH = replace(
+    IMAGE,
+    name="patch",
+    title="float32 (3, 64, 64) from memory; batch 64, 2 workers",
+    make=lambda count: StoredTensors((3, 64, 64), pool_size=1024, length=count),
+    samples=8192,
+    short_samples=1024,
+    batch_size=64,
+    goals=(Goal("minato", "ratio to torch", 6.0),),
+)
+TABULAR = replace(
+    IMAGE,
+    name="tabular",
+    title="16 Python floats and a label; batch 256, 2 workers",
+    make=lambda count: StoredRows(width=16, length=count, as_floats=True),
+    samples=65536,
+    short_samples=4096,
+    batch_size=256,
+    unit="us/sample",
+    goals=(Goal("minato", "ratio to torch", 6.0), Goal("minato", "own us/sample", 2.0)),
+)
+VECTOR = replace(
+    TABULAR,
+    name="vector",
+    title="a NumPy vector of 16 floats and a label; batch 256, 2 workers",
+    make=lambda count: StoredRows(width=16, length=count, as_floats=False),
+    goals=(),
+)
+
+
+def _inline(row: Row) -> Row:
+    return replace(
+        row,
+        name=f"{row.name}-inline",
+        title=row.title.replace("2 workers", "in the main process (num_workers=0)"),
+        workers=0,
+        persistent=False,
+        loaders=("torch", "minato"),
+        goals=(Goal("minato", "ratio to torch", 1.5),),
+    )
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        *(STRAGGLERS, LOGNORMAL, BALANCED, BIMODAL_35, BIMODAL_105),
+        *(IMAGE, IMAGE_READ, PATCH, TABULAR, VECTOR),
+        *map(_inline, (IMAGE, PATCH, TABULAR, VECTOR)),
+    )
+}
+
+
+def draw(results: Sequence[RowResult], conditions: Mapping[str, str], path: Path) -> None:
+    """Draw sleeping work against its ideal, and copying work against torch."""
+    measured = {result.row.name: result for result in results}
+
+    def spread_of(quantity: str) -> Callable[[str, str], Spread | None]:
+        def value(row: str, loader: str) -> Spread | None:
+            trials = measured[row].trials if row in measured else {}
+            if loader == "minato" and MINATO_SEED.name in trials:  # the note names these rows
+                loader = MINATO_SEED.name
+            if loader not in trials:
+                return None
+            figures: Figures = measured[row].figures(loader)
+            found: Spread | None = getattr(figures, quantity)
+            return found
+
+        return value
+
+    panels = (
+        chart.Bars(
+            "Uneven samples: efficiency, % of the ideal",
+            SLEEPING,
+            spread_of("efficiency"),
+            lambda value: f"{100 * value:.0f}",
+        ),
+        chart.Bars(
+            "Cheap samples: speed, torch = 1",
+            COPYING,
+            spread_of("ratio"),
+            lambda value: f"{value:.1f}" if value < 9.95 else f"{value:.0f}",
+        ),
+    )
+    note = (
+        f"{conditions['cpu']}, {conditions['usable cores']} cores, torch {conditions['torch']}; the same workers for "
+        "every loader; bars are medians, lines the least and the greatest; minato with seed= in groups 2 and 3"
+    )
+    chart.bars(panels, BARS, note, path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    parser = report.parser("bench.macro", __doc__ or "", 5, ROWS)
+    parser.add_argument(
+        "--loaders", type=report.names(CONTENDERS), metavar="NAME,...", help=", ".join(CONTENDERS)
+    )
+    options = parser.parse_args(arguments)
+    repeats = report.repeats_of(options)
+    rows = [ROWS[name] for name in options.rows]
+    contenders = {name: CONTENDERS[name] for name in options.loaders or CONTENDERS}
+    whole = not options.short and options.rows == [*ROWS] and not options.loaders
+    page = report.Page("engine", options.out or (record.PAGES if whole else None))
+    page.say(f"{len(rows)} rows, {repeats} repeats")
+    results = measure(
+        [row.short() if options.short else row for row in rows], contenders, repeats, page.say
+    )
+    page.add(HEAD.format(repeats=repeats))
+    page.add("## Efficiency\n", report.overview(results, contenders))
+    page.add("## Goals\n", report.goals(results, contenders))
+    page.add("## Where torch is faster\n", report.losses(results, contenders))
+    page.add("## Every figure\n", *(report.details(result, contenders) for result in results))
+    page.finish(lambda path: draw(results, page.conditions, path))
+    return 0
+
+
+if __name__ == "__main__":
+    report.program(main)

@@ -1,0 +1,346 @@
+"""The compiled core against its pure twin: ns per operation of each module, in one process."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import mmap
+import os
+import random
+import signal
+import time
+import timeit
+from array import array
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from bench.harness import record, report
+
+Operations = dict[str, tuple[str, dict[str, Any]]]
+"""What is measured: its label, then a statement and the names it uses."""
+Figures = dict[str, dict[str, float]]
+"""ns per operation: label, then column."""
+
+BACKENDS = {"c": "compiled", "py": "pure"}
+KEYS = list(range(256))
+BATCH = 32
+ROUNDS = 7
+_WAIT_S = 1.0
+
+
+def clock(module: ModuleType) -> Operations:
+    """The system call is the larger part of each."""
+    names = {"clock": module, "start_ns": module.now_ns()}
+    return {
+        "now_ns": ("clock.now_ns()", names),
+        "thread_cpu_ns": ("clock.thread_cpu_ns()", names),
+        "expired": ("clock.expired(start_ns, 3_600_000_000_000)", names),
+    }
+
+
+def histogram(module: ModuleType) -> Operations:
+    """``record`` runs for every sample, the others a few times a second."""
+    full, older = module.Histogram(), module.Histogram()
+    for value in range(2000):
+        full.record(value**2)
+    names = {"full": full, "older": older, "total": module.Histogram()}
+    return {
+        "record": ("total.record(123_456)", names),
+        "percentile": ("full.percentile(0.75)", names),
+        "merge": ("total.merge(full)", names),
+        "snapshot": ("full.snapshot()", names),
+        "subtract": ("full.subtract(older)", names),
+    }
+
+
+def ledger(module: ModuleType) -> Operations:
+    """The scheduling of one batch of 256 samples: published, claimed, filled, delivered, retired."""
+    sizes, slot = (4, 64, 4096), (0, 0, 1 << 20)
+
+    def bound(run: int) -> None:
+        batch = book.publish(KEYS, 256, slot, 0, 0, 0, True)
+        book.set_result(batch, 64, 64)
+        while (lease := book.claim(0, run)) is not None:
+            book.fill_run(0, *lease)
+        book.occupants(batch)
+        book.retire(batch)
+
+    def arrival() -> None:
+        batch = book.publish(KEYS, 256, slot, 0, 0, 0, False)
+        book.set_result(batch, 64, 64)
+        first = book.describe(batch)[1]
+        while (lease := book.claim(0, 1)) is not None:
+            position = first + lease[1]
+            book.fill(0, position, book.reserve(0, position)[0])
+        book.occupants(batch)
+        book.retire(batch)
+
+    book, full = (module.Ledger(bytearray(module.Ledger.nbytes(*sizes)), sizes) for _ in range(2))
+    for each in (book, full):
+        each.open_pass(0)
+    for _ in range(16):
+        full.publish(KEYS, 256, slot, 0, 0, 0, False)
+    names = {"bound": bound, "arrival": arrival, "ledger": book, "full": full}
+    return {
+        "a batch of 256 in one run": ("bound(256)", names),
+        "a batch of 256, sample by sample": ("bound(1)", names),
+        "a batch of 256, places by arrival": ("arrival()", names),
+        "claim with nothing to claim": ("ledger.claim(0, 1)", names),
+        "claim 256 and die, 4096 in flight": ("full.claim(1, 256); full.release(1)", names),
+    }
+
+
+def run(module: ModuleType) -> Operations:
+    """What one sample of a run costs besides the dataset's own call: 256 samples that do nothing."""
+    names = {
+        "run_samples": module.run_samples,
+        "fetch": KEYS.__getitem__,
+        "keys": KEYS,
+        "lease": array("q", bytes(24)),
+        "durations": array("q", bytes(8 * len(KEYS))),
+        "nothing": lambda epoch, key: None,
+    }
+    call = "run_samples(fetch, keys, 0, lease, durations, {}, 0, Exception)"
+    return {
+        "256 calls, no bookkeeping": ("[fetch(key) for key in keys]", names),
+        "run of 256": (call.format("None"), names),
+        "run of 256, each bound": (call.format("nothing"), names),
+    }
+
+
+def seeding(module: ModuleType) -> Operations:
+    """A sample's randomness; the last operations are the public calls that it replaces."""
+    from minato.chain import rng
+
+    with mock.patch.object(rng, "StateWriter", module.StateWriter):
+        randomness = rng.SampleRandomness(5)
+    memory = np.zeros(624, np.uint64)
+    names = {
+        "mix": module.mix,
+        "fill": module.fill,
+        "address": memory.ctypes.data,
+        "bind": randomness.bind,
+        "bind_thread": rng.SampleRandomness(5, bind_globals=False).bind,
+        "random": random,
+        "np": np,
+        "draw": torch.zeros(1),
+        "generator": torch.default_generator,
+        "memory": memory,  # `address` points into it
+    }
+    seed = "random.seed(2); np.random.seed(2); generator.manual_seed(2)"
+    draws = "random.random(); np.random.random_sample(); draw.random_()"
+    return {
+        "mix": ("mix(1, 2, 3)", names),
+        "fill, 624 uint32": ("fill(address, 624, 1, 2, 4)", names),
+        "fill, 624 uint64": ("fill(address, 624, 1, 2, 8)", names),
+        "bind a sample": ("bind(1, 2)", names),
+        "bind a sample, key is text": ("bind(1, 'images/000002.jpg')", names),
+        "bind a sample, in a thread": ("bind_thread(1, 2)", names),
+        "bind and draw once from each": (f"bind(1, 2); {draws}", names),
+        "replaced: seed three generators": (seed, names),
+        "replaced: ... and draw once from each": (f"{seed}; {draws}", names),
+    }
+
+
+def steps(module: ModuleType) -> Operations:
+    """Four resumable transforms that do nothing, against calling them straight through."""
+
+    def nothing(value: int) -> int:
+        return value
+
+    names = {
+        "run_steps": module.run_steps,
+        "nothing": nothing,
+        "chain": (nothing,) * 4,
+        "later_ns": time.monotonic_ns() + 3_600_000_000_000,
+        "laps": np.zeros(4, np.int64),
+        "cursor": np.zeros(1, np.int64),
+    }
+    return {
+        "four calls, no bookkeeping": ("nothing(nothing(nothing(nothing(1))))", names),
+        "no deadline": ("run_steps(chain, 1, 0, 0)", names),
+        "deadline": ("run_steps(chain, 1, 0, later_ns)", names),
+        "deadline, cursor": ("run_steps(chain, 1, 0, later_ns, None, cursor)", names),
+        "deadline, cursor, laps": ("run_steps(chain, 1, 0, later_ns, laps, cursor)", names),
+    }
+
+
+def wait(module: ModuleType) -> Operations:
+    """Signalling an event, and how soon another process learns of it."""
+    names: dict[str, Any] = {
+        "gate": module.Gate(bytearray(64), 0),
+        "missed": module.Gate(bytearray(b"\1" + bytes(63)), 0),
+        "call": _partner(module),
+    }
+    return {
+        "notify, nobody asleep": ("gate.notify()", names),
+        "wait for an event that has been": ("missed.wait(0, 1.0)", names),
+        "hand over to another process and back": ("call()", names),
+    }
+
+
+def _partner(module: ModuleType) -> Callable[[], None]:
+    """Start a process that answers each notification; the function notifies it and waits for the answer."""
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    there, back = module.Gate(memory, 0), module.Gate(memory, 64)
+    parent = os.getpid()
+    pid = os.fork()
+    if not pid:
+        seen = 0
+        while os.getppid() == parent:
+            if there.wait(seen, _WAIT_S):
+                seen += 1
+                back.notify()
+        os._exit(0)
+    atexit.register(os.waitpid, pid, 0)
+    atexit.register(os.kill, pid, signal.SIGKILL)
+
+    def call() -> None:
+        seen = back.events
+        there.notify()
+        while not back.wait(seen, _WAIT_S):
+            pass
+
+    return call
+
+
+def copy(module: ModuleType) -> Operations:
+    """Writing one sample to its place in a batch, and copying arrays. Pages are warm, small samples stay in cache."""
+    region = np.zeros((1 << 24) + 4096, np.uint8)
+    hwc = torch.ones(224, 224, 3, dtype=torch.uint8)
+    crop = torch.ones(256, 256, 3, dtype=torch.uint8)[16:240, 16:240]
+    chw = ("tensor", "uint8", (3, 224, 224), 0)
+    row = ("array", "<f4", (16,), 0)
+    samples: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "array of 16 float32, int": (np.ones(16, np.float32), row),
+        "tensor of 16 float32, int": (torch.ones(16), ("tensor", "float32", (16,), 0)),
+        "tensor 3x64x64 float32, int": (
+            torch.ones(3, 64, 64),
+            ("tensor", "float32", (3, 64, 64), 0),
+        ),
+        "tensor 3x224x224 uint8, int": (hwc.reshape(3, 224, 224), chw),
+        "the same, permuted from 224x224x3": (hwc.permute(2, 0, 1), chw),
+        "crop 224x224x3 of uint8, int": (crop, ("tensor", "uint8", (224, 224, 3), 0)),
+    }
+    found: Operations = {}
+
+    def add(name: str, spec: tuple[Any, ...], sample: Any, fits: bool = True) -> None:
+        packer = module.Packer(spec, BATCH)
+        names = {"packer": packer, "sample": sample, "address": region.ctypes.data, "r": region}
+        if (packer.pack(sample, names["address"], BATCH // 2) is not None) is not fits:
+            raise AssertionError(f"{name} does not fit as expected")
+        found[f"pack ({name})"] = (f"packer.pack(sample, address, {BATCH // 2})", names)
+
+    label = ("int", 1 << 24)
+    for name, (value, field) in samples.items():
+        add(name, ("tuple", tuple, (field, label)), (value, 1))
+    fields = (("float", 0), ("int", 1 << 20), ("text", str))
+    add(
+        "dict of float, int, str",
+        ("dict", ("x", "y", "name"), fields),
+        {"x": 1.0, "y": 2, "name": "a"},
+    )
+    add("a misfit", ("tuple", tuple, (row, label)), (torch.ones(16), 1), fits=False)
+    for name, (to, source) in _arrays().items():
+        names = {"copy_array": module.copy_array, "to": to, "source": source}
+        found[f"copy_array ({name})"] = ("copy_array(to, source)", names)
+    return found
+
+
+def _arrays() -> dict[str, tuple[Any, Any]]:
+    """Pairs of destination and source."""
+    chw, hwc = (3, 224, 224), (224, 224, 3)
+    square = (1024, 1024)
+    return {
+        "400 bytes": (np.zeros(100, "f4"), np.ones(100, "f4")),
+        "3x224x224 float32": (np.zeros(chw, "f4"), np.ones(chw, "f4")),
+        "224x224x3 to 3x224x224": (np.zeros(chw, "f4"), np.ones(hwc, "f4").transpose(2, 0, 1)),
+        "3x224x224 to 224x224x3": (np.zeros(hwc, "f4"), np.ones(chw, "f4").transpose(1, 2, 0)),
+        "1024x1024 transposed": (np.zeros(square, "f4"), np.ones(square, "f4").T),
+    }
+
+
+def other_copies() -> dict[str, Operations]:
+    """The same copies by NumPy's and torch's own functions: column, then operations."""
+    found: dict[str, Operations] = {"numpy": {}, "torch": {}}
+    for name, (to, source) in _arrays().items():
+        tensors = {"to": torch.from_numpy(to), "source": torch.from_numpy(source)}
+        arrays = {"copy": np.copyto, "to": to, "source": source}
+        found["numpy"][f"copy_array ({name})"] = ("copy(to, source)", arrays)
+        found["torch"][f"copy_array ({name})"] = ("to.copy_(source)", tensors)
+    return found
+
+
+MODULES = {
+    each.__name__: each for each in (clock, copy, histogram, ledger, run, seeding, steps, wait)
+}
+
+
+def ns_per_call(statement: str, names: dict[str, Any], rounds: int, round_s: float) -> float:
+    """Return the best of ``rounds`` means; the others were disturbed by something."""
+    timer = timeit.Timer(statement, globals=names)
+    calls = 1
+    while (taken_s := timer.timeit(calls)) < round_s / 10:
+        calls *= 10
+    calls = max(1, int(calls * round_s / taken_s))
+    return min(timer.repeat(rounds, calls)) / calls * 1e9
+
+
+def measure(name: str, backends: list[str], rounds: int, round_s: float) -> Figures:
+    """Time all operations of a module."""
+    time_of = functools.partial(ns_per_call, rounds=rounds, round_s=round_s)
+    columns = {
+        BACKENDS[backend]: MODULES[name](importlib.import_module(f"minato._core._{name}_{backend}"))
+        for backend in backends
+    }
+    if name == "copy":
+        columns.update(other_copies())
+    found: Figures = {}
+    for column, operations in columns.items():
+        for label, (statement, names) in operations.items():
+            found.setdefault(label, {})[column] = time_of(statement, names)
+    return found
+
+
+def lines(module: str, figures: Figures, columns: list[str]) -> list[list[str]]:
+    """The lines of a module in the report's table."""
+    found = []
+    for label, ns in figures.items():
+        cells = [f"{ns[column]:,.0f}" if column in ns else "" for column in columns]
+        both = {"compiled", "pure"} <= ns.keys()
+        found.append([module, label, *cells, f"{ns['pure'] / ns['compiled']:.1f}" if both else ""])
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    parser = report.parser("bench.micro", __doc__ or "", ROUNDS)
+    parser.add_argument("modules", nargs="*", choices=[[], *MODULES], help="default: all")
+    parser.add_argument("--impl", choices=["py", "c", "both"], default="both")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rounds, round_s = report.repeats_of(options), 0.002 if options.short else 0.05
+    backends = ["c", "py"] if options.impl == "both" else [options.impl]
+    whole = not (options.short or options.modules or options.impl != "both")
+    page = report.Page("core", options.out or (record.PAGES if whole else None))
+    columns = [*(BACKENDS[backend] for backend in backends), "numpy", "torch"]
+    found = []
+    for name in options.modules or MODULES:
+        found += lines(name, measure(name, backends, rounds, round_s), columns)
+        page.say(f"{name}: done")
+    page.add("# The compiled core against its pure twin\n")
+    page.add("Written by `python -m bench.micro`: ns per operation, the best of several rounds.\n")
+    page.add("## Figures\n")
+    page.add(report.table(["module", "operation", *columns, "pure / compiled"], found))
+    page.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    report.program(main)

@@ -1,1 +1,0 @@
-"""Other loaders on the rows of the macro benchmark, each in an environment of its own."""

@@ -1,1 +1,0 @@
-"""What it costs to measure samples while they are loaded."""

@@ -1,1 +1,0 @@
-"""Ranks of one node: a pool of workers for each of them against one for all."""

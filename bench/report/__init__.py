@@ -1,1 +1,0 @@
-"""What the report costs, and whether its advice is worth following."""

@@ -1,1 +1,0 @@
-"""Loaders in virtual time: the policies that schedule, over synthetic costs, at any scale."""

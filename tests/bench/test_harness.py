@@ -1,0 +1,188 @@
+"""The benchmark's own honesty: stated costs, exactly-once checks, figures from clock readings."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from bench import macro, micro
+from bench.harness import report
+from bench.harness.datasets import (
+    Ideal,
+    SleepingWork,
+    StoredTensors,
+    Vectors,
+    bimodal_costs_s,
+    lognormal_costs_s,
+    measured_ideal,
+    straggler_costs_s,
+)
+from bench.harness.loaders import Contender
+from bench.harness.suite import Goal, RowResult, ideal_of, in_turn, measure, run_trial
+from bench.harness.trial import Trial, WrongDeliveryError, check_content, check_labels
+from bench.macro import BALANCED, CONTENDERS, LOGNORMAL, ROWS, STRAGGLERS
+
+TINY = replace(
+    STRAGGLERS,
+    make=lambda count: SleepingWork([0.001] * count),
+    samples=24,
+    batch_size=4,
+    workers=2,
+    epochs=2,
+)
+
+
+def test_stragglers_are_the_stated_share():
+    costs_s = straggler_costs_s(4000, usual_s=0.001, straggler_s=0.201, share=0.01)
+    assert costs_s.count(0.201) == 40
+    assert statistics.mean(costs_s) == pytest.approx(0.003)
+    assert costs_s == straggler_costs_s(4000, usual_s=0.001, straggler_s=0.201, share=0.01)
+
+
+def test_lognormal_costs_have_the_stated_mean_and_spread():
+    costs_s = lognormal_costs_s(20_000, mean_s=0.010, relative_deviation=0.39)
+    assert statistics.mean(costs_s) == pytest.approx(0.010)
+    assert statistics.stdev(costs_s) == pytest.approx(0.0039, rel=0.05)
+    assert statistics.median(costs_s) < 0.010
+
+
+def test_every_fifth_sample_is_heavy():
+    costs_s = bimodal_costs_s(100, light_s=0.005, heavy_s=0.035, every=5)
+    assert [index for index, cost_s in enumerate(costs_s) if cost_s == 0.035] == [*range(4, 100, 5)]
+    assert statistics.mean(costs_s) == pytest.approx(0.011)
+
+
+def test_the_ideal_is_the_work_over_the_workers_or_the_consumer():
+    work = SleepingWork([0.01] * 168)
+    assert ideal_of(LOGNORMAL, work).epoch_s == pytest.approx(168 * 0.01 / 12)
+    assert ideal_of(BALANCED, work).epoch_s == pytest.approx(56 * BALANCED.pause_s)
+    slow = replace(BALANCED, pause_s=0.1)
+    assert ideal_of(slow, work).epoch_s == pytest.approx(5.6)
+
+
+def test_an_unknown_ideal_is_measured_and_split_over_workers_and_cores():
+    slept = measured_ideal(lambda _: time.sleep(0.002), range(200), workers=4, cores=1)
+    assert 0.1 <= slept.epoch_s < 0.3
+
+    def compute(_: int) -> None:
+        end_s = time.thread_time() + 0.002
+        while time.thread_time() < end_s:
+            pass
+
+    computed = measured_ideal(compute, range(200), workers=4, cores=1)
+    assert computed.epoch_s >= 0.4
+
+
+def test_large_vectors_are_bound_by_one_copy_and_small_ones_by_calls():
+    large, small = Vectors(64, 1 << 22).ideal(4, 2), Vectors(64, 8).ideal(4, 2)
+    assert large.epoch_s > 100 * small.epoch_s > 0
+
+
+def test_each_repeat_begins_with_another():
+    assert list(in_turn("ab", 3)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+
+
+@pytest.mark.parametrize(
+    ("labels", "fault"),
+    [
+        ([0, 1, 2], "1 samples lost [3]"),
+        ([0, 1, 2, 2, 3], "1 repeated [2]"),
+        ([0, 1, 2, 3, 4], "1 foreign [4]"),
+        ([0, 2, 1, 3], "not in the sampler's order"),
+    ],
+)
+def test_a_wrong_delivery_is_reported(labels, fault):
+    with pytest.raises(WrongDeliveryError) as caught:
+        check_labels(labels, range(4), in_order=True, who="somebody")
+    assert fault in str(caught.value)
+
+
+def test_another_order_is_fine_where_none_is_promised():
+    check_labels([2, 0, 3, 1], range(4), in_order=False, who="somebody")
+
+
+def test_a_changed_sample_is_reported():
+    work = StoredTensors((2, 3), pool_size=4, length=8)
+    payload = torch.stack([work[5][0], work[6][0]])
+    check_content([payload, torch.tensor([5, 6])], work, who="somebody")
+    with pytest.raises(WrongDeliveryError, match="differs from torch"):
+        check_content([payload, torch.tensor([5, 7])], work, who="somebody")
+
+
+def test_a_loader_that_loses_a_batch_in_the_second_epoch_fails_the_run():
+    class Forgetful(torch.utils.data.DataLoader[Any]):
+        epoch = -1
+
+        def __iter__(self):
+            self.epoch += 1
+            batches = list(super().__iter__())
+            return iter(batches[1:] if self.epoch == 1 else batches)
+
+    contender = Contender("forgetful", "", lambda work, _, __: Forgetful(work, 4), keeps_order=True)
+    with pytest.raises(WrongDeliveryError, match="epoch 1: 4 samples lost"):
+        run_trial(contender, TINY, TINY.make(TINY.samples), seed=0)
+
+
+@pytest.mark.parametrize("loader", CONTENDERS)
+def test_every_loader_runs_and_is_reported(loader):
+    names = ("torch", loader) if loader != "torch" else ("torch",)
+    said: list[str] = []
+    (result,) = measure([replace(TINY, loaders=names)], CONTENDERS, repeats=1, say=said.append)
+    figures = result.figures(loader)
+    assert 0 < figures.efficiency.median <= 1
+    assert 0 < figures.first_batch_ms.median <= 1e3 * figures.whole_s.median
+    assert len(said) == len(names)
+    assert len(result.trials[loader][0].epochs_s) == TINY.epochs
+    assert CONTENDERS[loader].label in report.details(result, CONTENDERS)
+    assert CONTENDERS[loader].label in report.overview([result], CONTENDERS)
+
+
+def _result(torch_s: float, minato_s: float) -> RowResult:
+    """A row of one epoch whose ideal is one second, with the given times."""
+    row = replace(TINY, epochs=1, goals=(Goal("minato", "efficiency", 0.9),))
+    trials = {
+        name: [Trial(name, whole_s, 0.02, (whole_s,), (0.02, whole_s / 2))]
+        for name, whole_s in (("torch", torch_s), ("minato", minato_s))
+    }
+    return RowResult(row, ideals=[Ideal(1.0)], trials=trials)
+
+
+def test_figures_goals_and_losses_follow_from_the_clock_readings():
+    figures = _result(torch_s=2.0, minato_s=1.25).figures("minato")
+    assert figures.efficiency.median == pytest.approx(0.8)
+    assert figures.ratio is not None
+    assert figures.ratio.median == pytest.approx(1.6)
+    won, lost = [_result(2.0, 1.05)], [_result(1.1, 1.25)]
+    assert "reached" in report.goals(won, CONTENDERS)
+    assert "On no row of this run" in report.losses(won, CONTENDERS)
+    assert "**missed**" in report.goals(lost, CONTENDERS)
+    assert "torch 0.91 of the ideal, minato 0.80" in report.losses(lost, CONTENDERS)
+
+
+def test_short_rows_are_smaller_and_judge_nothing():
+    for row in ROWS.values():
+        short = row.short()
+        assert short.samples * short.epochs <= row.samples * row.epochs
+        assert short.goals == ()
+
+
+def test_micro_lines_compare_the_backends():
+    figures = {
+        "fill": {"compiled": 1234.5, "pure": 9876.0},
+        "copy": {"compiled": 2.0, "numpy": 3.5},
+    }
+    assert micro.lines("thing", figures, ["compiled", "pure", "numpy"]) == [
+        ["thing", "fill", "1,234", "9,876", "", "8.0"],
+        ["thing", "copy", "2", "", "4", ""],
+    ]
+
+
+def test_an_unknown_row_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        macro.main(["--rows", "nonsense"])
+    assert "'nonsense' is none of" in capsys.readouterr().err
