@@ -20,7 +20,7 @@ from minato.caching import MemoryCache
 from minato.report.figures import PARTS, Report, legend
 from minato.sources.base import KeyedSource
 from minato.sources.retry import Retry
-from tests.datasets import Filled, Numbers, Sleepy
+from tests.datasets import Filled, Journal, Numbers, Sleepy, wait_until
 
 
 def pause(sample: Any) -> Any:
@@ -248,8 +248,20 @@ def test_deferrals_and_lag_are_counted() -> None:
     assert slowness.lag_max >= 1
 
 
+class Overtaken(Journal):
+    """Sample 0 is done when sample 12 has begun."""
+
+    def __getitem__(self, index: int) -> int:
+        super().__getitem__(index)
+        if index == 0:
+            wait_until(lambda: 12 in self.begun(), 60)
+        return index
+
+
 def test_batches_that_are_overtaken_are_late() -> None:
-    loader = DataLoader(Sleepy(24, 0.001, {0: 0.2}), 2, num_workers=2, order="batch")
+    # No more than two batches are open, so that others have been delivered when sample 12 begins.
+    dataset = Overtaken(24)
+    loader = DataLoader(dataset, 2, num_workers=2, order="batch", prefetch_factor=1)
     slowness = run(loader).run.slowness
     assert slowness.lag_max >= 1
     assert slowness.lag_p50 == 0
