@@ -116,7 +116,7 @@ def run(module: ModuleType) -> Operations:
 
 def seeding(module: ModuleType) -> Operations:
     """A sample's randomness; the last operations are the public calls that it replaces."""
-    from minato.chain import rng
+    from minato.transforms import rng
 
     with mock.patch.object(rng, "StateWriter", module.StateWriter):
         randomness = rng.SampleRandomness(5)

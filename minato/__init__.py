@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from minato._core import implementation
 from minato._version import __version__
-from minato.chain.rng import numpy_rng, python_rng, torch_rng
 from minato.errors import (
     CoverageError,
     ErrorBudgetError,
@@ -19,11 +18,12 @@ from minato.errors import (
 from minato.fetching import Fetching
 from minato.loader import DataLoader
 from minato.options import PaperController
-from minato.scheduler.failures import SKIP, SampleFailure
-from minato.source.cost_batches import CostBatchSampler
+from minato.sampling.cost_batches import CostBatchSampler
+from minato.transforms.rng import numpy_rng, python_rng, torch_rng
+from minato.workers.error_policy import SKIP, SampleFailure
 
 if TYPE_CHECKING:
-    from minato.padding import PadCollate, pad_stack
+    from minato.batching.padding import PadCollate, pad_stack
     from minato.patching import patch, unpatch
 
 __all__ = [
@@ -51,8 +51,8 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    "PadCollate": "minato.padding",
-    "pad_stack": "minato.padding",
+    "PadCollate": "minato.batching.padding",
+    "pad_stack": "minato.batching.padding",
     "patch": "minato.patching",
     "unpatch": "minato.patching",
 }

@@ -2,7 +2,7 @@
 
 import sys
 
-from minato.command import main
+from minato.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

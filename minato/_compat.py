@@ -1,7 +1,7 @@
 """Private names of torch, CPython, NumPy, Ray and others that minato uses: each one here, with a reason and a probe.
 
 No other module of the package reaches for a private name of another package. Two files are quarantined exceptions:
-``chain/generators.py`` writes to the memory of random generators, and ``_core/tensor_memory.py`` finds fields of
+``transforms/rng_memory.py`` writes to the memory of random generators, and ``_core/tensor_memory.py`` finds fields of
 tensors. Both verify what they find, have a fallback of public calls, and obey :func:`may_access_memory`.
 
 A missing name either has a fallback, or importing minato raises an ImportError that names it. ``minato doctor`` runs
@@ -593,4 +593,4 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "tqdm",
     ),
 )
-"""All of them; those of ``chain/generators.py`` are private memory, which it verifies itself."""
+"""All of them; those of ``transforms/rng_memory.py`` are private memory, which it verifies itself."""

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from minato._machine import available_cores
+from minato._system import available_cores
 from minato.fetching import Fetching
 
 __all__ = [

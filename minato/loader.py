@@ -16,16 +16,16 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minato._compat import TorchIterator, index_sampler, is_constructed
 from minato._standin import StandIn, TorchDataLoader, is_made, made_only
-from minato.chain.chain import Chain
-from minato.distribution import Distribution
+from minato.engine.distribution import Distribution
+from minato.engine.insight import Insight
 from minato.fetching import Fetching
-from minato.insight import Insight
 from minato.options import Options, PaperController, Unbound
-from minato.scheduler.failures import FailureLog, SampleFailure
-from minato.source.epochs import tell_epoch
-from minato.source.passes import SeededSampler
-from minato.source.replay import RecordedOrder
-from minato.source.run import Course, is_stream
+from minato.sampling.epoch import Course, is_stream
+from minato.sampling.replay import RecordedOrder
+from minato.sampling.sampler_epoch import tell_epoch
+from minato.sampling.samplers import SeededSampler
+from minato.transforms.chain import Chain
+from minato.workers.error_policy import FailureLog, SampleFailure
 
 if TYPE_CHECKING:
     from minato.caching.base import Cache
@@ -237,7 +237,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         num_workers = self._options.first_workers(num_workers)
         self._chain = Chain.of(transforms)
         if cache is not None:
-            from minato.cached import check_cache
+            from minato.engine.caching import check_cache
 
             check_cache(cache, self._options, self._chain, dataset, num_workers, persistent_workers)
         vars(self).update(given)
@@ -246,14 +246,14 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         self._spare_arenas, self._resting_engine = self._fresh_memory()
         self._trace = None
         if trace is not None:
-            from minato.trace.track import Trace
+            from minato.observe.trace.track import Trace
 
             self._trace = Trace(os.fspath(trace))
         if self._options.quarantine is not None:
             FailureLog.check(self._options.quarantine)
         self._sharing = None
         if shared_pool:
-            from minato.sharing import Sharing
+            from minato.shared_pool.session import Sharing
 
             self._sharing = Sharing.of(self._options)
         if self._sharing is not None:

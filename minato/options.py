@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from minato._machine import available_cores
+from minato._system import available_cores
 from minato.checks import (
     IN_PLACE,
     as_path,

@@ -19,15 +19,15 @@ import torch
 from torch.autograd import profiler
 
 from minato import _compat, _counters, _pickling
-from minato.assembler.specs import rules_hold
+from minato.batching.sample_spec import rules_hold
 
 PACKAGE = Path(_compat.__file__).parent
 SOURCES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
-QUARANTINED = {"_compat.py", "_core/tensor_memory.py", "chain/generators.py"}
+QUARANTINED = {"_compat.py", "_core/tensor_memory.py", "transforms/rng_memory.py"}
 PUBLIC = {"os._exit", "sys._getframe"}
 """Documented, in spite of their names."""
 INHERITED = {
-    "assembler/writer.py": {"_auto_collation"},  # one of its own
+    "batching/writer.py": {"_auto_collation"},  # one of its own
     "delivery/iterator.py": {
         *("_base_seed", "_num_workers", "_num_yielded", "_persistent_workers", "_pin_memory"),
         *("_pin_memory_device", "_sampler_iter", "_timeout", "_next_data", "_reset"),
@@ -35,7 +35,7 @@ INHERITED = {
     "insight.py": {"_iterator"},
     "loader.py": {"_get_iterator", "_iterator"},
     "opening.py": {"_iterator"},
-    "source/draws.py": {"_iterator"},  # one of its own
+    "sampling/rng_state.py": {"_iterator"},  # one of its own
 }
 """Names of torch's classes in the classes that extend them."""
 
@@ -278,7 +278,7 @@ import json, random, sys
 import numpy, torch
 import minato
 from minato._core import tensor_memory
-from minato.chain import generators
+from minato.transforms import generators
 
 class Draws(torch.utils.data.Dataset):
     def __init__(self):

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 from minato import DataLoader
-from minato.scheduler import dispatcher, shortage
-from minato.scheduler.deaths import Deaths
-from minato.scheduler.in_hand import InHand
-from minato.scheduler.watch import UNREADABLE
-from minato.scheduler.window import Window
+from minato.scheduling import dispatcher
+from minato.scheduling.prefetch_window import Window
+from minato.workers import oom
+from minato.workers.current_sample import InHand
+from minato.workers.exit_watch import UNREADABLE
+from minato.workers.restart_policy import Deaths
 from tests.datasets import wait_until
 
 
@@ -320,10 +321,10 @@ def test_deaths_between_samples_do_not_add_up_while_work_goes_on() -> None:
 
 def test_less_is_loaded_ahead_after_memory_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
     kills = 3
-    monkeypatch.setattr(shortage, "memory_kills", lambda: kills)
-    monkeypatch.setattr(shortage, "memory_limit_bytes", lambda: 123456)
+    monkeypatch.setattr(oom, "memory_kills", lambda: kills)
+    monkeypatch.setattr(oom, "memory_limit_bytes", lambda: 123456)
     window = Window(2, None, 999)
-    deaths = Deaths(restarts=True, shortage=shortage.Shortage(window))
+    deaths = Deaths(restarts=True, shortage=oom.Shortage(window))
 
     def die(sample: int) -> str:
         in_hand = InHand(sample, sample, 0, 0, None, 0)

@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 import torch
 
-from minato import _compat, _core, _machine, doctor
+from minato import _compat, _core, _system
 from minato._core import limits, tensor_memory
-from minato.chain import generators
-from minato.command import main
-from minato.doctor import Finding
+from minato.cli import doctor
+from minato.cli.doctor import Finding
+from minato.cli.main import main
+from minato.transforms import rng_memory
 
 ROOT = Path(doctor.__file__).parents[1]
 GIB = 1 << 30
@@ -44,10 +45,10 @@ SOUND: dict[str, Any] = {
 def sound_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine in which nothing is wrong, whatever this one is."""
     for name, answer in SOUND.items():
-        monkeypatch.setattr(_machine, name, answer)
+        monkeypatch.setattr(_system, name, answer)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    monkeypatch.setattr(_machine, "text_of", lambda path: "0\n")
+    monkeypatch.setattr(_system, "text_of", lambda path: "0\n")
     monkeypatch.setattr(platform, "system", lambda: "Linux")
 
 
@@ -82,10 +83,10 @@ def forbid_memory(patch: pytest.MonkeyPatch) -> None:
 
 def forget_generators() -> None:
     for probe in (
-        generators._python_position_offset,
-        generators._numpy_gauss_offset,
-        generators._pcg64_order,
-        generators._torch_state_offset,
+        rng_memory._python_position_offset,
+        rng_memory._numpy_gauss_offset,
+        rng_memory._pcg64_order,
+        rng_memory._torch_state_offset,
     ):
         probe.cache_clear()
 
@@ -99,7 +100,7 @@ def refuse_memfd(patch: pytest.MonkeyPatch) -> None:
 
 def few_processes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "geteuid", lambda: 1000)
-    patch.setattr(_machine, "user_threads", lambda: 90)
+    patch.setattr(_system, "user_threads", lambda: 90)
     with_limit("RLIMIT_NPROC", 100)(patch)
 
 
@@ -128,7 +129,7 @@ LIMITS = [
     ("generator memory", forbid_memory, "MINATO_DIRECT_MEMORY=0", "unset"),
     (
         "generator memory",
-        setting(generators, "_pcg64_order", lambda: None),
+        setting(rng_memory, "_pcg64_order", lambda: None),
         "not active for numpy.random.Generator$",
         "5 µs",
     ),
@@ -143,17 +144,17 @@ LIMITS = [
     ("torch", setting(torch, "__version__", "2.5.1+cu124"), "2.5.1", "torch 2.6"),
     ("NumPy", setting(np, "__version__", "1.25.0rc1"), "1.25", "NumPy 1.26"),
     ("kernel", setting(platform, "system", lambda: "Darwin"), "Darwin", "use Linux"),
-    ("cores", setting(_machine, "affinity_cores", lambda: 1), "1 of 4", "taskset"),
-    ("cpu quota", setting(_machine, "cpu_quota", lambda: 2.5), "2.5 cores of 4", "num_workers=2"),
+    ("cores", setting(_system, "affinity_cores", lambda: 1), "1 of 4", "taskset"),
+    ("cpu quota", setting(_system, "cpu_quota", lambda: 2.5), "2.5 cores of 4", "num_workers=2"),
     ("open files", with_limit("RLIMIT_NOFILE", 64), "64", "ulimit -n 4096"),
     ("processes", few_processes, "10 more", "ulimit -u"),
-    ("processes", setting(_machine, "group_processes_left", lambda: 3), "3 more", "pids.max"),
+    ("processes", setting(_system, "group_processes_left", lambda: 3), "3 more", "pids.max"),
     ("address space", with_limit("RLIMIT_AS", 64 * GIB), "GB", "ulimit -v"),
     ("file size", with_limit("RLIMIT_FSIZE", 1 << 20), "MB", "ulimit -f"),
     ("core dumps", keep_dumps, "on", "ulimit -c 0"),
-    ("overcommit", setting(_machine, "text_of", lambda path: "2\n"), "2", "vm.overcommit_memory"),
-    ("memory", setting(_machine, "available_memory_bytes", lambda: 1 << 20), "MB", "memory.max"),
-    ("ended for memory", setting(_machine, "memory_kills", lambda: 3), "3", "fewer workers"),
+    ("overcommit", setting(_system, "text_of", lambda path: "2\n"), "2", "vm.overcommit_memory"),
+    ("memory", setting(_system, "available_memory_bytes", lambda: 1 << 20), "MB", "memory.max"),
+    ("ended for memory", setting(_system, "memory_kills", lambda: 3), "3", "fewer workers"),
     ("/dev/shm", full_shm, "0 B free", "--shm-size"),
     ("/dev/shm", setting(doctor, "_SHM", Path("/no/such/directory")), "not writable", "tmpfs"),
 ]
@@ -225,13 +226,13 @@ def test_control_groups_are_read(
     monkeypatch.undo()
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(_machine, "_CGROUP", tmp_path)
-    assert _machine.cpuset_cores() == cores
-    assert _machine.group_processes_left() == processes
+    monkeypatch.setattr(_system, "_CGROUP", tmp_path)
+    assert _system.cpuset_cores() == cores
+    assert _system.group_processes_left() == processes
 
 
 def test_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _machine.user_threads() >= len(os.listdir("/proc/self/task"))
+    assert _system.user_threads() >= len(os.listdir("/proc/self/task"))
 
 
 def test_a_sound_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,7 +257,7 @@ def test_what_cannot_be_examined_is_an_error(
     def fail() -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(_machine, "memory_kills", fail)
+    monkeypatch.setattr(_system, "memory_kills", fail)
     assert main(["doctor"]) == 1
     assert "cannot be examined: OSError" in capsys.readouterr().err
 
@@ -264,7 +265,7 @@ def test_what_cannot_be_examined_is_an_error(
 DOCTOR_WITH = """
 import resource, sys
 {limits}
-from minato.command import main
+from minato.cli.main import main
 sys.exit(main(["doctor", "--json"]))
 """
 

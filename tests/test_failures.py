@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import minato
 from minato import SKIP, DataLoader, SampleFailure
-from minato.scheduler.failures import FailureLog
+from minato.workers.error_policy import FailureLog
 from tests.disks import file_size_limit, small_disk
 
 BAD = {3, 4, 17, 30, 31, 32, 33, 39}

@@ -20,7 +20,7 @@ import torch
 
 import minato
 from minato import DataLoader
-from minato.scheduler.overdue import Overdue, StackFile
+from minato.workers.sample_timeout import Overdue, StackFile
 from tests.datasets import wait_until
 from tests.subprocesses import TIMEOUT_S, run, session, started, wait_for_end
 

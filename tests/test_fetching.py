@@ -13,10 +13,10 @@ import torch
 
 import minato
 from minato import Fetching
-from minato.scheduler.hedging import Hedging
-from minato.scheduler.reads import Read
-from minato.scheduler.traffic import Traffic
-from minato.scheduler.window import Window
+from minato.scheduling.prefetch_window import Window
+from minato.workers.hedging import Hedging
+from minato.workers.read_limit import Traffic
+from minato.workers.reads import Read
 from tests.datasets import Journal, Numbers
 
 FORK = multiprocessing.get_context("fork")

@@ -19,7 +19,7 @@ from minato._occurrences import Again
 from minato.ingest.job import ingest
 from minato.ingest.journal import Done, Journal, JournalError
 from minato.ingest.store import open_store
-from minato.source.replay import OrderRecord, RecordedOrder
+from minato.sampling.replay import OrderRecord, RecordedOrder
 from minato.sources.splits import load_splits, save_splits
 from tests.datasets import Numbers, indices
 from tests.disks import file_size_limit, small_disk

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from minato import _forkguard
-from minato._forkguard import at_work, forget_in_children
+from minato import _fork_safety
+from minato._fork_safety import at_work, forget_in_children
 
 
 def test_a_fork_waits_for_a_thread_that_is_at_work() -> None:
@@ -48,7 +48,7 @@ def test_nobody_waits_for_a_fork_that_is_under_way() -> None:
 
 
 def test_children_forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_forkguard, "_forgotten", [])
+    monkeypatch.setattr(_fork_safety, "_forgotten", [])
     told: list[int] = []
     forget_in_children(lambda: told.append(1))
     pid = os.fork()

@@ -74,20 +74,37 @@ print(json.dumps({
 MOST_MODULES = 60
 """Of minato, after ``import minato``."""
 ON_DEMAND = [
-    *("minato.report", "minato.monitor.endpoint", "minato.monitor.metrics", "minato.monitor.gpus"),
     *(
-        "minato.sharing",
-        "minato.delivery.hub",
-        "minato.delivery.channel",
+        "minato.observe.report",
+        "minato.observe.monitor.endpoint",
+        "minato.observe.monitor.metrics",
+        "minato.observe.monitor.gpus",
+    ),
+    *(
+        "minato.shared_pool.session",
+        "minato.shared_pool.server",
+        "minato.shared_pool.channel",
         "minato.delivery.consumers",
     ),
-    *("minato.scheduler.cluster", "minato.scheduler.actors", "minato.scheduler.remote", "ray"),
-    *("minato.caching", "minato.cached", "minato.sources", "minato.ingest", "minato.command"),
-    *("minato.patching", "minato.padding", "minato.integrations.accelerate", "accelerate"),
+    *("minato.ray.pool", "minato.ray.reads", "minato.ray.actor", "ray"),
+    *(
+        "minato.caching",
+        "minato.engine.caching",
+        "minato.sources",
+        "minato.ingest",
+        "minato.cli.main",
+    ),
+    *("minato.patching", "minato.batching.padding", "minato.integrations.accelerate", "accelerate"),
     *("http.server", "html", "sqlite3", "rich", "lightning"),
 ]
 """What an ordinary epoch does not use."""
-NOT_IN_WORKERS = ["minato.engine", "minato.pools", "minato.experience", "minato.delivery", "psutil"]
+NOT_IN_WORKERS = [
+    "minato.engine.engine",
+    "minato.engine.pools",
+    "minato.engine.history",
+    "minato.delivery",
+    "psutil",
+]
 
 ORDINARY = """
 import json
@@ -208,14 +225,16 @@ def test_no_more_is_imported_than_is_used(tmp_path: Path) -> None:
     program.write_text(ORDINARY)
     seen = json.loads(run_python(str(program), PYTHONPATH=str(PACKAGE.parent)))
     assert "minato.loader" in seen["import"]
-    assert "minato.engine" in seen["epoch, fork"]
-    assert "minato.worker_main" in seen["spawned worker"]
+    assert "minato.engine.engine" in seen["epoch, fork"]
+    assert "minato.engine.worker_main" in seen["spawned worker"]
     ours = [name for name in seen["import"] if name.partition(".")[0] == "minato"]
     assert len(ours) <= MOST_MODULES, ours
     for moment, modules in seen.items():
         assert [name for name in ON_DEMAND if name in modules] == [], moment
     assert [name for name in NOT_IN_WORKERS if name in seen["spawned worker"]] == []
-    assert [name for name in ("minato.engine", *NOT_IN_WORKERS) if name in seen["import"]] == []
+    assert [
+        name for name in ("minato.engine.engine", *NOT_IN_WORKERS) if name in seen["import"]
+    ] == []
 
 
 def test_public_names_are_imported_on_demand() -> None:

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 import minato
-from minato.workplace import Workplace
+from minato.engine.worker_context import Workplace
 from tests.stress.kill_points import (
     CHANGING,
     LENGTH,

@@ -1,13 +1,11 @@
 """The import rules: data moves one way through the stages, and imports follow it.
 
 The rules, in words: ``_core`` imports nothing of minato but itself and ``_compat``; the common modules stand below
-everything; ``stats`` knows ``_core``; ``monitor``, ``report`` and ``trace`` know ``stats``; a stage knows its left
-neighbour, ``_core``, ``stats`` and ``trace``; ``caching``, ``integrations`` and ``sources`` know no stage;
-``ingest`` uses the loader and ``sources``; only ``cached.py``, ``command.py``, ``distribution.py``, ``doctor.py``,
-``engine.py``, ``experience.py``, ``factories.py``, ``gauges.py``, ``ingesting.py``, ``insight.py``, ``loader.py``,
-``memory.py``, ``opening.py``, ``patching.py``, ``plan.py``, ``pools.py``, ``sharing.py``, ``slow_samples.py``,
-``worker_main.py``, ``workplace.py`` and the package itself know all. Imports stand at the top of a module, but for
-the few modules that load a part of minato when it is first used.
+everything. A stage knows the stages before it, ``_core``, and the statistics and traces of ``observe``, which knows no
+stage. ``engine`` wires the stages; only it, ``loader``, ``patching``, the package itself and the command line may
+import everything. ``ray`` is another kind of worker; ``shared_pool`` serves batches of an engine to other processes.
+``caching``, ``integrations`` and ``sources`` know no stage; ``ingest`` uses the loader and ``sources``. Imports stand
+at the top of a module, but for the few parts that load others of minato when they are first used.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "minato"
-STAGES = ["source", "chain", "scheduler", "assembler", "delivery"]
+STAGES = ["sampling", "transforms", "scheduling", "workers", "batching", "delivery"]
 COMMON = {
     "checks",
     "errors",
@@ -29,40 +27,8 @@ COMMON = {
 }
 """Top-level modules below everything; they import only each other."""
 
-WIRING = {
-    "__init__",
-    "__main__",
-    "cached",
-    "command",
-    "distribution",
-    "doctor",
-    "engine",
-    "experience",
-    "factories",
-    "gauges",
-    "ingesting",
-    "insight",
-    "loader",
-    "memory",
-    "opening",
-    "patching",
-    "plan",
-    "pools",
-    "sharing",
-    "slow_samples",
-    "worker_main",
-    "workplace",
-}
-ON_DEMAND = {
-    "distribution",
-    "insight",
-    "integrations",
-    "loader",
-    "opening",
-    "plan",
-    "pools",
-    "workplace",
-}
+WIRING = {"__init__", "__main__", "cli", "engine", "loader", "patching"}
+ON_DEMAND = {"engine", "integrations", "loader"}
 """The only parts that import others of minato inside functions, so that ``import minato`` is quick."""
 OPTIONAL = {"diskcache", "matplotlib", "nilearn", "psutil", "pynvml", "rich"}
 """Packages of extras, and two that workers do not need: no others may be imported inside a function."""
@@ -108,15 +74,14 @@ def allowed(part: str) -> set[str] | None:
         return None
     if part == "_core":
         return {"_core", "_compat"}
-    if part == "report":
-        return {"report", "stats", "_core", *COMMON}
-    if part == "stats":
-        return {"stats", "_core", *COMMON}
-    if part in ("monitor", "trace"):
-        return {part, "stats", "_core", *COMMON}
+    if part == "observe":
+        return {"observe", "_core", *COMMON}
     if part in STAGES:
-        left = STAGES[: STAGES.index(part)][-1:]
-        return {part, *left, "stats", "trace", "_core", *COMMON}
+        return {*STAGES[: STAGES.index(part) + 1], "observe", "_core", *COMMON}
+    if part == "ray":
+        return {"ray", "workers", "transforms", "observe", "_core", *COMMON}
+    if part == "shared_pool":
+        return {"shared_pool", *STAGES, "engine", "options", "observe", "_core", *COMMON}
     if part == "ingest":
         return {"ingest", "sources", "loader", *COMMON}
     if part in ("caching", "integrations", "sources"):
@@ -124,15 +89,31 @@ def allowed(part: str) -> set[str] | None:
     return {"options", *COMMON}
 
 
+OBSERVERS = {
+    "stats": {"stats"},
+    "trace": {"trace", "stats"},
+    "monitor": {"monitor", "stats"},
+    "report": {"report", "stats"},
+}
+"""Packages of ``observe``, and which of them each may import."""
+
+
 def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
     """Broken rules of one module, each with its line."""
     part = module.split(".")[1] if "." in module else "__init__"
     may = allowed(part)
+    name = module.split(".")[2] if module.count(".") > 1 else ""
+    observers = OBSERVERS.get(name, set(OBSERVERS))
     broken = []
     for imported in imports_of(source, module, is_package=is_package):
         top, _, rest = imported.module.partition(".")
         if top == "minato":
-            if may is not None and rest.partition(".")[0] not in may:
+            parts = rest.split(".")
+            if may is not None and parts[0] not in may:
+                broken.append(f"line {imported.line}: {part} must not import {imported.module}")
+            elif part == parts[0] == "observe" and parts[1] not in observers:
+                broken.append(f"line {imported.line}: {module} must not import {imported.module}")
+            elif part in STAGES and parts[0] == "observe" and parts[1] not in ("stats", "trace"):
                 broken.append(f"line {imported.line}: {part} must not import {imported.module}")
             if imported.in_function and part not in ON_DEMAND:
                 broken.append(f"line {imported.line}: {imported.module} imported in a function")
@@ -164,30 +145,32 @@ def test_cython_imports_only_the_core(path: Path) -> None:
 
 def test_every_folder_is_a_known_part() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
-    others = {"stats", "monitor", "trace", "report", "_core"}
-    users = {"caching", "ingest", "integrations", "sources"}
-    assert folders <= {*STAGES, *others, *users}
+    leaves = {"caching", "cli", "ingest", "integrations", "ray", "shared_pool", "sources"}
+    assert folders == {*STAGES, *leaves, "_core", "engine", "observe"}
+    assert {path.parent.name for path in PACKAGE.glob("observe/*/*.py")} == set(OBSERVERS)
 
 
 @pytest.mark.parametrize(
     ("module", "line"),
     [
         ("minato._core.wait", "from minato import errors"),
-        ("minato._core.wait", "from minato.stats import clock"),
-        ("minato.stats.report", "from minato.chain import chain"),
-        ("minato.stats.journal", "from minato.report import figures"),
-        ("minato.stats.journal", "from minato.trace import tracer"),
-        ("minato.trace.track", "from minato.scheduler import worker"),
-        ("minato.report.build", "from minato.scheduler import policy"),
-        ("minato.source.keys", "import minato.chain"),
-        ("minato.scheduler.worker", "from minato.source.sampler import Sampler"),
-        ("minato.scheduler.worker", "from ..assembler import slot"),
-        ("minato.scheduler.worker", "from minato import loader"),
-        ("minato.scheduler.worker", "import minato"),
-        ("minato.delivery.lease", "if TYPE_CHECKING:\n    from minato.scheduler import worker"),
-        ("minato.errors", "from minato.chain import chain"),
-        ("minato.chain.chain", "def f():\n    from minato.source import keys"),
-        ("minato.chain.chain", "def f():\n    import torch"),
+        ("minato._core.wait", "from minato.observe.stats import clock"),
+        ("minato.observe.stats.report", "from minato.transforms import chain"),
+        ("minato.observe.stats.journal", "from minato.observe.report import figures"),
+        ("minato.observe.stats.journal", "from minato.observe.trace import tracks"),
+        ("minato.observe.trace.tracks", "from minato.workers import worker"),
+        ("minato.observe.report.build", "from minato.scheduling import policy"),
+        ("minato.observe.report.build", "from minato.observe.monitor import gpus"),
+        ("minato.sampling.keys", "import minato.transforms"),
+        ("minato.workers.worker", "from ..batching import slot"),
+        ("minato.workers.worker", "from minato import loader"),
+        ("minato.workers.worker", "from minato.observe.report import build"),
+        ("minato.workers.worker", "from minato.engine import plan"),
+        ("minato.workers.worker", "import minato"),
+        ("minato.scheduling.order", "if TYPE_CHECKING:\n    from minato.workers import worker"),
+        ("minato.errors", "from minato.transforms import chain"),
+        ("minato.transforms.chain", "def f():\n    from minato.sampling import keys"),
+        ("minato.transforms.chain", "def f():\n    import torch"),
     ],
 )
 def test_the_checker_sees_what_is_forbidden(module: str, line: str) -> None:
@@ -198,13 +181,19 @@ def test_the_checker_sees_what_is_forbidden(module: str, line: str) -> None:
     ("module", "line"),
     [
         ("minato._core.wait", "from minato._core import USE_EXTENSIONS"),
-        ("minato.scheduler.worker", "from minato.chain.chain import Chain\nimport torch"),
-        ("minato.scheduler.worker", "from . import pool\nfrom .._core import ledger"),
-        ("minato.delivery.lease", "from minato import errors\nfrom minato.stats import clock"),
-        ("minato.report.text", "def show():\n    import rich.table"),
-        ("minato.report.build", "from minato.stats import journal"),
-        ("minato.scheduler.worker", "from minato.trace import tracer"),
-        ("minato.loader", "from minato.delivery import lease\nfrom minato.source import keys"),
+        ("minato.workers.worker", "from minato.transforms.chain import Chain\nimport torch"),
+        ("minato.workers.worker", "from . import pool\nfrom .._core import ledger"),
+        ("minato.workers.worker", "from minato.observe.trace import tracks"),
+        (
+            "minato.delivery.lease",
+            "from minato import errors\nfrom minato.observe.stats import size",
+        ),
+        ("minato.observe.report.text", "def show():\n    import rich.table"),
+        ("minato.observe.report.build", "from minato.observe.stats import journal"),
+        (
+            "minato.engine.plan",
+            "from minato.delivery import lease\nfrom minato.sampling import keys",
+        ),
     ],
 )
 def test_the_checker_lets_pass_what_is_allowed(module: str, line: str) -> None:

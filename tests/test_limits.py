@@ -13,8 +13,8 @@ import torch
 from minato import DataLoader
 from minato._core.limits import slot_overflow
 from minato._core.segment import Segment
-from minato._machine import available_memory_bytes
-from minato.assembler.arena import Arena
+from minato._system import available_memory_bytes
+from minato.batching.arena import Arena
 from tests.subprocesses import run
 
 GIB = 1 << 30

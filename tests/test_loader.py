@@ -18,7 +18,7 @@ import torch.utils.data
 from torch.utils.data import get_worker_info
 
 from minato import DataLoader
-from minato.scheduler.process import ProcessPool
+from minato.workers.process_pool import ProcessPool
 from tests.datasets import (
     ORDERS,
     TOO_MANY_WORKERS,

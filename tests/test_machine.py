@@ -8,14 +8,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minato import _machine
+from minato import _system
 
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Write files of control groups, and what says to which of them this process belongs."""
-    monkeypatch.setattr(_machine, "_CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(_machine, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(_system, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(_system, "_OWN_GROUPS", tmp_path / "own")
 
     def write(files: dict[str, str], own: str = "") -> None:
         (tmp_path / "own").write_text(own)
@@ -37,7 +37,7 @@ def machine(groups, monkeypatch: pytest.MonkeyPatch):
         groups(files, own)
         if ranks is not None:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        return _machine.available_cores()
+        return _system.available_cores()
 
     return cores
 
@@ -75,26 +75,26 @@ def test_ranks_on_one_machine_share_it(machine, ranks, cores):
 
 def test_memory_is_bounded_by_every_group_on_the_way_to_the_root(groups):
     groups({"a/memory.max": "max", "a/memory.current": "7"}, own="0::/a/b\n")
-    assert _machine.memory_limit_bytes() == psutil.virtual_memory().total
+    assert _system.memory_limit_bytes() == psutil.virtual_memory().total
     groups({"a/memory.max": "5000", "a/memory.current": "4000"}, own="0::/a/b\n")
     groups({"a/b/memory.max": "3000", "a/b/memory.current": "100"}, own="0::/a/b\n")
-    assert _machine.memory_limit_bytes() == 3000
-    assert _machine.available_memory_bytes() == 1000
+    assert _system.memory_limit_bytes() == 3000
+    assert _system.available_memory_bytes() == 1000
     groups({"a/memory.current": "6000"}, own="0::/a/b\n")
-    assert _machine.available_memory_bytes() == 0
+    assert _system.available_memory_bytes() == 0
 
 
 def test_memory_in_the_first_version_of_control_groups(groups):
     limits = {"memory/x/memory.limit_in_bytes": "9000", "memory/x/memory.usage_in_bytes": "2000"}
     groups(limits, own="4:memory:/x\n")
-    assert (_machine.memory_limit_bytes(), _machine.available_memory_bytes()) == (9000, 7000)
+    assert (_system.memory_limit_bytes(), _system.available_memory_bytes()) == (9000, 7000)
 
 
 def test_processes_that_were_ended_for_memory_are_counted(groups):
     groups({}, own="4:memory:/x\n0::/a\n")
-    assert _machine.memory_kills() == 0
+    assert _system.memory_kills() == 0
     first = "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"
     second = "low 0\noom 5\noom_kill 3\noom_group_kill 0\n"
     files = {"memory/x/memory.oom_control": first, "a/memory.events": second}
     groups(files, own="4:memory:/x\n0::/a\n")
-    assert _machine.memory_kills() == 5
+    assert _system.memory_kills() == 5

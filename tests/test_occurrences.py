@@ -23,8 +23,8 @@ from torch.utils.data import (
 
 import minato
 from minato import DataLoader
-from minato.source.passes import SeededSampler, counted
-from minato.source.progress import number_of
+from minato.sampling.coverage import number_of
+from minato.sampling.samplers import SeededSampler, counted
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Numbers
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)

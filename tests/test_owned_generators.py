@@ -16,8 +16,8 @@ from torch.utils.data import get_worker_info
 
 import minato
 from minato import DataLoader
-from minato.chain.chain import Chain
-from minato.scheduler.remote import SampleServer, Work, unpacked
+from minato.ray.actor import SampleServer, Work, unpacked
+from minato.transforms.chain import Chain
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Numbers
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)

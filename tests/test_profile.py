@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from minato import DataLoader
-from minato.scheduler.policy import TimeoutPolicy
-from minato.stats.profile import Profile
+from minato.observe.stats.profile import Profile
+from minato.scheduling.slow_threshold import TimeoutPolicy
 from tests.datasets import Sleepy, flat, indices, plus_one
 from tests.disks import small_disk
 

@@ -164,7 +164,7 @@ def test_samples_that_rarely_draw(draw: str, num_workers: int) -> None:
 
 def bound_draws(seed: int, epoch: int, index: int, draw: Callable[[], float]) -> tuple[float, ...]:
     """Two draws as they must come out for a sample, whoever runs it."""
-    randomness = minato.chain.SampleRandomness(seed)
+    randomness = minato.transforms.SampleRandomness(seed)
     with randomness.saved():
         randomness.bind(epoch, index)
         return draw(), draw()
@@ -333,7 +333,7 @@ def test_generators_of_the_main_process_are_left_alone(rng: str, workers: dict[s
     before = states()
     for _ in iterator:
         assert states() == before
-    assert minato.chain.current() is None
+    assert minato.transforms.current() is None
 
 
 def test_consumer_draws_between_inline_samples() -> None:

@@ -22,9 +22,9 @@ from torch.utils.data import Sampler, get_worker_info
 
 import minato
 from minato import DataLoader
-from minato.scheduler.deaths import Deaths, Loss
-from minato.scheduler.in_hand import InHand
-from minato.scheduler.remote import _packed, _packed_error, unpacked
+from minato.ray.actor import _packed, _packed_error, unpacked
+from minato.workers.current_sample import InHand
+from minato.workers.restart_policy import Deaths, Loss
 from tests.datasets import Numbers, add_draws, three_draws
 from tests.sources import servers
 

@@ -15,8 +15,8 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from minato import DataLoader, PaperController
-from minato.scheduler import scaling
-from minato.scheduler.controller import CONTROLLERS, ControllerState
+from minato.workers import scaler
+from minato.workers.autoscale import CONTROLLERS, ControllerState
 from tests.datasets import Numbers, Sleepy, flat, indices, worker_number
 
 METHODS = ("process", "thread")
@@ -37,9 +37,9 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 state, workers=min(next(following), settings.most)
             ),
         )
-        monkeypatch.setattr(scaling, "_LOOK_NS", 2_000_000)
-        monkeypatch.setattr(scaling, "_PERIOD_NS", 4_000_000)
-        monkeypatch.setattr(scaling, "_PERIOD_SAMPLES", 0)
+        monkeypatch.setattr(scaler, "_LOOK_NS", 2_000_000)
+        monkeypatch.setattr(scaler, "_PERIOD_NS", 4_000_000)
+        monkeypatch.setattr(scaler, "_PERIOD_SAMPLES", 0)
 
     return force
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minato.delivery.accelerator import Accelerator, accelerator_of
-from minato.delivery.staging import leaves_moved
+from minato.delivery.device import leaves_moved
+from minato.delivery.device_copy import Accelerator, accelerator_of
 
 __all__ = ["Consumer", "Group"]
 

@@ -13,9 +13,9 @@ from minato._compat import TorchIterator, is_iterable, is_profiling, pin_batch
 from minato._core.clock import now_ns
 from minato._postponed import not_the_end
 from minato._ranges import in_profile
-from minato.assembler.page_locks import PageLocker
+from minato.batching.page_locks import PageLocker
 from minato.checks import IN_PLACE
-from minato.delivery.accelerator import page_locker
+from minato.delivery.device_copy import page_locker
 from minato.delivery.pinning import Pin
 
 __all__ = ["BatchIterator", "BatchSource", "Pass"]

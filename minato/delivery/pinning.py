@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from minato._core.ledger import Ledger
-from minato.assembler.arena import Slot
-from minato.assembler.reader import BatchReader
-from minato.delivery.ahead import AheadReader, Upcoming
+from minato.batching.arena import Slot
+from minato.batching.reader import BatchReader
+from minato.delivery.prefetch import AheadReader, Upcoming
 
 __all__ = ["Pin", "Pinned", "PinnedReader"]
 

@@ -14,13 +14,13 @@ import pytest
 
 from minato._core import _records_py as spec
 from minato._core import codes
-from minato.assembler.arena import Arena
-from minato.assembler.transport import LocalStore
-from minato.assembler.writer import BatchWriter
-from minato.chain.chain import Chain
-from minato.scheduler.deliverer import Deliverer
-from minato.scheduler.failures import SKIP
-from minato.scheduler.fetch import Fetcher
+from minato.batching.arena import Arena
+from minato.batching.serialization import LocalStore
+from minato.batching.writer import BatchWriter
+from minato.transforms.chain import Chain
+from minato.workers.error_policy import SKIP
+from minato.workers.fetch import Fetcher
+from minato.workers.results import Deliverer
 from tests.model import explore
 from tests.model.ledger import CODE, COLLATING, Ledger, Setting
 from tests.protocol import PATHS, STORES, WORDS, delivery

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from minato.assembler.arena import Arena
-from minato.assembler.page_locks import Slot
+from minato.batching.arena import Arena
+from minato.batching.page_locks import Slot
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Mark:
 
 
 class Recorder:
-    """An :class:`minato.delivery.accelerator.Accelerator` whose copies run when the test says so.
+    """An :class:`minato.delivery.device_copy.Accelerator` whose copies run when the test says so.
 
     Attributes:
         copies: All that were asked for.

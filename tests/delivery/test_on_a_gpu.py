@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minato import DataLoader
-from minato.assembler.arena import Arena, Slot
+from minato.batching.arena import Arena, Slot
 from tests.datasets import Filled
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

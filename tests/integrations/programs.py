@@ -55,7 +55,7 @@ def shared() -> dict[str, Any]:
 def resumed() -> dict[str, Any]:
     """The same, each rank with a device that is played, broken off and gone on with in the middle of an epoch."""
     recorder = Recorder()
-    minato.sharing.accelerator_of = lambda device: recorder  # type: ignore[assignment]
+    minato.shared_pool.session.accelerator_of = lambda device: recorder  # type: ignore[assignment]
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 import minato
-from minato.scheduler import runner
+from minato.workers import runner
 from tests.datasets import Numbers, assert_same, wait_until
 from tests.parity.harness import TorchLoader, drain
 from tests.parity.material import Drawing, Slow, Tensors

@@ -20,7 +20,7 @@ import torch
 
 import minato
 from minato import _pickling
-from minato.source.passes import SeededSampler
+from minato.sampling.samplers import SeededSampler
 from tests.datasets import Numbers
 from tests.parity import material
 from tests.parity.harness import TORCH_IS_UNTIDY, each, same_for_both

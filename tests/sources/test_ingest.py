@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minato
-from minato.command import main
+from minato.cli.main import main
 from minato.errors import MinatoError
 from minato.ingest import IngestError, decoded, ingest, open_store
 from minato.ingest.encoding import as_bytes, as_row, digest

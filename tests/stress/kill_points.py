@@ -35,11 +35,11 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import minato
-import minato.engine
+import minato.engine.engine
 from minato._core.ledger import Ledger
-from minato.scheduler.usage import thread_usage
-from minato.scheduler.worker import Worker
-from minato.scheduler.wrapping import wrapped
+from minato.workers.cpu_time import thread_usage
+from minato.workers.exceptions import wrapped
+from minato.workers.worker import Worker
 from tests.stress.bare import fork
 from tests.stress.ledger_steps import UNTRACEABLE
 from tests.stress.tracee import POSSIBLE, Tracee
@@ -328,9 +328,9 @@ class World:
             **scene.options,
         }
         with (
-            mock.patch.object(minato.engine, "make_pool", make_pool),
-            mock.patch.object(minato.engine, "_POSITIONS", POSITIONS),
-            mock.patch.object(minato.engine, "_BATCH_RECORDS", RECORDS),
+            mock.patch.object(minato.engine.engine, "make_pool", make_pool),
+            mock.patch.object(minato.engine.engine, "_POSITIONS", POSITIONS),
+            mock.patch.object(minato.engine.engine, "_BATCH_RECORDS", RECORDS),
         ):
             self.loader = minato.DataLoader(scene.dataset, **options)
             self.iterator = iter(self.loader)

@@ -32,7 +32,7 @@ import numpy as np
 
 from minato import DataLoader, Fetching
 from minato.caching import DiskCache
-from minato.scheduler import deaths
+from minato.workers import restart_policy
 from tests import subprocesses
 from tests.datasets import ORDERS
 from tests.stress.page import PAGE, write_section
@@ -242,7 +242,7 @@ def check_epoch(loader: DataLoader[Any], path: str, order: str) -> int:
 
 def take_turn(seconds: float, seed: int, names: list[str]) -> dict[str, dict[str, float]]:
     """Iterate loaders with this process's backend, path by path; returns kills, seconds and samples of each path."""
-    deaths._FATAL = deaths._HOPELESS = (
+    restart_policy._FATAL = restart_policy._HOPELESS = (
         1 << 30
     )  # the kills are the test's own: no sample is to blame
     multiprocessing.set_forkserver_preload(["tests.stress.kills"])

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from minato.caching import DiskCache
 from tests import test_failures, test_files_written
 from tests.caching import test_faults
-from tests.source import test_damaged_states
-from tests.stats import test_profile
+from tests.observe.stats import test_profile
+from tests.sampling import test_damaged_states
 
 pytestmark = pytest.mark.stress
 

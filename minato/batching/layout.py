@@ -1,0 +1,297 @@
+"""What a batch looks like in memory, by the rules of torch's ``default_collate``."""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from minato._core.copy import Packer
+from minato._core.sample_spec import flatten
+from minato.batching.sample_spec import (
+    CHANNELS_NDIMS,
+    NUMPY_DTYPES,
+    Spec,
+    describe,
+    formats_matter,
+    name_of,
+    rules_hold,
+)
+
+__all__ = ["Layout"]
+
+Buffer: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
+_ALIGNMENT_BYTES = 64
+"""Each field of a batch starts on a cache line of its own."""
+_KEPT_LAYOUTS = 256
+_KEPT_BATCH_SIZES = 64
+"""A loader needs one or two of each, unless shapes or batch sizes vary all the time."""
+
+_NUMBER_DTYPES = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
+
+
+class _Field(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    numel: int
+    """Elements of an item."""
+    nbytes: int
+    """Bytes of an item."""
+    is_tensor: bool
+
+
+class _Plan(NamedTuple):
+    """A layout for one batch size; offsets are in bytes from the start of the region."""
+
+    packer: Packer
+    nbytes: int
+    """Size of the region."""
+    tensors: list[tuple[torch.dtype, int, int, tuple[int, ...]]]
+    """Of each field, dtype, number of elements, offset and shape with the batch's dimension."""
+
+
+class Layout:
+    """Where each part of each sample of a batch stands, for samples of one structure.
+
+    The numbers of the samples become contiguous *fields* in shared memory; texts stay outside.
+    Layouts are made by :meth:`infer` and :meth:`from_bytes`; two are equal if their bytes are.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._bytes = data
+        self._spec: Spec = pickle.loads(data)
+        nodes = flatten(self._spec)
+        self._fields = [
+            _field(node.tag, node.shape, node.dtype) for node in nodes if node.dtype is not None
+        ]
+        self._may_have_formats = any(len(field.shape) in CHANNELS_NDIMS for field in self._fields)
+        self._plans: dict[int, _Plan] = {}
+        self._packer: Packer | None = None  # of any plan: all look at samples alike
+        self.num_texts = sum(node.tag == "text" for node in nodes)
+        """Number of ``str`` and ``bytes`` in a sample."""
+
+    @staticmethod
+    def infer(sample: Any, likely: Layout | None = None) -> Layout | None:
+        """Derive the layout of batches from a first sample.
+
+        Args:
+            likely: If this is the one, that is found out much sooner.
+
+        Returns:
+            The layout, or ``None`` if torch's own collate function has to build the batch: because
+            the sample holds something else than plain tensors and arrays in main memory, numbers,
+            texts and the standard containers, because torch would refuse it, or because the
+            program has changed how torch collates.
+        """
+        if not rules_hold():
+            return None
+        if likely is not None and likely._fits(sample):
+            return likely
+        spec = describe(sample)
+        if spec is None:
+            return None
+        try:
+            return Layout.from_bytes(_dump(spec))
+        except Exception:  # a type that cannot be pickled, for whatever reason
+            return None
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Layout:
+        """Return the layout that :meth:`to_bytes` wrote, the same object for the same bytes."""
+        return _load(data)
+
+    def _fits(self, sample: Any) -> bool:
+        """Whether a sample surely leads to this layout, as the packers look at it."""
+        if self._packer is None or (self._may_have_formats and formats_matter()):
+            return False
+        return self._packer.fits(sample)
+
+    def to_bytes(self) -> bytes:
+        """Return the layout as bytes: the same ones in each process, named tuples by reference."""
+        return self._bytes
+
+    def __eq__(self, other: object) -> bool:
+        return self._bytes == other._bytes if isinstance(other, Layout) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._bytes)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Layout], tuple[bytes]]:
+        return Layout.from_bytes, (self._bytes,)
+
+    def fields_nbytes(self, n: int) -> int:
+        """Return the size in bytes of the region that holds the fields of ``n`` samples."""
+        return self._plan(n).nbytes
+
+    def packer(self, n: int) -> Packer:
+        """Return the packer of batches of ``n`` samples."""
+        return self._plan(n).packer
+
+    def stack(
+        self, buffer: Buffer, offset: int, n: int, k: int, tensors: list[Any], kept_nbytes: int
+    ) -> None:
+        """Copy the tensors that ``Packer.pack_run`` handed back, with all threads that torch has in this process.
+
+        Args: as for :meth:`batch`, and for the packer.
+        """
+        kept = [
+            (field, start)
+            for field, (_, _, start, _) in zip(self._fields, self._plan(n).tensors, strict=True)
+            if field.is_tensor and field.nbytes >= kept_nbytes
+        ]
+        for i, (field, start) in enumerate(kept):
+            column = tensors[i :: len(kept)]
+            shape = len(column), *field.shape
+            first = offset + start + k * field.nbytes
+            place = _viewed(buffer, field.dtype, len(column) * field.numel, first, shape)
+            torch.stack(column, out=place)
+
+    def batch(
+        self, buffer: Buffer, offset: int, n: int, texts: Sequence[Sequence[str | bytes]]
+    ) -> Any:
+        """Build the batch that ``default_collate`` would have built, without copying.
+
+        Args:
+            buffer: Writable memory, shape (bytes,), uint8. Each tensor keeps it alive.
+            offset: Where in the buffer the region starts, in bytes; a multiple of 64.
+            n: Number of samples, all of them packed.
+            texts: Of each sample, what the packer handed back; ignored if there are no texts.
+
+        Returns:
+            Tensors of shape (n, *item's shape), each with a storage of its own in the buffer, in
+            the containers of a sample, except that tuples become lists.
+        """
+        tensors = [
+            _viewed(buffer, dtype, numel, offset + start, shape)
+            for dtype, numel, start, shape in self._plan(n).tensors
+        ]
+        columns = zip(*texts, strict=True) if self.num_texts else ()
+        return _collated(self._spec, iter(tensors), iter(columns), list)
+
+    def sample(
+        self, buffer: Buffer, offset: int, n: int, k: int, texts: Sequence[str | bytes]
+    ) -> Any:
+        """Rebuild sample ``k`` of a batch as the dataset returned it.
+
+        Args:
+            buffer: As for :meth:`batch`.
+            offset: As for :meth:`batch`.
+            n: Number of samples that the region was laid out for.
+            k: Number of the sample, already packed.
+            texts: What the packer handed back for it.
+
+        Returns:
+            The sample. Its tensors and arrays are contiguous views of the buffer.
+        """
+        items = (
+            buffer[start : start + field.nbytes]
+            for field, (_, _, first, _) in zip(self._fields, self._plan(n).tensors, strict=True)
+            for start in [offset + first + k * field.nbytes]
+        )
+        return _restored(self._spec, items, iter(texts))
+
+    def _plan(self, n: int) -> _Plan:
+        plan = self._plans.get(n)
+        if plan is None:
+            if len(self._plans) >= _KEPT_BATCH_SIZES:
+                self._plans.clear()
+            offsets, tensors, end = [], [], 0
+            for field in self._fields:
+                offsets.append(end)
+                tensors.append((field.dtype, n * field.numel, end, (n, *field.shape)))
+                end += _aligned(n * field.nbytes)
+            packer = Packer(_placed(self._spec, iter(offsets)), n)
+            plan = self._plans[n] = _Plan(packer, end, tensors)
+            self._packer = packer
+        return plan
+
+
+def _dump(spec: Spec) -> bytes:
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream, protocol=5)
+    pickler.fast = True  # else the bytes would depend on which equal strings are one object
+    pickler.dump(spec)
+    return stream.getvalue()
+
+
+@functools.lru_cache(_KEPT_LAYOUTS)
+def _load(data: bytes) -> Layout:
+    return Layout(data)
+
+
+def _field(tag: str, shape: tuple[int, ...], dtype: Any) -> _Field:
+    torch_dtype = dtype if tag == "tensor" else NUMPY_DTYPES[dtype.str]
+    numel = math.prod(shape)
+    return _Field(torch_dtype, shape, numel, numel * torch_dtype.itemsize, tag == "tensor")
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _placed(spec: Spec, offsets: Iterator[int]) -> Spec:
+    """Fill the fields' offsets into a spec."""
+    if spec[0] == "text":
+        return spec
+    if isinstance(spec[-1], int):
+        return (*spec[:-1], next(offsets))
+    return (*spec[:-1], tuple([_placed(child, offsets) for child in spec[-1]]))
+
+
+def _viewed(
+    buffer: Buffer, dtype: torch.dtype, numel: int, offset: int, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Make a tensor of a part of the buffer."""
+    if numel == 0:  # torch.frombuffer makes no empty tensors
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    flat = torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset)
+    # twice as fast as a view; and the result is no view of another tensor, as in torch
+    return flat.resize_(*shape) if shape else flat.resize_(shape)
+
+
+def _collated(spec: Spec, tensors: Iterator[Any], texts: Iterator[Any], sequence: type) -> Any:
+    """Put tensors into containers; texts come in the sequence in which torch gathers them."""
+    match spec:
+        case ("text", _):
+            return sequence(next(texts))
+        case ("dict", keys, children):
+            return {
+                key: _collated(child, tensors, texts, list)
+                for key, child in zip(keys, children, strict=True)
+            }
+        case ("list" | "tuple", _, children):
+            return [_collated(child, tensors, texts, tuple) for child in children]
+        case ("namedtuple", kind, children):
+            return kind(*[_collated(child, tensors, texts, tuple) for child in children])
+    return next(tensors)
+
+
+def _restored(spec: Spec, items: Iterator[Buffer], texts: Iterator[str | bytes]) -> Any:
+    """Rebuild one sample from the bytes of its items."""
+    match spec:
+        case ("text", _):
+            return next(texts)
+        case ("dict", keys, children):
+            return {
+                key: _restored(child, items, texts)
+                for key, child in zip(keys, children, strict=True)
+            }
+        case ("list" | "tuple" | "namedtuple", kind, children):
+            members = [_restored(child, items, texts) for child in children]
+            return members if kind is list else tuple.__new__(kind, members)
+        case ("tensor", name, shape, _):
+            return _viewed(next(items), getattr(torch, name), math.prod(shape), 0, shape)
+        case ("array", dtype, shape, _):
+            return next(items).view(dtype).reshape(shape)
+        case ("scalar", dtype, _):
+            return next(items).view(dtype)[0]
+        case (tag, _):
+            return next(items).view(name_of(_NUMBER_DTYPES[tag]))[0].item()
+    raise AssertionError(spec)

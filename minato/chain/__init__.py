@@ -1,8 +1,0 @@
-"""What is done to one sample: its transforms, and the randomness they draw from."""
-
-from __future__ import annotations
-
-from minato.chain.chain import Chain
-from minato.chain.rng import SampleRandomness, current, numpy_rng, python_rng, torch_rng
-
-__all__ = ["Chain", "SampleRandomness", "current", "numpy_rng", "python_rng", "torch_rng"]

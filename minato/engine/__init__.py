@@ -1,0 +1,1 @@
+"""The wiring: the only package that imports every stage."""

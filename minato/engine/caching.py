@@ -1,0 +1,67 @@
+"""``cache=``: the first transforms of a loader move behind its cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import IterableDataset, MapDataPipe
+
+from minato._stateful import is_stateful
+from minato.caching.base import Cache
+from minato.caching.dataset import CachedDataset
+from minato.options import Options
+from minato.transforms.chain import Chain
+from minato.transforms.rng import generators_asked
+
+__all__ = ["behind", "check_cache"]
+
+
+def check_cache(
+    cache: Cache,
+    options: Options,
+    chain: Chain,
+    dataset: Any,
+    num_workers: int,
+    persistent_workers: bool,
+) -> None:
+    """Check that a cache can serve a loader.
+
+    Raises:
+        ValueError: It cannot; the message says what to do.
+        TypeError: It is none.
+    """
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"cache={cache!r} is a {type(cache).__name__}: give a DiskCache or a MemoryCache"
+        )
+    if isinstance(dataset, (IterableDataset, MapDataPipe)):
+        raise ValueError(
+            "cache= keeps samples by their index, which an iterable dataset or a data pipe does not go by: leave it out"
+        )
+    if is_stateful(dataset):
+        raise ValueError(
+            "cache= keeps samples that are always the same, and those of a dataset with a state_dict() depend on its "
+            "state: leave it out"
+        )
+    if options.worker_method == "ray":
+        raise ValueError(
+            f"{cache!r} keeps samples on this machine, and worker_method='ray' reads them on others: leave it out"
+        )
+    workers_end = num_workers > 0 and not persistent_workers
+    if workers_end and options.worker_method == "process" and not cache.shared:
+        raise ValueError(
+            f"{cache!r} belongs to one process, and the worker processes of each epoch are new ones: use a DiskCache, "
+            "persistent_workers=True or worker_method='thread'"
+        )
+    if cache.after is not None and cache.after > len(chain):
+        raise ValueError(
+            f"after={cache.after} of the cache is more than the {len(chain)} transforms of the loader"
+        )
+
+
+def behind(cache: Cache, dataset: Any, chain: Chain) -> tuple[Any, Chain]:
+    """The dataset that workers read, with the cached transforms in it, and the transforms that are left."""
+    cut = len(chain) if cache.after is None else cache.after
+    return CachedDataset(dataset, chain.steps[:cut], cache, generators_asked), Chain(
+        chain.steps[cut:]
+    )

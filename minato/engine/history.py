@@ -1,0 +1,54 @@
+"""What a loader has learned, kept from one iterator to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from minato._core.histogram import Histogram
+from minato.observe.stats.epoch_log import Journal
+from minato.options import Options
+from minato.scheduling.cost_model import CostModel
+from minato.scheduling.slow_threshold import Decision, TimeoutPolicy
+from minato.workers.runner import Habits
+from minato.workers.scaler import Staffing
+
+if TYPE_CHECKING:
+    from minato.engine.engine import Engine
+
+__all__ = ["Experience"]
+
+
+def _nobody() -> None:
+    """In place of a reference to an engine that is gone."""
+
+
+@dataclass
+class Experience:
+    """What a loader knows of its samples from one iterator to the next.
+
+    Attributes:
+        cost_model: What each sample cost in earlier epochs.
+        costs: Service times in ns of late.
+        decision: Which samples are slow, as of the last look.
+        habits: What the worker in line has learned.
+        staffing: How many workers help; None: all of them work.
+        journal: What reports are made from; None: nothing is noted.
+        engine: The newest one, while it is in use.
+    """
+
+    cost_model: CostModel = field(default_factory=CostModel)
+    costs: Histogram | None = None
+    decision: Decision = TimeoutPolicy().decision
+    habits: Habits = field(default_factory=Habits)
+    staffing: Staffing | None = None
+    journal: Journal | None = None
+    engine: Callable[[], Engine | None] = _nobody
+
+    @classmethod
+    def of(cls, options: Options, num_workers: int) -> Experience:
+        """What a new loader knows."""
+        limits = options.min_workers, options.max_workers
+        staffing = Staffing.of(options.controller, num_workers, *limits)
+        return cls(staffing=staffing, journal=Journal() if options.measure else None)

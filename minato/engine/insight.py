@@ -1,0 +1,283 @@
+"""What one can ask a loader about itself: a part of ``DataLoader``."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils.data import get_worker_info
+
+from minato._compat import is_batched
+from minato._standin import made_only
+from minato._system import local_rank
+from minato.checks import metrics_address
+from minato.engine.factory import Opening
+from minato.fetching import Fetching
+from minato.options import Unbound
+from minato.sampling.coverage import Coverage
+from minato.sampling.epoch import is_stream
+from minato.transforms.owned import Owned
+from minato.transforms.rng import SampleRandomness
+from minato.workers.fetch import Fetcher
+
+if TYPE_CHECKING:  # each method imports what it shows: a loader that nobody asks has no use for it
+    from minato.engine.slow_samples import SlowSamples
+    from minato.observe.monitor.host import MachineLook
+    from minato.observe.report.bias import Labels
+    from minato.observe.report.figures import Report
+    from minato.observe.report.headroom import HeadRoom
+    from minato.observe.report.live import Live
+    from minato.observe.stats.epoch_log import Journal
+
+__all__ = ["Insight"]
+
+
+class Insight(Opening):
+    """Reports on a loader, and repeats single samples."""
+
+    cache: Any
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    _auto_collation: Any
+
+    @made_only
+    def report(self, labels: Labels | None = None) -> Report:
+        """What limits the training, and all figures of the run and of each epoch so far.
+
+        It can be asked for at any time; ``print`` shows it as text, ``rich.print`` in colour and Jupyter as a table.
+
+        Args:
+            labels: Tells whether samples that come late, or that ``on_error`` left out, have other labels: a sequence
+                or mapping from the dataset's indices to labels, or a function. Labels of type float are numbers,
+                others are classes.
+
+        Raises:
+            ValueError: The loader was made with ``measure=False``, or a sample has no label.
+        """
+        from minato.observe.report.build import report_of, setup_of
+
+        journal = self._measured()
+        options = self._options
+        may_fetch_more = not (
+            is_stream(self)
+            or options.schedule == "round_robin"
+            or options.rng == "worker"
+            or options.worker_method == "ray"
+        )
+        concurrency = Fetching.of(options.fetch_concurrency).concurrency
+        bounded = self.num_workers > 0 and not isinstance(self.prefetch_factor, Unbound)
+        return report_of(
+            setup_of(self._whole, concurrency, may_fetch_more, bounded),
+            self._chain.names,
+            journal,
+            labels,
+        )
+
+    @made_only
+    def live(self) -> Live:
+        """Show how each epoch goes, from now on: a panel below what the program prints, four times a second.
+
+        Where standard error is no terminal, or a dumb one, it is a line every five seconds; in a notebook, an output of
+        the cell. Each epoch leaves a line behind. The environment variable ``MINATO_LIVE=1`` does the same for all
+        loaders of a program.
+
+        Returns:
+            Ends the view by ``close()``, or at the end of a ``with`` block.
+
+        Raises:
+            ValueError: The loader was made with ``measure=False``.
+        """
+        from minato.observe.report.live import Live
+
+        self._watch_gpus()
+        return Live(self._measured(), type(self.dataset).__name__, ["dataset", *self._chain.names])
+
+    def _measured(self) -> Journal:
+        self._refuse_attached("a report")
+        if self._experience.journal is None:
+            raise ValueError("measure=False: nothing was measured; leave it out to have a report")
+        return self._experience.journal
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Where the loader's figures are told; None without ``metrics_port``, and before the first iteration."""
+        from minato.observe.monitor.metrics import Exported
+
+        journal = self._experience.journal
+        found = (
+            [each.url for each in journal.watchers if isinstance(each, Exported)] if journal else []
+        )
+        return found[0] if found else None
+
+    def _open_views(self) -> None:
+        """Be live, and tell figures, if that is wished, in the training process."""
+        if self._experience.journal is None or get_worker_info() is not None:
+            return
+        self._watch_machine(self._experience.journal)
+        rank = local_rank()
+        if _wished("MINATO_LIVE") and rank == 0:
+            from minato.observe.report.live import Live
+
+            watchers = self._experience.journal.watchers
+            if not any(isinstance(watcher, Live) for watcher in watchers):
+                self.live()
+        place = self._options.metrics_port
+        if place is None:
+            place = _wished("MINATO_METRICS_PORT")
+        if place is not None and self.metrics_url is None:
+            self._tell_figures(place, rank)
+        if place is not None or self._options.measure == "gpu":
+            self._watch_gpus()
+
+    def _watch_machine(self, journal: Journal) -> MachineLook:
+        """Note from now on what the machine does."""
+        from minato.observe.monitor.host import MachineLook
+        from minato.observe.monitor.storage import Storage
+
+        if not isinstance(journal.machine, MachineLook):
+            journal.machine = MachineLook()
+            reads = Fetching.of(self._options.fetch_concurrency).counters
+            journal.storage = Storage(self.dataset, self.cache, reads).counts
+        return journal.machine
+
+    def _watch_gpus(self) -> None:
+        """Note the use of the GPUs, too: in local rank 0 alone, which sees those of the other ranks."""
+        machine = self._watch_machine(self._measured())
+        if machine.gpus is None and local_rank() == 0:
+            from minato.observe.monitor.gpus import gpu_watch
+
+            machine.gpus = gpu_watch()
+
+    def _tell_figures(self, place: int | str, rank: int) -> None:
+        from minato.observe.monitor.endpoint import serve
+        from minato.observe.monitor.metrics import Exported
+
+        host, port = metrics_address(place)
+        port += rank if port else 0
+        stages = ["dataset", *self._chain.names]
+        exported = Exported(self._measured(), type(self.dataset).__name__, stages)
+        try:
+            exported.url = serve(exported, host, port)
+        except OSError as error:
+            self._measured().watchers.remove(exported)
+            words = (
+                f"the metrics of a loader cannot be told at {host}:{port}: {error.strerror}; use another port, or "
+                "metrics_port=0 for any that is free"
+            )
+            if self._options.metrics_port is not None:
+                raise OSError(error.errno, words) from None
+            warnings.warn(words, stacklevel=4)
+
+    @made_only
+    def slow_samples(self) -> SlowSamples:
+        """Which samples are slow, and where they lay in the newest iterator's batches."""
+        from minato.engine.slow_samples import SlowSamples
+
+        self._refuse_attached("slow_samples()")
+        return SlowSamples.of(self._experience, self._course.lateness())
+
+    @made_only
+    def headroom(self, steps: int = 50) -> HeadRoom:
+        """How fast training could be if data were free.
+
+        What it returns stands for the loader in a training loop of yours: it gives batches as the loader does, and then
+        a few of these again and again. ``print`` it after the loop. On a GPU, let the loop wait for each step
+        (``torch.cuda.synchronize()``), or it times how fast steps are queued.
+
+        The loader itself, its present epoch and torch's generators stay as they are.
+
+        Args:
+            steps: How many steps of each kind are timed, after two that warm up; fewer if there are fewer batches.
+
+        Raises:
+            ValueError: ``steps`` is less than 1.
+        """
+        from minato.observe.report.headroom import HeadRoom
+
+        self._refuse_ranks("headroom()")
+        return HeadRoom(self._fresh_batches, steps)
+
+    def _fresh_batches(self) -> Iterator[Any]:
+        """The batches of a copy of this loader."""
+        twin: Any = copy.copy(self)
+        if hasattr(twin, "__del__"):  # what that ends, the loader itself still uses
+            twin.__class__ = type(type(self).__name__, (type(self),), {"__del__": _nothing})
+        vars(twin).update(_iterator=None, _course=self._course.twin(), _trace=None)
+        generators = [torch.default_generator]
+        if self.generator is not None:
+            generators.append(self.generator)
+        states = [each.get_state() for each in generators]
+        batches = iter(twin)
+        for each, state in zip(generators, states, strict=True):
+            each.set_state(state)
+        return cast(Iterator[Any], batches)
+
+    @made_only
+    def coverage(self) -> Coverage:
+        """What has become of the samples of the newest iterator's epoch so far.
+
+        At the end of an epoch minato compares this by itself and raises ``CoverageError`` if a sample was lost or
+        repeated.
+        """
+        self._refuse_attached("coverage()")
+        return self._course.coverage()
+
+    @made_only
+    def reproduce(
+        self,
+        index: Any,
+        epoch: int | None = None,
+        seed: int | None = None,
+        occurrence: int = 0,
+    ) -> Any:
+        """Load one sample in this process as a worker did, random numbers included.
+
+        Args:
+            index: What the dataset is asked for.
+            epoch: By default the one that is running, or ran last.
+            seed: As a quarantine file tells it; by default that of the loader, or of the pass that is running.
+            occurrence: How often the index came before in that epoch, where the sampler repeats indices.
+
+        Returns:
+            ``dataset[index]`` after all transforms, not collated. What it raises is not caught.
+
+        Raises:
+            ValueError: No pass has begun and ``seed`` is not given.
+        """
+        epoch = max(self._course.epoch, 0) if epoch is None else epoch
+        if seed is None:
+            seed = self._course.seed_of(epoch) if self._options.seed is None else self._options.seed
+        if seed is None:
+            raise ValueError(
+                "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "
+                "not: give seed=, as the quarantine file tells it"
+            )
+        randomness = SampleRandomness(
+            seed, owned=Owned({"dataset": self.dataset, **self._chain.by_name})
+        )
+        with randomness.saved():
+            fetcher = Fetcher(self.dataset, self._chain, is_batched(self))
+            if self._options.rng != "sample":
+                return fetcher.single(index)
+            randomness.bind(epoch, index, occurrence)
+            sample = fetcher.single(index)
+            if (
+                randomness.look()
+            ):  # generators that this sample has made were bound to nothing in it
+                randomness.bind(epoch, index, occurrence)
+                sample = fetcher.single(index)
+            return sample
+
+
+def _nothing(loader: Any) -> None:
+    """In place of a ``__del__``."""
+
+
+def _wished(variable: str) -> str | None:
+    """The value of an environment variable that is set."""
+    value = os.environ.get(variable, "")
+    return None if value in ("", "0") else value

@@ -1,0 +1,117 @@
+"""The counters of an engine in one place, for reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from minato._core.clock import now_ns
+from minato._core.ledger import Ledger
+from minato.observe.stats.counters import Readings
+from minato.observe.stats.profile import Meters, Profile
+from minato.observe.stats.slowest import SlowSample
+from minato.observe.stats.snapshot import Labour, Standing
+from minato.scheduling.prefetch_window import Window
+from minato.scheduling.slow_threshold import Decision, TimeoutPolicy
+from minato.scheduling.wait_stats import Flow
+from minato.workers.active_workers import Roster
+from minato.workers.cpu_time import Usage
+from minato.workers.error_policy import FailureCount
+from minato.workers.restart_policy import Deaths
+
+__all__ = ["EngineGauges"]
+
+
+_LOOK_NS = 100_000_000
+_LOOK_SHARE = 200
+"""What workers get of the cores is looked at no more often than this, nor for more than a 200th of the time."""
+
+
+@dataclass
+class EngineGauges:
+    """What an engine's parts have counted.
+
+    It must hold nothing that leads to the engine or its loader: it waits for their end.
+    """
+
+    ledger: Ledger
+    meters: Sequence[Meters]
+    profile: Profile
+    window: Window
+    flow: Flow
+    roster: Roster
+    timeouts: TimeoutPolicy
+    deaths: Deaths
+    failures: FailureCount | None
+    usage: Usage = field(default_factory=lambda: Usage(0, 0))
+    """Processor time of the workers when it was last looked at: they may be gone by now."""
+    _look_due_ns: int = 0
+
+    def look(self, usage: Callable[[], Usage]) -> None:
+        """Ask for the workers' processor time, if that was not done of late."""
+        now = now_ns()
+        if now >= self._look_due_ns:
+            self.usage = usage()
+            self._look_due_ns = now + max(_LOOK_NS, _LOOK_SHARE * (now_ns() - now))
+
+    def readings(self) -> Readings:
+        """All counters and histograms now."""
+        self.profile.update(self.meters)
+        worked = [self.ledger.activity(worker) for worker in range(len(self.meters))]
+        counts = Counter(
+            slept_ns=self.flow.waited_ns,
+            deaths=self.deaths.total,
+            ran_ns=self.usage.ran_ns,
+            queued_ns=self.usage.queued_ns,
+            busy_ns=sum(busy_ns for _, busy_ns, _ in worked),
+            idle_ns=sum(idle_ns for _, _, idle_ns in worked),
+        )
+        if self.failures is not None:
+            self.failures.look()
+            counts.update(self.failures.totals)
+            counts["retries"] = self.failures.retries
+        return Readings(counts, self.profile.run)
+
+    def standing(self, in_flight: int, ready: int) -> Standing:
+        """How things stand now, with so many batches open or ready, and so many ready."""
+        window = self.window
+        return Standing(
+            self.roster.wanted,
+            in_flight,
+            ready,
+            window.limit,
+            round(in_flight * window.batch_bytes),
+            window.budget_bytes,
+        )
+
+    def labour(self) -> Labour:
+        """What the workers have done; reads shared memory only, so that any thread may ask."""
+        worked = [self.ledger.activity(worker)[1:] for worker in range(len(self.meters))]
+        stages = zip(*([each.dataset, *each.steps] for each in self.meters), strict=True)
+        return Labour(
+            sum(busy_ns for busy_ns, _ in worked),
+            sum(idle_ns for _, idle_ns in worked),
+            tuple(
+                (sum(each.count for each in stage), sum(each.total for each in stage))
+                for stage in stages
+            ),
+        )
+
+    def slowest(self) -> list[SlowSample]:
+        """The slowest samples of each worker."""
+        return [sample for meters in self.meters for sample in meters.slowest.read()]
+
+    def skipped(self) -> Collection[Any]:
+        """The samples that were left out."""
+        return () if self.failures is None else self.failures.skipped
+
+    def decision(self) -> Decision:
+        """What counts as slow now."""
+        return self.timeouts.decision
+
+    @property
+    def held_by_budget(self) -> bool:
+        """Whether the memory budget keeps more batches from being opened."""
+        return self.window.held_by_budget

@@ -1,0 +1,82 @@
+"""What a loader knows of its slow samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minato.engine.history import Experience
+from minato.observe.stats.reordering import Lateness
+
+__all__ = ["RunningSample", "SlowSamples"]
+
+
+@dataclass(frozen=True)
+class RunningSample:
+    """A slow sample that a worker is still on.
+
+    Attributes:
+        index: What the dataset is asked for.
+        worker: Number of the worker.
+        running_s: How long it has been on it, in seconds; without the time before it was deferred, if it was.
+        transform: Name of the transform that runs; None: the dataset itself.
+    """
+
+    index: Any
+    worker: int
+    running_s: float
+    transform: str | None
+
+
+@dataclass(frozen=True)
+class SlowSamples:
+    """Which samples are slow, and where they lay in the batches of one epoch.
+
+    Attributes:
+        threshold_s: A sample that takes longer, in seconds, is slow; 0: none is.
+        why: ``warm-up``, ``uniform`` (costs differ too little), ``following`` (the threshold follows the costs) or
+            ``fixed`` (by ``slow_after_s``).
+        share: Of the latest samples, the share that was slow, from 0 to 1.
+        lags: How many samples of the newest iterator's epoch came so many batches later than in the sampler's order;
+            negative: earlier. 0 for all of them in ``strict`` order.
+        shares: Of each batch of that epoch, as they were delivered, the share of its samples that were slow.
+        running: Slow samples that are being worked on, the longest first; empty with iterable datasets.
+    """
+
+    threshold_s: float
+    why: str
+    share: float
+    lags: Mapping[int, int]
+    shares: tuple[float, ...]
+    running: tuple[RunningSample, ...]
+
+    @classmethod
+    def of(cls, experience: Experience, lateness: Lateness) -> SlowSamples:
+        """From what a loader has learned, and the record of its newest epoch."""
+        decision, engine = experience.decision, experience.engine()
+        running: list[RunningSample] = []
+        if decision.threshold_ns and engine is not None:
+            running = [
+                RunningSample(sample.key, worker, taken_ns / 1e9, sample.transform)
+                for worker, sample, taken_ns in engine.running(decision.threshold_ns)
+            ]
+        return cls(
+            decision.threshold_ns / 1e9,
+            decision.phase,
+            decision.slow_share,
+            dict(sorted(lateness.lags.items())),
+            tuple(lateness.slow_shares),
+            tuple(sorted(running, key=lambda each: -each.running_s)),
+        )
+
+    @property
+    def late_share(self) -> float:
+        """Share of the samples that came in a later batch than their own; 0 before the first one."""
+        late = sum(count for lag, count in self.lags.items() if lag > 0)
+        return late / max(sum(self.lags.values()), 1)
+
+    @property
+    def most_late(self) -> int:
+        """Batches by which the latest sample was late; 0 if none was."""
+        return max([0, *self.lags])

@@ -1,0 +1,205 @@
+"""The tracks of a trace: which thread writes to which, and what an event looks like."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from minato._core.clock import now_ns
+from minato.observe.trace.file import LIMIT_BYTES, EventFile, begin, check
+from minato.observe.trace.tracer import REPEATED, SAMPLE, Args
+
+__all__ = ["Trace", "Track", "Tracks"]
+
+_LOOP, _FIRST_WORKER, _TRACKS = 1, 10, 10_000
+"""Numbers of the training loop's track and the first worker's; how many numbers an iterator has."""
+_LONGEST_TEXT = 200
+
+
+class Trace:
+    """A loader's trace.
+
+    Args:
+        path: The file; made anew when the loader is first iterated over, and only opened before.
+
+    Raises:
+        ValueError: The file holds something else, which is untouched.
+        OSError: It cannot be written.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = os.path.abspath(path)
+        self._begun = False
+        self._taken: set[int] = set()
+        try:
+            check(self._path)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"trace={path!r} cannot be written ({error.strerror}): give a file in a folder where you may write",
+            ) from None
+
+    def take(self) -> Tracks:
+        """Tracks for another engine: those of one that has ended, if there is one."""
+        if not self._begun:
+            # Of an error the tracks will speak, as they cannot be written either.
+            with contextlib.suppress(OSError):
+                begin(self._path)
+                self._begun = True
+        number = next(each for each in range(len(self._taken) + 1) if each not in self._taken)
+        self._taken.add(number)
+        return Tracks(self._path, LIMIT_BYTES, os.getpid(), number)
+
+    def give_back(self, tracks: Tracks) -> None:
+        """An engine has ended."""
+        self._taken.discard(tracks.number)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_taken": set()}
+
+
+@dataclass(frozen=True)
+class Tracks:
+    """The tracks of one engine; travels to its workers.
+
+    Attributes:
+        pid: Of the training process, under which all tracks are shown.
+        number: 0, unless several iterators of the loader live at once.
+    """
+
+    path: str
+    limit_bytes: int
+    pid: int
+    number: int
+
+    def loop(self) -> Track:
+        """The track of the training loop."""
+        return self._track(_LOOP, "training loop")
+
+    def worker(self, number: int) -> Track:
+        """The track of a worker."""
+        return self._track(_FIRST_WORKER + number, f"worker {number}")
+
+    def _track(self, number: int, name: str) -> Track:
+        suffix = f" of iterator {self.number}" if self.number else ""
+        file = EventFile(self.path, self.limit_bytes)
+        return Track(file, self.pid, self.number * _TRACKS + number, name, suffix)
+
+
+class Track:
+    """A :class:`Tracer` that records in a file. Nothing is written before ``flush``.
+
+    Attributes:
+        file: What is written to.
+    """
+
+    enabled = True
+    now = staticmethod(now_ns)
+
+    def __init__(self, file: EventFile, pid: int, number: int, name: str, suffix: str = "") -> None:
+        self.file = file
+        self._suffix = suffix
+        self._where = f'"pid":{pid},"tid":{number}'
+        self._number = number
+        self._samples: dict[int, int] = {}  # event of the sample at each position
+        self._count = 0
+        named = (
+            self._meta("process_name", name=f"minato, process {pid}")
+            + self._meta("thread_name", name=name + suffix)
+            + self._meta("thread_sort_index", sort_index=number)
+        )
+        self._events = [(0, 0, named)]  # begin, minus end, line
+
+    def _meta(self, kind: str, **args: Any) -> str:
+        return f'{{"ph":"M",{self._where},"name":"{kind}","args":{json.dumps(args)}}},\n'
+
+    def slice(
+        self, name: str, begin_ns: int, end_ns: int | None = None, args: Args | None = None
+    ) -> None:
+        """Record work that has ended."""
+        if end_ns is None:
+            end_ns = now_ns()
+        self._events.append(
+            (
+                begin_ns,
+                -end_ns,
+                f'{{"ph":"X",{self._where},"ts":{begin_ns / 1e3:.3f},"dur":{(end_ns - begin_ns) / 1e3:.3f},'
+                f'"name":{_quoted(name)},"args":{{{_members(args)}}}}},\n',
+            )
+        )
+
+    def sample(self, position: int, name: str, begin_ns: int, args: Args) -> None:
+        """Record a sample; if it ran in this lease before, that result is not used."""
+        if name != REPEATED:
+            earlier = self._samples.get(position)
+            if earlier is not None:
+                begin, end, line = self._events[earlier]
+                line = line.replace(_quoted(SAMPLE), _quoted(REPEATED))
+                self._events[earlier] = begin, end, line
+            self._samples[position] = len(self._events)
+        self.slice(name, begin_ns, None, args)
+
+    def span(self, name: str, begin_ns: int, end_ns: int, args: Args | None = None) -> None:
+        """Record what went on beside other things."""
+        self._count += 1
+        identity = f'"cat":"minato","id":"{self._number}.{os.getpid()}.{self._count}","name":{_quoted(name)}'
+        lines = (
+            f'{{"ph":"b",{self._where},"ts":{begin_ns / 1e3:.3f},{identity},"args":{{{_members(args)}}}}},\n'
+            f'{{"ph":"e",{self._where},"ts":{end_ns / 1e3:.3f},{identity},"args":{{}}}},\n'
+        )
+        self._events.append((begin_ns, -end_ns, lines))
+
+    def instant(self, name: str) -> None:
+        """Record that something happens now."""
+        now = now_ns()
+        self._events.append((now, -now, self._instant(name, now)))
+
+    def _instant(self, name: str, at_ns: int) -> str:
+        return (
+            f'{{"ph":"i","s":"t",{self._where},"ts":{at_ns / 1e3:.3f},"name":{_quoted(name)}}},\n'
+        )
+
+    def counter(self, name: str, at_ns: int, **values: int) -> None:
+        """Record how many there are of several things, which are shown on top of one another."""
+        line = (
+            f'{{"ph":"C",{self._where},"ts":{at_ns / 1e3:.3f},"name":{_quoted(name + self._suffix)},'
+            f'"args":{json.dumps(values)}}},\n'
+        )
+        self._events.append((at_ns, -at_ns, line))
+
+    def flush(self) -> None:
+        """Write what was recorded."""
+        if self._events:
+            self._events.sort()  # a slice comes before those inside it, which were recorded before it
+            lines = "".join([line for _, _, line in self._events])
+            full = f"the trace is full ({self.file.limit_bytes} bytes): nothing more of this track"
+            self.file.append(lines, self._instant(full, now_ns()))
+            self._events.clear()
+        self._samples.clear()
+
+
+def _members(args: Args | None) -> str:
+    """The members of a JSON object."""
+    if args is None:
+        return ""
+    return ",".join(
+        [
+            f'"{name}":{value if type(value) is int else _in_json(value)}'
+            for name, value in args.items()
+        ]
+    )
+
+
+def _in_json(value: Any) -> str:
+    if type(value) is bool:
+        return "true" if value else "false"
+    return json.dumps((value if type(value) is str else repr(value))[:_LONGEST_TEXT])
+
+
+@functools.lru_cache(maxsize=1000)
+def _quoted(text: str) -> str:
+    return json.dumps(text)

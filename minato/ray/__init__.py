@@ -1,0 +1,1 @@
+"""Workers as actors in a Ray cluster (extra ``ray``)."""

@@ -1,0 +1,91 @@
+"""Samplers that know ranks, and what all ranks of a node draw together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sized
+from typing import Any, cast
+
+from torch.utils.data import DistributedSampler
+
+from minato.sampling.sampler_epoch import nested
+
+__all__ = ["InTurn", "RankSampler", "at_rank", "ranked"]
+
+
+class RankSampler(DistributedSampler[int]):
+    """torch's sampler for ranks, whose epochs differ without being told.
+
+    Args:
+        data_source: Anything with a length.
+        count: Number of ranks.
+        rank: Of this one.
+        shuffle: Whether (seed, epoch) permutes the indices.
+        seed: The same in all ranks.
+        drop_last: Whether what does not divide by the ranks is dropped, rather than filled up.
+    """
+
+    def __init__(
+        self, data_source: Sized, count: int, rank: int, shuffle: bool, seed: int, drop_last: bool
+    ) -> None:
+        # torch's generator takes no more than 64 bits, to which the epoch is added.
+        seed %= 1 << 62
+        super().__init__(cast(Any, data_source), count, rank, shuffle, seed, drop_last)
+
+
+def ranked(sampler: Any) -> Any | None:
+    """The first of the nested samplers that knows ranks, by ``rank`` and ``num_replicas``; None if none does."""
+    known = (
+        one for one in nested(sampler) if hasattr(one, "rank") and hasattr(one, "num_replicas")
+    )
+    return next(known, None)
+
+
+def at_rank(sampler: Any, rank: int) -> Any:
+    """A copy of a sampler, as another rank has it."""
+    here = copy.copy(sampler)
+    if hasattr(sampler, "rank") and hasattr(sampler, "num_replicas"):
+        here.rank = rank
+    elif getattr(sampler, "sampler", None) is not None:
+        here.sampler = at_rank(sampler.sampler, rank)
+    else:
+        here.batch_sampler = at_rank(sampler.batch_sampler, rank)
+    return here
+
+
+class InTurn:
+    """What several ranks draw: the first batch of each, then the second of each, and so on.
+
+    Args:
+        sampler: Of one of them; knows ranks.
+        ranks: All of them.
+
+    Attributes:
+        sampler: The same.
+        ranks: The same.
+        batch_size: The sampler's, None if it has none.
+    """
+
+    def __init__(self, sampler: Any, ranks: range) -> None:
+        self.sampler = sampler
+        self.ranks = ranks
+        self.batch_size: Any = getattr(sampler, "batch_size", None)
+
+    def __len__(self) -> int:
+        return len(self.sampler) * len(self.ranks)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises ValueError where one rank has fewer batches than another."""
+        ended = object()
+        draws = [iter(at_rank(self.sampler, rank)) for rank in self.ranks]
+        while True:
+            step = [next(draw, ended) for draw in draws]
+            over = [batch is ended for batch in step]
+            if all(over):
+                return
+            if any(over):
+                raise ValueError(
+                    f"rank {self.ranks[over.index(True)]} has fewer batches than rank {self.ranks[over.index(False)]} "
+                    f"by {type(self.sampler).__name__}: with shared_pool=True all ranks must have as many"
+                )
+            yield from step

@@ -1,0 +1,170 @@
+"""The state of a loader as plain data, and whether it fits the loader that gets it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import reprlib
+from collections.abc import Callable
+from typing import Any
+
+from minato._compat import index_sampler
+from minato.observe.stats.size import length_of
+from minato.sampling.coverage import Done, Tally
+from minato.sampling.sampler_epoch import nested
+
+__all__ = ["checked", "done_of", "plain_done", "signature"]
+
+_VERSION = 1
+_INT64 = 1 << 63
+_FAMILY = "minato.DataLoader"
+_WORDS = {
+    "place": "its place among ranks that share a pool",
+    "dataset_length": "len(dataset)",
+    "sampler": "the sampler's type",
+    "sampler_length": "the number of batches",
+    "generators": "the number of generators given to the loader and its samplers",
+    "stateful_samplers": "the number of samplers with state_dict()",
+}
+
+
+def signature(loader: Any, is_stream: bool, sources: tuple[int, int]) -> dict[str, Any]:
+    """What must be the same in the loader that saves a state and the one that loads it.
+
+    Args:
+        sources: How many generators and stateful samplers it has.
+    """
+    sampler = index_sampler(loader)
+    generators, stateful = sources
+    return {
+        "kind": _FAMILY,
+        "version": _VERSION,
+        "place": None if loader._sharing is None else loader._sharing.place,
+        "dataset_length": None if is_stream else length_of(loader.dataset),
+        "sampler": " of ".join(type(one).__qualname__ for one in nested(sampler)),
+        "sampler_length": length_of(sampler),
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        "order": loader._options.order,
+        "seed": loader._options.seed,
+        "generators": generators,
+        "stateful_samplers": stateful,
+    }
+
+
+def checked(state: Any, mine: dict[str, Any], replicas: int) -> dict[str, Any]:
+    """A copy of a state, if it is one and belongs to a loader with this signature.
+
+    Args:
+        replicas: How many copies of the dataset the loader's workers have.
+
+    Raises:
+        TypeError: It is no dictionary.
+        ValueError: It belongs to another loader, or is damaged; the message names what differs or is wrong.
+    """
+    if not isinstance(state, dict):
+        raise TypeError(f"a loader's state is a dictionary, not a {type(state).__name__}")
+    theirs = state.get("loader")
+    if not isinstance(theirs, dict) or theirs.get("kind") != _FAMILY:
+        raise ValueError(
+            f"this is no state of a {_FAMILY}: it has the keys {sorted(map(str, state))}. A state of torchdata's "
+            "StatefulDataLoader cannot be resumed here"
+        )
+    for name, value in mine.items():
+        if theirs.get(name) != value:
+            raise ValueError(
+                f"the state belongs to another loader: {_WORDS.get(name, name)} was {theirs.get(name)!r} when it "
+                f"was taken and is {value!r} here"
+            )
+    _check_parts(state)
+    known = state["replicas"]
+    if known is not None and len(known["each"]) != replicas:
+        raise ValueError(
+            f"the state holds those of the dataset in {len(known['each'])} workers, and this loader has {replicas}: "
+            "which worker gives which samples of such a dataset depends on their number, so use the same"
+        )
+    return copy.deepcopy(state)
+
+
+def _check_parts(state: dict[str, Any]) -> None:
+    """Check all that is this package's own; states of samplers and datasets are theirs."""
+    _check("epoch", state, _is_int64)
+    _check("finished", state, lambda value: isinstance(value, bool))
+    _check("draw", state, lambda value: isinstance(value, dict))
+    _check("replicas", state, _are_replicas)
+    if not state["finished"]:
+        _check("base_seed", state, _is_int64)
+        _check("drawn_epoch", {"drawn_epoch": 0, **state}, _is_int64)
+        _check("done", state, _is_done)
+
+
+def _check(name: str, state: dict[str, Any], fits: Callable[[Any], bool]) -> None:
+    if name not in state:
+        raise ValueError(f"the state is damaged: it has no {name!r}")
+    if not fits(state[name]):
+        raise ValueError(f"the state is damaged: {name!r} is {reprlib.repr(state[name])}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < _INT64
+
+
+def _is_int64(value: Any) -> bool:
+    return isinstance(value, int) and -_INT64 <= value < _INT64
+
+
+def _are_replicas(value: Any) -> bool:
+    if value is None:
+        return True
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("each"), list)
+        and _is_count(value.get("turn"))
+        and value["turn"] < max(len(value["each"]), 1)
+        and all(
+            isinstance(each, dict)
+            and each.keys() == {"dataset", "iterator", "batches", "ended"}
+            and _is_count(each["batches"])
+            and isinstance(each["ended"], bool)
+            for each in value["each"]
+        )
+    )
+
+
+def _is_done(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"ranges", "batches", "delivered", "skipped"}:
+        return False
+    tallies, ranges = (value["delivered"], value["skipped"]), value["ranges"]
+    pairs = (list, tuple)
+    if not isinstance(ranges, pairs) or not all(
+        isinstance(pair, pairs) and len(pair) == 2 for pair in (*tallies, *ranges)
+    ):
+        return False
+    bounds = [bound for pair in ranges for bound in pair]
+    return (
+        _is_count(value["batches"])
+        and all(_is_count(samples) for samples, _ in tallies)
+        and all(isinstance(hashed, int) and 0 <= hashed < 2 * _INT64 for _, hashed in tallies)
+        and all(map(_is_count, bounds))
+        and all(one < next_one for one, next_one in itertools.pairwise(bounds))
+    )
+
+
+def plain_done(done: Done) -> dict[str, Any]:
+    """What is done of a pass as plain data."""
+    return {
+        "ranges": [list(pair) for pair in done.ranges],
+        "batches": done.batches,
+        "delivered": list(done.delivered),
+        "skipped": list(done.skipped),
+    }
+
+
+def done_of(plain: dict[str, Any]) -> Done:
+    """The other way round."""
+    return Done(
+        tuple((first, end) for first, end in plain["ranges"]),
+        plain["batches"],
+        Tally(*plain["delivered"]),
+        Tally(*plain["skipped"]),
+    )

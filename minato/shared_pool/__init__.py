@@ -1,0 +1,1 @@
+"""One pool of workers for all ranks of a node."""

@@ -1,0 +1,236 @@
+"""Messages between the ranks of a node, over connections whose both ends have proved that they know a key."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from minato.shared_pool.handshake import WrongKeyError, peer_of, prove
+from minato.shared_pool.meeting import Meeting
+from minato.shared_pool.messages import encoded
+
+__all__ = ["Channel", "connected"]
+
+_HEAD = struct.Struct("<IB")
+"""Bytes of a message, and whether a descriptor comes with it."""
+_MOST_BYTES = 1 << 28
+"""Of a message: the state of a pass that is resumed can be large."""
+_PIECE_BYTES = 1 << 18
+_MOST_DESCRIPTORS = 4
+"""That wait for their messages: with each piece of the stream comes one at most."""
+_BUFFER_BYTES = 1 << 20
+"""Room for messages that the other process has not read; the system may allow less (net.core.wmem_max)."""
+_SEND_S = 30.0
+"""A process that leaves so little room for a message for so long counts as ended."""
+_AGAIN_S = 0.02
+"""Pause before somebody who is not there yet is called again."""
+
+
+def connected(meeting: Meeting, patience_s: float, decode: Callable[[bytes], Any]) -> Channel:
+    """A channel to the host that listens there, or will within so many seconds.
+
+    Args:
+        decode: For the channel.
+
+    Raises:
+        TimeoutError: Nobody listens, or whoever does does not answer; the text says which.
+        ConnectionError: The host has ended, or refuses this process.
+        PermissionError: Another user listens, or somebody who does not know the key.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        found = meeting.call()
+        if found is not None:
+            connection, key = found
+            try:
+                pid = peer_of(connection)
+                prove(connection, key, deadline)
+                return Channel(connection, decode, takes_descriptors=True)
+            except TimeoutError:
+                connection.close()
+                raise TimeoutError(
+                    f"local rank 0 (process {pid}) has not given this rank its place in the pool of this loader within "
+                    f"{patience_s:.0f} s"
+                ) from None
+            except WrongKeyError:  # of a host that has ended, while the next one takes its place
+                connection.close()
+                if time.monotonic() > deadline:
+                    raise WrongKeyError(
+                        f"process {pid} listens in the place of local rank 0, and does not know the key in "
+                        f"{meeting.directory}"
+                    ) from None
+            except BaseException:
+                connection.close()
+                raise
+        elif time.monotonic() > deadline:
+            raise TimeoutError(
+                f"local rank 0 has not begun to iterate over this loader within {patience_s:.0f} s: with "
+                "shared_pool=True it hosts the workers of all ranks of its node, and must take part; and all ranks "
+                f"must use the same directory for temporary files, as they meet in {meeting.directory}"
+            )
+        time.sleep(_AGAIN_S)
+
+
+class Channel:
+    """A connection to one other process.
+
+    Any thread may send; one at a time may receive.
+
+    Args:
+        connection: It is closed with the channel, or if the channel is refused.
+        decode: Makes a message of bytes; raises ValueError if they are none.
+        takes_descriptors: Whether the other process may send descriptors. If not, they do not arrive.
+
+    Raises:
+        PermissionError: The other process is another user's.
+
+    Attributes:
+        pid: The other process.
+        over: Whether it has ended, or closed the connection. What it sent before may still be in ``received``.
+        fault: Why the connection was given up, if not because the other process did.
+        received: ``(message, descriptor or None)`` of what has come.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        decode: Callable[[bytes], Any],
+        takes_descriptors: bool = False,
+    ) -> None:
+        try:
+            self.pid = peer_of(connection)
+        except PermissionError:
+            connection.close()
+            raise
+        connection.settimeout(_SEND_S)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        self._connection = connection
+        self._decode = decode
+        self._takes_descriptors = takes_descriptors
+        self._watch = self._watched()
+        self._sending = threading.Lock()
+        self._data = bytearray()
+        self._descriptors: deque[int] = deque()
+        self._poll = select.poll()
+        for descriptor in self.descriptors:
+            self._poll.register(descriptor, select.POLLIN)
+        self._room = select.poll()
+        self._room.register(connection, select.POLLOUT)
+        self.over = False
+        self.fault: str | None = None
+        self.received: deque[tuple[Any, int | None]] = deque()
+
+    def _watched(self) -> int | None:
+        # A connection stays open while a child of the other process's holds a copy of it. The process does not.
+        if hasattr(os, "pidfd_open"):
+            with suppress(OSError):  # it has ended already, or is in another namespace
+                return os.pidfd_open(self.pid)
+        return None
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What becomes readable when there is something to receive, or the other process has ended."""
+        connection = self._connection.fileno()
+        return (connection,) if self._watch is None else (connection, self._watch)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a message of usual size can be sent without waiting for the other process to receive others."""
+        return bool(self._room.poll(0))
+
+    def send(self, message: tuple[Any, ...], descriptor: int | None = None) -> None:
+        """Send a message, and a descriptor, of which the other process gets one of its own.
+
+        Raises:
+            OSError: The other process has ended, or does not receive.
+            ValueError: The message is too large.
+        """
+        data = encoded(message)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(
+                f"a message of {len(data)} bytes to another rank: {_MOST_BYTES} are allowed"
+            )
+        data = _HEAD.pack(len(data), descriptor is not None) + data
+        with self._sending:
+            sent = 0
+            if descriptor is not None:
+                sent = socket.send_fds(self._connection, [data], [descriptor])
+            self._connection.sendall(data[sent:])
+
+    def wait(self, timeout_s: float) -> None:
+        """Receive what has come, or what comes next within so many seconds."""
+        ready = {descriptor for descriptor, _ in self._poll.poll(timeout_s * 1000)}
+        if self._connection.fileno() in ready:
+            self._receive()
+        elif ready:  # it has ended, and all it sent has been received
+            self.over = True
+
+    def _receive(self) -> None:
+        data, truncated = b"", 0
+        with suppress(ConnectionError):
+            if self._takes_descriptors:
+                data, descriptors, flags, _ = socket.recv_fds(
+                    self._connection, _PIECE_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                )
+                self._descriptors.extend(descriptors)
+                truncated = flags & socket.MSG_CTRUNC
+            else:
+                data = self._connection.recv(_PIECE_BYTES)
+        self._data += data
+        if not data:
+            self.over = True
+        if truncated or len(self._descriptors) > _MOST_DESCRIPTORS:
+            self.give_up("there is no file descriptor left for it: raise the limit (ulimit -n)")
+            return
+        try:
+            self._take_messages()
+        except ValueError as error:
+            self.give_up(f"it sent what is no message: {error}")
+
+    def _take_messages(self) -> None:
+        while len(self._data) >= _HEAD.size:
+            nbytes, num_descriptors = _HEAD.unpack_from(self._data)
+            if nbytes > _MOST_BYTES or num_descriptors > self._takes_descriptors:
+                raise ValueError("it begins with no head of a message")
+            end = _HEAD.size + nbytes
+            if len(self._data) < end:
+                return
+            message = self._decode(bytes(self._data[_HEAD.size : end]))
+            if num_descriptors and not self._descriptors:
+                raise ValueError("a descriptor is missing")
+            del self._data[:end]
+            descriptor = self._descriptors.popleft() if num_descriptors else None
+            self.received.append((message, descriptor))
+
+    def give_up(self, why: str) -> None:
+        """Receive nothing more: the other process is not to be trusted, or cannot be heard."""
+        self.fault, self.over = why, True
+        self._data.clear()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """End the connection, for children that hold a copy of it too; whoever receives finds that it is over."""
+        with suppress(OSError):  # the other end is closed
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up, and give all descriptors back."""
+        self.over = True
+        self.hang_up()
+        self._connection.close()
+        self._descriptors.extend(each for _, each in self.received if each is not None)
+        self.received.clear()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+        if self._watch is not None:
+            os.close(self._watch)
+            self._watch = None

@@ -1,0 +1,326 @@
+"""Randomness of a sample: a function of (seed, epoch, index, occurrence), whoever runs it and when.
+
+The occurrence is how often the index came before in the epoch: 0, unless the sampler repeats indices.
+
+Before a sample, :meth:`SampleRandomness.bind` gives ``random``, ``numpy.random`` and torch's
+default CPU generator fresh states. They are real states: every way to draw sees them, compiled code
+and names imported long ago included, and ``seed``, ``getstate`` and ``setstate`` inside a sample
+work as always.
+
+Worker threads share the three global generators, so there these cannot be bound to a sample. Code
+that asks :func:`python_rng`, :func:`numpy_rng` or :func:`torch_rng` for a generator gets the same
+numbers in threads, in processes and in line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import operator
+import pickle
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from minato._compat import bit_generator_of, numpy_state
+from minato._core.seeding import Snapshot, StateWriter, mix
+from minato.transforms import rng_memory
+from minato.transforms.owned import Owned
+
+__all__ = [
+    "Binding",
+    "SampleRandomness",
+    "current",
+    "generators_asked",
+    "key_word",
+    "numpy_rng",
+    "python_rng",
+    "sample_word",
+    "torch_rng",
+]
+
+
+_AGAIN = 0x616761696E
+"""Tells the words of later occurrences from those of indices."""
+
+
+class Binding(NamedTuple):
+    """What the randomness of the sample in hand is a function of."""
+
+    seed: int
+    epoch: int
+    key: object
+    occurrence: int = 0
+
+
+_NONE_OWNED = Owned({})
+
+
+class _ThreadState(threading.local):
+    binding: tuple[int, int, object, int] | None = None
+    generators_made: int = 0
+
+
+_this_thread = _ThreadState()
+
+
+class SampleRandomness:
+    """Binds a process's global generators, and the helpers of this module, to samples.
+
+    Args:
+        base_seed: The loader's seed; counts modulo 2**64.
+        bind_globals: False in all threads but the main one, which share the global generators
+            with it: then only :func:`current` and the helpers are bound.
+        owned: Other generators, which are bound as the global ones are.
+
+    Create it in the process (after its ``torch.manual_seed``, whose seed ``torch.initial_seed()``
+    keeps answering) and use it from one thread.
+    """
+
+    def __init__(
+        self, base_seed: int, *, bind_globals: bool = True, owned: Owned | None = None
+    ) -> None:
+        self.base_seed = base_seed
+        self._bind_globals = bind_globals
+        self._owned = owned or _NONE_OWNED
+        self.watches = bind_globals
+        """Whether ``drawn`` can tell."""
+        self._all: tuple[rng_memory.MemoryGenerator, ...] = ()
+        self._own: dict[str, rng_memory.MemoryGenerator] = {}
+        self._snapshot = Snapshot([])
+        self._before: Any = None
+        if bind_globals:
+            self._attach()
+
+    def _attach(self) -> None:
+        """Find where each generator keeps its state."""
+        self._numpy_state = numpy_state()
+        self._bits = bit_generator_of(self._numpy_state)
+        self._torch = rng_memory.torch_generator()
+        self._own = self._owned.generators
+        own = self._own.values()
+        self._all = (rng_memory.python_generator(), rng_memory.numpy_generator(), self._torch, *own)
+        writer = StateWriter(
+            self.base_seed,
+            [block for generator in self._all for block in generator.blocks],
+            [cell for generator in self._all for cell in generator.cells],
+        )
+        self._write = writer.write
+        self._snapshot = Snapshot([span for generator in self._all for span in generator.spans])
+        self._publish_python, self._publish_numpy, self._publish_torch = (
+            generator.publish for generator in self._all[:3]
+        )
+        self._publish_own = [
+            generator.publish for generator in own if type(generator) not in rng_memory.AT_ONCE
+        ]
+
+    def bind(self, epoch: int, key: object, occurrence: int = 0) -> None:
+        """Start a sample: its draws become a function of (seed, epoch, key, occurrence).
+
+        Args:
+            epoch: Counts modulo 2**64.
+            key: The sample's index in the dataset; an integer, or anything that
+                :func:`key_word` can turn into one.
+            occurrence: How often the key came before in the epoch.
+        """
+        _this_thread.binding = (self.base_seed, epoch, key, occurrence)
+        _this_thread.generators_made = 0
+        if not self._bind_globals:
+            return
+        if bit_generator_of(self._numpy_state) is not self._bits:  # np.random.set_bit_generator
+            self._attach()
+        if self._own and self._owned.moved():
+            self._owned.follow()
+            self._attach()
+        self._write(
+            epoch, key if type(key) is int and not occurrence else sample_word(key, occurrence)
+        )
+        self._publish_python()
+        self._publish_numpy()
+        self._publish_torch()
+        for publish in self._publish_own:
+            publish()
+
+    def look(self) -> bool:
+        """Look for generators that were made since the first look; whether there are any."""
+        if not self._bind_globals or not self._owned.look():
+            return False
+        self._attach()
+        return True
+
+    @property
+    def asked(self) -> int:
+        """How many generators the sample in hand has asked for; setting it goes on from there in another thread."""
+        return _this_thread.generators_made
+
+    @asked.setter
+    def asked(self, generators: int) -> None:
+        _this_thread.generators_made = generators
+
+    def mark(self, unbind: bool = True) -> None:
+        """Begin to watch for draws; unless the sample in hand goes on, what runs now is bound to none."""
+        if unbind:
+            _this_thread.binding = None
+        self._snapshot.take()
+        self._before = _this_thread.binding, _this_thread.generators_made, self._rests()
+
+    def drawn(self) -> bool:
+        """Whether anything drew from the global generators, or asked for a generator, since ``mark``."""
+        # A generator that is asked for outside of samples is seeded from a global one, which shows there.
+        asked_and_rests = _this_thread.generators_made, self._rests()
+        if self._own and self._owned.moved():
+            return True
+        return not self._snapshot.holds() or self._before[1:] != asked_and_rests
+
+    def rewind(self) -> None:
+        """Undo all draws since ``mark``."""
+        _this_thread.binding, _this_thread.generators_made, rests = self._before
+        copies = iter(self._snapshot.copies())
+        for generator, rest in zip(self._all, rests, strict=True):
+            generator.load_copies([next(copies) for _ in generator.spans], rest)
+
+    def _rests(self) -> tuple[Any, ...]:
+        """What is in no memory that the snapshot is of."""
+        return tuple([generator.save_rest() for generator in self._all])
+
+    def capture(self) -> Any:
+        """Return the randomness of a sample that is to be continued later, perhaps elsewhere.
+
+        The result can be pickled, for processes with the same versions of Python, numpy and torch.
+        """
+        return (
+            _this_thread.binding,
+            _this_thread.generators_made,
+            tuple([generator.save() for generator in self._all[:3]]),
+            {path: generator.save() for path, generator in self._own.items()},
+        )
+
+    def restore(self, captured: Any) -> None:
+        """Go on exactly where :meth:`capture` was called."""
+        _this_thread.binding, _this_thread.generators_made, states, own = captured
+        for generator, state in zip(self._all, states, strict=False):
+            generator.load(state)
+        for path, state in own.items():
+            if path in self._own:  # one that was made in another process since may be missing
+                self._own[path].load(state)
+
+    @contextmanager
+    def saved(self) -> Iterator[None]:
+        """Leave the generators as if nothing had been drawn or bound inside the ``with`` block."""
+        if self._bind_globals:
+            if bit_generator_of(self._numpy_state) is not self._bits:
+                self._attach()
+            for generator in self._all:
+                if isinstance(generator, rng_memory.TorchByState):
+                    generator.adopt_initial_seed()
+        binding, made = _this_thread.binding, _this_thread.generators_made
+        before = [(generator, generator.save()) for generator in self._all]
+        try:
+            yield
+        finally:
+            for generator, state in before:
+                generator.load(state)
+            _this_thread.binding, _this_thread.generators_made = binding, made
+
+
+def key_word(key: Any) -> int:
+    """Return the integer that stands for a sample's key; the same in every process.
+
+    Integers, numpy's and one-element tensors included, stand for themselves. Anything else becomes
+    a 64-bit hash of its content: text, bytes, tuples, lists, sets, and whatever can be pickled;
+    what cannot is known by its ``repr``.
+    """
+    try:
+        return operator.index(key)
+    except TypeError:
+        return int.from_bytes(_digest(key), "little")
+
+
+def sample_word(key: Any, occurrence: int) -> int:
+    """Return the integer that stands for a key that came ``occurrence`` times before in its epoch."""
+    word = key if type(key) is int else key_word(key)
+    return mix(word, occurrence, _AGAIN) if occurrence else word
+
+
+def _digest(key: object) -> bytes:
+    if isinstance(key, str):
+        content = b"str" + key.encode("utf-8", "surrogatepass")
+    elif isinstance(key, bytes):
+        content = b"bytes" + key
+    elif isinstance(key, torch.Tensor):  # whose pickle differs from process to process
+        return _digest(key.tolist())
+    elif isinstance(key, (tuple, list)):
+        content = b"sequence" + b"".join(map(_digest, key))
+    elif isinstance(key, (set, frozenset)):
+        content = b"set" + b"".join(sorted(map(_digest, key)))
+    else:
+        content = b"object" + _pickled(key)
+    return hashlib.blake2b(content, digest_size=8).digest()
+
+
+def _pickled(key: object) -> bytes:
+    to = io.BytesIO()
+    pickler = pickle.Pickler(to, 4)
+    # Without the memo, equal keys give equal bytes whether or not their parts are one object.
+    pickler.fast = True
+    try:
+        pickler.dump(key)
+    except Exception:  # whatever a key's own reduction raises
+        return repr(key).encode("utf-8", "surrogatepass")
+    return to.getvalue()
+
+
+def generators_asked() -> int:
+    """Return how many generators the sample being run in this thread has asked for so far."""
+    return _this_thread.generators_made
+
+
+def current() -> Binding | None:
+    """Return what the sample being run in this thread is bound to; ``None`` outside of samples."""
+    binding = _this_thread.binding
+    return None if binding is None else Binding(*binding)
+
+
+_PYTHON, _NUMPY, _TORCH = 1, 2, 3
+
+
+def _next_seed(kind: int) -> int | None:
+    """Return a seed for the next generator made in this sample; ``None`` outside of samples."""
+    if _this_thread.binding is None:
+        return None
+    seed, epoch, key, occurrence = _this_thread.binding
+    made = _this_thread.generators_made
+    _this_thread.generators_made = made + 1
+    return mix(mix(seed, epoch, sample_word(key, occurrence)), kind, made)
+
+
+def python_rng() -> random.Random:
+    """Return a new ``random.Random`` for the sample being run in this thread.
+
+    Each call within a sample begins an independent stream, a function of (seed, epoch, index) and
+    of how many generators the sample asked for before. Outside of samples the generator is seeded
+    from the global one.
+    """
+    seed = _next_seed(_PYTHON)
+    return random.Random(random.getrandbits(64) if seed is None else seed)
+
+
+def numpy_rng() -> np.random.Generator:
+    """Return a new ``numpy.random.Generator``; as for :func:`python_rng`."""
+    seed = _next_seed(_NUMPY)
+    if seed is None:
+        seed = int(np.random.randint(0, 2**63, dtype=np.int64))
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+def torch_rng() -> torch.Generator:
+    """Return a new ``torch.Generator`` on the CPU; as for :func:`python_rng`."""
+    seed = _next_seed(_TORCH)
+    if seed is None:
+        seed = int(torch.randint(0, 2**63 - 1, (), device="cpu").item())
+    return torch.Generator().manual_seed(seed)

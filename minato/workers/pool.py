@@ -1,0 +1,40 @@
+"""What every kind of worker pool can do: processes, threads, actors, and the main process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from typing import Protocol
+
+from minato.scheduling.protocols import Pool
+from minato.workers.cpu_time import Usage
+
+__all__ = ["WorkerPool"]
+
+
+class WorkerPool(Pool, Protocol):
+    """The workers, as the engine sees them."""
+
+    @property
+    def processes(self) -> Sequence[BaseProcess]:
+        """The processes of this machine that are workers."""
+
+    @property
+    def shut_down(self) -> Callable[[], bool]:
+        """Ends all workers; returns whether there are none any more. Holds neither the loader nor what refers to it."""
+
+    def start(self, enough: Callable[[], object] | None = None) -> None:
+        """Start the workers.
+
+        Args:
+            enough: Asked between slow starts; once it holds, the others may start later. None: all start now.
+        """
+
+    def check_early(self) -> None:
+        """Replace dead workers although the loop does not wait, where starting others takes time."""
+
+    def grow(self, count: int) -> None:
+        """Start those of the first ``count`` workers that have not been started."""
+
+    def usage(self) -> Usage:
+        """Processor time of all workers."""

@@ -1,0 +1,366 @@
+"""Workers in processes of their own."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import numpy.random  # numpy imports it at first use: once here, not once in each worker
+import torch
+
+from minato._compat import (
+    announce_worker,
+    forget_child_processes,
+    forget_executor_threads,
+    name_process_thread,
+    numpy_seed,
+    set_signal_handlers,
+    withdraw_worker,
+)
+from minato._core.limits import explaining_limits
+from minato._core.wait import Gate
+from minato._ranges import in_profile
+from minato._signals import exiting, raise_kept, signals_deferred
+from minato.workers.cpu_time import Usage, process_usage
+from minato.workers.exit_watch import UNREADABLE, ExitWatch, exit_code
+from minato.workers.sample_timeout import Overdue
+
+__all__ = [
+    "ProcessPool",
+    "announced",
+    "enter_worker_process",
+    "parent_watch",
+    "seed_worker",
+]
+
+_ANNOUNCED = threading.Lock()
+_GRACE_S = 3.0
+"""How long a worker may take to leave by itself at the end."""
+_TERMINATION_S = 1.0
+"""How long it may then take to follow SIGTERM; a program that is told to end has five seconds in all."""
+_STOPPED_S = 1.0
+"""A sleep that took so much longer than it should was one of the whole process, by SIGSTOP or Ctrl-Z."""
+_ARRIVAL_S = 2.0
+"""A worker that has not begun after so long waits for something else than a core, and others may start."""
+_LOOK_S = 0.02
+"""How often it is looked whether one has begun."""
+
+
+class ProcessPool:
+    """Starts worker processes, notices when one dies, and ends them.
+
+    Args:
+        context: A multiprocessing context; its start method is used.
+        num_workers: How many there can be.
+        at_first: How many are to be started at first; with ``fork`` all are, because much later it may be unsafe.
+        target: Run in each worker as ``target(number, *args)``.
+        stop: Tells the workers to leave.
+        may_leave: Whether worker number i may have left by itself.
+        has_work: Whether one more worker would have something to do.
+        has_begun: Whether worker number i has.
+        at_once: How many may be on their way up; more of them would take each other's time.
+        overdue: Ends workers that are stuck.
+        buried: Called with ``(number, pid, exit code)`` of a dead worker; gives its samples out again, or raises.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        num_workers: int,
+        at_first: int,
+        target: Callable[..., None],
+        args: tuple[Any, ...],
+        ready: Gate,
+        stop: Callable[[], None],
+        may_leave: Callable[[int], bool],
+        buried: Callable[[int, int | None, int | None], None],
+        has_work: Callable[[], bool],
+        has_begun: Callable[[int], bool],
+        at_once: int,
+        overdue: Overdue | None = None,
+    ) -> None:
+        self._context = context
+        self._target = target
+        self._args = args
+        self._buried = buried
+        self._overdue = overdue
+        self._ready = ready
+        self._may_leave = may_leave
+        self._has_work = has_work
+        self._has_begun = has_begun
+        self._at_once = at_once
+        self._coming: dict[int, float] = {}  # when they were started that have not begun
+        if context.get_start_method() == "fork":
+            at_first = num_workers
+        self._to_start = deque(range(at_first))
+        self._unwatched = False
+        self._watch = ExitWatch(context, ready.notify)
+        self._started = _Started(stop, self._watch)
+        self.shut_down = self._started.shut_down
+        """Ends all workers. Holds nothing of the user's, which may refer to the loader, and so to this pool."""
+        self.processes = [self._make(number) for number in range(num_workers)]
+        _POOLS.add(self)
+
+    def _make(self, number: int) -> BaseProcess:
+        process: BaseProcess = self._context.Process(
+            target=self._target, args=(number, *self._args), daemon=True
+        )
+        return process
+
+    def start(self, enough: Callable[[], object] | None = None) -> None:
+        """Start one process after the other; each works as soon as it can.
+
+        Args:
+            enough: Asked in between. Once it holds, or so many are coming up that more would not help, the others are
+                left to ``wait``. None: all are started.
+        """
+        while self._to_start and (enough is None or (self._has_room() and not enough())):
+            self._start_next()
+        if not self._to_start:
+            self._watch_all()
+
+    def grow(self, count: int) -> None:
+        """Start those of the first ``count`` processes that have not been started."""
+        for number in range(count):
+            if self.processes[number].pid is None:
+                self._start(number)
+        self._watch_all()
+
+    def _start_next(self) -> None:
+        self._start(self._to_start[0])
+        self._coming[self._to_start.popleft()] = time.monotonic()
+
+    def _has_room(self) -> bool:
+        since = time.monotonic() - _ARRIVAL_S
+        self._coming = {
+            number: started
+            for number, started in self._coming.items()
+            if started > since and not self._has_begun(number)
+        }
+        return len(self._coming) < self._at_once
+
+    def _start(self, number: int) -> None:
+        process = self.processes[number]
+        if process.pid is None:
+            self._started.processes[number] = (
+                process  # before: an interrupt may come with the start
+            )
+            self._launch(process)
+        self._watch.add(number, process)
+        self._unwatched = True
+
+    def _launch(self, process: BaseProcess) -> None:
+        with explaining_limits("start a worker process"):
+            if self._context.get_start_method() != "fork":
+                try:
+                    process.start()
+                except (EOFError, OSError):
+                    raise_kept()  # it has ended the fork server, too
+                    raise
+                return
+            # What modules have Python call around a fork would swallow what a signal's handler raises.
+            with signals_deferred():
+                process.start()
+
+    def _watch_all(self) -> None:
+        # After processes are started, not between, for it is a thread.
+        with explaining_limits("watch the worker processes"):
+            self._watch.run()
+        self._unwatched = False
+
+    def usage(self) -> Usage:
+        """Processor time of all workers."""
+        return process_usage(process.pid for process in self.processes if process.pid is not None)
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Sleep until the ready gate has had an event since ``seen``, or start a process that was left to start."""
+        if self._to_start and not self._is_ending and self._has_work():
+            if self._has_room():
+                self._start_next()
+                return
+            timeout_s = min(timeout_s, _LOOK_S)
+        if self._unwatched:
+            self._watch_all()
+        if self._overdue is not None:
+            timeout_s = min(timeout_s, self._overdue.interval_s)
+        began = time.monotonic()
+        with in_profile("minato: wait for workers"):
+            self._ready.wait(seen, timeout_s)
+        if self._overdue is not None and time.monotonic() - began > timeout_s + _STOPPED_S:
+            self._overdue.excuse()
+
+    @property
+    def _is_ending(self) -> bool:
+        # A thread that still iterates must not replace workers that are ended.
+        return self._started.is_over or exiting()
+
+    def check(self) -> None:
+        """Replace dead workers, or raise torch's RuntimeError; at the end, do nothing."""
+        if self._is_ending:
+            return
+        while (gone := self._watch.first_gone()) is not None:
+            self._replace(*gone)
+            self._watch.forget()  # only now: whoever is interrupted, or raises, and asks again is told again
+        if self._overdue is not None:
+            self._overdue.end(self.processes)
+
+    def check_early(self) -> None:
+        """Replace dead workers although the loop does not wait, where there is work for them: to start takes time."""
+        if self._watch.first_gone() is not None and self._has_work():
+            self.check()
+
+    def _replace(self, number: int, dead: BaseProcess) -> None:
+        if self.processes[number] is dead:
+            code = exit_code(dead)
+            if self._may_leave(number) and code in (0, None, UNREADABLE):
+                return
+            self._buried(number, dead.pid, code)
+            self.processes[number] = self._make(number)
+        self._start(number)
+        self._watch_all()
+
+
+class _Started:
+    """The processes of a pool that have been, or are just being, started, and what ends them.
+
+    Args:
+        stop: Tells the workers to leave.
+
+    Attributes:
+        is_over: Whether that has begun.
+    """
+
+    def __init__(self, stop: Callable[[], None], watch: ExitWatch) -> None:
+        self.processes: dict[int, BaseProcess] = {}
+        self.is_over = False
+        self._stop = stop
+        self._watch = watch
+        self._owner = os.getpid()
+
+    def shut_down(self) -> bool:
+        """End all workers: by request, and by signals if they do not follow it, or if this is interrupted.
+
+        Returns:
+            Whether there are none any more.
+        """
+        if os.getpid() != self._owner:
+            return False  # a forked child of the user's holds a copy of this pool
+        self.is_over = True
+        left = [process for process in self.processes.values() if process.pid is not None]
+        try:
+            self._stop()
+            _kill_stopped(left)
+            left = self._watch.outlast(left, _GRACE_S)
+            for process in left:
+                process.terminate()
+            _kill_stopped(left)
+            left = self._watch.outlast(left, _TERMINATION_S)
+        finally:
+            for process in left:
+                process.kill()
+            for process in left:
+                process.join()
+            self._watch.close()
+        return True
+
+
+def _kill_stopped(processes: Iterable[BaseProcess]) -> None:
+    """Kill those that are stopped by a signal: they would follow no request and no other signal."""
+    for process in processes:
+        try:
+            with open(f"/proc/{process.pid}/stat", "rb") as file:
+                state = file.read().rpartition(b")")[2].split()[0]
+        except OSError:  # it has ended, or this is no Linux
+            continue
+        if state == b"T":
+            process.kill()
+
+
+_POOLS: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
+
+
+def _forget_parents_workers() -> None:
+    # At its end multiprocessing would end them, for it takes them for children of this process.
+    for pool in _POOLS:
+        forget_child_processes(pool.processes)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parents_workers)
+
+
+def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:
+    """Make this process what torch makes of a worker: signal handlers, one thread, seeds, worker info."""
+    set_signal_handlers()
+    # Python would join the threads of executors at the end, of which one may have forked this process: itself.
+    forget_executor_threads()
+    _end_with_parent()
+    name_process_thread("minato_worker")
+    seed_worker(number, num_workers, base_seed, dataset)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when the one that had it started is gone or runs another program.
+
+    The pipe between the two is then closed on the other side, and the kernel sends a signal of choice, whatever
+    this process is doing then and whichever thread started it. Siblings that were forked later hold that side, too,
+    until they are killed themselves.
+    """
+    creator = multiprocessing.parent_process()
+    if creator is None or not hasattr(fcntl, "F_SETSIG"):
+        return
+    fcntl.fcntl(creator.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(creator.sentinel, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(creator.sentinel, fcntl.F_GETFL)
+    fcntl.fcntl(creator.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if connection.wait([creator.sentinel], 0):  # it is gone already
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def seed_worker(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:
+    """The part of this that any process needs which stands for a worker: one thread, seeds, worker info."""
+    torch.set_num_threads(1)
+    seed = base_seed + number
+    random.seed(seed)
+    if torch.version.cuda or torch.version.hip:
+        torch.manual_seed(seed)
+    else:
+        # The same without the other devices' generators, whose seeding records a stack trace: 2 ms per worker.
+        torch.default_generator.manual_seed(seed)
+    np.random.seed(numpy_seed(base_seed, number))
+    announce_worker(number, num_workers, seed, dataset)
+
+
+@contextmanager
+def announced(number: int, num_workers: int, base_seed: int, dataset: Any) -> Iterator[None]:
+    """Let torch's ``get_worker_info()`` speak of this worker thread: one after the other, as torch knows one only."""
+    with _ANNOUNCED:
+        before = announce_worker(number, num_workers, base_seed + number, dataset)
+        try:
+            yield
+        finally:
+            withdraw_worker(before)
+
+
+def parent_watch() -> Callable[[], bool]:
+    """A function that tells whether the process that had this one started still lives; it may be dead already."""
+    creator = multiprocessing.parent_process()
+    assert creator is not None
+    if os.getppid() == creator.pid:
+        return lambda: os.getppid() == creator.pid
+    # It is dead, or a fork server stands between the two. Then a pipe tells; where siblings are forked they inherit the
+    # pipe's other end, but only those that come later.
+    return creator.is_alive

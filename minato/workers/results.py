@@ -1,0 +1,170 @@
+"""Where the results of a worker's samples go: to their places, in whole batches, or nowhere."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minato._core.ledger import Ledger
+from minato.scheduling.dataset_state import Replica
+from minato.scheduling.protocols import Sink
+from minato.workers.error_policy import SKIP
+from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher
+
+__all__ = ["Deliverer"]
+
+
+class Deliverer:
+    """Writes results, fills their places in the ledger, and collates the batches that are complete.
+
+    Args:
+        number: The worker's.
+        fetcher: Whose state goes with a batch, if it keeps one.
+        may_lack: Whether samples may be left out.
+        fast_first: Slow samples go to the newest batch, where they have no place of their own.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        ledger: Ledger,
+        sink: Sink,
+        fetcher: Fetcher | StreamFetcher,
+        may_lack: bool,
+        fast_first: bool,
+    ) -> None:
+        self._number = number
+        self._ledger = ledger
+        self._sink = sink
+        self._fetcher = fetcher
+        self._may_lack = may_lack
+        self._fast_first = fast_first
+
+    def bound(
+        self,
+        batch: int,
+        position: int,
+        k: int,
+        keys: list[Any],
+        samples: list[Any],
+        error: BaseException | None,
+        whole: bool,
+    ) -> None:
+        """Put samples in their own places and fill these."""
+        sink, ledger = self._sink, self._ledger
+        if error is not None:
+            # The batch is lost, as with torch, which does not run the samples after a bad one either. The place of the
+            # error is filled before the others, which then need no data.
+            failed, state = len(samples), self._state_after_error()
+            sink.write_error(batch, position + failed, error, keys[failed], state)
+            sink.finished(batch, ledger.fill_run(self._number, batch, k + failed, 1))
+            self._fill(batch, position, k, samples)
+            rest = len(keys) - failed - 1
+            if rest:
+                sink.finished(batch, ledger.fill_run(self._number, batch, k + failed + 1, rest))
+            return
+        lacking = self._may_lack and any(map(_is_skipped, samples))
+        in_one = whole and (sink.collates or sink.holds or self._fetcher.sends_state)
+        if in_one:
+            self._collated(batch, position, samples, lacking)
+        if lacking:
+            self._fill(batch, position, k, samples, written=in_one)
+            return
+        if not in_one:
+            sink.write_run(batch, k, position, samples)
+        sink.finished(batch, ledger.fill_run(self._number, batch, k, len(keys)))
+
+    def _collated(self, batch: int, position: int, samples: list[Any], lacking: bool) -> None:
+        """Write the result of a whole batch, without the samples that were left out."""
+        places: list[int] = []
+        kept = samples
+        if lacking:
+            places = [position + i for i, sample in enumerate(samples) if sample is SKIP]
+            kept = [sample for sample in samples if sample is not SKIP]
+        if not kept:
+            self._sink.write_nothing(batch, places)
+        elif self._fetcher.sends_state:
+            first = next(i for i, sample in enumerate(samples) if sample is not SKIP)
+            self._sink.write_collated(batch, kept, places, (position + first, self._fetcher.state))
+        else:
+            self._sink.write_collated(batch, kept, places)
+
+    def _fill(
+        self, batch: int, position: int, k: int, samples: list[Any], written: bool = True
+    ) -> None:
+        """Fill the places of samples some of which are left out; write them before, one or a run."""
+        sink, ledger = self._sink, self._ledger
+        first = 0
+        for skipped, piece in itertools.groupby(samples, _is_skipped):
+            run = list(piece)
+            end = first + len(run)
+            if not skipped:
+                if not written:
+                    sink.write_run(batch, k + first, position + first, run)
+                sink.finished(batch, ledger.fill_run(self._number, batch, k + first, len(run)))
+            for i in range(first, end) if skipped else ():
+                sink.finished(*ledger.skip(self._number, position + i))
+            first = end
+
+    def listed(
+        self,
+        batch: int,
+        first: int,
+        keys: Sequence[Any],
+        count: int,
+        result: Any,
+        error: BaseException | None,
+    ) -> None:
+        """Deliver a whole batch that one call of the dataset gave, which may be anything."""
+        sink = self._sink
+        if error is not None:
+            sink.write_error(batch, first, error, keys, self._state_after_error())
+        elif self._fetcher.sends_state:
+            sink.write_collated(batch, result, (), (first, self._fetcher.state))
+        elif sink.collates or type(result) is not list or len(result) != count:
+            sink.write_collated(batch, result)
+        else:
+            sink.write_run(batch, 0, first, result)
+        sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, count))
+
+    def streamed(
+        self,
+        stream: StreamFetcher,
+        batch: int,
+        place: int,
+        samples: list[Any],
+        error: BaseException | None,
+    ) -> None:
+        """Deliver a batch of a stream, or its end."""
+        sink = self._sink
+        if error is None:
+            sink.write_batch(batch, samples, (place, stream.state) if stream.sends_state else None)
+        elif isinstance(error, StreamEnd):
+            sink.write_end(batch, place, stream.state if stream.sends_last_state else None)
+        else:
+            sink.write_error(batch, place, error, None, self._state_after_error())
+        sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, 1))
+
+    def free(
+        self, position: int, key: Any, sample: Any, error: BaseException | None, cost_ns: int
+    ) -> None:
+        """Find a place for a sample, or for the error that it raised."""
+        ledger, sink = self._ledger, self._sink
+        if sample is SKIP:
+            sink.finished(*ledger.skip(self._number, position))
+            return
+        late = self._fast_first and cost_ns > ledger.slow_ns > 0
+        place, batch, k = ledger.reserve(self._number, position, late)
+        if error is None:
+            sink.write_run(batch, k, place, [sample])
+        else:
+            sink.write_error(batch, place, error, key)
+        sink.finished(batch, ledger.fill(self._number, position, place))
+
+    def _state_after_error(self) -> Callable[[], Replica] | None:
+        return self._fetcher.state if self._fetcher.sends_state else None
+
+
+def _is_skipped(sample: Any) -> bool:
+    return sample is SKIP

@@ -1,0 +1,381 @@
+"""Running samples: their randomness, what they cost, and the stages of those that are worth a look."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from time import thread_time_ns
+from typing import Any
+
+from minato._core.run import run_samples
+from minato.observe.stats.profile import Meters
+from minato.observe.stats.slowest import UNKNOWN
+from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.transforms.chain import Chain
+from minato.transforms.rng import SampleRandomness, key_word
+from minato.workers.deferral import DeferredSample
+from minato.workers.recording import recorded, recorded_batch
+from minato.workers.staged_runner import Stepper
+
+__all__ = ["Habits", "Runner"]
+
+_PROBES = 16
+"""Samples that are watched for draws at first."""
+_WORTH_BINDING_NS = 50_000
+"""Samples that cost more are always bound: it takes about a microsecond."""
+_WORTH_WATCHING = 8
+"""So many samples are bound in the time that it takes to watch a run for draws."""
+_WORTH_MEASURING_NS, _FOR_EACH_STEP_NS = 2_000_000, 600_000
+"""Samples that cost more than the sum, with its second part for each transform, are all timed stage by stage.
+
+It takes three microseconds, but six for each transform where samples have emptied the processor's caches.
+"""
+_MEASURE_EVERY, _RATHER_OFTEN, _RATHER_DEAR = 32, 8, 4
+"""Of cheaper samples, one in so many leases has its stages timed: of those that cost a quarter of that, more often."""
+_FIRST_GUESS_NS = 4e6
+_RISE, _FALL = 0.2, 0.7
+"""The mean cost per sample to start with, and its smoothing."""
+
+Fetch = Callable[[Any], Any]
+Bind = Callable[[int, Any], None]
+Occurrences = Callable[[int, int], list[int] | None]
+
+
+@dataclass
+class Habits:
+    """What a worker has learned of the samples that it runs.
+
+    Attributes:
+        usual_ns: Mean cost per sample of late.
+        draws: Whether samples draw random numbers that are bound to them; None while this is not known.
+        watched: How many have been watched for it.
+    """
+
+    usual_ns: float = _FIRST_GUESS_NS
+    draws: bool | None = None
+    watched: int = 0
+
+
+class Runner:
+    """Runs the samples of one worker.
+
+    Args:
+        lease: The worker's lease words (``Ledger.lease_words``).
+        make_randomness: ``seed -> SampleRandomness`` that binds the generators to each sample; None leaves them alone.
+        meters: Receive what samples cost.
+        stepper: Runs samples stage by stage; None: they have no stages.
+        failure: What ``worker_init_fn`` raised; then every sample raises it.
+        in_line: Samples run in the consumer's thread, which must find its generators as it left them.
+        catches: What a sample may raise without ending the worker.
+        watches_slowest: Keep the samples that take longest.
+        habits: Those of an earlier worker on the same samples.
+        occurrences: How often the key of each of ``count`` samples from a position on came before in the epoch; None:
+            none did.
+    """
+
+    def __init__(
+        self,
+        lease: Any,
+        make_randomness: Callable[[int], SampleRandomness] | None,
+        meters: Meters,
+        stepper: Stepper | None,
+        failure: BaseException | None,
+        in_line: bool,
+        catches: type[BaseException],
+        watches_slowest: bool = True,
+        habits: Habits | None = None,
+        occurrences: Occurrences = lambda position, count: None,
+        *,
+        tracer: Tracer = NULL_TRACER,
+    ) -> None:
+        self._tracer = tracer
+        self._watches_slowest = watches_slowest
+        self._occurrences = occurrences
+        self._lease = lease
+        self._make_randomness = make_randomness
+        self._randomness: SampleRandomness | None = None
+        self.meters = meters
+        """What it measures."""
+        self._total, self._slowest = meters.total, meters.slowest
+        self._looked_again = False
+        self._stepper = stepper
+        self._failure = failure
+        self.in_line = in_line
+        self._catches = catches
+        self.habits = habits or Habits()
+        if make_randomness is None:
+            self.habits.draws = False
+        self.durations = array("q", bytes(8))
+        """Active time in ns of each sample that ``run`` or ``resume`` returned last."""
+        self.longest_ns = 0
+        """The largest of these."""
+        self._deferral = None if stepper is None else stepper.deferral
+        self._deferred_before = 0
+        self.ahead_ns = 0
+        """What the next sample has cost before it is run, because it was read while others were."""
+        num_steps = 0 if stepper is None else len(meters.steps)
+        # A trace shows the stages of every sample.
+        self._worth_measuring_ns = (
+            0 if tracer.enabled else _WORTH_MEASURING_NS + num_steps * _FOR_EACH_STEP_NS
+        )
+        self._runs = 0
+
+    def observe(self, cost_ns: float) -> None:
+        """Learn what a sample of a lease cost on average."""
+        # Down at once, up slowly: the first samples of a run are often the dearest, and a straggler is no trend.
+        habits = self.habits
+        weight = _RISE if cost_ns > habits.usual_ns else _FALL
+        habits.usual_ns += weight * (cost_ns - habits.usual_ns)
+
+    @property
+    def seed(self) -> int:
+        """What the randomness of samples starts from; 0 if it is not bound."""
+        return 0 if self._randomness is None else self._randomness.base_seed
+
+    def enter(self, seed: int) -> None:
+        """Bind randomness to this seed."""
+        if self._make_randomness is not None and (
+            self._randomness is None or self._randomness.base_seed != seed
+        ):
+            self._randomness = self._make_randomness(seed)
+            if self._stepper is not None:
+                self._stepper.capture = self._randomness.capture
+
+    def transformed(self, key: Any, value: Any, read_ns: int, chain: Chain) -> Any:
+        """The sample of a key whose value was read in another thread, in so many ns."""
+        if self._stepper is None:
+            return chain.run(value)
+        return self._stepper.transformed(key, value, read_ns, thread_time_ns())
+
+    def go_on_asking(self, asked: int) -> None:
+        """Say how many generators the sample in hand has asked minato for in another thread."""
+        if self._randomness is not None:
+            self._randomness.asked = asked
+
+    def run_steps(
+        self, position: int, epoch: int, keys: list[Any], plain: Fetch, slow_ns: int
+    ) -> tuple[list[Any], BaseException | None]:
+        """Run samples until one raises, stage by stage where that is not felt, or where one may be deferred.
+
+        Args:
+            position: Position of the first; the others follow it.
+            plain: Gets a sample in one go.
+            slow_ns: A sample that has taken longer may be deferred; 0: none may.
+
+        Returns:
+            The samples, and the DeferredSample in place of one that was deferred; and what the one after them raised,
+            or None.
+        """
+        stepper = self._stepper
+        if stepper is None:
+            return self.run(position, epoch, keys, plain)
+        # Samples that may run again are not deferred. Step by step, the lease still names the transform that runs.
+        stepper.slow_ns = 0 if self._reruns(len(keys)) else slow_ns
+        self._runs += 1
+        usual_ns, worth_ns = self.habits.usual_ns, self._worth_measuring_ns
+        if usual_ns >= worth_ns:
+            return self.run(position, epoch, keys, stepper.measured)
+        fetch = stepper.straight if slow_ns else plain
+        every = _RATHER_OFTEN if usual_ns * _RATHER_DEAR >= worth_ns else _MEASURE_EVERY
+        return self.run(position, epoch, keys, fetch, self._runs % every == 0)
+
+    def run(
+        self,
+        position: int,
+        epoch: int,
+        keys: list[Any],
+        fetch: Fetch,
+        probes: bool = False,
+        batch_size: int = 0,
+        repeats: bool = False,
+    ) -> tuple[list[Any], BaseException | None]:
+        """Run samples until one raises; returns them and what it raised.
+
+        Args:
+            fetch: Gets a sample.
+            probes: Measure the stages of the last one.
+            batch_size: The only key stands for all samples of a batch, this many; 0: each key is a sample's own.
+            repeats: For the trace: the samples have run before.
+        """
+        self._forget()
+        if len(keys) > len(self.durations):
+            self.durations = array("q", bytes(8 * len(keys)))
+        if self._failure is not None:
+            return [], self._failure
+        if self._tracer.enabled:
+            if batch_size:
+                fetch = recorded_batch(fetch, self._tracer, batch_size, epoch)
+            else:
+                fetch = recorded(fetch, self._tracer, self._lease, epoch, repeats=repeats)
+        randomness, habits = self._randomness, self.habits
+
+        def binder() -> Bind:
+            return self._binder(position, len(keys), batch_size)
+
+        def run(bind: Bind | None) -> tuple[list[Any], BaseException | None]:
+            return self._run(position, epoch, keys, fetch, probes, bind)
+
+        if randomness is None:
+            samples, error = run(None)
+        elif habits.draws is False and self._are_cheap(len(keys)):
+            # Binding would cost as much as these samples do, and they do not seem to draw. Should one draw after all,
+            # these few are run again, bound, and so are all later ones.
+            randomness.mark()
+            samples, error = run(None)
+            if randomness.drawn():
+                habits.draws = True
+                randomness.rewind()
+                self._forget()
+                with self._guard(randomness):
+                    samples, error = run(binder())
+        elif habits.draws is None and len(keys) == 1:
+            with self._guard(randomness):
+                binder()(epoch, keys[0])
+                randomness.mark(unbind=False)
+                samples, error = run(None)
+                habits.watched += 1
+                if not self._looked_again:
+                    # The first sample of a worker may make generators, which were bound to nothing in it.
+                    self._looked_again = True
+                    if randomness.look():
+                        habits.draws = True
+                        self._forget()
+                        samples, error = run(binder())
+                if habits.draws is None and randomness.drawn():
+                    habits.draws = True
+                elif habits.draws is None and habits.watched == _PROBES:
+                    habits.draws = not randomness.watches
+        else:
+            with self._guard(randomness):
+                samples, error = run(binder())
+        self._record(samples, keys, epoch)
+        return samples, error
+
+    def occurrence(self, position: int) -> int:
+        """How often the key of the sample at a position came before in the epoch."""
+        found = self._occurrences(position, 1)
+        return 0 if found is None else found[0]
+
+    def _binder(self, position: int, count: int, batch_size: int = 0) -> Bind:
+        """Return what binds the randomness to each of ``count`` samples in turn, each once."""
+        randomness = self._randomness
+        assert randomness is not None
+        found = self._occurrences(position, batch_size or count)
+        if found is None:
+            return randomness.bind
+        if batch_size:
+            found = [key_word(tuple(found))]
+        following = iter(found)
+        return lambda epoch, key: randomness.bind(epoch, key, next(following))
+
+    def _are_cheap(self, count: int) -> bool:
+        return self.longest_ns < _WORTH_BINDING_NS and count >= _WORTH_WATCHING
+
+    def _reruns(self, count: int) -> bool:
+        """Whether ``run`` may have to run so many samples a second time: then none of them can be deferred."""
+        draws = self.habits.draws
+        return self._randomness is not None and (
+            (draws is None and count == 1) or (draws is False and self._are_cheap(count))
+        )
+
+    def resume(
+        self, deferred: DeferredSample, epoch: int
+    ) -> tuple[list[Any], BaseException | None]:
+        """Go on with a deferred sample: returns it, or it deferred again; or no sample and what it raised."""
+        stepper, randomness = self._stepper, self._randomness
+        assert stepper is not None
+
+        def rebind(epoch: int, deferred: DeferredSample) -> None:
+            assert randomness is not None
+            randomness.restore(deferred.randomness)
+
+        self._forget()
+        fetch: Fetch = stepper.resume
+        if self._tracer.enabled:
+            fetch = recorded(fetch, self._tracer, self._lease, epoch)
+        samples, error = run_samples(
+            fetch,
+            [deferred],
+            deferred.position,
+            self._lease,
+            self.durations,
+            None if randomness is None else rebind,
+            epoch,
+            self._catches,
+        )
+        self.durations[0] += deferred.active_ns
+        self._record(samples, [deferred.key], epoch)
+        return samples, error
+
+    def _run(
+        self,
+        position: int,
+        epoch: int,
+        keys: list[Any],
+        fetch: Fetch,
+        probes: bool,
+        bind: Bind | None,
+    ) -> tuple[list[Any], BaseException | None]:
+        stepper, durations = self._stepper, self.durations
+        if stepper is None or not probes:
+            return run_samples(
+                fetch, keys, position, self._lease, durations, bind, epoch, self._catches
+            )
+        samples, error = run_samples(
+            fetch, keys[:-1], position, self._lease, durations, bind, epoch, self._catches
+        )
+        if error is None:
+            first = len(samples)
+            last, error = run_samples(
+                stepper.measured,
+                keys[-1:],
+                position + first,
+                self._lease,
+                memoryview(durations)[first:],
+                bind,
+                epoch,
+                self._catches,
+            )
+            samples += last
+        return samples, error
+
+    def _record(self, samples: list[Any], keys: list[Any], epoch: int) -> None:
+        """Record what complete samples have cost."""
+        durations, total, slowest = self.durations, self._total, self._slowest
+        if self.ahead_ns:
+            durations[0] += self.ahead_ns
+            self.ahead_ns = 0
+        deferral = self._deferral
+        if deferral is None or deferral.num_deferred == self._deferred_before:
+            self.longest_ns = total.record_all(durations, len(samples))
+        else:
+            self.longest_ns = max(durations[: len(samples)])
+            for i, sample in enumerate(samples):
+                if type(sample) is not DeferredSample:
+                    total.record(durations[i])
+        if self._watches_slowest and self.longest_ns > slowest.floor_ns:
+            self._note_slowest(samples, keys, epoch)
+
+    def _note_slowest(self, samples: list[Any], keys: list[Any], epoch: int) -> None:
+        """Keep those that took longer than what is kept; one of them did."""
+        durations, slowest = self.durations, self._slowest
+        # If some were measured, they are the last ones.
+        stages = [] if self._stepper is None else self._stepper.longest
+        for i in reversed(range(len(samples))):
+            if type(samples[i]) is DeferredSample:
+                continue
+            stage, stage_ns = stages.pop() if stages else (UNKNOWN, 0)
+            if durations[i] > slowest.floor_ns:
+                slowest.offer(keys[i], epoch, durations[i], stage, stage_ns)
+
+    def _forget(self) -> None:
+        """Forget what is known of the samples of an earlier run."""
+        if self._stepper is not None:
+            self._stepper.longest.clear()
+        if self._deferral is not None:
+            self._deferred_before = self._deferral.num_deferred
+
+    def _guard(self, randomness: SampleRandomness) -> AbstractContextManager[None]:
+        return randomness.saved() if self.in_line else nullcontext()

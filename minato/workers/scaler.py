@@ -1,0 +1,243 @@
+"""Measures what a loader does, period by period, and has the controller's number of workers work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+from minato._core.clock import now_ns
+from minato._core.histogram import Histogram
+from minato._core.ledger import Ledger
+from minato._system import available_cores, machine_usage
+from minato.scheduling.prefetch_window import Window
+from minato.scheduling.protocols import Pool
+from minato.scheduling.wait_stats import Flow
+from minato.workers.active_workers import Roster
+from minato.workers.autoscale import (
+    CONTROLLERS,
+    ControllerSettings,
+    ControllerState,
+    Measurement,
+)
+from minato.workers.cpu_time import Usage
+from minato.workers.current_sample import has_begun
+
+__all__ = ["Scaler", "Staffing", "WatchedPool"]
+
+_LOOK_NS = 50_000_000
+"""It looks no more often than this."""
+_PERIOD_NS = 250_000_000
+"""A period lasts as long at least …"""
+_PERIOD_SAMPLES = 4
+"""… and so many samples of each worker, …"""
+_LONGEST_PERIOD_NS = 10_000_000_000
+"""… or as long as this."""
+_ROOM_TO_GROW = 2
+"""Times the workers that helped in the last pass: how many there can be in the next."""
+_STARTING_NS = 20_000_000_000
+"""A worker that was called may take so long before it is counted without having begun."""
+
+
+@dataclass
+class Staffing:
+    """What a loader knows of how many workers help; it outlives the workers.
+
+    Attributes:
+        controller: Name of one of ``CONTROLLERS``.
+        settings: Its limits.
+        state: What it has learnt.
+        tried: Whether it has been in use.
+    """
+
+    controller: str
+    settings: ControllerSettings
+    state: ControllerState
+    tried: bool = field(default=False)
+
+    @classmethod
+    def of(
+        cls, controller: Any, first: int, least: int | None, most: int | None
+    ) -> Staffing | None:
+        """What a new loader knows; None if the number of its workers is fixed.
+
+        Args:
+            controller: Name of one, or a dataclass of constants for ``paper``.
+        """
+        if least is None or most is None:
+            return None
+        constants = {} if isinstance(controller, str) else asdict(controller)
+        settings = ControllerSettings(least, most, available_cores(), **constants)
+        return cls("paper" if constants else controller, settings, ControllerState(first))
+
+    def numbers(self, persistent: bool) -> tuple[int, int]:
+        """How many workers work at first in the next engine, and how many there can be.
+
+        Args:
+            persistent: Whether they stay for further passes.
+        """
+        now, most = self.state.workers, self.settings.most
+        if self.tried and not persistent:
+            # These live for one pass, and those that only stand by cost time at its start.
+            most = min(most, _ROOM_TO_GROW * now)
+        return now, most
+
+
+class Workers(Protocol):
+    """The workers, as a scaler sees them."""
+
+    def grow(self, count: int) -> None:
+        """Start workers until there are so many."""
+
+    def usage(self) -> Usage:
+        """Processor time of all of them."""
+
+
+class _Reading(NamedTuple):
+    at_ns: int
+    busy_ns: int
+    waited_ns: int
+    samples: int
+    cost_ns: int
+    usage: Usage
+    machine: tuple[float, float]
+
+
+class Scaler:
+    """Decides how many workers work, from the consumer's thread, a few times a second.
+
+    Args:
+        staffing: The controller, and what it knows.
+        most: Workers that there can be in this engine.
+        times: Service times of each worker.
+        resized: Called with the number of workers when it changes.
+    """
+
+    def __init__(
+        self,
+        staffing: Staffing,
+        most: int,
+        workers: Workers,
+        roster: Roster,
+        window: Window,
+        flow: Flow,
+        ledger: Ledger,
+        times: Sequence[Histogram],
+        resized: Callable[[int], None] | None = None,
+    ) -> None:
+        self._staffing = staffing
+        self._settings = replace(staffing.settings, most=most)
+        self._decide = CONTROLLERS[staffing.controller]
+        self._workers = workers
+        self._roster = roster
+        self._window = window
+        self._flow = flow
+        self._ledger = ledger
+        self._times = times
+        self._resized = resized
+        self._next_ns = 0
+        self._changed_ns = now_ns()
+        self._before: _Reading | None = None
+        # What was tried when the last workers ended has not been judged, and range may be for other limits.
+        staffing.state = replace(staffing.state, trial=None, settled=False, range=None, hold=0)
+        roster.want(staffing.state.workers)
+
+    def restart(self) -> None:
+        """Forget the period: what was before has nothing to do with what comes."""
+        self._before = None
+
+    def look(self) -> None:
+        """Change the number of workers, if a period is over and the controller says so."""
+        now = now_ns()
+        if now < self._next_ns:
+            return
+        self._next_ns = now + _LOOK_NS
+        if self._flow.ending or (now < self._changed_ns + _STARTING_NS and not self._all_begun()):
+            self._before = None
+            return
+        try:
+            after, before = self._read(now), self._before
+        except OSError:  # a program that has no descriptor left still trains
+            return
+        if before is None:
+            self._before = after
+            return
+        elapsed_ns = now - before.at_ns
+        enough = after.samples - before.samples >= _PERIOD_SAMPLES * self._roster.wanted
+        if elapsed_ns < _PERIOD_NS or not (enough or elapsed_ns >= _LONGEST_PERIOD_NS):
+            return
+        self._before = after
+        staffing = self._staffing
+        staffing.tried = True
+        staffing.state = self._decide(staffing.state, self._measure(before, after), self._settings)
+        if staffing.state.workers != self._roster.wanted:
+            self._changed_ns = now
+            self._set_workers(staffing.state.workers)
+
+    def _set_workers(self, count: int) -> None:
+        self._workers.grow(count)
+        self._window.resize(count)
+        self._roster.want(count)
+        if self._resized is not None:
+            self._resized(count)
+
+    def _all_begun(self) -> bool:
+        return all(has_begun(self._ledger, worker) for worker in range(self._roster.wanted))
+
+    def _read(self, now: int) -> _Reading:
+        busy_ns = 0
+        for worker in range(len(self._times)):
+            position, started_ns, _ = self._ledger.lease(worker)
+            busy_ns += self._ledger.activity(worker)[1]
+            if position is not None:
+                busy_ns += max(now - started_ns, 0)
+        return _Reading(
+            now,
+            busy_ns,
+            self._flow.waited_until(now),
+            sum(times.count for times in self._times),
+            sum(times.total for times in self._times),
+            self._workers.usage(),
+            machine_usage(),
+        )
+
+    def _measure(self, before: _Reading, after: _Reading) -> Measurement:
+        elapsed_ns = after.at_ns - before.at_ns
+        busy_ns = max(after.busy_ns - before.busy_ns, 1)
+        ran_ns = max(after.usage.ran_ns - before.usage.ran_ns, 0)
+        queued_ns = max(after.usage.queued_ns - before.usage.queued_ns, 0)
+        cost_ns = max(after.cost_ns - before.cost_ns, 1)
+        used_s, there_s = (
+            new - old for new, old in zip(after.machine, before.machine, strict=True)
+        )
+        cpu_share = max(ran_ns / (elapsed_ns * self._settings.cores), used_s / max(there_s, 1e-9))
+        busy_per_ns = busy_ns / elapsed_ns
+        return Measurement(
+            ready_share=_share(self._flow.ready / self._window.limit),
+            cpu_share=_share(cpu_share),
+            waited_share=_share((after.waited_ns - before.waited_ns) / elapsed_ns),
+            busy_share=_share(busy_per_ns / self._roster.wanted),
+            blocked_share=_share(1.0 - (ran_ns + queued_ns) / busy_ns),
+            samples_per_s=1e9 * busy_per_ns * (after.samples - before.samples) / cost_ns,
+        )
+
+
+class WatchedPool:
+    """A pool whose waiting consumer looks up every so often."""
+
+    def __init__(self, pool: Pool, scaler: Scaler) -> None:
+        self._pool = pool
+        self._scaler = scaler
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Sleep until the ready gate has had an event, or it is time to look."""
+        self._pool.wait(seen, min(timeout_s, _LOOK_NS / 1e9))
+
+    def check(self) -> None:
+        """Replace dead workers, or raise; then look."""
+        self._pool.check()
+        self._scaler.look()
+
+
+def _share(value: float) -> float:
+    return min(max(value, 0.0), 1.0)

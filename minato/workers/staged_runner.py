@@ -1,0 +1,164 @@
+"""A sample stage by stage: the dataset, then each transform, with a clock in between."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from time import thread_time_ns
+from typing import Any
+
+from minato._core.clock import now_ns
+from minato._core.steps import run_steps
+from minato.observe.stats.profile import Meters
+from minato.observe.stats.size import nbytes_of
+from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.transforms.chain import Chain
+from minato.workers.deferral import Deferral, DeferredSample
+
+__all__ = ["Stepper"]
+
+
+class Stepper:
+    """Runs samples so that their stages are timed, and that a slow one can be deferred.
+
+    Args:
+        dataset: Indexed by the sampler's keys.
+        lease: The worker's lease words; the third always names the stage that runs, -1 being the dataset's.
+        meters: Receive the times of the stages of measured samples.
+        deferral: Decides which slow samples are deferred; None: none is.
+        tracer: Records these stages.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        chain: Chain,
+        lease: Any,
+        meters: Meters,
+        deferral: Deferral | None = None,
+        *,
+        tracer: Tracer = NULL_TRACER,
+    ) -> None:
+        self._dataset = dataset
+        self._steps = chain.steps
+        self._lease = lease
+        self._cursor = lease[2:3]
+        self._meters = meters
+        self.deferral = deferral
+        self._names = chain.names
+        self._tracer = tracer
+        self._laps = array("q", bytes(8 * len(chain.steps)))
+        self._longest = -1, 0
+        self.longest: list[tuple[int, int]] = []
+        """The longest stage (-1: the dataset) and its time, of each sample measured since the list was cleared."""
+        self.slow_ns = 0
+        """A sample that has taken longer may be deferred; 0: none is, as without a ``deferral``."""
+        self.capture: Callable[[], object] | None = None
+        """Saves the randomness of the current sample; None while it is not bound to samples."""
+
+    def straight(self, key: Any) -> Any:
+        """The sample of a key, not measured; a DeferredSample if it was deferred."""
+        value = self._dataset[key]
+        return self._transform(key, value, 0, 0, None, self._is_slow())
+
+    def measured(self, key: Any) -> Any:
+        """The sample of a key, measured; a DeferredSample if it was deferred."""
+        cpu_ns, begun_ns = thread_time_ns(), now_ns()
+        value = self._dataset[key]
+        ended_ns = now_ns()
+        if self._tracer.enabled:
+            self._tracer.slice("dataset", begun_ns, ended_ns)
+        return self.transformed(key, value, ended_ns - begun_ns, cpu_ns)
+
+    def transformed(self, key: Any, value: Any, dataset_ns: int, cpu_ns: int) -> Any:
+        """The sample of a key whose ``dataset[key]`` took so long, measured; a DeferredSample if it was deferred.
+
+        Args:
+            cpu_ns: Thread time at which its work in this thread began.
+        """
+        self._meters.dataset.record(dataset_ns)
+        self._meters.size.record(nbytes_of(value))
+        self._longest = -1, dataset_ns
+        return self._transform(key, value, 0, 0, cpu_ns, self._is_slow())
+
+    def resume(self, sample: DeferredSample) -> Any:
+        """Go on with a deferred sample, by one transform at least; a DeferredSample if it is deferred again."""
+        self._longest = sample.longest
+        cpu_ns = None if sample.cpu_ns is None else thread_time_ns() - sample.cpu_ns
+        # Transforms may change the value in place: nothing else may refer to it.
+        value, sample.value = sample.value, None
+        return self._transform(sample.key, value, sample.step, sample.active_ns, cpu_ns, False)
+
+    def _is_slow(self) -> bool:
+        """Whether the dataset alone has made the sample slow."""
+        return self.slow_ns > 0 and now_ns() - self._lease[1] >= self.slow_ns
+
+    def _transform(
+        self, key: Any, value: Any, step: int, active_ns: int, cpu_ns: int | None, is_slow: bool
+    ) -> Any:
+        """Run the transforms from ``step`` on, or those until the sample is deferred.
+
+        Args:
+            active_ns: Time spent on the sample before this lease.
+            cpu_ns: Thread time at which it would have begun in one go; None: not measured.
+            is_slow: Whether it may be deferred before the first of them.
+        """
+        steps, num_steps, laps = self._steps, len(self._steps), self._laps
+        deferral = self.deferral if self.slow_ns else None
+        deadline_ns = 0
+        if deferral is not None:
+            deadline_ns = max(self._lease[1] + self.slow_ns - active_ns, 1)
+        while step < num_steps:
+            if is_slow and deferral is not None and deferral.allows(self._lease[0] - 1):
+                return self._defer(deferral, key, value, step, active_ns, cpu_ns)
+            # Past its deadline a sample runs one transform at a time.
+            first, is_slow = step, True
+            if cpu_ns is None:
+                value, step = run_steps(steps, value, step, deadline_ns, None, self._cursor)
+                continue
+            value, step = run_steps(steps, value, step, deadline_ns, laps, self._cursor)
+            self._note(first, step)
+        if cpu_ns is not None:
+            self._meters.cpu.record(max(thread_time_ns() - cpu_ns, 0))
+            self._meters.transforms.record(num_steps)
+            self.longest.append(self._longest)
+        return value
+
+    def _note(self, first: int, stop: int) -> None:
+        """Record the times of the transforms that have just run."""
+        laps = self._laps
+        for i in range(first, stop):
+            self._meters.steps[i].record(laps[i])
+            if laps[i] > self._longest[1]:
+                self._longest = i, laps[i]
+        if self._tracer.enabled:
+            # They have ended by now, so that none is shown to begin before the one before it has ended.
+            begun_ns = now_ns() - sum(laps[first:stop])
+            for i in range(first, stop):
+                ended_ns = begun_ns + laps[i]
+                self._tracer.slice(self._names[i], begun_ns, ended_ns)
+                begun_ns = ended_ns
+
+    def _defer(
+        self,
+        deferral: Deferral,
+        key: Any,
+        value: Any,
+        step: int,
+        active_ns: int,
+        cpu_ns: int | None,
+    ) -> DeferredSample:
+        now = now_ns()
+        sample = DeferredSample(
+            position=self._lease[0] - 1,
+            key=key,
+            value=value,
+            step=step,
+            randomness=None if self.capture is None else self.capture(),
+            active_ns=active_ns + now - self._lease[1],
+            cpu_ns=None if cpu_ns is None else thread_time_ns() - cpu_ns,
+            longest=self._longest,
+            deferred_ns=now,
+        )
+        deferral.defer(sample)
+        return sample

@@ -1,0 +1,359 @@
+"""What a worker does: claim samples, run them, put the results in their places."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minato._core.clock import now_ns
+from minato._core.ledger import Ledger
+from minato._core.wait import Gate
+from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.scheduling.protocols import Sink
+from minato.workers.active_workers import Roster
+from minato.workers.deferral import Deferral, DeferredSample
+from minato.workers.fetch import Fetcher, StreamFetcher
+from minato.workers.results import Deliverer
+from minato.workers.retry import Leniency
+from minato.workers.runner import Runner
+
+__all__ = ["Worker"]
+
+_RUN_NS = 1_000_000
+"""A worker claims about so much work at a time: dispatch then costs a per cent, and nobody hoards."""
+_LONG_RUN_NS = 4_000_000
+"""The same where batches are collated by a function, as samples of one worker need no transport, and in line."""
+_PATIENCE_S, _PATIENCE_NS = 1.0, 1_000_000_000
+"""How long a worker sleeps, or works, at most before it looks whether its parent lives."""
+_WHOLE_BATCH, _ALL_SAMPLES = 0, 1 << 31
+_WORTH_NOTING_NS = 100_000
+"""What dearer samples have cost is written down for the next epoch."""
+
+
+class Worker:
+    """Runs samples until the ledger says stop.
+
+    Args:
+        number: Its number, from 0.
+        fetcher: Gets samples by key, or batches from a stream.
+        runner: Runs them.
+        read_keys: ``(batch, k, count) -> keys`` of samples k … k+count-1.
+        deferral: Decides which slow samples are deferred; None: none is.
+        fast_first: Slow samples go to the newest batch, where they have no place of their own.
+        whole_batches: Claim batches as a whole, whatever their samples cost.
+        leniency: What to do about samples that raise; None: they are errors.
+        roster: Says whether this worker is wanted; None: always.
+        tracer: Records leases and waiting.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        ledger: Ledger,
+        gate: Gate,
+        fetcher: Fetcher | StreamFetcher,
+        runner: Runner,
+        sink: Sink,
+        read_keys: Callable[[int, int, int], Sequence[Any]],
+        deferral: Deferral | None = None,
+        fast_first: bool = False,
+        whole_batches: bool = False,
+        leniency: Leniency | None = None,
+        roster: Roster | None = None,
+        *,
+        tracer: Tracer = NULL_TRACER,
+    ) -> None:
+        self._number = number
+        self._ledger = ledger
+        self._gate = gate
+        self._fetcher = fetcher
+        self._runner = runner
+        self._sink = sink
+        # Weakly: what a loader refers to shall be free with its iterator, not when garbage is collected.
+        sink.run_again = weakref.WeakMethod(self._run_again)
+        self._read_keys = read_keys
+        self._deferral = deferral
+        self._whole_batches = whole_batches or fetcher.takes_lists or fetcher.keeps_state
+        self._leniency = leniency
+        self._deliver = Deliverer(number, ledger, sink, fetcher, leniency is not None, fast_first)
+        self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_line else _RUN_NS
+        self._roster = roster
+        self._idle_since = now_ns()
+        self._lacks_room = False
+        self._pass_index = -1
+        self.endings: list[Callable[[], None]] = []
+        """What ``close`` calls; holds no worker."""
+        self._tracer = tracer
+        tracer.instant(f"process {os.getpid()}, thread {threading.get_native_id()}")
+        tracer.flush()
+        self.endings.append(tracer.flush)
+
+    def loop(self, parent_lives: Callable[[], bool]) -> None:
+        """Work until the loader shuts down or its process is gone."""
+        ledger, gate, roster = self._ledger, self._gate, self._roster
+        asked_ns = now_ns()
+        while True:
+            if roster is not None and roster.rests(self._number):
+                self._resume_all()
+                if not roster.stand_by(
+                    self._number, lambda: ledger.stopping or ledger.draining, parent_lives
+                ):
+                    return
+                self._idle_since = now_ns()
+            # Before anything is asked: what happens after the answer ends the sleep.
+            seen = gate.events
+            if ledger.stopping:
+                return
+            # Asked before the look: what was published last would otherwise be left to nobody.
+            draining = ledger.draining
+            if self.step():
+                if now_ns() - asked_ns > _PATIENCE_NS:
+                    if not parent_lives():
+                        return
+                    asked_ns = now_ns()
+                continue
+            if draining and self.idle:
+                return
+            ledger.hungry()
+            if roster is not None and roster.rests(self._number):
+                continue
+            self._lacks_room = not ledger.waiting
+            if not self._rest(seen, _PATIENCE_S) and not parent_lives():
+                return
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing that was claimed is still to be done, when ``step`` has nothing to do."""
+        return True
+
+    def rest(self, seen: int, timeout_s: float) -> bool:
+        """Sleep until the work gate has had an event since ``seen``; whether it had one."""
+        return self._gate.wait(seen, timeout_s)
+
+    def _rest(self, seen: int, timeout_s: float) -> bool:
+        """The same, recorded."""
+        if not self._tracer.enabled:
+            return self.rest(seen, timeout_s)
+        begun_ns = self._tracer.now()
+        try:
+            return self.rest(seen, timeout_s)
+        finally:
+            why = "enough is loaded" if self._lacks_room else "nothing is left to begin"
+            why = why if self.idle else "for reads"
+            self._tracer.slice(f"wait ({why})", begun_ns)
+
+    def turn(self, timeout_s: float) -> None:
+        """Do one lease, or sleep until there is one."""
+        seen = self._gate.events
+        if not self.step():
+            self._rest(seen, timeout_s)
+
+    def forget(self) -> None:
+        """Give up what was claimed: others will do it."""
+
+    def close(self) -> None:
+        """End what was begun in other threads."""
+        for end in self.endings:
+            end()
+
+    def step(self) -> bool:
+        """Do one lease, or resume the deferred sample; False if there is nothing to do."""
+        if self._deferral is not None and self._deferral.is_due() and self._resume():
+            return True
+        lease = self._ledger.claim(self._number, self._longest_run())
+        if lease is None:
+            return self._resume()
+        batch, k, count = lease
+        if count == 0:
+            self._sink.collate(batch)
+            return True
+        _, first, size, bound, epoch, seed, _, _, pass_index = self._ledger.describe(batch)
+        if pass_index != self._pass_index:
+            self._pass_index = pass_index
+            self._resume_all()  # what is left of the last pass goes before the next one
+        started, deferred = now_ns(), self._num_deferred()
+        given = self._read_keys(batch, k, count)
+        keys = list(given)
+        self._runner.enter(seed)
+        whole = bound and count == size
+        fetcher = self._fetcher
+        if isinstance(fetcher, StreamFetcher):
+            self._run_stream(fetcher, batch, first, (epoch, pass_index), keys[0])
+        elif whole and (fetcher.takes_lists or not keys):
+            fetch = fetcher.many if fetcher.takes_lists else list
+            self._run_list(fetcher, fetch, batch, first, count, epoch, given)
+        elif bound:
+            samples, error = self._run_lenient(fetcher, first + k, epoch, keys)
+            self._deliver.bound(batch, first + k, k, keys, samples, error, whole)
+        else:
+            self._run_unbound(fetcher, first + k, epoch, keys)
+        busy_ns = self._end(count - (self._num_deferred() - deferred), started)
+        self._runner.observe(busy_ns / count)
+        return True
+
+    def _end(self, samples: int, started_ns: int) -> int:
+        """Note the end of a lease, and how many samples it has completed; returns how long it took."""
+        now = now_ns()
+        busy_ns, idle_ns = now - started_ns, started_ns - self._idle_since
+        self._ledger.end(self._number, samples, busy_ns, idle_ns)
+        if self._lacks_room:
+            self._lacks_room = False
+            self._runner.meters.room.record(max(idle_ns, 0))
+        self._idle_since = now
+        self._tracer.flush()
+        return busy_ns
+
+    def _num_deferred(self) -> int:
+        return 0 if self._deferral is None else self._deferral.num_deferred
+
+    def _resume_all(self) -> None:
+        """Complete all that was claimed."""
+        while self._resume():
+            pass
+
+    def _resume(self) -> bool:
+        """Go on with the deferred sample, until it is complete or deferred again; False if there is none."""
+        deferred = None if self._deferral is None else self._deferral.take()
+        if deferred is None:
+            return False
+        started, position, key = now_ns(), deferred.position, deferred.key
+        batch, _ = self._ledger.locate(position)
+        _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
+        self._runner.enter(seed)
+        samples, error = self._runner.resume(deferred, epoch)
+        self._ledger.note_costs(position, self._runner.durations, 1)
+        cost_ns = self._runner.durations[0]
+        is_deferred = error is None and type(samples[0]) is DeferredSample
+        if error is not None:
+            self._deliver_failed(position, epoch, key, error, cost_ns)
+        elif not is_deferred:
+            self._deliver.free(position, key, samples[0], None, cost_ns)
+        self._end(int(not is_deferred), started)
+        return True
+
+    def _run(
+        self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
+    ) -> tuple[list[Any], BaseException | None]:
+        """Run samples until one raises; returns them, a DeferredSample for one that was deferred, and the error."""
+        if fetcher.takes_lists:
+            return self._runner.run(position, epoch, keys, fetcher.each(keys))
+        slow_ns = 0 if self._deferral is None else self._ledger.slow_ns
+        runner = self._runner
+        samples, error = runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
+        is_dear = runner.habits.usual_ns >= _WORTH_NOTING_NS
+        if is_dear or 0 < self._ledger.slow_ns < runner.longest_ns:
+            self._ledger.note_costs(position, runner.durations, len(samples))
+        return samples, error
+
+    def _run_singly(
+        self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
+    ) -> tuple[list[Any], BaseException | None]:
+        """The same, but never by one call for several samples."""
+        if fetcher.takes_lists:
+            return self._runner.run(position, epoch, keys, fetcher.single)
+        return self._run(fetcher, position, epoch, keys)
+
+    def _run_again(self, batch: int) -> list[Any]:
+        """Run all samples of a batch in this worker, because some cannot be sent here by those that ran them."""
+        _, first, size, _, epoch, seed, *_ = self._ledger.describe(batch)
+        assert isinstance(self._fetcher, Fetcher)
+        keys = list(self._read_keys(batch, 0, size))
+        self._runner.enter(seed)
+        each = self._fetcher.each(keys)
+        samples, error = self._runner.run(first, epoch, keys, each, repeats=True)
+        if error is not None:
+            raise error
+        return samples
+
+    def _longest_run(self) -> int:
+        if self._fetcher.takes_lists:
+            return _WHOLE_BATCH  # what ``__getitems__`` returns may be of one piece
+        if self._whole_batches or self._sink.holds:
+            return _ALL_SAMPLES
+        habits = self._runner.habits
+        return 1 if habits.draws is None else int(self._run_ns / habits.usual_ns) or 1
+
+    def _run_lenient(
+        self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
+    ) -> tuple[list[Any], BaseException | None]:
+        """Run samples until one raises that is not forgiven; SKIP stands for those that are left out."""
+        samples, error = self._run(fetcher, position, epoch, keys)
+        if self._leniency is None:
+            return samples, error
+        if error is not None and fetcher.takes_lists:
+            # One call for all of them failed: which is the cause?
+            samples, error = self._run_singly(fetcher, position, epoch, keys)
+        while error is not None:
+            i = len(samples)
+            sample, error = self._leniency.settle(position + i, epoch, keys[i], error)
+            if error is None:
+                i += 1
+                rest, error = self._run_singly(fetcher, position + i, epoch, keys[i:])
+                samples = [*samples, sample, *rest]
+            else:
+                break
+        return samples, error
+
+    def _run_list(
+        self,
+        fetcher: Fetcher,
+        fetch: Callable[[Any], Any],
+        batch: int,
+        first: int,
+        count: int,
+        epoch: int,
+        keys: Sequence[Any],
+    ) -> None:
+        """Run a whole batch by one call of the dataset, or an empty one; the dataset may return what it likes."""
+        results, error = self._runner.run(first, epoch, [keys], fetch, batch_size=count)
+        if error is not None and self._leniency is not None and keys:
+            alone = list(keys)
+            samples, error = self._run_lenient(fetcher, first, epoch, alone)
+            self._deliver.bound(batch, first, 0, alone, samples, error, True)
+            return
+        self._deliver.listed(batch, first, keys, count, results[0] if results else None, error)
+
+    def _run_stream(
+        self, stream: StreamFetcher, batch: int, first: int, this_pass: object, wanted: int
+    ) -> None:
+        """Take a batch from the worker's own iterator over an iterable dataset."""
+
+        def fetch(count: int) -> list[Any]:
+            stream.enter(this_pass, count)
+            return stream.take(count)
+
+        batches, error = self._runner.run(first, 0, [wanted], fetch, batch_size=wanted)
+        self._deliver.streamed(stream, batch, first, batches[0] if batches else [], error)
+
+    def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]) -> None:
+        """Run samples that may go to any batch; so those after one that raised are run all the same."""
+        samples, error = self._run(fetcher, position, epoch, keys)
+        if error is not None and fetcher.takes_lists and len(keys) > 1:
+            # One call for all of them failed: which is the cause?
+            samples, error = self._run_singly(fetcher, position, epoch, keys)
+        while True:
+            done = len(samples)
+            for i, sample in enumerate(samples):
+                if type(sample) is not DeferredSample:
+                    cost_ns = self._runner.durations[i]
+                    self._deliver.free(position + i, keys[i], sample, None, cost_ns)
+            if error is not None:
+                cost_ns = self._runner.durations[done]
+                self._deliver_failed(position + done, epoch, keys[done], error, cost_ns)
+                done += 1
+            keys, position = keys[done:], position + done
+            if not keys:
+                return
+            samples, error = self._run_singly(fetcher, position, epoch, keys)
+
+    def _deliver_failed(
+        self, position: int, epoch: int, key: Any, error: BaseException | None, cost_ns: int
+    ) -> None:
+        """Deliver what becomes of a sample that raised."""
+        sample, left = None, error
+        if error is not None and self._leniency is not None:
+            sample, left = self._leniency.settle(position, epoch, key, error)
+        self._deliver.free(position, key, sample, left, cost_ns)

@@ -1,0 +1,638 @@
+"""Layouts: the batches that they deliver are those of torch's ``default_collate``."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import gc
+import importlib
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import collate_str_fn, default_collate_fn_map
+
+from minato.batching import layout as layout_module
+from minato.batching import sample_spec
+from minato.batching.layout import Layout
+
+GUARD = 0xA5
+SHIFT = 128
+"""Bytes between the start of the buffer and the region."""
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Nothing(NamedTuple):
+    pass
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Words(str):
+    __slots__ = ()
+
+
+@dataclasses.dataclass
+class Record:
+    x: int
+
+
+@pytest.fixture(params=["pure", "compiled"], autouse=True)
+def packer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run every test with both packers; layouts that hold one are not carried over."""
+    half = "py" if request.param == "pure" else "c"
+    twin = importlib.import_module(f"minato._core._copy_{half}").Packer
+    monkeypatch.setattr(layout_module, "Packer", twin)
+    layout_module._load.cache_clear()
+    yield
+    layout_module._load.cache_clear()
+
+
+def quietly(make: Callable[[], Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
+
+
+def region(layout: Layout, n: int) -> np.ndarray:
+    """A buffer with the fields of ``n`` samples at ``SHIFT``, and guards around them."""
+    memory = np.full(layout.fields_nbytes(n) + 2 * SHIFT + 64, GUARD, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + layout.fields_nbytes(n) + 2 * SHIFT]
+
+
+def pack(layout: Layout, buffer: np.ndarray, samples: list[Any], n: int | None = None) -> list[Any]:
+    n = n or len(samples)
+    address = buffer.ctypes.data + SHIFT
+    return [layout.packer(n).pack(sample, address, k) for k, sample in enumerate(samples)]
+
+
+def deliver(samples: list[Any]) -> Any:
+    """Build the batch of ``samples`` as the loader does."""
+    layout = Layout.infer(samples[0])
+    assert layout is not None
+    buffer = region(layout, len(samples))
+    texts = pack(layout, buffer, samples)
+    assert None not in texts
+    outside = np.concatenate([buffer[:SHIFT], buffer[len(buffer) - SHIFT :]])
+    assert (outside == GUARD).all()
+    return layout.batch(buffer, SHIFT, len(samples), texts)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Equal in types, order of keys, dtypes, shapes, and bits."""
+    assert type(ours) is type(theirs)
+    match theirs:
+        case torch.Tensor():
+            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+            assert ours.device == theirs.device
+            assert bits(ours) == bits(theirs)
+        case np.ndarray() | np.generic():
+            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+            assert ours.tobytes() == theirs.tobytes()
+        case dict():
+            assert list(ours) == list(theirs)
+            assert [type(key) for key in ours] == [type(key) for key in theirs]
+            for key in theirs:
+                assert_same(ours[key], theirs[key])
+        case list() | tuple():
+            assert len(ours) == len(theirs)
+            for one, other in zip(ours, theirs, strict=True):
+                assert_same(one, other)
+        case float():
+            assert np.float64(ours).tobytes() == np.float64(theirs).tobytes()
+        case _:
+            assert ours == theirs
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.contiguous().view(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+# ------------------------------------------------------------------------------- what is supported
+
+NUMPY_NAMES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+TENSOR_NAMES = (
+    *NUMPY_NAMES,
+    *("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+)
+RNG = np.random.default_rng(0)
+
+
+def random_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(RNG.integers(0, 5, shape)).to(getattr(torch, name))
+
+
+def images() -> list[np.ndarray]:
+    return [RNG.integers(0, 256, (6, 5, 3), np.uint8) for _ in range(3)]
+
+
+SAMPLES: dict[str, list[Any]] = {
+    **{f"tensor {name}": [random_tensor(name, (2, 3)) for _ in "abc"] for name in TENSOR_NAMES},
+    **{
+        f"array {name}": [RNG.integers(0, 2, (3, 2)).astype(name) for _ in "abc"]
+        for name in NUMPY_NAMES
+    },
+    **{
+        f"scalar {name}": [np.dtype(name).type(x) for x in (0, 1, 2)]
+        for name in NUMPY_NAMES
+        if name != "uint64"
+    },
+    "extreme scalars": [
+        (np.uint32(2**32 - 1), np.int64(-(2**63)), np.uint16(65535), np.float64("nan")),
+        (np.uint32(0), np.int64(2**63 - 1), np.uint16(0), np.float64("-inf")),
+    ],
+    "0-dim tensors": [torch.tensor(1.5), torch.tensor(-2.5)],
+    "0-dim arrays": [np.array(1.5), np.array(-2.5)],
+    "empty tensors": [torch.zeros(0, 3), torch.zeros(0, 3)],
+    "empty arrays": [np.zeros((2, 0), np.int16), np.zeros((2, 0), np.int16)],
+    "permuted tensors": [torch.from_numpy(x).permute(2, 0, 1) for x in images()],
+    "stepped tensors": [torch.from_numpy(x)[::2, 1:, ::2] for x in images()],
+    "expanded tensors": [torch.tensor([float(k)]).expand(2, 3) for k in range(3)],
+    "transposed arrays": [x.T for x in images()],
+    "read-only arrays": [np.frombuffer(x.tobytes(), np.uint8) for x in images()],
+    "unaligned arrays": [np.frombuffer(bytes(range(9)), "<f4", 2, 1) for _ in range(2)],
+    "inference tensors": [torch.inference_mode()(torch.ones)(2) for _ in range(2)],
+    "int": [0, -(2**63), 2**63 - 1],
+    "float": [0.0, -0.0, float("nan"), 5e-324, 1e308],
+    "bool": [True, False, True],
+    "str": ["a", "", "ü"],
+    "bytes": [b"a", b"", b"\0"],
+    "tuple": [(torch.ones(2) * k, k) for k in range(4)],
+    "list": [[k, k / 2, k > 1] for k in range(4)],
+    "texts in a tuple": [("a", 1, b"x"), ("b", 2, b"y")],
+    "texts in a list": [["a", 1], ["b", 2]],
+    "texts in a dict": [{"s": "a", "i": 1}, {"s": "b", "i": 2}],
+    "texts in a named tuple": [Point("a", 1), Point("b", 2)],
+    "texts everywhere": [
+        {"a": ["x", {"b": "y", "c": ("z", Point(b"p", {"q": "q"}))}]},
+        {"a": ["1", {"b": "2", "c": ("3", Point(b"4", {"q": "5"}))}]},
+    ],
+    "only texts": [("a", "b"), ("c", "d")],
+    "named tuple": [Point(np.float32(k), torch.tensor(k)) for k in range(3)],
+    "empty named tuple": [(Nothing(), 1), (Nothing(), 2)],
+    "dict": [{"x": k, "y": np.ones(3) * k} for k in range(3)],
+    "keys": [{1: k, "1": k, b"1": k, None: k, True - 2: k} for k in range(3)],
+    "keys that are bool": [{True: 1, 0: 2}, {True: 3, 0: 4}],
+    "empty containers": [([], (), {}), ([], (), {})],
+    "nested": [{"a": [(k, {"b": Point([k], {"c": torch.ones(2) * k})})]} for k in range(3)],
+    "one sample": [(torch.ones(2), "a")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAMPLES)
+def test_batches_equal_default_collate(case: str) -> None:
+    samples = SAMPLES[case]
+    assert_same(deliver(samples), quietly(lambda: default_collate(samples)))
+
+
+@pytest.mark.parametrize("case", SAMPLES)
+def test_samples_are_restored(case: str) -> None:
+    samples = SAMPLES[case]
+    layout = Layout.infer(samples[0])
+    assert layout is not None
+    n = len(samples) + 2
+    buffer = region(layout, n)
+    texts = pack(layout, buffer, samples, n)
+    for k, sample in enumerate(samples):
+        assert_same(layout.sample(buffer, SHIFT, n, k, texts[k]), sample)
+    rebuilt = [layout.sample(buffer, SHIFT, n, k, texts[k]) for k in range(len(samples))]
+    assert_same(default_collate(rebuilt), quietly(lambda: default_collate(samples)))
+
+
+# ---------------------------------------------------------------------------- what is left to torch
+
+UNSUPPORTED: dict[str, Any] = {
+    "tensor with channels last": torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "array with channels last": np.zeros((2, 4, 4, 3)).transpose(0, 3, 1, 2),
+    "tensor that requires grad": torch.zeros(2, requires_grad=True),
+    "parameter": torch.nn.Parameter(torch.zeros(2), requires_grad=False),
+    "tensor subclass": torch.zeros(2).as_subclass(type("SubTensor", (torch.Tensor,), {})),
+    "sparse tensor": torch.ones(2).to_sparse(),
+    "csr tensor": quietly(lambda: torch.ones(2, 2).to_sparse_csr()),
+    "mkldnn tensor": torch.ones(2).to_mkldnn(),
+    "quantised tensor": quietly(
+        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+    ),
+    "nested tensor": quietly(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    "meta tensor": torch.zeros(2, device="meta"),
+    "conjugated tensor": torch.ones(2, dtype=torch.complex64).conj(),
+    "negated tensor": torch.ones(2, dtype=torch.complex64).conj().imag,
+    "zero tensor": torch._efficientzerotensor(2),
+    "tensor of an exotic dtype": torch.zeros(2, dtype=torch.uint8).view(torch.bits8),
+    "tensor of a half complex dtype": quietly(lambda: torch.zeros(2, dtype=torch.complex32)),
+    "negative strides": np.zeros(3)[::-1],
+    "negative stride of one element": np.zeros(3)[::-1][:1],
+    "strides between elements": np.zeros(2, dtype=[("a", "u1"), ("b", "<f4")])["b"],
+    "other byte order": np.zeros(2, ">f4"),
+    "objects": np.zeros(2, object),
+    "texts": np.array(["a"]),
+    "byte texts": np.array([b"a"]),
+    "times": np.zeros(2, "M8[s]"),
+    "time spans": np.zeros(2, "m8[s]"),
+    "records": np.zeros(2, [("a", "i4")]),
+    "raw bytes": np.zeros(2, "V4"),
+    "long double": np.zeros(2, np.longdouble),
+    "ulonglong": np.zeros(2, np.ulonglong),
+    "array subclass": np.zeros(2).view(np.memmap),
+    "masked array": np.ma.masked_array([1.0]),
+    "uint64 scalar": np.uint64(1),
+    "long double scalar": np.longdouble(1),
+    "longlong scalar": np.longlong(1),
+    "time scalar": np.datetime64(1, "s"),
+    "time span scalar": np.timedelta64(1, "s"),
+    "str_ scalar": np.str_("a"),
+    "bytes_ scalar": np.bytes_(b"a"),
+    "void scalar": np.void(b"a"),
+    "int over 64 bits": 2**63,
+    "int under 64 bits": -(2**63) - 1,
+    "complex": 1j,
+    "None": None,
+    "enum": Colour.RED,
+    "str subclass": Words("a"),
+    "dataclass": Record(1),
+    "set": {1},
+    "range": range(2),
+    "bytearray": bytearray(1),
+    "deque": collections.deque([1]),
+    "OrderedDict": collections.OrderedDict(a=1),
+    "defaultdict": collections.defaultdict(int, a=1),
+    "list subclass": type("SubList", (list,), {})([1]),
+    "tuple subclass": type("SubTuple", (tuple,), {})([1]),
+    "result of torch.max": torch.max(torch.zeros(2, 2), 0),
+    "local named tuple": collections.namedtuple("Local", ["a"])(1),
+    "named tuple that is read otherwise": type(
+        "Odd", (Point,), {"__iter__": lambda self: iter((0, 0))}
+    )(1, 2),
+    "key of a class": {Colour.RED: 1},
+    "key that is a tuple": {(1, 2): 1},
+    "function": print,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unusual_samples_are_left_to_torch(case: str) -> None:
+    x = UNSUPPORTED[case]
+    assert Layout.infer(x) is None
+    assert Layout.infer((torch.zeros(2), [x])) is None
+    assert Layout.infer({"a": 1, "b": x}) is None
+
+
+def test_endless_structures_are_left_to_torch() -> None:
+    endless: list[Any] = [1]
+    endless.append(endless)
+    assert Layout.infer(endless) is None
+    deep: Any = 1
+    for _ in range(32):
+        deep = [deep]
+    assert Layout.infer(deep) is not None
+    assert Layout.infer([deep]) is None
+
+
+def test_changed_collate_functions_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in (str, dict, Record):
+        with monkeypatch.context() as patch:
+            patch.setitem(default_collate_fn_map, key, lambda batch, **_: batch)
+            assert Layout.infer(1) is None
+    with monkeypatch.context() as patch:
+        patch.setitem(default_collate_fn_map, int, collate_str_fn)
+        assert Layout.infer(1) is None
+    with monkeypatch.context() as patch:
+        patch.delitem(default_collate_fn_map, float)
+        assert Layout.infer(1) is None
+    assert Layout.infer(1) is not None
+
+
+def test_default_devices_are_left_to_torch() -> None:
+    with torch.device("meta"):
+        assert Layout.infer(1) is None
+    assert Layout.infer(1) is not None
+
+
+def test_batches_stay_on_the_cpu_whatever_the_default_device() -> None:
+    samples = [(1, torch.zeros(0)), (2, torch.zeros(0))]
+    layout = Layout.infer(samples[0])
+    assert layout is not None
+    buffer = region(layout, 2)
+    texts = pack(layout, buffer, samples)
+    with torch.device("meta"):
+        batch = layout.batch(buffer, SHIFT, 2, texts)
+        sample = layout.sample(buffer, SHIFT, 2, 1, ())
+    assert [x.device.type for x in batch] == ["cpu", "cpu"]
+    assert sample[1].device.type == "cpu"
+
+
+LATER_MISFITS: dict[str, tuple[Any, Any]] = {
+    "keys in another order": ({"x": 1, "y": 2}, {"y": 4, "x": 3}),
+    "int after bool": (True, 2),
+    "bool after int": (2, True),
+    "int after float": (1.0, 2),
+    "large int": (1, 2**63),
+    "numpy after Python": (1.0, np.float64(2)),
+    "other dtype": (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+    "other shape": (torch.zeros(2), torch.zeros(3)),
+    "requires grad": (torch.zeros(2), torch.zeros(2, requires_grad=True)),
+    "tensor after array": (np.zeros(2), torch.zeros(2, dtype=torch.float64)),
+    "negative stride": (np.zeros(2), np.zeros(2)[::-1]),
+    "bytes after str": ("a", b"a"),
+    "extra key": ({"a": 1}, {"a": 2, "b": 3}),
+    "missing key": ({"a": 1, "b": 2}, {"a": 1}),
+    "longer list": ([1], [1, 2]),
+    "tuple after list": ([1, 2], (1, 2)),
+    "named tuple after tuple": ((1, 2), Point(1, 2)),
+    "None": (torch.zeros(2), None),
+}
+
+
+@pytest.mark.parametrize("case", LATER_MISFITS)
+def test_a_later_misfit_ends_as_in_torch(case: str) -> None:
+    first, later = LATER_MISFITS[case]
+    layout = Layout.infer(first)
+    assert layout is not None
+    buffer = region(layout, 2)
+    texts = pack(layout, buffer, [first, later])
+    assert [x is None for x in texts] == [False, True]
+    samples = [layout.sample(buffer, SHIFT, 2, 0, texts[0]), later]
+    assert outcome(samples) == outcome([first, later])
+
+
+def outcome(samples: list[Any]) -> str:
+    try:
+        return repr(default_collate(samples))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+# -------------------------------------------------------------------------------- a likely layout
+
+IMAGES = [
+    *(torch.zeros(2, 3, 4, 4), torch.zeros(1, 3, 4, 4), torch.zeros(2, 1, 4, 4)),
+    *(np.zeros((2, 3, 4, 4)), torch.zeros(1, 2, 3, 4, 4)),
+]
+CHANNELS_LAST = [
+    image.permute(*order) if isinstance(image, torch.Tensor) else image.transpose(order)
+    for image in (torch.zeros(2, 4, 4, 3), np.zeros((2, 4, 4, 3)), torch.zeros(2, 4, 4, 1))
+    for order in [(0, 3, 1, 2)]
+]
+
+
+@pytest.mark.parametrize("where", ["in line", "process"])
+def test_a_likely_layout_changes_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if where == "process":
+        monkeypatch.setattr(sample_spec, "get_worker_info", lambda: "that of a worker process")
+    firsts = [samples[0] for samples in SAMPLES.values()]
+    pairs = [sample for pair in LATER_MISFITS.values() for sample in pair]
+    samples = [*firsts, *UNSUPPORTED.values(), *pairs, *IMAGES, *CHANNELS_LAST]
+    expected = [Layout.infer(sample) for sample in samples]
+    likely = set(expected) - {None}
+    assert len(likely) > 80
+    for layout in likely:
+        assert layout is not None
+        layout.packer(3)  # a layout that was used
+        for sample, result in zip(samples, expected, strict=True):
+            assert Layout.infer(sample, layout) is result
+
+
+def test_a_likely_layout_is_found_without_a_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout.infer((torch.zeros(3), 7))
+    assert layout is not None
+    layout.packer(2)
+    monkeypatch.setattr(layout_module, "describe", lambda sample: None)
+    assert Layout.infer((torch.ones(3), 1), layout) is layout
+    assert Layout.infer((torch.ones(3), 1)) is None
+
+
+def test_a_likely_layout_is_no_reason_to_collate_by_other_rules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = Layout.infer(1)
+    assert layout is not None
+    layout.packer(2)
+    with torch.device("meta"):
+        assert Layout.infer(1, layout) is None
+    monkeypatch.setitem(default_collate_fn_map, int, collate_str_fn)
+    assert Layout.infer(1, layout) is None
+
+
+# ------------------------------------------------------------------------------------- as bytes
+
+
+def test_bytes_are_a_function_of_the_structure() -> None:
+    def sample(prefix: str) -> Any:
+        key = "".join([prefix, "ey"])
+        return {key: torch.zeros(1000), "x": ({key: np.zeros(1000, "f4")}, Point("a", 1))}
+
+    key = "key"
+    shared = {key: torch.zeros(1000), "x": ({key: np.zeros(1000, "f4")}, Point("b", 2))}
+    one, other = Layout.infer(sample("k")), Layout.infer(shared)
+    assert one is not None
+    assert other is not None
+    assert one.to_bytes() == other.to_bytes()
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one is other
+
+
+def test_layouts_differ() -> None:
+    samples = [
+        *(1, 1.0, True, "a", b"a", [1], (1,), {"a": 1}, {"b": 1}, {1: 1}, {True: 1}, [1, 1]),
+        *(np.float32(1), np.zeros(1, "f4"), torch.zeros(1), torch.zeros(2), torch.zeros(1, 1)),
+        *({"a": 1, "b": 2}, {"b": 2, "a": 1}, Point(1, 2), (1, 2)),
+    ]
+    layouts = [Layout.infer(sample) for sample in samples]
+    assert None not in layouts
+    assert len(set(layouts)) == len({x.to_bytes() for x in layouts if x}) == len(samples)
+    assert layouts[0] != layouts[0].to_bytes()  # type: ignore[union-attr]
+
+
+def test_from_bytes_returns_one_layout() -> None:
+    layout = Layout.infer({"a": Point(torch.zeros(2), "a")})
+    assert layout is not None
+    copied = bytes(bytearray(layout.to_bytes()))
+    assert Layout.from_bytes(copied) is layout
+    assert pickle.loads(pickle.dumps(layout)) is layout
+
+
+def test_packers_are_kept() -> None:
+    layout = Layout.infer(1)
+    assert layout is not None
+    assert layout.packer(2) is layout.packer(2)
+    assert layout.packer(3) is not layout.packer(2)
+    packers = [layout.packer(n) for n in range(1, 500)]
+    assert len(set(map(id, packers))) == len(packers)
+    assert len(layout._plans) < 100
+
+
+# ---------------------------------------------------------------------------------- in memory
+
+
+def test_fields_are_aligned_and_apart() -> None:
+    samples = [
+        (k > 1, torch.full((3,), k, dtype=torch.uint8), float(k), np.ones(5, "f4"))
+        for k in range(5)
+    ]
+    layout = Layout.infer(samples[0])
+    assert layout is not None
+    assert layout.fields_nbytes(5) == 64 + 64 + 64 + 128
+    assert layout.fields_nbytes(1) == 4 * 64
+    buffer = region(layout, 5)
+    batch = layout.batch(buffer, SHIFT, 5, pack(layout, buffer, samples))
+    addresses = [tensor.data_ptr() - buffer.ctypes.data - SHIFT for tensor in batch]
+    assert addresses == [0, 64, 128, 192]
+    assert [tensor.untyped_storage().nbytes() for tensor in batch] == [5, 15, 40, 100]
+    assert all(tensor.is_contiguous() for tensor in batch)
+
+
+def test_batches_view_the_buffer() -> None:
+    layout = Layout.infer(torch.zeros(2))
+    assert layout is not None
+    buffer = region(layout, 3)
+    batch = layout.batch(buffer, SHIFT, 3, pack(layout, buffer, [torch.zeros(2)] * 3))
+    batch[1, 1] = 7
+    assert buffer[SHIFT:].view("f4")[3] == 7
+
+
+def test_each_tensor_keeps_the_buffer_alive_and_nothing_else() -> None:
+    samples = [(torch.ones(4), 1, torch.zeros(0), "a")] * 2
+    layout = Layout.infer(samples[0])
+    assert layout is not None
+    buffer = region(layout, 2)
+    batch = layout.batch(buffer, SHIFT, 2, pack(layout, buffer, samples))
+    alive = weakref.ref(buffer)
+    row, labels, empty, texts = batch[0][1, 2:], batch[1].numpy(), batch[2], batch[3]
+    del buffer, batch, samples
+    gc.collect()
+    assert alive() is not None
+    assert row.tolist() == [1, 1]
+    del row
+    assert alive() is not None
+    assert labels.tolist() == [1, 1]
+    del labels
+    gc.collect()
+    assert alive() is None
+    assert (empty.shape, texts) == ((2, 0), ("a", "a"))
+
+
+def test_restored_samples_keep_the_buffer_alive() -> None:
+    sample = (torch.ones(4), np.ones(4))
+    layout = Layout.infer(sample)
+    assert layout is not None
+    buffer = region(layout, 1)
+    pack(layout, buffer, [sample])
+    tensor, array = layout.sample(buffer, SHIFT, 1, 0, ())
+    alive = weakref.ref(buffer if buffer.base is None else buffer.base)
+    del buffer
+    assert tensor.sum() + array.sum() == 8
+    del tensor, array
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_missing_text_is_an_error() -> None:
+    layout = Layout.infer(("a", "b"))
+    assert layout is not None
+    assert layout.num_texts == 2
+    with pytest.raises(ValueError, match="shorter"):
+        layout.batch(region(layout, 2), SHIFT, 2, [["a", "b"], ["a"]])
+
+
+def test_a_buffer_that_is_too_small_is_an_error() -> None:
+    layout = Layout.infer(torch.zeros(64))
+    assert layout is not None
+    with pytest.raises(ValueError, match="buffer"):
+        layout.batch(np.zeros(3 * 256 - 1, np.uint8), 0, 3, [])
+
+
+# -------------------------------------------------------------------------------- random structures
+
+LEAVES = [
+    *("int", "float", "bool", "str", "bytes", "tensor", "array", "permuted", "stepped", "scalar"),
+    *("bfloat16", "empty", "0-dim"),
+]
+
+
+def draw_leaf(kind: str, rng: np.random.Generator) -> Any:
+    match kind:
+        case "int":
+            return int(rng.integers(-(2**63), 2**63 - 1))
+        case "float":
+            return float(rng.choice([rng.normal(), np.nan, -0.0, np.inf]))
+        case "bool":
+            return bool(rng.integers(2))
+        case "str":
+            return chr(rng.integers(32, 1000)) * int(rng.integers(3))
+        case "bytes":
+            return rng.bytes(2)
+        case "tensor":
+            return torch.from_numpy(rng.normal(size=(2, 3)))
+        case "array":
+            return rng.normal(size=4).astype("f2")
+        case "permuted":
+            return torch.from_numpy(rng.integers(0, 256, (4, 3, 2), np.uint8)).permute(2, 0, 1)
+        case "stepped":
+            return rng.normal(size=(4, 6)).astype("c8")[::2, 1::3]
+        case "scalar":
+            return np.int16(rng.integers(-5, 5))
+        case "bfloat16":
+            return torch.from_numpy(rng.normal(size=3)).bfloat16()
+        case "empty":
+            return torch.zeros(0, 2, dtype=torch.int8)
+        case _:
+            return torch.tensor(rng.normal())
+
+
+def draw_sample(template: Any, rng: np.random.Generator) -> Any:
+    match template:
+        case str():
+            return draw_leaf(template, rng)
+        case dict():
+            return {key: draw_sample(member, rng) for key, member in template.items()}
+        case Point():
+            return Point(*[draw_sample(member, rng) for member in template])
+    return type(template)([draw_sample(member, rng) for member in template])
+
+
+TEMPLATES = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.builds(Point, inner, inner),
+        st.dictionaries(st.one_of(st.sampled_from("abc"), st.integers(0, 2)), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(template=TEMPLATES, n=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
+def test_random_structures(template: Any, n: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    samples = [draw_sample(template, rng) for _ in range(n)]
+    assert_same(deliver(samples), default_collate(samples))
+    layout = Layout.infer(samples[0])
+    assert layout is not None
+    assert Layout.infer(samples[-1], layout) is layout
+    buffer = region(layout, n)
+    texts = pack(layout, buffer, samples)
+    for k, sample in enumerate(samples):
+        assert_same(layout.sample(buffer, SHIFT, n, k, texts[k]), sample)

@@ -1,0 +1,274 @@
+"""Samples on their way into a batch, and the batch on its way out: the writer and the reader together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate, default_convert
+
+from minato._core.codes import NOT_COMPLETE, OPEN, READY
+from minato._core.ledger import Ledger
+from minato._core.segment import Segment
+from minato.batching.arena import Arena
+from minato.batching.reader import BatchReader
+from minato.batching.serialization import LocalStore, SharedStore, Store
+from minato.batching.writer import BatchWriter, SampleError
+from tests.datasets import assert_same
+
+STORES = {"shared": SharedStore, "local": lambda segment: LocalStore()}
+
+
+class Desk:
+    """One batch at a time, written by two workers and read by one consumer."""
+
+    def __init__(
+        self,
+        store: Store,
+        arena: Arena,
+        collate_fn: Callable[[Any], Any] = default_collate,
+        batched: bool = True,
+    ) -> None:
+        sizes = (2, 8, 64)
+        self.arena = arena
+        self.segment = Segment(Ledger.nbytes(*sizes))
+        self.ledger = Ledger(self.segment.array, sizes, self.segment.descriptor)
+        self.ledger.open_pass(0)
+        self.reader = BatchReader(self.ledger, arena, store)
+        self.store = store
+        self.writers = [
+            BatchWriter(n, self.ledger, arena.segment, store, collate_fn, batched, lambda e: e)
+            for n in (0, 1)
+        ]
+
+    def open(self, count: int) -> tuple[int, Any, int]:
+        slot = self.arena.acquire()
+        span = (slot.start, slot.start, slot.end)
+        batch = self.ledger.publish(list(range(count)), count, span, 0, 0, 0, True)
+        return batch, slot, self.ledger.describe(batch)[1]
+
+    def fill(self, batch: int, k: int, samples: list[Any], worker: int = 0) -> None:
+        """Run samples k, k+1, …: exceptions among them are what a sample raised."""
+        writer = self.writers[worker]
+        first = self.ledger.describe(batch)[1]
+        self.ledger.claim(worker, len(samples))
+        if any(isinstance(sample, BaseException) for sample in samples):
+            for i, sample in enumerate(samples, k):
+                if isinstance(sample, BaseException):
+                    writer.write_error(batch, first + i, sample, 100 + i)
+                else:
+                    writer.write_run(batch, i, first + i, [sample])
+        else:
+            writer.write_run(batch, k, first + k, samples)
+        writer.finished(batch, self.ledger.fill_run(worker, batch, k, len(samples)))
+
+    def batch(self, samples: list[Any], run: int = 2) -> Any:
+        """Write a batch in runs by two workers, and read it."""
+        batch, slot, _ = self.open(len(samples))
+        for number, k in enumerate(range(0, len(samples), run)):
+            assert self.ledger.state(batch) == OPEN
+            self.fill(batch, k, samples[k : k + run], number % 2)
+        return self.read(batch, slot)
+
+    def read(self, batch: int, slot: Any) -> Any:
+        assert self.ledger.state(batch) == READY
+        try:
+            return self.reader.read(batch, slot)
+        finally:
+            self.ledger.retire(batch)
+
+
+@pytest.fixture(params=STORES.values(), ids=STORES.keys())
+def make(request: pytest.FixtureRequest) -> Callable[..., Desk]:
+    def make(*arguments: Any, **options: Any) -> Desk:
+        arena = Arena(Segment(1 << 30))
+        return Desk(request.param(arena.segment), arena, *arguments, **options)
+
+    return make
+
+
+SAMPLES: dict[str, list[Any]] = {
+    "arrays": [np.full((3, 4), i, np.float32) for i in range(5)],
+    "tensors": [{"x": torch.full((2,), i), "y": i} for i in range(5)],
+    "texts": [{"x": np.full(2, i), "name": f"number {i}"} for i in range(5)],
+    "only-texts": ["a", "b", "c", "d", "e"],
+    "misfit": [1, 2, 3.5, 4, 5],
+    "misfit-among-texts": [(1, "a"), (2, "b"), (2.5, "c"), (4, "d"), (5, "e")],
+    "misfit-first": [1.5, 2, 3, 4, 5],
+    "larger-later": [{"a": 1}, {"a": 2}, {"a": 3, "b": 3}, {"a": 4}, {"a": 5}],
+    "no-layout": [torch.nn.Parameter(torch.ones(1), requires_grad=False)] * 5,
+    "nothing": [[], [], [], [], []],
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("run", [1, 2, 5])
+def test_batches_are_those_of_default_collate(
+    make: Callable[..., Desk], name: str, run: int
+) -> None:
+    desk = make()
+    for _ in range(2):  # the second one in records and a slot that were used before
+        assert_same(desk.batch(SAMPLES[name], run), default_collate(SAMPLES[name]))
+
+
+def test_batches_of_changing_layout_in_the_same_records(make: Callable[..., Desk]) -> None:
+    desk = make()
+    for name in [*SAMPLES, *reversed(SAMPLES)]:
+        assert_same(desk.batch(SAMPLES[name][:3]), default_collate(SAMPLES[name][:3]))
+
+
+def test_samples_that_cannot_be_collated_raise_torchs_error(make: Callable[..., Desk]) -> None:
+    samples = [torch.ones(2), torch.ones(3)]
+    with pytest.raises(RuntimeError) as theirs:
+        default_collate(samples)
+    desk = make()
+    with pytest.raises(RuntimeError) as ours:
+        desk.batch(samples)
+    assert str(ours.value) == str(theirs.value)
+    assert not hasattr(ours.value, "__notes__")  # no single sample is to blame
+    assert_same(desk.batch(samples[:1]), default_collate(samples[:1]))
+
+
+def test_the_first_error_of_a_batch_is_raised(make: Callable[..., Desk]) -> None:
+    desk = make()
+    samples = [1, ValueError("first"), 3, KeyError("second")]
+    with pytest.raises(ValueError, match="first") as caught:
+        desk.batch(samples)
+    assert caught.value.__notes__ == ["raised by the sample with index 101"]
+    assert desk.batch([1, 2]).tolist() == [1, 2]
+
+
+def test_an_exception_without_room_for_a_note_is_raised_all_the_same() -> None:
+    @dataclass(frozen=True)
+    class FrozenError(Exception):
+        code: int
+
+    with pytest.raises(FrozenError) as caught:
+        SampleError(FrozenError(3), 4).reraise()
+    assert caught.value.code == 3
+
+
+def test_interrupts_get_no_note() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        SampleError(KeyboardInterrupt(), 3).reraise()
+    assert not hasattr(caught.value, "__notes__")
+
+
+def total(samples: list[Any]) -> dict[str, Any]:
+    return {"samples": samples, "sum": sum(samples)}
+
+
+def test_a_collate_fn_gets_the_samples(make: Callable[..., Desk]) -> None:
+    desk = make(total)
+    samples = [np.full(3, i) for i in range(4)]
+    assert desk.writers[0].collates
+    for run in (1, 4):
+        assert_same(desk.batch(samples, run), total(samples))
+
+
+def test_a_whole_batch_is_collated_by_its_worker(make: Callable[..., Desk]) -> None:
+    desk = make(total)
+    batch, slot, _ = desk.open(2)
+    desk.ledger.claim(0, 2)
+    desk.writers[0].write_collated(batch, [1, 2])
+    assert desk.ledger.state(batch) == OPEN
+    desk.writers[0].finished(batch, desk.ledger.fill_run(0, batch, 0, 2))
+    assert desk.read(batch, slot) == {"samples": [1, 2], "sum": 3}
+
+
+def test_without_batching_the_collate_fn_gets_the_sample(make: Callable[..., Desk]) -> None:
+    desk = make(default_convert, batched=False)
+    assert_same(desk.batch([{"a": np.ones(2)}]), {"a": torch.ones(2, dtype=torch.float64)})
+
+
+def test_a_batch_that_a_worker_left_is_collated_by_another(make: Callable[..., Desk]) -> None:
+    desk = make(total)
+    batch, slot, first = desk.open(2)
+    for k, worker in ((0, 0), (1, 1)):
+        desk.ledger.claim(worker, 1)
+        desk.writers[worker].write_run(batch, k, first + k, [k + 1])
+        desk.ledger.fill_run(worker, batch, k, 1)  # the second one must collate, and dies
+    desk.ledger.release(1)
+    assert desk.ledger.claim(0, 1) == (batch, 0, 0)
+    desk.writers[0].collate(batch)
+    assert desk.read(batch, slot) == {"samples": [1, 2], "sum": 3}
+
+
+def test_a_result_that_cannot_travel_becomes_an_error() -> None:
+    arena = Arena(Segment(1 << 30))
+    desk = Desk(SharedStore(arena.segment), arena)
+    with pytest.raises(TypeError, match="cannot pickle"):
+        desk.batch([1, threading.Lock(), 3])
+    assert desk.batch([1, 2, 3]).tolist() == [1, 2, 3]
+    collating = Desk(SharedStore(arena.segment), arena, lambda samples: threading.Lock())
+    with pytest.raises(TypeError, match="cannot pickle"):
+        collating.batch([1, 2])
+
+
+def test_a_sample_that_is_larger_than_its_slot_says_what_to_do() -> None:
+    arena = Arena(Segment(16 << 20))  # slots of 2 MiB
+    desk = Desk(SharedStore(arena.segment), arena)
+    for samples in ([np.zeros(1 << 20, np.uint8)] * 4, [np.zeros(3 << 20, np.uint8)] * 2):
+        with pytest.raises(MemoryError, match="2097152 bytes of address space.*smaller batches"):
+            desk.batch(samples)
+    assert desk.batch([1, 2, 3]).tolist() == [1, 2, 3]
+    assert desk.arena.num_slots == 1
+
+
+@pytest.mark.parametrize("room", [0, 64, 192])
+def test_a_batch_that_fills_its_slot_says_what_to_do(room: int) -> None:
+    """Whether or not there is room left for the error."""
+    arena = Arena(Segment(16 << 20))
+    desk = Desk(SharedStore(arena.segment), arena, collate_fn=total)
+    batch, slot, _ = desk.open(2)
+    desk.ledger.allocate(batch, (2 << 20) - room)
+    desk.fill(batch, 0, [1, 2])
+    with pytest.raises(MemoryError, match="2097152 bytes of address space.*smaller batches"):
+        desk.read(batch, slot)
+
+
+# ---- slots ----------------------------------------------------------------------------------
+
+
+def test_a_slot_is_free_again_when_its_batch_is_gone(make: Callable[..., Desk]) -> None:
+    desk = make()
+    for _ in range(5):
+        value = desk.batch(SAMPLES["arrays"])
+        assert desk.arena.num_leased == 1
+        assert value.data_ptr() % 64 == 0
+        del value
+        assert desk.arena.num_leased == 0
+    assert desk.arena.num_slots == 1
+
+
+def test_a_batch_that_is_nothing_but_an_error_holds_no_slot(make: Callable[..., Desk]) -> None:
+    desk = make()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="bad"):
+            desk.batch([ValueError("bad"), 2])
+    assert desk.arena.num_slots == 1
+
+
+@pytest.mark.parametrize("collate_fn", [default_collate, total])
+def test_dropped_batches_leave_nothing(make: Callable[..., Desk], collate_fn: Any) -> None:
+    desk = make(collate_fn)
+    for samples in ([1, 2], ["a", "b"], [1, 2.5], [1, ValueError("bad")]):
+        if collate_fn is total and "a" in samples:
+            continue
+        batch, slot, _ = desk.open(2)
+        desk.fill(batch, 0, samples)
+        desk.reader.discard(batch, slot)
+        desk.ledger.retire(batch)
+    half, slot, first = desk.open(2)
+    desk.ledger.claim(0, 2)
+    desk.writers[0].write_run(half, 0, first, ["half"])
+    assert desk.ledger.fill_run(0, half, 0, 1) == NOT_COMPLETE
+    desk.reader.discard(half, slot)
+    desk.ledger.retire(half)
+    assert desk.arena.num_slots == 1
+    assert vars(desk.store).get("_values", {}) == {}

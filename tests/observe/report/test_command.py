@@ -1,0 +1,217 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import minato
+from minato.cli.main import main
+
+LOADERS = """
+import time
+import torch
+from minato import DataLoader
+
+class Sleepy(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return index
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(48))
+
+def theirs():
+    return torch.utils.data.DataLoader(Sleepy(), 4, shuffle=True, num_workers=1)
+
+def mine():
+    return DataLoader(Sleepy(), 4, num_workers=1, order="batch")
+
+def transformed():
+    return DataLoader(Sleepy(), 4, transforms=[float])
+
+def stream():
+    return torch.utils.data.DataLoader(Stream(), 4, drop_last=True)
+
+def single():
+    return torch.utils.data.DataLoader(Sleepy(), None)
+
+def drawn():
+    return torch.utils.data.DataLoader(Sleepy(), batch_sampler=[[0, 1], [2]] * 12)
+
+def nothing():
+    return 3
+
+def broken():
+    raise RuntimeError("no such disk")
+
+def ends():
+    raise SystemExit("usage: train.py --data FOLDER")
+
+class Wordy(Sleepy):
+    def __getitem__(self, index):
+        raise ValueError("first line\\n  second\\n}")
+
+def wordy():
+    return DataLoader(Wordy(), 4, num_workers=1)
+
+def wordy_inline():
+    return DataLoader(Wordy(), 4)
+
+def bad_samples():
+    return DataLoader([1, 2, "a", None], 4)
+
+constant = 5
+"""
+
+
+@pytest.fixture
+def loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    name = re.sub(r"\W", "_", f"loaders_{tmp_path.name}")
+    file = tmp_path / f"{name}.py"
+    file.write_text(LOADERS)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    return file
+
+
+@pytest.mark.parametrize("name", ["theirs", "mine", "stream", "single", "drawn"])
+def test_any_loader(name: str, loaders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", f"{loaders}:{name}", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    batches = {"single": 48, "drawn": 24}.get(name, 12)
+    assert told["run"]["batches"]["batches"] == batches
+    assert set(told["comparison_s"]) == {"minato", "torch"}
+    assert min(told["comparison_s"].values()) > 0
+
+
+def test_in_words_and_as_a_page(loaders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = loaders.parent / "out.html"
+    arguments = ["--batches", "9", "--step-ms", "1", "--html", str(page)]
+    assert main(["profile", f"{loaders.stem}:theirs", *arguments]) == 0
+    out = capsys.readouterr().out
+    for words in ("Waiting", "Stages", "Slowest samples", "The same batches with", "torch"):
+        assert words in out
+    text = page.read_text()
+    assert text.startswith("<!doctype html>")
+    assert text.count("<svg") == 5
+    assert "width=device-width" in text
+
+
+def test_transforms_are_minatos_alone(loaders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", f"{loaders}:transformed", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told["comparison_s"]) == {"minato"}
+    assert told["run"]["stages"][1]["name"] == "float"
+
+
+@pytest.mark.parametrize(
+    ("factory", "code", "words"),
+    [
+        ("{file}:nothing", 2, "returned a int"),
+        ("{file}:broken", 2, "RuntimeError: no such disk"),
+        ("{file}:ends", 2, "SystemExit: usage: train.py --data FOLDER"),
+        ("{file}:missing", 2, "has no function 'missing'"),
+        ("{file}:constant", 2, "has no function 'constant'"),
+        ("{file}", 2, "write module:function"),
+        ("no_such_module:make", 2, "No module named 'no_such_module'"),
+        ("no/such/file.py:make", 2, "there is no file"),
+        ("{file}:bad_samples", 1, "the loader raised TypeError"),
+        ("{file}:wordy", 1, "the loader raised ValueError: first line;"),
+        ("{file}:wordy_inline", 1, "the loader raised ValueError: first line;"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(
+    factory: str, code: int, words: str, loaders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", factory.format(file=loaders)]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert err.startswith("minato: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--batches", "0"],
+        ["--step-ms", "-1"],
+        ["--html", "no/such/folder/out.html"],
+        ["--html", "."],
+        ["--html", "/proc/version"],
+    ],
+)
+def test_arguments_that_are_not_possible(
+    arguments: list[str], loaders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", f"{loaders}:mine", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert arguments[0] in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["profile"], ["profile", "a:b", "--batches", "x"], ["x"]]
+)
+def test_unknown_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.startswith(f"minato {minato.__version__} (core: ")
+    for ability in ("futex: ", "memfd: ", "NVML: "):
+        assert ability in told
+
+
+def test_nobody_reads(loaders: Path) -> None:
+    command = [sys.executable, "-m", "minato", "profile", f"{loaders}:mine", "--batches", "2"]
+    root = Path(minato.__file__).parents[1]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"},
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, err = process.communicate(timeout=50)
+    assert process.returncode == 1
+    assert b"Traceback" not in err
+
+
+def test_a_file_with_the_name_of_a_module_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "json.py").write_text("def f():\n    return 3\n")
+    before = sys.path.copy()
+    assert main(["profile", f"{tmp_path / 'json.py'}:f"]) == 2
+    assert sys.path == before
+    told = capsys.readouterr().err
+    assert "json.py' has the name of another module, 'json'" in told
+    assert "rename it" in told
+
+
+def test_a_page_that_is_something_else_stays(
+    loaders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("precious")
+    command = ["profile", f"{loaders}:mine", "--html", str(tmp_path / "train.py")]
+    assert main(command) == 2
+    assert "holds something else than a page of minato's" in capsys.readouterr().err
+    assert (tmp_path / "train.py").read_text() == "precious"

@@ -1,0 +1,174 @@
+"""What is done of a pass, what is left of it, and the proof that both are all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minato.errors import CoverageError
+from minato.sampling.coverage import Done, Progress, Tally, number_of, rest_of
+
+
+def ordinals(ranges: Any) -> set[int]:
+    return {ordinal for first, end in ranges for ordinal in range(first, end)}
+
+
+def is_tidy(ranges: Any) -> bool:
+    ends = [end for pair in ranges for end in pair]
+    return ends == sorted(set(ends))
+
+
+@given(st.data())
+def test_ranges_grow_as_sets_do(data: Any) -> None:
+    expected: set[int] = set()
+    done = Done()
+    for _ in range(4):
+        left = [ordinal for ordinal in range(60) if ordinal not in expected]
+        numbers = data.draw(st.sets(st.integers(0, max(len(left) - 1, 0)))) if left else set()
+        expected |= {left[number] for number in numbers}
+        done = Done(done.extended([(number, number + 1) for number in sorted(numbers)]))
+        assert ordinals(done.ranges) == expected
+        assert is_tidy(done.ranges)
+        assert done.end == max(expected, default=-1) + 1
+
+
+def run(progress: Progress, batches: list[list[Any]], delivered: list[list[int]]) -> None:
+    for keys in batches:
+        progress.asked(keys)
+    for numbers in delivered:
+        progress.delivered([number + 100 for number in numbers], 100)
+
+
+def test_whole_batches_are_left() -> None:
+    batches = [[10, 11], [], [12, 13], [14]]
+    progress = Progress(0)
+    run(progress, batches, [[3, 4], [2]])
+    done = progress.done()
+    assert (done.ranges, done.batches) == (((2, 5),), 2)
+    assert list(rest_of(iter(batches), done, mixes=False)) == [[10, 11], [14]]
+    progress = Progress(0, done)
+    run(progress, [[10, 11], [14]], [[2]])
+    assert progress.done().ranges == ((2, 6),)
+    assert list(rest_of(iter(batches), progress.done(), mixes=False)) == [[10, 11]]
+
+
+def test_keys_that_are_left_are_cut_anew() -> None:
+    batches = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    progress = Progress(0)
+    run(progress, batches, [[1, 3, 4]])
+    left = list(rest_of(iter(batches), progress.done(), mixes=True))
+    assert left == [[0, 2, 5], [6, 7, 8], [9]]
+
+
+def test_skipped_keys_shorten_the_last_batch() -> None:
+    batches = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    progress = Progress(0)
+    for keys in batches:
+        progress.asked(keys)
+    progress.skipped([1], 0)
+    progress.delivered([0, 2, 3], 0)
+    done = progress.done()
+    assert list(rest_of(iter(batches), done, mixes=True)) == [[4, 5, 6], [7, 8]]
+    assert list(rest_of(iter(batches), done, mixes=True, drop_last=True)) == [[4, 5, 6]]
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("others", [[[1, 0], [2, 3]], [[0, 2], [1, 3]], [[0]], []])
+def test_another_order_is_refused(mixes: bool, others: list[list[int]]) -> None:
+    progress = Progress(0)
+    run(progress, [[0, 1], [2, 3]], [[0, 1], [2, 3]] if others[:1] == [[1, 0]] else [[0, 1]])
+    if others[:1] == [[1, 0]]:  # the same keys in one batch: nothing is lost
+        assert list(rest_of(iter(others), progress.done(), mixes)) == []
+        return
+    with pytest.raises(ValueError, match="gives other keys than when the state was taken"):
+        list(rest_of(iter(others), progress.done(), mixes))
+
+
+@given(st.data())
+def test_nothing_is_lost_however_often_a_pass_is_resumed(data: Any) -> None:
+    size = data.draw(st.integers(0, 40))
+    batch_size = data.draw(st.integers(1, 7))
+    mixes, drop_last = data.draw(st.booleans()), data.draw(st.booleans())
+    keys = data.draw(st.permutations(range(size)))
+    end = size // batch_size * batch_size if drop_last else size
+    batches = [keys[i : i + batch_size] for i in range(0, end, batch_size)]
+    random = data.draw(st.randoms(use_true_random=False))
+    got: list[int] = []
+    done = Done()
+    rounds = 0
+    while True:
+        progress = Progress(0, done)
+        left = list(rest_of(iter(batches), done, mixes, drop_last))
+        assert len(left) == len(batches) - done.batches
+        for batch in left:
+            progress.asked(batch)
+        flat = [key for batch in left for key in batch]
+        if mixes:
+            numbers = list(range(len(flat)))
+            for i in range(len(numbers)):  # nobody comes much too late
+                j = min(len(numbers) - 1, i + random.randrange(9))
+                numbers[i], numbers[j] = numbers[j], numbers[i]
+            sizes = [len(batch) for batch in left]
+            cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+            parts = [numbers[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        else:
+            starts = [sum(map(len, left[:i])) for i in range(len(left))]
+            parts = [
+                list(range(at, at + len(batch))) for at, batch in zip(starts, left, strict=True)
+            ]
+            random.shuffle(parts)
+        parts = parts[: random.randrange(len(parts) + 1)] if rounds < 3 else parts
+        for part in parts:
+            progress.delivered(part, 0)
+            got += [flat[number] for number in part]
+        done = progress.done()
+        rounds += 1
+        if rounds == 4:
+            break
+    assert sorted(got) == sorted(key for batch in batches for key in batch)
+    progress.finish()
+    assert progress.coverage().complete
+
+
+def test_the_end_of_a_pass_that_lost_or_repeated_keys_raises() -> None:
+    progress = Progress(3)
+    run(progress, [[0, 1, 2]], [[0, 1]])
+    with pytest.raises(CoverageError, match=r"epoch 3 .* asked for 3 samples, delivered 2, "):
+        progress.finish()
+    progress = Progress(3)
+    run(progress, [[0, 1]], [[0, 1], [1]])
+    with pytest.raises(CoverageError, match="repeated 1"):
+        progress.finish()
+    progress = Progress(3)
+    run(progress, [[0, 1]], [[0, 1]])
+    progress.finish()
+    progress.finish()
+    assert progress.finished
+
+
+def test_coverage_of_a_pass_under_way() -> None:
+    progress = Progress(1)
+    run(progress, [[4, 5], [6]], [[0, 1]])
+    coverage = progress.coverage()
+    assert [tally.samples for tally in (coverage.asked, coverage.delivered)] == [3, 2]
+    assert (coverage.outstanding.samples, coverage.skipped) == (1, Tally(0, 0))
+    assert not coverage.complete
+    other = Progress(1)
+    run(other, [[6], [5, 4]], [[0]])
+    assert other.coverage().asked == coverage.asked
+    assert other.coverage().delivered == coverage.outstanding
+
+
+def test_numbers_of_keys() -> None:
+    assert number_of(np.int64(-3)) == number_of(torch.tensor(-3)) == -3
+    assert number_of(True) == 1
+    distinct = ["a", "b", "\ud800", b"a", ("a", 1), (1, "a"), ("a", (1,)), None, 1.5, (), 2**70]
+    assert len({number_of(key) for key in distinct}) == len(distinct)
+    assert number_of(["a", 1]) == number_of(("a", 1))
+    assert number_of("a" * 3) == number_of("".join(["a", "aa"]))
+    assert number_of(lambda: 0) == 0  # counted, and no more

@@ -1,0 +1,138 @@
+"""Samplers whose order is known ahead, and the keys of batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from minato.sampling.samplers import SeededSampler, batches_of, next_sampler, sizes_of
+
+DATA = range(20)
+
+
+def permutation(seed: int, epoch: int, size: int = 20) -> list[int]:
+    sampler = SeededSampler(range(size), seed)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def test_order_is_a_function_of_seed_and_epoch() -> None:
+    before = torch.get_rng_state()
+    orders = {(seed, epoch): permutation(seed, epoch) for seed in (0, 1, -1) for epoch in (0, 1, 2)}
+    assert all(sorted(order) == list(DATA) for order in orders.values())
+    assert len({tuple(order) for order in orders.values()}) == 9
+    torch.manual_seed(99)
+    assert {key: permutation(*key) for key in orders} == orders
+    torch.set_rng_state(before)
+
+
+def test_size_is_that_of_the_data_when_asked() -> None:
+    data = list(range(3))
+    sampler = SeededSampler(data, 5)
+    assert isinstance(sampler, RandomSampler)  # by which trainers know that a loader shuffles
+    assert len(sampler) == 3
+    data.append(3)
+    assert len(sampler) == 4
+    assert sorted(sampler) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="num_samples should be a positive integer"):
+        SeededSampler([], 5)  # as torch, which shuffles nothing either
+
+
+def test_keys_of_batches() -> None:
+    assert list(batches_of([[1, 2], (3,), []], batched=True)) == [[1, 2], [3], []]
+    assert list(batches_of([1, (2, 3)], batched=False)) == [[1], [(2, 3)]]
+    given = [(1, 2), [3]]
+    as_given = list(batches_of(given, batched=True, whole=True))
+    assert as_given == given
+    assert [type(keys) for keys in as_given] == [tuple, list]
+
+
+def test_batches_are_copies() -> None:
+    keys = [1, 2]
+    (batch,) = batches_of([keys], batched=True)
+    keys.append(3)
+    assert batch == [1, 2]
+
+
+def test_batches_are_drawn_one_by_one() -> None:
+    drawn = []
+
+    def sampler() -> Any:
+        for key in DATA:
+            drawn.append(key)
+            yield [key]
+
+    batches = batches_of(sampler(), batched=True)
+    assert next(batches) == [0]
+    assert drawn == [0]
+
+
+def test_sizes_of_batches_of_a_stream() -> None:
+    assert list(sizes_of([[None] * 3, [None]], batched=True)) == [[3], [1]]
+    assert list(sizes_of([None, None], batched=False)) == [[1], [1]]
+
+
+# ---- the next epoch -------------------------------------------------------------------------
+
+
+def test_next_epoch_of_known_samplers() -> None:
+    sequential = SequentialSampler(DATA)
+    assert list(next_sampler(sequential)) == list(DATA)
+    seeded = SeededSampler(DATA, 3)
+    seeded.set_epoch(6)
+    assert list(next_sampler(seeded)) == permutation(3, 7)
+    assert seeded.epoch == 6
+    distributed = DistributedSampler(list(DATA), num_replicas=2, rank=1)
+    distributed.set_epoch(2)
+    now = list(distributed)
+    later = list(next_sampler(distributed))
+    assert list(distributed) == now
+    distributed.set_epoch(3)
+    assert list(distributed) == later != now
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_next_epoch_of_a_batch_sampler(drop_last: bool) -> None:
+    inner = SeededSampler(DATA, 3)
+    later = next_sampler(BatchSampler(inner, 3, drop_last))
+    order = permutation(3, 1)
+    expected = [order[i : i + 3] for i in range(0, 18 if drop_last else 20, 3)]
+    assert list(later) == expected
+    assert inner.epoch == 0
+
+
+class Own(SequentialSampler):
+    """May do anything."""
+
+
+class OwnBatches(BatchSampler):
+    """May do anything, too."""
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(DATA),
+        RandomSampler(DATA, generator=torch.Generator()),
+        SubsetRandomSampler(DATA),
+        WeightedRandomSampler([1.0, 2.0], 3),
+        Own(DATA),
+        OwnBatches(SequentialSampler(DATA), 2, False),
+        BatchSampler(RandomSampler(DATA), 2, False),
+        [[1, 2], [3]],
+        list(DATA),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_next_epoch_of_others_is_not_known(sampler: Any) -> None:
+    assert next_sampler(sampler) is None

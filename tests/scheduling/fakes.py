@@ -1,0 +1,240 @@
+"""A ledger with everything around it that the scheduler needs, all of it in this thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from minato._core.codes import MUST_COLLATE, SAMPLE_BLOB
+from minato._core.ledger import Ledger
+from minato._core.segment import Segment
+from minato._core.wait import Gate
+from minato.scheduling.assignment import AnyWorker
+from minato.scheduling.batches import InFlight, Order
+from minato.scheduling.dispatcher import Dispatcher
+from minato.scheduling.prefetch_window import Window
+from tests.protocol import deliver, delivery
+
+SLOT_BYTES = 1 << 16
+
+
+class Range(NamedTuple):
+    """A slot."""
+
+    start: int
+    end: int
+
+
+class Slots:
+    """Hands out ranges, and knows which are taken."""
+
+    def __init__(self) -> None:
+        self.taken: set[Range] = set()
+        self._made = 0
+
+    def acquire(self) -> Range:
+        self._made += 1
+        slot = Range(self._made * SLOT_BYTES, (self._made + 1) * SLOT_BYTES)
+        self.taken.add(slot)
+        return slot
+
+    def release(self, slot: Range, used_bytes: int = 0) -> None:
+        self.taken.remove(slot)
+
+
+class Keys:
+    """Keeps keys that are no integers."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Any] = {}
+
+    def put(self, allocate: Callable[[int], int], value: Any) -> tuple[int, int]:
+        offset = allocate(64)
+        self.kept[offset] = value
+        return offset, 64
+
+    def drop(self, offset: int) -> None:
+        del self.kept[offset]
+
+
+class Pool:
+    """Workers that do what a test tells them whenever the consumer waits."""
+
+    def __init__(self) -> None:
+        self.script: list[Callable[[], Any]] = []
+        self.waits = 0
+        self.dead: Exception | None = None
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        self.waits += 1
+        assert self.script, "the consumer waits, and nobody works"
+        self.script.pop(0)()
+
+    def check(self) -> None:
+        if self.dead is not None:
+            raise self.dead
+
+
+class Account:
+    """Writes down what becomes of a pass."""
+
+    def __init__(self) -> None:
+        self.delivered_numbers: list[list[int]] = []
+        self.skipped_numbers: list[int] = []
+        self.finished: list[bool] = []
+
+    def delivered(
+        self, positions: list[int], start: int, num_slow: int = 0, samples: Any = None
+    ) -> None:
+        self.delivered_numbers.append([position - start for position in positions])
+
+    def skipped(self, positions: list[int], start: int) -> None:
+        self.skipped_numbers += [position - start for position in positions]
+
+    def finish(self, dropped: bool = False) -> None:
+        self.finished.append(dropped)
+
+
+class Lease(NamedTuple):
+    """A claimed run of samples."""
+
+    worker: int
+    batch: int
+    k: int
+    count: int
+
+
+class Bench:
+    """A dispatcher, and workers that are steps of the test.
+
+    Args:
+        fixed: Batches in flight; None: as many as the budget allows.
+    """
+
+    def __init__(
+        self,
+        order: str = "strict",
+        max_lag: int = 0,
+        fixed: int | None = 4,
+        *,
+        workers: int = 3,
+        batches: int = 32,
+        positions: int = 256,
+        timeout_s: float = 0.0,
+        one_pass: bool = False,
+    ) -> None:
+        sizes = (workers, batches, positions)
+        self.segment = Segment(Ledger.nbytes(*sizes))
+        self.ledger = Ledger(self.segment.array, sizes, self.segment.descriptor)
+        self.slots = Slots()
+        self.keys = Keys()
+        self.pool = Pool()
+        how = Order(order, max_lag)
+        self.window = Window(workers, fixed, 10**9, None if how.bound else max_lag)
+        self.discarded: list[int] = []
+        self.dispatcher = Dispatcher(
+            self.ledger,
+            Gate(self.segment.array, self.ledger.ready_gate_offset),
+            self.pool,
+            self.slots,
+            self.window,
+            how,
+            AnyWorker(),
+            self.keys,
+            self._discard,
+            timeout_s,
+            one_pass,
+        )
+
+    def _discard(self, record: int, slot: Range) -> None:
+        self.discarded.append(record)
+        self.slots.release(slot)
+
+    # ---- the consumer
+
+    def begin(
+        self, batches: Iterable[Any], epoch: int = 0, seed: int = 0, expected: Any = None
+    ) -> bool:
+        self.account = Account()
+        right = self.dispatcher.begin(batches, epoch, seed, lambda: expected, self.account)
+        self.dispatcher.refill()
+        return right
+
+    def next(self) -> list[Any]:
+        """Keys of the next batch, as they were when it was opened."""
+        return self.take().keys
+
+    def take(self) -> InFlight:
+        item = self.dispatcher.next()
+        self.slots.release(item.slot)
+        self.dispatcher.done(item, 100)
+        self.dispatcher.deliver(item)
+        return item
+
+    def rest(self) -> list[list[Any]]:
+        """Keys of all further batches."""
+        found = []
+        while True:
+            try:
+                found.append(self.next())
+            except StopIteration:
+                return found
+
+    # ---- the workers
+
+    def claim(self, worker: int = 0, count: int = 1) -> Lease:
+        lease = self.ledger.claim(worker, count)
+        assert lease is not None, "nothing to claim"
+        return Lease(worker, *lease)
+
+    def finish(self, lease: Lease, late: bool = False) -> list[int]:
+        """Put results in their places, as a worker with a ``collate_fn``; returns in which batch each is."""
+        _, first, size, bound, *_ = self.ledger.describe(lease.batch)
+        first += lease.k
+        if bound:
+            self._deliver(lease, first, "whole" if lease.count == size else "samples")
+            return [lease.batch] * lease.count
+        batches = []
+        for position in range(first, first + lease.count):
+            place, batch, _ = self.ledger.reserve(lease.worker, position, late)
+            self.ledger.attach(place, 64 | SAMPLE_BLOB, 0)
+            self._finished(batch, self.ledger.fill(lease.worker, position, place))
+            batches.append(batch)
+        return batches
+
+    def _deliver(self, lease: Lease, start: int, path: str) -> None:
+        ledger, batch = self.ledger, lease.batch
+
+        def write(first: int, count: int) -> None:
+            for place in range(start + first, start + first + count):
+                ledger.attach(place, 64 | SAMPLE_BLOB, 0)
+
+        def fill(first: int, count: int) -> None:
+            outcome = ledger.fill_run(lease.worker, batch, lease.k + first, count)
+            self._finished(batch, outcome)
+
+        def result(*_: int) -> None:
+            ledger.set_result(batch, 64 | SAMPLE_BLOB, 0)
+
+        deliver(delivery(path, lease.count), {"write": write, "fill": fill, "result": result})
+
+    def _finished(self, batch: int, outcome: int) -> None:
+        if outcome == MUST_COLLATE:
+            self.ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)
+
+    def work(self, samples: int, worker: int = 0) -> None:
+        """Claim and finish so many samples, one by one."""
+        for _ in range(samples):
+            self.finish(self.claim(worker))
+
+    def work_all(self) -> None:
+        """Claim and finish all there is."""
+        while (lease := self.ledger.claim(0, 1)) is not None:
+            if lease[2]:
+                self.finish(Lease(0, *lease))
+            else:
+                self.ledger.set_ready(lease[0], 64 | SAMPLE_BLOB, 0)
+
+    def always_work(self, times: int = 1000) -> None:
+        """Let the workers do everything whenever the consumer waits."""
+        self.pool.script = [self.work_all] * times

@@ -1,0 +1,417 @@
+"""The consumer's side of the schedule: which batches are open, and which comes next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minato.scheduling.batches import Order
+from tests.scheduling.fakes import Bench
+
+PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+def test_strict_gives_batches_in_order_though_they_are_finished_in_another() -> None:
+    bench = Bench("strict", fixed=3)
+    bench.begin(PAIRS)
+    leases = [bench.claim(count=2) for _ in range(3)]
+    bench.pool.script = [lambda: bench.finish(leases[2]), lambda: bench.finish(leases[0])]
+    assert bench.next() == [0, 1]
+    assert bench.pool.script == []
+    bench.finish(leases[1])
+    assert [bench.next(), bench.next()] == [[2, 3], [4, 5]]
+    bench.always_work()
+    assert bench.rest() == PAIRS[3:]
+
+
+def test_batch_order_gives_the_first_that_is_complete() -> None:
+    bench = Bench("batch", fixed=3)
+    bench.begin(PAIRS[:3])
+    leases = [bench.claim(count=2) for _ in range(3)]
+    bench.finish(leases[2])
+    assert bench.next() == [4, 5]
+    bench.finish(leases[0])
+    bench.finish(leases[1])
+    assert bench.rest() == [[0, 1], [2, 3]]
+
+
+def test_arrival_fills_the_oldest_batch_with_whatever_is_ready() -> None:
+    bench = Bench("arrival", max_lag=10, fixed=4)
+    bench.begin(PAIRS[:4])
+    slow = bench.claim()
+    first = bench.dispatcher._open[0].record
+    assert bench.finish(bench.claim()) == bench.finish(bench.claim()) == [first]
+    assert bench.take().record == first
+    second = bench.dispatcher._open[0].record
+    assert bench.finish(slow) == [second]
+    bench.always_work()
+    assert len(bench.rest()) == 3
+
+
+@pytest.mark.parametrize("max_lag", [2, 3])
+def test_arrival_binds_a_sample_before_it_is_too_late(max_lag: int) -> None:
+    bench = Bench("arrival", max_lag=max_lag, fixed=8)
+    bench.begin(PAIRS)
+    assert bench.dispatcher.num_open == max_lag  # else samples would be bound before they are late
+    slow = bench.claim()
+    records = [item.record for item in bench.dispatcher._open]
+    for _ in range(max_lag):
+        bench.work(2)
+        bench.take()
+        bench.dispatcher.refill()
+        records.append(bench.dispatcher._open[-1].record)
+    bench.work_all()
+    finished: list[int] = []
+    bench.pool.script = [lambda: finished.extend(bench.finish(slow))]
+    assert bench.take().record == records[max_lag]  # and not the next, which is complete
+    assert finished == [records[max_lag]]
+    bench.always_work()
+    assert len(bench.rest()) == 6 - max_lag - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "max_lag", "bound"),
+    [("strict", 9, True), ("batch", 9, True), ("arrival", 0, True), ("fast_first", 1, True)]
+    + [("arrival", 2, False), ("fast_first", 9, False)],
+)
+def test_orders_that_give_each_sample_its_own_place(name: str, max_lag: int, bound: bool) -> None:
+    assert Order(name, max_lag).bound is bound
+
+
+def test_fast_first_puts_late_samples_into_the_newest_batch() -> None:
+    bench = Bench("fast_first", max_lag=10, fixed=3)
+    bench.begin(PAIRS[:3])
+    records = [item.record for item in bench.dispatcher._open]
+    assert bench.finish(bench.claim(), late=True) == [records[2]]
+    assert bench.finish(bench.claim(), late=False) == [records[0]]
+    bench.ledger.waiting = True
+    assert bench.finish(bench.claim(), late=True) == [records[0]]
+
+
+def test_no_more_batches_are_open_than_the_window_allows() -> None:
+    bench = Bench(fixed=3)
+    bench.begin(PAIRS)
+    assert bench.dispatcher.num_open == 3
+    bench.work(2)
+    bench.dispatcher.next()
+    assert bench.dispatcher.num_open == 2
+    bench.dispatcher.refill()
+    assert bench.dispatcher.num_open == 3
+
+
+def test_batches_are_opened_several_at_once_but_never_while_the_consumer_waits() -> None:
+    bench = Bench(fixed=None, workers=8)
+    bench.begin([[i] for i in range(40)])
+    counts = []
+    for _ in range(4):
+        bench.work(1)
+        bench.take()
+        bench.dispatcher.top_up()
+        counts.append(bench.dispatcher.num_open)
+    assert counts == [15, 16, 15, 16]  # an eighth of sixteen
+    bench.work(1)
+    bench.take()
+    waiting = []
+    bench.pool.script = [lambda: (waiting.append(bench.dispatcher.num_open), bench.work(1))]
+    bench.take()
+    assert waiting == [16]
+
+
+def test_a_fixed_window_is_kept_full() -> None:
+    bench = Bench(fixed=16)
+    bench.begin([[i] for i in range(40)])
+    for _ in range(4):
+        bench.work(1)
+        bench.take()
+        bench.dispatcher.top_up()
+        assert bench.dispatcher.num_open == 16
+
+
+def test_the_window_grows_when_everything_is_claimed_and_the_consumer_waits() -> None:
+    bench = Bench(fixed=None, workers=1)
+    bench.begin([[i] for i in range(12)])
+    assert bench.dispatcher.num_open == 2
+    straggler = bench.claim()
+    bench.work_all()
+    seen = []
+
+    def later() -> None:
+        seen.append(bench.dispatcher.num_open)
+        if len(seen) < 6:
+            bench.work_all()
+        else:
+            bench.finish(straggler)
+
+    bench.pool.script = [later] * 6
+    assert bench.next() == [0]
+    assert seen == [3, 4, 5, 6, 7, 8]
+
+
+def test_the_window_does_not_grow_while_there_is_something_to_claim() -> None:
+    bench = Bench(fixed=None, workers=1)
+    bench.begin([[i] for i in range(12)])
+    bench.pool.script = [lambda: bench.finish(bench.claim())]
+    assert bench.next() == [0]
+    assert bench.window.limit == 2
+
+
+def test_keys_that_are_no_integers_are_kept_until_the_batch_is_done() -> None:
+    bench = Bench(fixed=5)
+    batches = [["a", 1], [True], [2**63], [-(2**63), 2**63 - 1], [(1, 2)]]
+    bench.begin(batches)
+    assert [keys for keys in bench.keys.kept.values()] == [["a", 1], [True], [2**63], [(1, 2)]]
+    bench.always_work()
+    assert bench.rest() == batches
+    assert bench.keys.kept == {}
+    assert bench.slots.taken == set()
+
+
+def test_an_empty_batch_has_a_place_for_its_result() -> None:
+    bench = Bench()
+    bench.begin([[], [1]])
+    lease = bench.claim()
+    assert lease.count == 1
+    bench.finish(lease)
+    assert bench.next() == []
+    bench.always_work()
+    assert bench.rest() == [[1]]
+
+
+def test_the_end_of_a_pass() -> None:
+    bench = Bench(fixed=2)
+    bench.begin([])
+    assert bench.dispatcher.over
+    assert bench.rest() == []
+    bench.begin(PAIRS[:1])
+    bench.dispatcher.refill()
+    assert not bench.dispatcher.over
+    bench.work_all()
+    assert bench.rest() == PAIRS[:1]
+    assert bench.dispatcher.over
+    assert bench.rest() == []
+
+
+def test_workers_may_leave_when_the_only_pass_runs_dry() -> None:
+    for one_pass in (True, False):
+        bench = Bench(fixed=2, one_pass=one_pass)
+        bench.begin(PAIRS[:3])
+        assert not bench.ledger.draining
+        bench.always_work()
+        assert bench.rest() == PAIRS[:3]
+        assert bench.ledger.draining is one_pass
+
+
+# ---- what goes wrong ------------------------------------------------------------------------
+
+
+def test_timeout() -> None:
+    bench = Bench(timeout_s=0.02)
+    bench.begin(PAIRS)
+    bench.pool.script = [lambda: None] * 10**6
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.02 seconds"):
+        bench.next()
+    assert bench.ledger.waiting is False
+    bench.always_work()
+    assert bench.next() == [0, 1]
+
+
+def test_dead_workers_are_noticed_while_waiting() -> None:
+    bench = Bench()
+    bench.begin(PAIRS)
+    bench.pool.script = [lambda: None]
+    bench.pool.dead = RuntimeError("somebody died")
+    with pytest.raises(RuntimeError, match="somebody died"):
+        bench.next()
+    assert bench.ledger.waiting is False
+
+
+def test_a_batch_larger_than_everything_in_flight_is_refused() -> None:
+    bench = Bench(positions=16)
+    bench.begin([[1] * 16])
+    with pytest.raises(ValueError, match="a batch of 17 samples is more than the 16.*batch_size"):
+        bench.begin([[1] * 17])
+
+
+def test_batches_wait_for_positions_and_records() -> None:
+    bench = Bench(positions=16, batches=3, fixed=10)
+    batches = [[i] * 6 for i in range(9)]
+    bench.begin(batches)
+    assert bench.dispatcher.num_open == 2
+    bench.always_work()
+    assert bench.rest() == batches
+    small = Bench(positions=64, batches=3, fixed=10)
+    small.begin(batches)
+    assert small.dispatcher.num_open == 3
+    small.always_work()
+    assert small.rest() == batches
+
+
+def test_errors_of_the_sampler_come_through() -> None:
+    def broken() -> Any:
+        yield [1]
+        raise LookupError("no more")
+
+    bench = Bench()
+    with pytest.raises(LookupError, match="no more"):
+        bench.begin(broken())
+    bench.work_all()
+    assert bench.rest() == [[1]]
+
+
+# ---- passes ---------------------------------------------------------------------------------
+
+
+def test_a_new_pass_drops_what_is_open() -> None:
+    bench = Bench(fixed=3)
+    bench.begin(PAIRS)
+    running = bench.claim(count=2)
+    finished = bench.claim(count=2)
+    bench.finish(finished)
+    bench.begin([[20], [21]])
+    # Not even the finished one is given back while a sample of its pass still runs.
+    assert bench.discarded == []
+    bench.work_all()
+    assert bench.next() == [20]
+    bench.finish(running)
+    assert bench.rest() == [[21]]
+    assert len(bench.discarded) == 3
+    assert bench.slots.taken == set()
+
+
+def test_a_dropped_pass_waits_for_samples_whose_batch_was_delivered() -> None:
+    # Such a sample needs a place in one of the batches that were dropped.
+    bench = Bench("arrival", max_lag=10, fixed=3)
+    bench.begin(PAIRS)
+    slow = bench.claim()
+    bench.work(2)
+    bench.take()
+    bench.begin([[20], [21]])
+    assert bench.discarded == []
+    (batch,) = bench.finish(slow)
+    bench.dispatcher.cancel_all()
+    assert batch in bench.discarded
+    assert bench.slots.taken == set()
+
+
+def test_a_dropped_pass_that_takes_up_all_room_is_swept_while_the_next_one_waits() -> None:
+    bench = Bench(fixed=2, positions=4)
+    bench.begin([[1, 2], [3, 4]])
+    running = bench.claim()
+    bench.begin([[5, 6]])
+    bench.pool.script = [lambda: bench.finish(running), lambda: None, bench.work_all]
+    assert bench.rest() == [[5, 6]]
+
+
+def test_many_dropped_passes_with_running_samples() -> None:
+    bench = Bench(fixed=2, workers=10)
+    running = []
+    for number in range(7):
+        bench.begin([[number], [number]])
+        running.append(bench.claim(number))
+    # The ledger tells so many passes apart and no more: the next one waits for one of these.
+    bench.pool.script = [lambda: [bench.finish(lease) for lease in running]]
+    bench.begin([[50]])
+    bench.begin([[51]])
+    assert bench.pool.script == []
+    bench.always_work()
+    assert bench.rest() == [[51]]
+    assert bench.slots.taken == set()
+
+
+def foretold(*batches: list[int], epoch: int = 1, seed: int = 0) -> Any:
+    return list(batches), epoch, seed
+
+
+def test_the_next_pass_is_opened_ahead() -> None:
+    bench = Bench(fixed=4)
+    bench.begin(PAIRS[:2], expected=foretold([9, 8], [7, 6], [5, 4]))
+    assert bench.dispatcher.num_open == 4
+    ahead = [item.record for item in bench.dispatcher._ahead]
+    bench.work_all()
+    assert bench.rest() == PAIRS[:2]
+    assert bench.begin([[9, 8], [7, 6], [5, 4]], epoch=1)
+    assert [item.record for item in bench.dispatcher._open][:2] == ahead
+    bench.pool.script = [bench.work_all]
+    assert bench.rest() == [[9, 8], [7, 6], [5, 4]]
+
+
+@pytest.mark.parametrize(
+    ("batches", "epoch", "seed"),
+    [
+        ([[9, 8], [6, 7]], 1, 0),
+        ([[9, 8]], 1, 0),
+        ([], 1, 0),
+        ([[9, 8], [7, 6]], 2, 0),
+        ([[9, 8], [7, 6]], 1, 5),
+    ],
+)
+def test_wrong_expectations_are_dropped(batches: list[list[int]], epoch: int, seed: int) -> None:
+    bench = Bench(fixed=4)
+    bench.begin(PAIRS[:2], expected=foretold([9, 8], [7, 6]))
+    bench.work_all()
+    assert bench.rest() == PAIRS[:2]
+    assert not bench.begin(batches, epoch, seed)
+    assert len(bench.discarded) == 2
+    opened = bench.dispatcher._open
+    assert all(bench.ledger.describe(item.record)[4:6] == (epoch, seed) for item in opened)
+    bench.always_work()
+    assert bench.rest() == batches
+    assert bench.slots.taken == set()
+
+
+def test_nothing_is_opened_ahead_of_an_unknown_pass() -> None:
+    bench = Bench(fixed=4)
+    bench.begin(PAIRS[:2], expected=None)
+    assert bench.dispatcher.num_open == 2
+    bench.work_all()
+    assert bench.rest() == PAIRS[:2]
+    assert bench.begin(PAIRS)
+
+
+def test_an_early_end_drops_what_was_opened_ahead_too() -> None:
+    bench = Bench(fixed=4)
+    bench.begin(PAIRS[:2], expected=foretold([9, 8], [7, 6]))
+    bench.dispatcher.cancel_all()
+    assert len(bench.discarded) == 4
+    assert bench.slots.taken == set()
+
+
+def test_samples_of_the_next_pass_do_not_stray_into_this_one() -> None:
+    bench = Bench("arrival", max_lag=10, fixed=4)
+    bench.begin(PAIRS[:2], expected=foretold([9, 8], [7, 6]))
+    slow = [bench.claim(), bench.claim(1)]
+    ahead = {item.record for item in bench.dispatcher._ahead}
+    bench.work(2)
+    bench.take()
+    assert set(bench.finish(bench.claim())) <= ahead
+    places = {batch for lease in slow for batch in bench.finish(lease)}
+    assert not places & ahead
+    bench.take()
+    assert bench.begin([[9, 8], [7, 6]], epoch=1)
+    bench.always_work()
+    assert len(bench.rest()) == 2
+
+
+def test_late_samples_are_bound_across_an_expected_beginning() -> None:
+    # Two batches of the next pass are opened ahead; the third one must bind samples of the first.
+    bench = Bench("arrival", max_lag=2)
+    following = [[i] for i in range(20, 26)]
+    bench.begin([[0]], expected=foretold(*following))
+    bench.work(1)
+    bench.take()
+    bench.dispatcher.refill()
+    assert len(bench.dispatcher._ahead) == 2
+    slow = bench.claim()
+    bench.work(1)
+    assert bench.begin(following, epoch=1)
+    bench.take()
+    bench.dispatcher.refill()
+    third = bench.dispatcher._open[1].record
+    bench.work_all()
+    bench.pool.script = [lambda: bound.extend(bench.finish(slow))]
+    bound: list[int] = []
+    bench.take()
+    assert bound == []
+    bench.take()
+    assert bound == [third]

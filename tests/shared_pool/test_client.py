@@ -1,0 +1,134 @@
+"""What a rank that does not host the pool keeps of the host's memory, and how long it waits for the host."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minato import DataLoader
+from minato.batching.arena import Slot
+from minato.shared_pool.channel import connected
+from minato.shared_pool.client import Link
+from minato.shared_pool.listener import Switchboard
+from minato.shared_pool.meeting import Meeting
+from minato.shared_pool.messages import Greeting, from_host
+from tests.datasets import TOO_MANY_WORKERS, Filled, Numbers, indices
+from tests.shared_pool.jobs import Job, run, until
+
+pytestmark = [
+    pytest.mark.filterwarnings(TOO_MANY_WORKERS),
+    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
+    pytest.mark.timeout(90),
+]
+
+
+def loader_of(dataset: Any, **arguments: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, 2, num_workers=1, shared_pool=True, **arguments)
+
+
+@pytest.fixture
+def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Meeting:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return Meeting(0, "a job")
+
+
+def test_batches_are_held_while_arenas_take_turns() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Filled(16, 8))
+        batches, held = iter(loader), []
+        held.append(next(batches))
+        for _ in range(2):
+            batches = iter(loader)  # the last one still has its arena
+            held.append(next(batches))
+        gc.collect()
+        if rank == 1:
+            annexes = loader._sharing._link._annexes
+            assert [annex.num_leased for annex in annexes.values()] == [2, 1]
+        held.clear()
+        last = [batch[:, 0].tolist() for batch in loader]
+        together.wait(20)
+        if rank == 0:
+            assert batches is not None  # it has the first arena
+            assert loader._sharing._hub._arenas[0].num_leased == 0
+        together.wait(20)
+        return last
+
+    assert run(program)[1] == [[1, 3], [5, 7], [9, 11], [13, 15]]
+
+
+def test_a_rank_that_comes_again_is_told_of_no_memory_it_has_not(tmp_path: Path) -> None:
+    place = Slot(4096, 8192)
+
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(40), on_rank_death="wait")
+        if (tmp_path / "ended").exists():
+            loader.set_epoch(1)
+            found = indices(loader)
+            return len(found), place in [slot for _, slot in loader._sharing._link.given_back()]
+        batches = iter(loader)
+        next(batches)
+        together.wait(20)
+        if rank == 1:
+            (tmp_path / "ended").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        hub = loader._sharing._hub
+        until(lambda: hub._seats[1].gone is not None)
+        hub._arenas[0].given_back.append(place)
+        for _ in range(5):  # so many that one is fetched now
+            next(batches)
+        assert (hub._arenas[0].segment, place) in hub.given_back()
+        found = indices(loader)
+        assert batches is not None  # it has the first arena
+        return len(found), len(hub._arenas)
+
+    with Job(program) as job:
+        job.processes[1].join(20)
+        job.start(1)
+        assert job.results() == [(10, 2), (10, False)]
+
+
+def test_a_host_that_lives_and_does_not_iterate() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(8))
+        epochs = [indices(loader)]
+        if rank == 1:
+            link = loader._sharing._link
+            patience_s, link._patience_s = link._patience_s, 0.0
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=r"local rank 0 .* has not begun the next"):
+                    iter(loader)
+                loader.set_epoch(1)
+            link._patience_s = patience_s
+        together.wait(20)
+        return [*epochs, *(indices(loader) for _ in range(2))]
+
+    assert run(program) == [[[[0, 2], [4, 6]]] * 3, [[[1, 3], [5, 7]]] * 3]
+
+
+def test_a_host_that_lives_and_does_not_answer(meeting: Meeting) -> None:
+    listener, _ = meeting.listen()
+    with (
+        listener,
+        pytest.raises(RuntimeError, match=r"local rank 0 .* has not given this rank its place"),
+    ):
+        Link(meeting, Greeting(1, 1, {}), patience_s=0.0)
+
+
+def test_nobody_reaches_a_host_that_is_through_by_what_its_children_keep(
+    meeting: Meeting,
+) -> None:
+    switchboard = Switchboard(meeting, lambda *_: None, lambda _: None)
+    with switchboard._server._listener.dup():  # as a forked child has it
+        for left in (tmp := Path(meeting.directory)).iterdir():  # as if they had not been removed
+            left.rename(tmp / f"{left.name}.kept")
+        switchboard.close()
+        for kept in tmp.iterdir():
+            kept.rename(kept.with_suffix(""))
+        with pytest.raises(TimeoutError, match="has not begun to iterate"):
+            connected(meeting, 0.0, from_host)

@@ -1,0 +1,282 @@
+"""Ranks that share a pool, interrupted and gone on with in the middle of an epoch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from minato import CostBatchSampler, DataLoader
+from minato.sampling.coverage import Done, Progress, rest_of
+from minato.sampling.rank_progress import Part, united
+from minato.shared_pool import session
+from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Filled, Numbers, flat, indices
+from tests.delivery.recorder import Recorder
+from tests.shared_pool.jobs import Failure, Job, run
+
+pytestmark = [
+    pytest.mark.filterwarnings(TOO_MANY_WORKERS),
+    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
+    pytest.mark.timeout(90),
+]
+SIZE = 46  # each of two ranks: five batches of four and one of three
+
+
+def loader_of(dataset: Any, batch_size: int = 4, **arguments: Any) -> DataLoader[Any]:
+    fixed = {"num_workers": 1, "shared_pool": True, "shuffle": True, "seed": 3}
+    return DataLoader(dataset, batch_size, **{**fixed, **arguments})
+
+
+def stretch(states: list[str | None], takes: tuple[int, ...], **arguments: Any) -> Any:
+    """Each rank goes on from its state and takes so many batches; returns these, and the new states."""
+
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(SIZE), **arguments)
+        state = states[rank]
+        if state is not None:
+            loader.load_state_dict(json.loads(state))
+            assert json.dumps(loader.state_dict()) == state
+        batches = iter(loader)
+        taken = [next(batches).tolist() for _ in range(takes[rank])]
+        state = json.dumps(loader.state_dict())
+        together.wait(20)
+        return taken, state
+
+    taken, found = zip(*run(program, len(takes)), strict=True)
+    return list(taken), list(found)
+
+
+def rest(states: list[str], **arguments: Any) -> list[Any]:
+    """What each rank gets of the epoch that its state is of, and in the next two."""
+
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(SIZE), **arguments)
+        loader.load_state_dict(json.loads(states[rank]))
+        return [indices(loader) for _ in range(3)]
+
+    return run(program, len(states))
+
+
+def expected(rank: int, epoch: int) -> list[list[int]]:
+    sampler = DistributedSampler(Numbers(SIZE), 2, rank, shuffle=True, seed=3)
+    sampler.set_epoch(epoch)
+    return list(BatchSampler(sampler, 4, drop_last=False))
+
+
+@pytest.mark.parametrize(("order", "persistent"), [*zip(ORDERS, [True, False] * 2, strict=True)])
+def test_what_is_left_is_the_rest_of_the_epoch(order: str, persistent: bool) -> None:
+    arguments = {"order": order, "persistent_workers": persistent}
+    got: list[list[Any]] = [[], []]
+    states: list[str | None] = [None, None]
+    for takes in [
+        (2, 1),
+        (4, 0),
+        (0, 2),
+    ]:  # the first rank has all of its batches, the short one too
+        taken, states = stretch(states, takes, **arguments)
+        for mine, more in zip(got, taken, strict=True):
+            mine += more
+    for rank, epochs in enumerate(rest([str(state) for state in states], **arguments)):
+        got[rank] += epochs[0]
+        if order == "strict":
+            assert [got[rank], *epochs[1:]] == [expected(rank, epoch) for epoch in range(3)]
+        assert [len(epoch) for epoch in epochs] == [(0, 3)[rank], 6, 6]
+    assert [len(mine) for mine in got] == [6, 6]
+    assert sorted(flat(flat(got))) == list(range(SIZE))
+
+
+def test_the_state_of_a_finished_epoch_begins_the_next_one() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(SIZE))
+        first = json.dumps(loader.state_dict())
+        found = indices(loader)
+        state = loader.state_dict()
+        assert state["finished"]
+        together.wait(20)
+        return found, first, json.dumps(state)
+
+    found, firsts, states = zip(*run(program), strict=True)
+    assert list(found) == [expected(rank, 0) for rank in range(2)]
+    assert rest(list(firsts)) == [[expected(rank, e) for e in range(3)] for rank in range(2)]
+    assert rest(list(states)) == [[expected(rank, e) for e in (1, 2, 3)] for rank in range(2)]
+
+
+def test_random_numbers_and_samplers_of_ranks_own() -> None:
+    costs = [1 + i % 7 for i in range(40)]
+
+    def program(rank: int, together: Any) -> Any:
+        def make(data: Any) -> Any:
+            sampler = CostBatchSampler(costs, 20, num_replicas=2, rank=rank)
+            return DataLoader(data, batch_sampler=sampler, num_workers=1, shared_pool=True, seed=1)
+
+        def drawn(batches: Any) -> Any:
+            return [[each.tolist() for each in batch] for batch in batches]
+
+        whole, loader = drawn(make(Draws(40))), make(Draws(40))
+        batches = iter(loader)
+        taken = drawn(itertools.islice(batches, 2))
+        state = loader.state_dict()
+        del batches, loader
+        again = make(Draws(40))
+        again.load_state_dict(state)
+        return whole, taken + drawn(again)
+
+    for whole, taken in run(program):
+        assert whole == taken
+
+
+def test_what_was_only_sent_to_a_device_is_left() -> None:
+    def program(rank: int, together: Any) -> Any:
+        recorder = Recorder()
+        session.accelerator_of = lambda device: recorder  # type: ignore[assignment]
+        loader = loader_of(Filled(48, 3), device="meta", order="arrival")
+        batches = iter(loader)
+        taken = [next(batches) for _ in range(2 + rank)]
+        state = loader.state_dict()
+        assert state["done"]["batches"] == 2 + rank
+        together.wait(20)
+        del batches, loader
+        loader = loader_of(Filled(48, 3), device="meta", order="arrival")
+        loader.load_state_dict(state)
+        taken += loader
+        recorder.run()
+        return [batch[:, 0].int().tolist() for batch in taken]
+
+    first, second = run(program)
+    assert [len(first), len(second)] == [6, 6]
+    assert sorted(flat([*first, *second])) == list(range(48))
+
+
+# ---- states that do not belong together -----------------------------------------------------
+
+
+def refused(states: list[str | None], words: str, **arguments: Any) -> None:
+    """No rank gets anything, and each is told why."""
+
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(SIZE), **arguments)
+        state = states[rank]
+        if state is not None:
+            loader.load_state_dict(json.loads(state))
+        try:
+            iter(loader)
+        finally:
+            together.wait(20)
+
+    with Job(program) as job:
+        for rank in (0, 1):
+            with pytest.raises(Failure, match=words):
+                job.result(rank)
+
+
+def test_states_of_different_epochs_are_refused() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader, states = loader_of(Numbers(SIZE)), []
+        for _ in range(2):
+            batches = iter(loader)
+            next(batches)
+            states.append(json.dumps(loader.state_dict()))
+            together.wait(20)
+        return states
+
+    (one, _), (_, other) = run(program)
+    refused(
+        [one, other],
+        "local rank 1 .*begins epoch 1 in the middle.*local rank 0 begins epoch 0 in the middle",
+    )
+    refused([one, None], "local rank 1 .*begins epoch 0 at the beginning.*epoch 0 in the middle")
+
+
+def test_a_state_in_one_rank_alone_is_refused_there() -> None:
+    _, states = stretch([None, None], (1, 1))
+
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(SIZE))
+        if rank == 1:
+            loader.load_state_dict(json.loads(states[1]))
+            try:
+                with pytest.raises(RuntimeError, match="epoch 0 in the middle.*0 at the beginning"):
+                    iter(loader)
+            finally:
+                together.wait(20)
+        else:
+            batches = iter(loader)
+            together.wait(20)
+            del batches
+
+    run(program)
+
+
+def test_states_of_two_runs_are_refused() -> None:
+    _, states = stretch([None, None], (2, 1), order="arrival")
+    other = json.loads(states[1])
+    other["done"] = json.loads(states[0])["done"]
+    refused([states[0], json.dumps(other)], "samples that two ranks have had", order="arrival")
+
+
+@pytest.fixture
+def in_a_job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """This process is the second of two ranks."""
+    places = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**places, "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_states_of_other_places_are_refused(in_a_job: pytest.MonkeyPatch) -> None:
+    state = loader_of(Numbers(SIZE)).state_dict()
+    plain = DataLoader(Numbers(SIZE), 4, shuffle=True, seed=3)
+    with pytest.raises(ValueError, match="was 'rank 1 of 2, .*' when it was taken and is None"):
+        plain.load_state_dict(state)
+    with pytest.raises(ValueError, match="was None when it was taken and is 'rank 1 of 2, local"):
+        loader_of(Numbers(SIZE)).load_state_dict(plain.state_dict())
+    in_a_job.setenv("WORLD_SIZE", "3")
+    in_a_job.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="'rank 1 of 2, local rank 1 of 2'.*'rank 1 of 3, local"):
+        loader_of(Numbers(SIZE)).load_state_dict(state)
+
+
+# ---- the account ----------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_parts_make_up_the_pass_however_often_it_is_resumed(data: Any) -> None:
+    """Batches of equal sizes, but for the last of each rank, dealt out in any way; keys may change places."""
+    ranks, size, mixes = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4)), True
+    rounds, short = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    sizes = [size] * (ranks * rounds) + [min(short, size)] * ranks
+    ends = list(itertools.accumulate(sizes))
+    keys = [list(range(end - count, end)) for end, count in zip(ends, sizes, strict=True)]
+    befores: list[Done | None] = [None] * ranks
+    got: list[int] = []
+    for last in (False, False, True):
+        done = united(before for before in befores if before is not None)
+        left = list(rest_of(iter(keys), done, mixes))
+        assert len(left) == len(keys) - done.batches
+        progress, parts = Progress(0, done), [Part(rounds + 1, before) for before in befores]
+        for batch in left:
+            progress.asked(batch)
+        progress.part = parts[0]
+        numbers = iter(range(sum(map(len, left))))
+        places = [[next(numbers) for _ in batch] for batch in left]
+        flat_left = [key for batch in left for key in batch]
+        for first, second in itertools.pairwise(places):  # somebody comes late
+            if data.draw(st.booleans()):
+                first[-1], second[0] = second[0], first[-1]
+        for place in places:
+            progress.delivered([100 + number for number in place], 100)
+            portion = progress.latest()
+            due = [p for p in parts if p.done().batches < rounds + 1]
+            if last or data.draw(st.booleans()):  # or it was dealt out, and not handed on
+                data.draw(st.sampled_from(due)).handed(portion)
+                got += [flat_left[number] for number in place]
+        befores = [part.done() for part in parts]
+    assert sorted(got) == list(range(ends[-1]))
+    for part in parts:
+        part.ended()
+        assert part.finished

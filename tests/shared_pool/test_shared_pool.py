@@ -1,0 +1,634 @@
+"""Several ranks with one pool of workers: what each gets, and what they do when one of them ends."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import os
+import pickle
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler
+
+import minato
+from minato import CostBatchSampler, DataLoader
+from minato.shared_pool import handshake
+from tests.datasets import (
+    ORDERS,
+    TOO_MANY_WORKERS,
+    Draws,
+    Filled,
+    Numbers,
+    Sleepy,
+    double,
+    flat,
+    indices,
+)
+from tests.shared_pool.jobs import Failure, Job, run, until
+
+pytestmark = [
+    pytest.mark.filterwarnings(TOO_MANY_WORKERS),
+    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
+    pytest.mark.timeout(90),
+]
+
+
+def loader_of(dataset: Any, batch_size: int = 4, **arguments: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size, **{"num_workers": 1, "shared_pool": True, **arguments})
+
+
+def expected(size: int, batch_size: int, ranks: int, epochs: int, seed: int = 0) -> list[Any]:
+    """What torch's sampler gives each rank in each epoch."""
+    found = []
+    for rank in range(ranks):
+        sampler = DistributedSampler(Numbers(size), ranks, rank, shuffle=True, seed=seed)
+        found.append([])
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            found[-1].append(list(BatchSampler(sampler, batch_size, drop_last=False)))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "persistent"), [(2, True), (4, False)])
+def test_in_strict_order_each_rank_gets_what_torch_gives_it(ranks: int, persistent: bool) -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(37), shuffle=True, seed=3, persistent_workers=persistent)
+        assert len(loader) == math.ceil(math.ceil(37 / ranks) / 4)
+        return [indices(loader) for _ in range(3)]
+
+    assert run(program, ranks) == expected(37, 4, ranks, 3, seed=3)
+
+
+def test_a_sampler_for_ranks_is_asked_for_all_of_them() -> None:
+    def program(rank: int, together: Any) -> Any:
+        data = Numbers(22)
+        sampler = DistributedSampler(data, 2, rank, shuffle=True)
+        loader = loader_of(data, sampler=sampler)
+        found = []
+        for epoch in (0, 1, 1):
+            sampler.set_epoch(epoch)
+            found.append(indices(loader))
+        return found
+
+    first, second = run(program)
+    for rank, (zero, one) in enumerate(expected(22, 4, 2, 2)):
+        assert (first, second)[rank] == [zero, one, one]
+
+
+def test_ranks_of_other_nodes_have_their_own_part() -> None:
+    def program(rank: int, together: Any) -> Any:
+        return indices(loader_of(Numbers(24), 3, shuffle=True))
+
+    assert run(program, 4, local=2) == [epochs[0] for epochs in expected(24, 3, 4, 1)[:2]]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_together_they_get_each_index_once_and_as_many_batches(order: str) -> None:
+    slow = {5: 0.05, 6: 0.05, 21: 0.08}
+
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Sleepy(48, 0.001, slow), order=order, shuffle=True)
+        epochs = []
+        for _ in range(3):
+            epochs.append([])
+            for batch in loader:
+                epochs[-1].append(batch.tolist())
+                time.sleep(0.004 * rank)  # the second rank is slower
+        return epochs
+
+    for one, other in zip(*run(program), strict=True):
+        assert len(one) == len(other) == 6
+        assert sorted(flat([*one, *other])) == list(range(48))
+
+
+def test_batches_by_cost() -> None:
+    costs = [1 + i % 7 for i in range(40)]
+
+    def program(rank: int, together: Any) -> Any:
+        sampler = CostBatchSampler(costs, 20, num_replicas=2, rank=rank)
+        alone = CostBatchSampler(costs, 20, num_replicas=2, rank=rank)
+        loader = DataLoader(Numbers(40), batch_sampler=sampler, num_workers=1, shared_pool=True)
+        return indices(loader), list(alone)
+
+    for found, alone in run(program):
+        assert found == alone
+
+
+def test_uneven_parts_are_filled_up_or_dropped() -> None:
+    def program(rank: int, together: Any) -> Any:
+        return [indices(loader_of(Numbers(11), 3, drop_last=drop)) for drop in (False, True)]
+
+    first, second = run(program)
+    assert [len(batches) for batches in (first[0], second[0])] == [2, 2]
+    assert set(flat([*first[0], *second[0]])) == set(range(11))
+    assert [len(batches) for batches in (first[1], second[1])] == [1, 1]
+    assert len(set(flat([*first[1], *second[1]]))) == 6
+
+
+def test_single_samples() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = DataLoader(Numbers(7), None, num_workers=1, shared_pool=True)
+        return [int(sample) for sample in loader]
+
+    assert run(program) == [[0, 2, 4, 6], [1, 3, 5, 0]]
+
+
+def test_an_empty_dataset() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(0))
+        return [list(loader), list(loader)]
+
+    assert run(program) == [[[], []], [[], []]]
+
+
+class Ragged(Numbers):
+    """Samples without a layout, with texts, of all kinds."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {
+            "ragged": np.arange(index % 3),
+            "text": f"number {index}",
+            "object": {index},
+            "tensor": torch.full((3,), index),
+        }
+
+
+def as_they_are(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def test_what_has_no_layout_is_pickled() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Ragged(8), 2, collate_fn=as_they_are)
+        return [
+            [(s["ragged"].tolist(), s["text"], s["object"], s["tensor"].tolist()) for s in batch]
+            for batch in loader
+        ]
+
+    for rank, batches in enumerate(run(program)):
+        for number, sample in zip(range(rank, 8, 2), itertools.chain(*batches), strict=True):
+            assert sample == (
+                list(range(number % 3)),
+                f"number {number}",
+                {number},
+                [number] * 3,
+            )
+
+
+class Worded(Numbers):
+    """Numbers and texts, which have a layout."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"text": f"number {index}", "value": float(index)}
+
+
+def test_texts_beside_numbers() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Worded(8), 2)
+        return [(batch["text"], batch["value"].tolist()) for batch in loader]
+
+    assert run(program)[1] == [
+        (["number 1", "number 3"], [1.0, 3.0]),
+        (["number 5", "number 7"], [5.0, 7.0]),
+    ]
+
+
+def test_random_numbers_are_those_of_the_index() -> None:
+    def program(rank: int, together: Any) -> Any:
+        def drawn(loader: Any) -> Any:
+            return sorted(flat(torch.stack(batch, 1).tolist() for batch in loader))
+
+        alone = DataLoader(Draws(16), 4, num_workers=1, seed=1)
+        return drawn(loader_of(Draws(16), seed=1)), drawn(alone)
+
+    (first, all_of_them), (second, _) = run(program)
+    assert sorted([*first, *second]) == all_of_them
+
+
+def test_slots_are_used_again_and_not_before() -> None:
+    """The second rank keeps the twelve batches of an epoch, and of each of six epochs."""
+
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(
+            Filled(96, 64), 4, shuffle=True, persistent_workers=True, prefetch_factor=2
+        )
+        for _ in range(6):
+            kept = []
+            for batch in loader:
+                if rank:
+                    kept.append((batch, batch[:, 0].tolist()))
+            assert all((batch == torch.tensor(values)[:, None]).all() for batch, values in kept)
+            kept.clear()
+            del batch
+            together.wait(20)
+        return None if rank else loader._iterator._source._engine.arena.num_slots
+
+    in_flight, for_both = 4, 24
+    assert run(program)[0] <= in_flight + for_both + 12
+
+
+def test_batches_outlive_the_loader_and_the_host() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Filled(16, 1000), 4)
+        kept = list(loader)
+        del loader
+        gc.collect()
+        together.wait(20)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(3):  # others that would use the same memory
+            list(DataLoader(Filled(64, 1000), 4, num_workers=1))
+        return [batch[:, 0].tolist() for batch in kept]
+
+    with Job(program) as job:
+        assert job.result(1) == [[1, 3, 5, 7], [9, 11, 13, 15]]
+
+
+class Failing(Numbers):
+    """Some samples raise."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise KeyError("no such thing")
+        if index == 6:
+            raise StopIteration("nor such")
+        return index
+
+
+def test_an_error_is_raised_where_its_batch_goes() -> None:
+    def program(rank: int, together: Any) -> Any:
+        batches, found = iter(loader_of(Failing(16), 2)), []
+        for _ in range(4):
+            try:
+                found.append(next(batches).tolist())
+            except (KeyError, RuntimeError) as error:
+                found.append(
+                    (type(error).__name__, "no such" in str(error) or "nor such" in str(error))
+                )
+        return found, next(batches, "over")
+
+    first, second = run(program)
+    assert first == ([[0, 2], ("RuntimeError", True), [8, 10], [12, 14]], "over")
+    assert second == ([[1, 3], ("KeyError", True), [9, 11], [13, 15]], "over")
+
+
+class Deadly(Numbers):
+    """One sample ends the first worker that runs it."""
+
+    def __init__(self, size: int, path: str) -> None:
+        super().__init__(size)
+        self.path = path
+
+    def __getitem__(self, index: int) -> int:
+        if index == 9 and not os.path.exists(self.path):
+            with open(self.path, "w"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker:RuntimeWarning")
+def test_a_worker_that_dies_is_replaced_for_all(tmp_path: Any) -> None:
+    def program(rank: int, together: Any) -> Any:
+        return indices(loader_of(Deadly(24, str(tmp_path / "died"))))
+
+    assert sorted(flat(flat(run(program)))) == list(range(24))
+
+
+def test_an_engine_that_cannot_go_on_is_an_error_for_all(tmp_path: Any) -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Deadly(24, str(tmp_path / "died")), on_worker_death="raise")
+        with pytest.raises(RuntimeError, match="exited unexpectedly|killed by signal"):
+            list(loader)
+        return sorted(flat(indices(loader)))
+
+    first, second = run(program)
+    assert sorted([*first, *second]) == list(range(24))
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_an_epoch_that_is_broken_off(persistent: bool) -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(40), persistent_workers=persistent)
+        first = [batch.tolist() for batch, _ in zip(loader, range(2 + rank), strict=False)]
+        return first, indices(loader)
+
+    for rank, (first, second) in enumerate(run(program)):
+        whole = [list(range(start + rank, start + 8, 2)) for start in range(0, 40, 8)]
+        assert first == whole[: 2 + rank]
+        assert second == whole
+
+
+def test_one_rank_far_ahead_of_the_other() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(200), 2)
+        if rank == 1:
+            together.wait(20)
+        found = indices(loader)
+        if rank == 0:
+            del loader  # what is left for the other is not lost
+            gc.collect()
+            together.wait(20)
+        return found
+
+    assert sorted(flat(flat(run(program)))) == list(range(200))
+
+
+def test_a_host_that_ends_waits_for_the_others() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(120), 2)
+        first = indices(loader)
+        if rank == 1:
+            together.wait(20)
+        second = indices(loader)
+        if rank == 0:
+            together.wait(20)
+            loader._sharing._hub._at_exit()
+            assert not loader._sharing._hub._thread.is_alive()
+        return first, second
+
+    for first, second in zip(*run(program), strict=True):
+        assert sorted(flat([*first, *second])) == list(range(120))
+
+
+def check_broken(loader: Any, batches: Any, why: str) -> None:
+    """Another rank has ended: neither this pass nor another one goes on."""
+    with pytest.raises(RuntimeError, match=why):
+        for _ in batches:
+            time.sleep(0.01)
+    with pytest.raises(RuntimeError, match=why[: len("local rank 0")]):
+        iter(loader)
+
+
+def test_the_end_of_a_rank_is_an_error_for_the_others() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Sleepy(400, 0.005), 2, order="arrival")
+        batches = iter(loader)
+        next(batches)
+        together.wait(20)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        check_broken(loader, batches, r"local rank 1 \(process \d+\) has ended")
+        return True
+
+    with Job(program, 3) as job:
+        assert job.result(0)
+        assert job.result(2)
+
+
+def test_the_end_of_a_rank_may_be_one_for_it_alone() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(
+            Filled(120, 8), 2, on_rank_death="continue", persistent_workers=True, shuffle=True
+        )
+        batches = iter(loader)
+        held = [next(batches) for _ in range(3)]
+        together.wait(20)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        epochs = [[batch[:, 0].tolist() for batch in [*held, *batches]]]
+        held.clear()
+        epochs += [[batch[:, 0].tolist() for batch in loader] for _ in range(2)]
+        arena = None if rank else loader._iterator._source._engine.arena
+        until(lambda: arena is None or arena.num_leased == 0)
+        return epochs
+
+    with Job(program, 3) as job:
+        theirs = expected(120, 2, 3, 3)
+        assert job.result(0) == theirs[0]
+        assert job.result(2) == theirs[2]
+
+
+def test_another_process_may_take_the_place_of_a_rank(tmp_path: Any) -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(
+            Numbers(40), 2, on_rank_death="wait", persistent_workers=True, shuffle=True
+        )
+        if (tmp_path / "ended").exists():
+            loader.set_epoch(1)
+            return [indices(loader) for _ in range(2)]
+        batches = iter(loader)
+        first = next(batches).tolist()
+        together.wait(20)
+        if rank == 1:
+            (tmp_path / "ended").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [[first, *indices(batches)], *(indices(loader) for _ in range(2))]
+
+    with Job(program) as job:
+        job.processes[1].join(20)
+        job.start(1)
+        theirs = expected(40, 2, 2, 3)
+        assert job.result(0) == theirs[0]
+        assert job.result(1) == theirs[1][1:]
+
+
+def test_the_end_of_the_host_is_an_error_for_the_others() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Sleepy(400, 0.005), 2)
+        batches = iter(loader)
+        held = next(batches)
+        together.wait(20)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        check_broken(loader, batches, r"local rank 0 \(process \d+\).* has ended")
+        return held.tolist()
+
+    with Job(program, 3) as job:
+        assert job.result(1) == [1, 4]
+        assert job.result(2) == [2, 5]
+
+
+def test_a_host_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(minato.shared_pool.client.Link.__init__, "__defaults__", (0.2,))
+
+    def program(rank: int, together: Any) -> Any:
+        if rank == 1:
+            iter(loader_of(Numbers(8)))
+
+    with Job(program) as job, pytest.raises(Failure, match="local rank 0 has not begun to iterate"):
+        job.result(1)
+
+
+@pytest.mark.parametrize("stranger", [0, 1])
+def test_another_user_is_refused(stranger: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "credentials", lambda connection: (1, os.geteuid() + 1))
+
+    def program(rank: int, together: Any) -> Any:
+        if rank != stranger:
+            monkeypatch.undo()
+        loader = loader_of(Numbers(8))
+        if rank == 0:
+            batches = iter(loader)
+            found = next(batches).tolist()
+            together.wait(20)
+            return found
+        try:
+            with pytest.raises(
+                (PermissionError, RuntimeError), match="same user|has ended"
+            ) as found:
+                iter(loader)
+        finally:
+            together.wait(20)
+        return type(found.value).__name__
+
+    kind = "RuntimeError" if stranger == 0 else "PermissionError"
+    assert run(program) == [[0, 2, 4, 6], kind]
+
+
+@pytest.mark.parametrize(
+    ("difference", "words"),
+    [
+        ({"dataset": Numbers(9)}, r"len\(dataset\)=9.* and there len\(dataset\)=8"),
+        (
+            {"batch_size": 2},
+            r"len\(loader\)=2, batch_size=2, and there len\(loader\)=1, batch_size=4\.",
+        ),
+        ({"shuffle": True}, r"sampler.shuffle=True, and there sampler.shuffle=False\."),
+        ({"order": "batch"}, r"order=batch, and there order=strict\."),
+        ({"transforms": [double]}, r"transforms=\('double',\), and there transforms=\(\)\."),
+        (
+            {"collate_fn": as_they_are},
+            r"collate_fn=as_they_are, and there collate_fn=default_collate",
+        ),
+        ({"on_rank_death": "wait"}, r"on_rank_death=wait, and there on_rank_death=raise\."),
+    ],
+)
+def test_loaders_that_do_not_belong_together(difference: Any, words: str) -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(**{"dataset": Numbers(8), **(difference if rank else {})})
+        if rank == 0:
+            batches = iter(loader)
+            found = next(batches).tolist()
+            together.wait(20)
+            return found
+        try:
+            with pytest.raises(
+                RuntimeError, match=f"not the one that local rank 0 has.*: here it has {words}"
+            ):
+                iter(loader)
+        finally:
+            together.wait(20)
+        return None
+
+    run(program)
+
+
+def test_epochs_that_do_not_belong_together() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(8))
+        loader.set_epoch(rank)
+        if rank == 0:
+            batches = iter(loader)
+            together.wait(20)
+            return batches is not None
+        try:
+            with pytest.raises(RuntimeError, match="epoch 1 here and 0 for local rank 0"):
+                iter(loader)
+        finally:
+            together.wait(20)
+        return True
+
+    assert run(program) == [True, True]
+
+
+def test_workers_and_limits_are_those_of_all_ranks() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(8), num_workers=2, max_workers=3, memory_budget_bytes=1 << 20)
+        assert rank or loader._experience.staffing.settings.most == 6
+        for _ in loader:
+            pass
+        together.wait(20)
+        if rank == 0:
+            return loader.coverage().delivered.samples, loader.report().setup.num_workers
+        for ask in (loader.coverage, loader.report, loader.slow_samples):
+            with pytest.raises(ValueError, match="local rank 0 has them"):
+                ask()
+        with pytest.raises(ValueError, match="shared_pool=True"):
+            loader.headroom()
+        return None
+
+    assert run(program)[0] == (8, 4)
+
+
+@pytest.fixture
+def in_a_job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """This process is the second of two ranks."""
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_PORT": "29500",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("LOCAL_RANK", ""), ("LOCAL_WORLD_SIZE", "x"), ("RANK", "2")]
+)
+def test_a_place_that_is_impossible(in_a_job: Any, name: str, value: str) -> None:
+    in_a_job.setenv(name, value)
+    with pytest.raises(ValueError, match="torchrun"):
+        loader_of(Numbers(8))
+
+
+def test_a_job_without_a_name(in_a_job: Any) -> None:
+    in_a_job.delenv("MASTER_PORT")
+    in_a_job.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(ValueError, match="tell this job from others"):
+        loader_of(Numbers(8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"sampler": [0, 1]}, "cannot divide what list gives"),
+        ({"sampler": DistributedSampler(Numbers(8), 2, 0)}, "is for rank 0 of 2"),
+        ({"sampler": DistributedSampler(Numbers(8), 3, 1)}, "is for rank 1 of 3"),
+    ],
+)
+def test_samplers_that_do_not_know_this_rank(in_a_job: Any, arguments: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        loader_of(Numbers(8), **arguments)
+
+
+class Keeping(Numbers):
+    """Has a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_datasets_with_a_state_are_refused(in_a_job: Any) -> None:
+    with pytest.raises(ValueError, match="state of a dataset"):
+        loader_of(Keeping(8))
+
+
+def test_alone_it_is_the_plain_loader() -> None:
+    loader = loader_of(Numbers(8), shuffle=True, seed=1)
+    assert loader._sharing is None
+    assert indices(loader) == indices(DataLoader(Numbers(8), 4, shuffle=True, seed=1))
+
+
+def test_one_rank_on_each_node_is_the_plain_loader_of_its_part(in_a_job: Any) -> None:
+    in_a_job.setenv("LOCAL_RANK", "0")
+    in_a_job.setenv("LOCAL_WORLD_SIZE", "1")
+    loader = loader_of(Numbers(12), 3, shuffle=True)
+    assert indices(loader) == expected(12, 3, 2, 1)[1][0]
+    assert loader.state_dict()["finished"]
+
+
+def test_a_copy_is_another_loader(in_a_job: Any) -> None:
+    loader = loader_of(Numbers(8))
+    copy = pickle.loads(pickle.dumps(loader))
+    assert copy._sharing._number != loader._sharing._number

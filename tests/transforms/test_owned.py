@@ -1,0 +1,269 @@
+"""Generators that objects own: which are found, by which path, and that each is bound to samples by any means."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minato.transforms import rng_memory
+from minato.transforms.owned import Owned
+from minato.transforms.rng import SampleRandomness
+
+
+class Holder:
+    """Any object."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+
+class Shifted(random.Random):
+    """A subclass that draws as its base does."""
+
+    def shifted(self) -> float:
+        return self.random() + 1
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "random.Random": (random.Random, lambda it: [it.random(), it.gauss(0, 1), it.getrandbits(70)]),
+    "a subclass": (Shifted, lambda it: [it.shifted(), it.gauss(0, 1)]),
+    "RandomState": (
+        np.random.RandomState,
+        lambda it: [it.rand(), it.randn(), *it.permutation(5), it.randint(1 << 40)],
+    ),
+    "RandomState of PCG64": (
+        lambda: np.random.RandomState(np.random.PCG64()),
+        lambda it: [it.rand(), it.randn()],
+    ),
+    **{
+        kind.__name__: (
+            functools.partial(lambda kind: np.random.Generator(kind()), kind),
+            lambda it: [
+                it.random(),
+                *it.normal(size=3),
+                it.integers(99),
+                float(it.random(dtype="f4")),
+            ],
+        )
+        for kind in (
+            np.random.MT19937,
+            np.random.PCG64,
+            np.random.PCG64DXSM,
+            np.random.Philox,
+            np.random.SFC64,
+        )
+    },
+    "torch": (
+        torch.Generator,
+        lambda it: [*torch.randn(3, generator=it).tolist(), it.initial_seed()],
+    ),
+}
+
+
+@pytest.fixture(params=["memory", "calls"])
+def means(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where states are kept is known, or not."""
+    if request.param == "calls":
+        for name in ("_python_position_offset", "_numpy_gauss_offset", "_pcg64_order"):
+            monkeypatch.setattr(rng_memory, name, lambda: None)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_bound(kind: str, means: str) -> None:
+    make, draw = KINDS[kind]
+    drawn = []
+    for history in (0, 3):
+        holder = Holder(inner=make())
+        if kind == "torch":
+            holder.inner.manual_seed(7)
+        for _ in range(history):
+            draw(holder.inner)
+        before = draw_state(holder.inner)
+        randomness = SampleRandomness(5, owned=Owned({"dataset": holder}))
+        found = []
+        with randomness.saved():
+            for sample in (0, 1, 0, 2):
+                randomness.bind(1, sample)
+                found.append(draw(holder.inner))
+            state = pickle.dumps(randomness.capture())
+            following = draw(holder.inner)
+            randomness.bind(1, 9)
+            randomness.mark()
+            marked = draw_state(holder.inner)
+            assert not randomness.drawn()
+            draw(holder.inner)
+            assert randomness.drawn()
+            randomness.rewind()
+            assert draw_state(holder.inner) == marked
+            randomness.restore(pickle.loads(state))
+            assert draw(holder.inner) == following
+        assert draw_state(holder.inner) == before
+        assert found[0] == found[2]
+        assert len({tuple(each) for each in found}) == 3
+        drawn.append(found)
+    assert drawn[0] == drawn[1]
+    KNOWN.setdefault(kind, drawn[0])
+    assert KNOWN[kind] == drawn[0]  # by either means
+
+
+KNOWN: dict[str, Any] = {}
+
+
+def draw_state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return pickle.dumps(generator.get_state(legacy=False))
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    return generator.get_state().tolist()
+
+
+def test_generators_are_unrelated() -> None:
+    holder = Holder(a=np.random.default_rng(0), b=np.random.default_rng(0), c=random.Random(0))
+    randomness = SampleRandomness(5, owned=Owned({"dataset": holder}))
+    with randomness.saved():
+        randomness.bind(0, 0)
+        drawn = [holder.a.random(), holder.b.random(), holder.c.random(), random.random()]
+    assert len(set(drawn)) == 4
+
+
+def test_numbers_are_spread_evenly() -> None:
+    """The first numbers of many samples are as good as those of one sequence."""
+    holder = Holder(pcg=np.random.default_rng(0))
+    randomness = SampleRandomness(1, owned=Owned({"dataset": holder}))
+    with randomness.saved():
+        drawn = []
+        for sample in range(20_000):
+            randomness.bind(0, sample)
+            drawn.append([holder.pcg.random(), holder.pcg.random()])
+    first, second = np.array(drawn).T
+    counts = np.histogram(first, 100, (0, 1))[0]
+    assert (
+        (counts - 200) ** 2 / 200
+    ).sum() < 160  # 99 degrees of freedom: more in one of 10,000 cases
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.03
+    assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.03
+
+
+MODULES_OWN = np.random.default_rng(0)
+
+
+class Slotted:
+    __slots__ = ("generator", "unset")
+    shared = random.Random(0)
+
+    def __init__(self) -> None:
+        self.generator = random.Random(0)
+
+    def draw(self) -> float:
+        return sum(MODULES_OWN.random() for _ in range(2))
+
+
+def closing_over(generator: Any) -> Callable[[], float]:
+    def draw(more: Any = generator) -> float:
+        return float(generator.random()) + float(MODULES_OWN.random())
+
+    return draw
+
+
+def paths(thing: Any) -> list[str]:
+    return [name.split(" ")[0] for name in Owned({"it": thing}).names]
+
+
+def test_where_generators_are_found() -> None:
+    one = random.Random(0)
+    here = __name__
+    assert paths(one) == ["it"]
+    assert paths(Holder(a=[0, {"b": (Holder(c=one), one)}])) == ["it.a[1]['b'][1]"]
+    assert paths(OrderedDict(a=deque([one]))) == ["it['a'][0]"]
+    assert paths(functools.partial(print, 1, key=one)) == ["it.keywords['key']"]
+    assert paths(functools.partial(one.random)) == []  # a method of the C type
+    assert paths(Holder(rng=one).__init__) == ["it.__self__.rng"]
+    assert paths(closing_over(one)) == ["it.generator", f"{here}.MODULES_OWN"]
+    assert paths(Slotted()) == [f"{here}.Slotted.shared", f"{here}.MODULES_OWN", "it.generator"]
+    assert paths(torch.nn.ModuleList([Wrapped(one)])) == ["it._modules['0'].rng"]
+    cycle = Holder(rng=one)
+    cycle.itself = cycle
+    assert paths(cycle) == ["it.rng"]
+    globals_ = [random._inst, np.random.mtrand._rand, torch.default_generator]
+    assert paths([*globals_, random.SystemRandom(), "rng", None]) == []
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, rng: Any) -> None:
+        super().__init__()
+        self.rng = rng
+
+
+def test_long_lists_of_data_are_not_walked() -> None:
+    data = Holder(samples=[("path", i) for i in range(100_000)], rng=random.Random(0))
+    assert paths(data) == ["it.rng"]
+    assert paths([Holder(rng=random.Random(i)) for i in range(100)]) == [
+        f"it[{i}].rng" for i in range(100)
+    ]
+
+
+class Watchful(dict):  # type: ignore[type-arg]
+    """A container and an object that must not be asked anything."""
+
+    def __refuse(self, *args: Any) -> Any:
+        raise AssertionError("code of the user's ran")
+
+    items = values = keys = __iter__ = __len__ = __bool__ = __getitem__ = __refuse  # type: ignore[assignment]
+    __getattr__ = __eq__ = __hash__ = __refuse  # type: ignore[assignment]
+
+
+def test_the_walk_runs_no_code_of_the_objects() -> None:
+    watchful = Watchful(a=random.Random(0))
+    vars(watchful)["b"] = random.Random(0)
+    assert paths(watchful) == ["it['a']", "it.b"]
+
+
+class FastRandom:
+    """As a library's generator in C++: without attributes."""
+
+    __slots__ = ()
+
+
+class Rolled(random.Random):
+    """Its state is none that ``random`` knows."""
+
+    def random(self) -> float:
+        return 0.5
+
+
+def test_what_cannot_be_bound_is_named() -> None:
+    owned = Owned({"it": Holder(a=FastRandom(), b=Rolled(), c=random.Random(0))})
+    assert owned.others == [
+        f"it.a ({__name__}.FastRandom)",
+        f"it.b ({__name__}.Rolled)",
+    ]
+    assert len(owned.generators) == 1
+
+
+def test_an_attribute_that_holds_another_generator_is_followed() -> None:
+    holder = Holder(rng=np.random.default_rng(0))
+    randomness = SampleRandomness(5, owned=Owned({"dataset": holder}))
+    with randomness.saved():
+        randomness.bind(0, 1)
+        expected = holder.rng.random()
+        holder.rng = np.random.default_rng(9)
+        randomness.bind(0, 1)
+        assert holder.rng.random() == expected
+        holder.rng = None
+        randomness.bind(0, 1)
+        holder.rng = np.random.default_rng(8)
+        assert randomness.look()
+        randomness.bind(0, 1)
+        assert holder.rng.random() == expected
+        assert not randomness.look()

@@ -1,0 +1,618 @@
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import importlib
+import itertools
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from random import gauss as early_gauss
+from random import random as early_random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minato._core import _seeding_py
+from minato.transforms import (
+    SampleRandomness,
+    current,
+    numpy_rng,
+    python_rng,
+    rng,
+    rng_memory,
+    torch_rng,
+)
+
+early_numpy = np.random.random_sample
+Point = collections.namedtuple("Point", "x y")
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    held = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    bit_generator = np.random.get_bit_generator()
+    yield
+    np.random.set_bit_generator(bit_generator)
+    random.setstate(held[0])
+    np.random.set_state(held[1])
+    torch.set_rng_state(held[2])
+    rng._this_thread.binding = None
+
+
+@pytest.fixture(params=["memory", "calls"])
+def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How states are written: where the generators keep them, or through their methods."""
+    if request.param == "calls":
+        monkeypatch.setattr(rng_memory, "_python_position_offset", lambda: None)
+        monkeypatch.setattr(rng_memory, "_numpy_gauss_offset", lambda: None)
+        monkeypatch.setattr(rng_memory, "_torch_state_offset", lambda: None)
+    return str(request.param)
+
+
+def compiled_seeding() -> Any:
+    """Imported where it is needed: a pure build has none."""
+    return importlib.import_module("minato._core._seeding_c")
+
+
+@pytest.fixture(params=["pure", "compiled"])
+def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    module = _seeding_py if request.param == "pure" else compiled_seeding()
+    monkeypatch.setattr(rng, "StateWriter", module.StateWriter)
+    monkeypatch.setattr(rng, "mix", module.mix)
+    monkeypatch.setattr(rng, "Snapshot", module.Snapshot)
+    return str(request.param)
+
+
+def draws() -> list[Any]:
+    """Draws along every path: objects, names bound early, scalars, arrays, cached normals."""
+    return [
+        random.random(),
+        early_random(),
+        random.gauss(0, 1),
+        random.sample(range(1000), 5),
+        early_gauss(0, 1),
+        random.gauss(0, 1),  # an odd number of normals leaves one in the cache
+        np.random.rand(),
+        early_numpy(),
+        np.random.normal(size=3).tolist(),
+        np.random.randint(0, 256, 7, dtype=np.uint8).tolist(),
+        np.random.permutation(10).tolist(),
+        np.random.mtrand._rand.binomial(10, 0.3),
+        torch.rand(2).tolist(),
+        torch.randn(1).tolist(),
+        torch.randn(3, dtype=torch.float64).tolist(),
+        torch.randperm(10).tolist(),
+        torch.empty(17).normal_().tolist(),
+        torch.randint(0, 2**40, (2,)).tolist(),
+    ]
+
+
+def many_draws() -> list[Any]:
+    """More than one Mersenne Twister state of each generator."""
+    return [
+        [random.getrandbits(32) for _ in range(1500)],
+        np.random.randint(0, 2**32, 1500, dtype=np.uint32).tolist(),
+        torch.empty(1500, dtype=torch.int64).random_(0, 2**20).tolist(),
+    ]
+
+
+def bound_draws(randomness: SampleRandomness, epoch: int, key: object) -> list[Any]:
+    randomness.bind(epoch, key)
+    return draws()
+
+
+SAMPLES = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (7, 0), (0, -1), (0, "a"), (0, ("a", 1))]
+
+
+def test_draws_depend_on_the_sample_alone(twin: str, access: str) -> None:
+    expected = {sample: bound_draws(SampleRandomness(5), *sample) for sample in SAMPLES}
+    randomness = SampleRandomness(5)
+    for sample in [*SAMPLES[::-1], *SAMPLES[::2], *SAMPLES[3:]]:
+        assert bound_draws(randomness, *sample) == expected[sample]
+        many_draws()
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(3)
+        random.gauss(0, 1)
+        np.random.normal()
+        torch.randn(1)
+    flat = [str(value) for result in expected.values() for value in result[:2]]
+    assert len(set(flat)) == len(flat)
+    assert bound_draws(SampleRandomness(6), 0, 0) != expected[0, 0]
+
+
+@pytest.mark.parametrize("_forms", ["pure-compiled"])
+def test_twins_and_ways_of_access_draw_the_same(
+    _forms: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for writer in (_seeding_py.StateWriter, compiled_seeding().StateWriter):
+        for offsets in ({}, {"_python_position_offset": None, "_numpy_gauss_offset": None}):
+            with monkeypatch.context() as patch:
+                patch.setattr(rng, "StateWriter", writer)
+                for name in offsets:
+                    patch.setattr(rng_memory, name, lambda: None)
+                randomness = SampleRandomness(11)
+                found = bound_draws(randomness, 2, 3)
+                randomness.bind(2, 4)
+                results.append((found, many_draws()))
+    assert results == results[:1] * 4
+
+
+def twister(words: Any, position: int, count: int) -> Any:
+    reference = np.random.MT19937(0)
+    reference.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": position}}
+    return reference.random_raw(count)
+
+
+def test_the_streams_are_mersenne_twisters_over_the_filled_words(access: str) -> None:
+    SampleRandomness(21).bind(3, 4)
+    found = many_draws()
+    states = np.zeros((3, 624), np.uint32)
+    for stream, words in enumerate(states):
+        _seeding_py.fill(words.ctypes.data, 624, _seeding_py.mix(21, 3, 4), stream, 4)
+    assert found[0] == twister(states[0], 0, 1500).tolist()
+    assert found[1] == twister(states[1], 0, 1500).tolist()
+    # torch counts a first word as drawn.
+    assert found[2] == (twister(states[2], 1, 1500) % 2**20).tolist()
+
+
+def test_first_draws_are_uniform_and_uncorrelated_over_samples() -> None:
+    randomness = SampleRandomness(1)
+    table = np.empty((4000, 5))
+    for index in range(len(table)):
+        randomness.bind(0, index)
+        table[index] = (
+            random.random(),
+            random.random(),
+            np.random.rand(),
+            torch.rand(()).item(),
+            torch.rand(()).item(),
+        )
+    for column in table.T:
+        counts = np.histogram(column, 20, (0, 1))[0]
+        assert ((counts - 200) ** 2 / 200).sum() < 60  # 19 degrees of freedom: once in 300,000
+        assert abs(np.corrcoef(column[1:], column[:-1])[0, 1]) < 0.09
+    correlations = np.corrcoef(table.T) - np.eye(5)
+    assert abs(correlations).max() < 0.09  # over five standard deviations
+
+
+def test_the_generators_of_this_interpreter_are_written_in_memory() -> None:
+    """A new release that moves them must be noticed, not just be slower."""
+    assert type(rng_memory.python_generator()) is rng_memory.PythonInMemory
+    assert type(rng_memory.numpy_generator()) is rng_memory.NumpyInMemory
+    assert type(rng_memory.torch_generator()) is rng_memory.TorchByState
+    assert rng_memory.torch_generator().spans
+
+
+@pytest.fixture
+def probing_again() -> Iterator[None]:
+    probes: list[Any] = [
+        rng_memory._python_position_offset,
+        rng_memory._numpy_gauss_offset,
+        rng_memory._torch_layout_is_known,
+        rng_memory._torch_state_offset,
+    ]
+    for probe in probes:
+        probe.cache_clear()
+    yield
+    for probe in probes:
+        probe.cache_clear()
+
+
+@pytest.mark.usefixtures("probing_again")
+@pytest.mark.parametrize("failure", ["not found", "not writable", "not CPython"])
+def test_memory_that_does_not_verify_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    expected = bound_draws(SampleRandomness(5), 1, 2)
+    for probe in (
+        rng_memory._python_position_offset,
+        rng_memory._numpy_gauss_offset,
+        rng_memory._torch_state_offset,
+    ):
+        probe.cache_clear()
+    with monkeypatch.context() as patch:
+        if failure == "not found":
+            patch.setattr(ctypes, "string_at", lambda address, size: bytes(size))
+        elif failure == "not writable":
+            patch.setattr(ctypes, "memmove", lambda to, source, count: to)
+        else:
+            patch.setattr(sys.implementation, "name", "other")
+        randomness = SampleRandomness(5)
+    assert type(randomness._all[0]) is rng_memory.PythonByCall
+    assert type(randomness._all[1]) is rng_memory.NumpyByCall
+    assert bool(randomness._all[2].spans) is (failure != "not found")
+    assert bound_draws(randomness, 1, 2) == expected
+
+
+@pytest.mark.usefixtures("probing_again")
+def test_a_torch_with_another_state_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rng_memory, "_TORCH_STATE_BYTES", 5064)
+    randomness = SampleRandomness(5)
+    assert type(randomness._all[2]) is rng_memory.TorchBySeed
+    first = bound_draws(randomness, 0, 1)
+    assert bound_draws(randomness, 0, 2)[-1] != first[-1]
+    with randomness.saved():
+        assert bound_draws(randomness, 0, 1) == first
+
+
+def test_verifying_leaves_the_global_generators_alone() -> None:
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    for probe in (rng_memory._python_position_offset, rng_memory._numpy_gauss_offset):
+        probe.cache_clear()
+    rng_memory._torch_layout_is_known.cache_clear()
+    SampleRandomness(5)
+    assert_state_is(before)
+
+
+def assert_state_is(before: tuple[Any, Any, Any]) -> None:
+    assert random.getstate() == before[0]
+    for now, then in zip(np.random.get_state(), before[1], strict=True):
+        assert np.array_equal(now, then)
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_the_publicly_visible_state_is_the_bound_one(access: str) -> None:
+    np.random.normal()  # another one is kept, and shown even when it no longer counts
+    randomness = SampleRandomness(5)
+    randomness.bind(0, 1)
+    python, legacy, tensor = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    expected = draws()
+    random.setstate(python)
+    np.random.set_state(legacy)
+    torch.set_rng_state(tensor)
+    assert draws() == expected
+    assert python[2] is None
+    assert legacy[2:] == (0, 0, 0.0)
+
+
+def test_seeding_inside_a_sample_works_as_always(access: str) -> None:
+    random.seed(9)
+    np.random.seed(9)
+    torch.manual_seed(9)
+    expected = draws()
+    randomness = SampleRandomness(5)
+    randomness.bind(0, 1)
+    draws()
+    random.seed(9)
+    np.random.seed(9)
+    torch.manual_seed(9)
+    assert draws() == expected
+
+
+def test_torch_answers_the_workers_seed() -> None:
+    torch.manual_seed(123)
+    randomness = SampleRandomness(5)
+    randomness.bind(0, 1)
+    assert torch.initial_seed() == 123
+    torch.manual_seed(5)
+    assert torch.initial_seed() == 5
+    randomness.bind(0, 2)
+    assert torch.initial_seed() == 123
+    torch.manual_seed(77)
+    with randomness.saved():
+        randomness.bind(0, 3)
+        assert torch.initial_seed() == 77
+
+
+def test_a_negative_seed_of_torch_is_kept() -> None:
+    torch.manual_seed(-3)
+    expected = torch.initial_seed()
+    SampleRandomness(5).bind(0, 1)
+    assert torch.initial_seed() == expected
+
+
+@pytest.mark.parametrize("cached_normals", [False, True])
+def test_saved_restores_everything(access: str, cached_normals: bool) -> None:
+    torch.manual_seed(41)
+    if cached_normals:
+        random.gauss(0, 1)
+        np.random.normal()
+        torch.randn(1, dtype=torch.float64)
+    randomness = SampleRandomness(5)
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    with randomness.saved():
+        for index in range(3):
+            bound_draws(randomness, 0, index)
+        assert current() == (5, 0, 2, 0)
+    assert_state_is(before)
+    assert torch.initial_seed() == 41
+    assert current() is None
+
+
+def test_saved_restores_after_an_error(access: str) -> None:
+    randomness = SampleRandomness(5)
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    with contextlib.suppress(KeyError), randomness.saved():
+        bound_draws(randomness, 0, 1)
+        raise KeyError
+    assert_state_is(before)
+
+
+def test_saved_may_be_nested() -> None:
+    outer, inner = SampleRandomness(1), SampleRandomness(2)
+    expected = bound_draws(outer, 0, 0), bound_draws(inner, 0, 0)
+    with outer.saved():
+        outer.bind(0, 0)
+        with inner.saved():
+            assert bound_draws(inner, 0, 0) == expected[1]
+        assert current() == (1, 0, 0, 0)
+        assert draws() == expected[0]
+
+
+def test_a_sample_can_be_continued_elsewhere(access: str) -> None:
+    randomness = SampleRandomness(5)
+    randomness.bind(3, "key")
+    first = draws(), python_rng().random()
+    rest = draws(), python_rng().random()
+    randomness.bind(3, "key")
+    assert (draws(), python_rng().random()) == first
+    captured = pickle.dumps(randomness.capture())
+    many_draws()
+    elsewhere = SampleRandomness(5)
+    bound_draws(elsewhere, 0, 0)
+    elsewhere.restore(pickle.loads(captured))
+    assert current() == (5, 3, "key", 0)
+    assert (draws(), python_rng().random()) == rest
+
+
+def test_another_bit_generator_of_numpy_is_bound_too() -> None:
+    randomness = SampleRandomness(5)
+    randomness.bind(0, 1)
+    np.random.set_bit_generator(np.random.PCG64(3))
+    first = bound_draws(randomness, 0, 1)
+    np.random.normal()
+    other = bound_draws(randomness, 0, 2)
+    assert first[6:12] != other[6:12]
+    np.random.set_bit_generator(np.random.PCG64(4))
+    assert bound_draws(SampleRandomness(5), 0, 1) == first
+    assert bound_draws(randomness, 0, 1) == first
+    state = np.random.get_bit_generator().state
+    with randomness.saved():
+        bound_draws(randomness, 0, 2)
+    assert np.random.get_bit_generator().state == state
+
+
+def test_a_bit_generator_that_changes_inside_saved_is_followed() -> None:
+    randomness = SampleRandomness(5)
+    with randomness.saved():
+        np.random.set_bit_generator(np.random.PCG64(3))
+        first = bound_draws(randomness, 0, 1)
+    np.random.random_sample(7)
+    state = np.random.get_bit_generator().state
+    with randomness.saved():
+        assert bound_draws(randomness, 0, 1) == first
+    assert np.random.get_bit_generator().state == state
+
+
+def test_threads_that_draw_meanwhile_do_no_harm() -> None:
+    """numpy draws arrays without the GIL, while the state is written under it."""
+    randomness = SampleRandomness(5)
+    expected = bound_draws(randomness, 0, 1)
+    stop = threading.Event()
+
+    def draw() -> None:
+        while not stop.is_set():
+            np.random.random_sample(100_000)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        until = time.monotonic() + 2.0  # each look waits for the other thread's turn
+        for index in itertools.takewhile(lambda _: time.monotonic() < until, range(20_000)):
+            randomness.bind(0, index)
+            assert np.random.get_state()[2] <= 624
+    finally:
+        stop.set()
+        thread.join()
+    assert bound_draws(randomness, 0, 1) == expected
+
+
+# --- keys -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "word"),
+    [(5, 5), (-1, -1), (True, 1), (np.int64(7), 7), (np.uint8(7), 7), (torch.tensor(9), 9)],
+)
+def test_integers_stand_for_themselves(key: object, word: int) -> None:
+    assert rng.key_word(key) == word
+    assert bound_draws(SampleRandomness(5), 0, key) == bound_draws(SampleRandomness(5), 0, word)
+
+
+def test_keys_wrap_at_64_bits() -> None:
+    randomness = SampleRandomness(5)
+    assert bound_draws(randomness, 0, 2**64 + 3) == bound_draws(randomness, 0, 3)
+    assert bound_draws(randomness, -1, 3) == bound_draws(randomness, 2**64 - 1, 3)
+
+
+OTHER_KEYS = """[
+    "a", "b", "", b"a", ("a", "b"), ("ab",), ("a", ("b",)), (), None, 1.5, -1.5, (1, 2), (2, 1),
+    frozenset({"u", "v", "w", "x", "y", "z"}), {"p": 1}, Point(1, "y"), Point, "\\udc80",
+    ("a", "a"), 2 + 1j,
+]"""
+
+
+def test_other_keys_are_told_apart() -> None:
+    keys = eval(OTHER_KEYS)
+    words = [rng.key_word(key) for key in keys]
+    assert len(set(words)) == len(keys)
+    assert all(0 <= word < 2**64 for word in words)
+
+
+def test_words_of_keys_are_the_same_in_every_process() -> None:
+    program = (
+        "import collections, sys; from minato.transforms.rng import key_word\n"
+        "Point = collections.namedtuple('Point', 'x y')\n"
+        f"print([key_word(key) for key in {OTHER_KEYS} if key is not Point])"
+    )
+    there = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env={"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    here = [rng.key_word(key) for key in eval(OTHER_KEYS) if key is not Point]
+    assert there.stdout == f"{here}\n"
+
+
+def test_equal_keys_have_equal_words_whatever_they_share() -> None:
+    text = "".join(["some", "thing"])
+    other = "".join(["some", "thing"])
+    assert text is not other
+    for build in (lambda a, b: (a, b), lambda a, b: {"k": [a, b]}, lambda a, b: Point(a, b)):
+        assert rng.key_word(build(text, text)) == rng.key_word(build(text, other))
+
+
+def test_a_key_that_cannot_be_pickled_is_known_by_its_repr() -> None:
+    class Key:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.lock = threading.Lock()
+
+        def __repr__(self) -> str:
+            return f"Key({self.name!r})"
+
+    assert rng.key_word(Key("a")) == rng.key_word(Key("a"))
+    assert rng.key_word(Key("a")) != rng.key_word(Key("b"))
+
+
+# --- threads --------------------------------------------------------------------------------
+
+
+def helper_draws() -> list[Any]:
+    return [
+        python_rng().random(),
+        numpy_rng().random(),
+        torch.rand(2, generator=torch_rng()).tolist(),
+        python_rng().random(),
+        numpy_rng().random(),
+    ]
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_helpers_draw_the_same_in_threads_and_processes(twin: str) -> None:
+    randomness = SampleRandomness(5)
+    shared = SampleRandomness(5, bind_globals=False)
+    expected = {}
+    for key in (3, "k"):
+        randomness.bind(1, key)
+        expected[key] = helper_draws()
+    for key in ("k", 3):
+
+        def sample(key: Any = key) -> Any:
+            shared.bind(1, key)
+            return helper_draws()
+
+        assert in_a_thread(sample) == expected[key]
+    assert len({str(value) for values in expected.values() for value in values}) == 10
+
+
+def test_a_worker_thread_leaves_the_global_generators_alone() -> None:
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    shared = SampleRandomness(5, bind_globals=False)
+    shared.bind(0, 1)
+    with shared.saved():
+        shared.bind(0, 2)
+        helper_draws()
+    assert_state_is(before)
+    assert current() == (5, 0, 1, 0)
+
+
+def test_each_thread_has_its_own_sample() -> None:
+    randomness = SampleRandomness(5, bind_globals=False)
+    randomness.bind(2, "mine")
+    assert in_a_thread(current) is None
+
+    def other() -> Any:
+        randomness.bind(3, "other")
+        return current()
+
+    assert in_a_thread(other) == (5, 3, "other", 0)
+    binding = current()
+    assert binding is not None
+    assert (binding.seed, binding.epoch, binding.key) == (5, 2, "mine")
+
+
+def test_outside_of_samples_helpers_follow_the_global_seeds() -> None:
+    def seeded() -> list[Any]:
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        return helper_draws()
+
+    first = in_a_thread(seeded)
+    assert in_a_thread(seeded) == first
+    assert first[0] != first[3]
+    assert first[1] != first[4]
+
+
+def with_kept_normals() -> None:
+    random.gauss(0, 1)
+    np.random.normal()
+    torch.empty(1, dtype=torch.float64).log_normal_()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        random.random,
+        lambda: random.gauss(0, 1),
+        lambda: random.seed(3),
+        np.random.rand,
+        np.random.normal,
+        lambda: np.random.seed(3),
+        lambda: torch.rand(1),
+        lambda: torch.empty(1, dtype=torch.float64).log_normal_(),
+        lambda: torch.manual_seed(torch.initial_seed()),
+        python_rng,
+        numpy_rng,
+        torch_rng,
+    ],
+)
+def test_every_draw_is_seen_and_undone(twin: str, access: str, change: Callable[[], Any]) -> None:
+    """Normals that are kept from an earlier call are drawn without a step of the generator."""
+    with_kept_normals()
+    randomness = SampleRandomness(5)
+    randomness.mark()
+    assert not randomness.drawn()
+    change()
+    assert randomness.drawn()
+    randomness.rewind()
+    assert not randomness.drawn()
+    found = draws()
+    randomness.rewind()
+    assert draws() == found
+
+
+@pytest.mark.parametrize("left", [0, 1, 300, 624])
+@pytest.mark.parametrize("position", [0, 1, 325, 624])
+def test_a_state_seen_in_the_middle_of_a_draw_is_a_state(left: int, position: int) -> None:
+    """Another thread may be drawing without the GIL: torch must neither refuse nor read behind the words."""
+    kept = 7, left, True, position, *range(rng_memory.WORDS), 0, False, 0.0, False
+    rng_memory.torch_generator().load(rng_memory._torch_state(kept))
+    state = torch.get_rng_state().numpy()
+    new_left, new_position = state[8:12].view(np.int32)[0], state[16:24].view(np.uint64)[0]
+    assert 0 < new_left <= 624
+    assert new_left + new_position <= 625
+    if left > 0 and left + position <= 625:
+        assert (new_left, new_position) == (left, position)
+    torch.rand(1000)

@@ -1,0 +1,110 @@
+"""Who works and who stands by."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from minato._core.wait import GATE_NBYTES, Gate
+from minato._system import machine_usage
+from minato.scheduling.prefetch_window import Window
+from minato.workers.active_workers import Roster
+from minato.workers.cpu_time import process_usage, thread_usage
+from tests.datasets import wait_until
+
+
+@pytest.fixture
+def roster() -> Roster:
+    memory = np.zeros(Roster.NBYTES + GATE_NBYTES, np.uint8)
+    return Roster(memory, 0, Gate(memory, Roster.NBYTES))
+
+
+def test_those_below_the_wanted_number_work(roster):
+    assert roster.wanted == 0
+    roster.want(2)
+    assert [roster.rests(number) for number in range(4)] == [False, False, True, True]
+
+
+def test_a_wanted_worker_does_not_stand_by(roster):
+    roster.want(1)
+    assert roster.stand_by(0, lambda: False, lambda: True)
+    assert roster.stand_by(0, lambda: True, lambda: False)  # what is left is its work, too
+
+
+def test_a_worker_stands_by_until_it_is_wanted(roster):
+    results: list[bool] = []
+    thread = threading.Thread(
+        target=lambda: results.append(roster.stand_by(1, lambda: False, lambda: True))
+    )
+    thread.start()
+    roster.want(1)
+    assert results == []
+    roster.want(2)
+    thread.join(5)
+    assert results == [True]
+
+
+def test_a_worker_that_stands_by_leaves_when_the_loader_ends(roster):
+    over = threading.Event()
+    results: list[bool] = []
+    thread = threading.Thread(
+        target=lambda: results.append(roster.stand_by(1, over.is_set, lambda: True))
+    )
+    thread.start()
+    over.set()
+    roster.dismiss()
+    thread.join(5)
+    assert results == [False]
+
+
+def test_a_worker_without_a_parent_leaves(roster, monkeypatch):
+    monkeypatch.setattr("minato.workers.active_workers._PATIENCE_S", 0.01)
+    assert not roster.stand_by(1, lambda: False, lambda: False)
+
+
+def test_a_change_wakes_those_who_wait_for_work():
+    memory = np.zeros(Roster.NBYTES + GATE_NBYTES, np.uint8)
+    work = Gate(memory, Roster.NBYTES)
+    seen = work.events
+    Roster(memory, 0, work).want(1)
+    assert work.events != seen
+
+
+def burn(iterations: int = 300_000) -> int:
+    return sum(i * i for i in range(iterations))
+
+
+def test_usage_of_a_process_and_of_a_thread_grows_with_work():
+    threads = [threading.get_native_id()]
+    before_process, before_thread = process_usage([os.getpid()]), thread_usage(threads)
+    wait_until(
+        lambda: burn() > 0 and thread_usage(threads).ran_ns - before_thread.ran_ns > 30_000_000
+    )
+    assert process_usage([os.getpid()]).ran_ns - before_process.ran_ns >= 20_000_000
+
+
+def test_usage_of_what_is_gone_is_nothing():
+    assert process_usage([2**30]) == (0, 0)
+    assert thread_usage([2**30]) == (0, 0)
+
+
+def test_usage_of_the_machine_is_no_more_than_there_is():
+    used_s, there_s = machine_usage()
+    assert 0 < used_s <= there_s
+
+
+def test_a_window_grows_with_the_workers_and_keeps_what_it_had():
+    window = Window(2, None, 1 << 40)
+    window.resize(5)
+    assert window.limit == 10
+    window.resize(1)
+    assert window.limit == 10
+    bounded = Window(2, None, 1 << 40, most=6)
+    bounded.resize(5)
+    assert bounded.limit == 6
+    fixed = Window(2, 3, 1 << 40)
+    fixed.resize(5)
+    assert fixed.limit == 3

@@ -1,0 +1,31 @@
+"""Which sample a worker is on, and which batch it collates, as messages name them."""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+from typing import Any
+
+import pytest
+
+from minato.workers.current_sample import indices_of
+
+
+@pytest.mark.parametrize("form", ["py", "c"])
+def test_samples_whose_own_batch_is_gone_are_left_out_of_a_message(form: str) -> None:
+    ledger: Any = importlib.import_module(f"minato._core._ledger_{form}")
+    ledger = ledger.Ledger(mmap.mmap(-1, 1 << 14), (1, 2, 8))
+    ledger.open_pass(0)
+    slot = 4096, 4160, 1 << 20
+    first = ledger.publish([10, 11], 2, slot, 0, 0, 0, False)
+    second = ledger.publish([12, 13], 2, slot, 0, 0, 0, False)
+    for _ in range(2):
+        assert ledger.claim(0, 2) is not None
+    # Each batch gets the samples of the other one.
+    for position in (2, 3, 0, 1):
+        place, _, _ = ledger.reserve(0, position)
+        ledger.fill(0, position, place)
+    assert indices_of(ledger, ledger.keys, second) == "indices 10, 11"
+    ledger.retire(first)
+    assert ledger.publish([14, 15], 2, slot, 0, 0, 0, False) == first
+    assert indices_of(ledger, ledger.keys, second) == "indices that are no longer known"

@@ -1,0 +1,536 @@
+"""Deferral: when a worker defers and resumes a sample, and that the sample is the same as in one go."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import time
+from collections import Counter
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minato import DataLoader
+from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
+from minato._core.ledger import Ledger
+from minato._core.wait import Gate
+from minato.engine.engine import Engine
+from minato.observe.stats.profile import Meters
+from minato.transforms.chain import Chain
+from minato.transforms.rng import SampleRandomness, numpy_rng
+from minato.workers.deferral import Deferral, DeferredSample
+from minato.workers.fetch import Fetcher
+from minato.workers.runner import Runner
+from minato.workers.staged_runner import Stepper
+from minato.workers.worker import Worker
+from tests.datasets import TOO_MANY_WORKERS, Numbers, three_draws
+from tests.scheduling.fakes import Bench
+
+SIZE, BATCH = 24, 4
+SEED = 7
+
+
+# -------------------------------------------------------------------------------------- the decision
+
+
+class View:
+    """The part of a ledger that the decision depends on."""
+
+    def __init__(self, waiting: bool, unclaimed: int) -> None:
+        self.waiting = waiting
+        self.front = 100
+        self.placed: set[int] = set()
+        self.left = unclaimed
+
+    def is_placed(self, position: int) -> bool:
+        return position in self.placed
+
+    def unclaimed(self) -> int:
+        return self.left
+
+
+def deferral_of(view: View, workers: int = 1) -> tuple[Deferral, Meters]:
+    meters, ledger = Meters(0), cast(Ledger, view)
+    made = Deferral(ledger=ledger, meters=meters, num_workers=lambda: workers)
+    return made, meters
+
+
+def deferred(position: int) -> DeferredSample:
+    return DeferredSample(position, position, None, 1, None, 0, None, (-1, 0), 0)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "unclaimed", "allowed"),
+    [(True, 5, True), (True, 4, False), (True, 0, False), (False, 5, False)],
+)
+def test_a_sample_is_deferred_while_the_consumer_waits_and_the_others_have_work(
+    waiting: bool, unclaimed: int, allowed: bool
+) -> None:
+    view = View(waiting, unclaimed)
+    deferral, _ = deferral_of(view, workers=4)
+    assert deferral.allows(0) is allowed
+    deferral.defer(deferred(0))
+    assert deferral.is_due() is not allowed
+
+
+def test_a_worker_defers_one_sample_at_a_time() -> None:
+    deferral, meters = deferral_of(View(True, 100))
+    assert not deferral.is_due()
+    assert deferral.take() is None
+    sample = deferred(0)
+    deferral.defer(sample)
+    assert not deferral.allows(1)
+    assert deferral.take() is sample
+    assert deferral.take() is None
+    assert deferral.allows(1)
+    assert deferral.num_deferred == meters.deferred.count == 1
+
+
+def test_a_sample_whose_batch_is_settled_is_not_deferred_and_is_due() -> None:
+    view = View(True, 100)
+    deferral, _ = deferral_of(view)
+    deferral.defer(deferred(7))
+    assert not deferral.is_due()
+    view.placed = {7, 8}
+    assert deferral.is_due()
+    deferral.take()
+    assert not deferral.allows(8)
+    assert deferral.allows(9)
+
+
+def test_a_sample_that_began_before_its_turn_is_not_deferred() -> None:
+    deferral, _ = deferral_of(View(True, 100))
+    assert deferral.allows(99)
+    assert not deferral.allows(100)
+
+
+# -------------------------------------------------------------------- workers that take turns in here
+
+
+class Grids:
+    """Fresh arrays that say which sample they are."""
+
+    def __getitem__(self, key: int) -> Any:
+        return np.full(3, float(key))
+
+
+def add_in_place(value: Any) -> Any:
+    value += 1
+    return value
+
+
+def scale_in_place(value: Any) -> Any:
+    np.multiply(value, 1.5, out=value)
+    return value
+
+
+def draw_from_all(value: Any) -> Any:
+    return value + random.random() + np.random.standard_normal() + float(torch.rand(()))
+
+
+def draw_a_gauss(value: Any) -> Any:
+    return value + random.gauss(0, 1)
+
+
+def draw_from_own(value: Any) -> Any:
+    value += numpy_rng().random(value.shape)
+    return value
+
+
+def grow(value: Any) -> Any:
+    return np.concatenate([value, value[-1:]])
+
+
+TRANSFORMS = (add_in_place, scale_in_place, draw_from_all, draw_a_gauss, draw_from_own, grow)
+
+
+class Counted:
+    """A transform that counts for which samples it is applied; some raise."""
+
+    def __init__(self, inner: Any, number: int, calls: Counter[Any], bad: set[int]) -> None:
+        self.inner = inner
+        self.number = number
+        self.calls = calls
+        self.bad = bad
+
+    def __call__(self, pair: tuple[int, Any]) -> tuple[int, Any]:
+        key, value = pair
+        self.calls[key, self.number] += 1
+        if key in self.bad:
+            raise ValueError(f"bad {key}")
+        return key, self.inner(value)
+
+
+class Keyed:
+    """Samples together with their keys."""
+
+    def __getitem__(self, key: int) -> Any:
+        return key, Grids()[key]
+
+
+class Sink:
+    """Keeps what comes to each place."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.collates = self.holds = False
+        self.run_again: Any = None
+        self.samples: dict[int, Any] = {}
+        self.errors: list[tuple[Any, str]] = []
+        self._ledger = bench.ledger
+
+    def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
+        for i, (key, value) in enumerate(samples):
+            assert key not in self.samples
+            self.samples[key] = value.copy()
+            self._ledger.attach(place + i, 64 | SAMPLE_BLOB, 0)
+
+    def write_error(
+        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
+    ) -> None:
+        self.errors.append((key, str(error)))
+        self._ledger.attach(place, 64 | ERROR_BLOB, 0)
+
+    def finished(self, batch: int, outcome: int) -> None:
+        if outcome == MUST_COLLATE:
+            self._ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)
+
+
+def straight(steps: list[Any], binds: bool) -> dict[int, Any]:
+    """The samples of a run without any stop."""
+    randomness, found = SampleRandomness(SEED), {}
+    for key in range(SIZE):
+        if binds:
+            randomness.bind(0, key)
+        value = Grids()[key]
+        for step in steps:
+            value = step(value)
+        found[key] = value
+    return found
+
+
+class Case:
+    """A few workers, taking turns in this thread, that defer samples where ``chance`` says."""
+
+    def __init__(
+        self,
+        steps: list[Any],
+        order: str,
+        chance: random.Random,
+        usual_ns: float,
+        bad: set[int] = frozenset(),  # type: ignore[assignment]
+        workers: int = 2,
+    ) -> None:
+        self.bench = Bench(order, max_lag=8, fixed=SIZE // BATCH, workers=workers)
+        self.calls: Counter[Any] = Counter()
+        self.meters = Meters(len(steps))
+        self.sink = Sink(self.bench)
+        self.share = chance.random()
+        chain = Chain(tuple(Counted(s, i, self.calls, bad) for i, s in enumerate(steps)))
+        self.hire = lambda number: self._worker(number, chain, chance, usual_ns)
+        self.workers = [self.hire(number) for number in range(workers)]
+        self.bench.ledger.slow_ns = 1  # every sample is slow
+        self.bench.ledger.waiting = True
+        batches = [list(range(i, i + BATCH)) for i in range(0, SIZE, BATCH)]
+        self.bench.begin(batches, seed=SEED)
+
+    def _worker(self, number: int, chain: Chain, chance: random.Random, usual_ns: float) -> Worker:
+        ledger = self.bench.ledger
+        lease = ledger.lease_words(number)
+        # As if there were no other workers: so samples are deferred as often as can be.
+        deferral = Deferral(
+            ledger=ledger,
+            meters=self.meters,
+            num_workers=lambda: 0,
+        )
+        allows = deferral.allows
+        deferral.allows = lambda position: (  # type: ignore[method-assign]
+            chance.random() < self.share and allows(position)
+        )
+        stepper = Stepper(Keyed(), chain, lease, self.meters, deferral)
+        runner = Runner(lease, SampleRandomness, self.meters, stepper, None, False, Exception)
+        runner.habits.usual_ns = usual_ns
+        runner.habits.draws = {1.0: False, 1e5: None, 4e6: True}[usual_ns]
+        return Worker(
+            number,
+            ledger,
+            Gate(self.bench.segment.array, ledger.work_gate_offset),
+            Fetcher(Keyed(), chain, batched=True),
+            runner,
+            self.sink,  # type: ignore[arg-type]
+            ledger.keys,
+            deferral,
+        )
+
+    def kill(self, number: int) -> None:
+        """A worker is killed between two leases."""
+        self.bench.ledger.release(number)
+        self.workers[number] = self.hire(number)
+
+    def run(self, turns: random.Random) -> None:
+        idle = 0
+        while idle < 4 * len(self.workers):
+            self.bench.ledger.waiting = turns.random() < 0.9
+            idle = 0 if turns.choice(self.workers).step() else idle + 1
+        while any(worker.step() for worker in self.workers):
+            pass
+
+    def all_ready(self) -> bool:
+        return all(
+            self.bench.ledger.state(item.record) == READY for item in self.bench.dispatcher._open
+        )
+
+
+ORDERS = ["arrival", "fast_first"]
+
+
+def has_deferred(worker: Worker) -> int:
+    deferral = worker._deferral
+    return 0 if deferral is None else deferral.num_deferred
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@settings(max_examples=50, deadline=None)
+@given(
+    steps=st.lists(st.sampled_from(TRANSFORMS), min_size=1, max_size=4),
+    seed=st.integers(0, 10**6),
+    usual_ns=st.sampled_from([1.0, 1e5, 4e6]),
+)
+def test_wherever_samples_are_deferred_they_are_the_same_and_each_transform_runs_once(
+    order: str, steps: list[Any], seed: int, usual_ns: float
+) -> None:
+    with SampleRandomness(SEED).saved():
+        expected = straight(steps, binds=True)
+        chance = random.Random(seed)
+        case = Case(steps, order, chance, usual_ns)
+        case.run(random.Random(seed + 1))
+    assert sorted(case.sink.samples) == list(range(SIZE))
+    for key, value in expected.items():
+        np.testing.assert_array_equal(case.sink.samples[key], value)
+    assert case.all_ready()
+    assert case.sink.errors == []
+    # Cheap samples are run again, bound, when one is seen to draw for the first time.
+    if usual_ns > 1000:
+        assert set(case.calls.values()) == {1}
+        assert len(case.calls) == SIZE * len(steps)
+        assert case.meters.total.count == SIZE
+
+
+class Always(random.Random):
+    """Chance that never spares a sample."""
+
+    def random(self) -> float:
+        return 0.0
+
+
+def always(steps: list[Any], order: str, **options: Any) -> Case:
+    """Workers that defer each sample that they may."""
+    case = Case(steps, order, Always(), 4e6, **options)
+    case.share = 1.0
+    return case
+
+
+def test_a_worker_defers_a_sample_and_completes_it_later() -> None:
+    with SampleRandomness(SEED).saved():
+        case = always([add_in_place, draw_from_all], "arrival", workers=1)
+        (worker,) = case.workers
+        worker.step()
+        assert case.sink.samples == {} == case.calls
+        worker.step()  # one sample is deferred already
+        assert sorted(case.sink.samples) == [1]
+        case.bench.ledger.waiting = False
+        worker.step()
+        assert sorted(case.sink.samples) == [0, 1]
+        case.run(random.Random(0))
+    assert has_deferred(worker) == case.meters.deferred.count > 1
+    assert sorted(case.sink.samples) == list(range(SIZE))
+    assert case.bench.ledger.activity(0)[0] == SIZE
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@settings(max_examples=50, deadline=None)
+@given(
+    steps=st.lists(st.sampled_from(TRANSFORMS), min_size=2, max_size=4),
+    seed=st.integers(0, 10**6),
+    deaths=st.integers(1, 4),
+)
+def test_whichever_worker_dies_with_a_deferred_sample_they_are_the_same(
+    order: str, steps: list[Any], seed: int, deaths: int
+) -> None:
+    with SampleRandomness(SEED).saved():
+        expected = straight(steps, binds=True)
+        chance = random.Random(seed)
+        case = Case(steps, order, chance, 4e6, workers=3)
+        case.share = 1.0
+        for _ in range(deaths):
+            for _ in range(chance.randrange(SIZE)):
+                chance.choice(case.workers).step()
+            case.kill(chance.randrange(3))
+        case.run(chance)
+    assert sorted(case.sink.samples) == list(range(SIZE))
+    for key, value in expected.items():
+        np.testing.assert_array_equal(case.sink.samples[key], value)
+    assert case.all_ready()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_sample_that_raises_after_it_was_deferred(order: str) -> None:
+    for seed in range(5):
+        with SampleRandomness(SEED).saved():
+            case = Case([add_in_place, grow], order, random.Random(seed), 4e6, bad={5})
+            case.share = 1.0
+            case.run(random.Random(seed))
+        assert case.sink.errors == [(5, "bad 5")]
+        assert sorted(case.sink.samples) == [key for key in range(SIZE) if key != 5]
+        assert case.all_ready()
+
+
+def test_a_deferred_sample_of_a_dead_worker_runs_again_from_the_start() -> None:
+    with SampleRandomness(SEED).saved():
+        case = always([draw_from_all, add_in_place], "arrival")
+        dead, alive = case.workers
+        dead.step()
+        assert case.bench.ledger.release(0) == 1
+        while alive.step():
+            pass
+        expected = straight([draw_from_all, add_in_place], binds=True)
+    for key, value in expected.items():
+        np.testing.assert_array_equal(case.sink.samples[key], value)
+    assert case.all_ready()
+    assert Counter(number for (_, number) in case.calls.elements()) == {0: SIZE, 1: SIZE}
+
+
+def test_a_deferred_sample_is_completed_before_the_next_epoch_begins() -> None:
+    with SampleRandomness(SEED).saved():
+        case = always([add_in_place, grow], "arrival", workers=1)
+        (worker,) = case.workers
+        worker.step()
+        assert has_deferred(worker) == 1
+        case.bench.dispatcher.cancel_all()
+        case.bench.begin([[100, 101]], epoch=1)
+        worker.step()
+        assert 0 in case.sink.samples
+        assert has_deferred(worker) == 3  # the first one twice
+        case.run(random.Random(0))
+    assert sorted(case.sink.samples) == [0, 100, 101]
+
+
+# ------------------------------------------------------------------------------------- whole loaders
+
+pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
+
+LENGTH = 60
+METHODS = {"processes": {}, "threads": {"worker_method": "thread"}}
+
+
+class Arrays(Numbers):
+    """The index in an array that transforms may write to."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(5, float(index))
+
+
+class Tally:
+    """A transform that counts its calls for each sample, over all processes, and changes it in place."""
+
+    def __init__(self) -> None:
+        self.counts = np.frombuffer(mmap.mmap(-1, LENGTH), np.uint8)
+
+    def __call__(self, sample: Any) -> Any:
+        self.counts[int(sample[0])] += 1
+        sample[1] += 1
+        return sample
+
+
+def pause(sample: Any) -> Any:
+    """A transform that takes its time."""
+    time.sleep(0.0005)
+    return sample
+
+
+def draw(sample: Any) -> Any:
+    """A transform that draws where draws are bound to samples."""
+    sample[2:] += three_draws()[:3]
+    return sample
+
+
+def square(sample: Any) -> Any:
+    """A transform that must not be applied twice."""
+    return np.concatenate([sample[:1], sample[1:] ** 2])
+
+
+@pytest.fixture
+def everything_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After any stage, time is up."""
+    monkeypatch.setattr(Engine, "_mark_slow", lambda self: setattr(self.ledger, "slow_ns", 1))
+
+
+def samples_of(loader: DataLoader[Any], epochs: int = 1) -> list[list[Any]]:
+    rows = []
+    for _ in range(epochs):
+        batches = list(loader)
+        rows.append(sorted(row.tolist() for row in torch.cat(batches)))
+    return rows
+
+
+def num_deferred(loader: Any) -> int:
+    return sum(meters.deferred.count for meters in loader._experience.engine().meters)
+
+
+@pytest.mark.usefixtures("everything_is_slow")
+@pytest.mark.parametrize("order", ["strict", "batch", *ORDERS])
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_deferred_samples_are_what_they_are_in_one_go(method: dict[str, Any], order: str) -> None:
+    tally = Tally()
+    chain = [tally, square, pause, *([] if method else [draw]), square]
+    options: dict[str, Any] = {"batch_size": 4, "transforms": chain, "seed": 3}
+    expected = samples_of(DataLoader(Arrays(LENGTH), **options), epochs=2)
+    assert (tally.counts == 2).all()
+    options.update(num_workers=2, order=order, **method)
+    assert samples_of(DataLoader(Arrays(LENGTH), **options)) == expected[:1]
+    assert (tally.counts == 3).all()
+    loader = DataLoader(Arrays(LENGTH), **options, persistent_workers=True)
+    assert samples_of(loader, epochs=2) == expected
+    assert bool(num_deferred(loader)) is (order in ORDERS)
+
+
+@pytest.mark.usefixtures("everything_is_slow")
+@pytest.mark.parametrize("order", ORDERS)
+def test_order_bounds_hold_for_deferred_samples(order: str) -> None:
+    loader = DataLoader(
+        Arrays(LENGTH), 4, transforms=[pause, pause, pause], num_workers=3, order=order, max_lag=2
+    )
+    batches = [[int(row[0]) for row in batch] for batch in loader]
+    assert sorted(i for batch in batches for i in batch) == list(range(LENGTH))
+    assert max(n - i // 4 for n, batch in enumerate(batches) for i in batch) <= 2
+
+
+class DiesOnce:
+    """A transform whose process is killed when it first meets a certain sample."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.died = np.frombuffer(mmap.mmap(-1, 1), np.uint8)
+
+    def __call__(self, sample: Any) -> Any:
+        if int(sample[0]) == self.index and not self.died[0]:
+            self.died[0] = 1
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample
+
+
+@pytest.mark.usefixtures("everything_is_slow")
+@pytest.mark.filterwarnings("ignore:DataLoader worker:RuntimeWarning")
+def test_the_deferred_sample_of_a_killed_worker_is_not_lost() -> None:
+    chain = [square, pause, draw, DiesOnce(23), square]
+    expected = samples_of(DataLoader(Arrays(LENGTH), 4, transforms=[square, draw, square], seed=3))
+    loader = DataLoader(
+        Arrays(LENGTH), 4, transforms=chain, seed=3, num_workers=2, order="fast_first"
+    )
+    assert samples_of(loader) == expected
+    assert chain[3].died[0]

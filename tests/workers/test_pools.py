@@ -1,0 +1,462 @@
+"""Starting workers, noticing when one is gone, and ending them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minato._core.segment import Segment
+from minato._core.wait import Gate
+from minato.workers import exit_watch, process_pool
+from minato.workers.exceptions import wrapped
+from minato.workers.local_pools import InlinePool, ThreadPool
+from minato.workers.process_pool import ProcessPool, parent_watch
+
+FORK = multiprocessing.get_context("fork")
+
+
+class Stage:
+    """Gates, a flag that tells workers to leave, and what was said of dead ones."""
+
+    def __init__(self) -> None:
+        self.segment = Segment(4096)
+        self.ready = Gate(self.segment.array, 0)
+        self.left = False
+        self.has_work = True
+        self.has_begun = False
+        self.at_once = 2
+        self.deaths: list[tuple[Any, ...]] = []
+
+    def stop(self) -> None:
+        self.segment.array[100] = 1
+
+    def bury(self, number: int, pid: int | None, code: int | None) -> None:
+        self.deaths.append((number, pid, code))
+        if len(self.deaths) > 2:
+            raise RuntimeError("too many")
+
+    def processes(self, work: Any) -> ProcessPool:
+        return ProcessPool(
+            FORK, 2, 2, work, (self,), self.ready, self.stop, lambda number: self.left, self.bury,
+            lambda: self.has_work, lambda number: self.has_begun, self.at_once,
+        )  # fmt: skip
+
+
+def obedient(number: int, stage: Stage) -> None:
+    while not stage.segment.array[100]:
+        time.sleep(0.002)
+
+
+def mortal(number: int, stage: Stage) -> None:
+    if number == 1:
+        os._exit(7)
+    obedient(number, stage)
+
+
+def deaf(number: int, stage: Stage) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stage.segment.array[200 + number] = 1
+    time.sleep(60)
+
+
+def checks(pool: ProcessPool, until: Any) -> None:
+    deadline = time.monotonic() + 5
+    while not until():
+        assert time.monotonic() < deadline
+        pool.check()
+        time.sleep(0.002)
+
+
+def test_processes_start_and_end() -> None:
+    stage = Stage()
+    pool = stage.processes(obedient)
+    pool.start()
+    pids = [worker.pid for worker in pool.processes]
+    pool.check()
+    assert stage.deaths == []
+    pool.shut_down()
+    assert [worker.exitcode for worker in pool.processes] == [0, 0]
+    assert multiprocessing.active_children() == []
+    assert len(set(pids)) == 2
+    pool.shut_down()  # again is harmless
+
+
+def test_a_pool_that_was_not_started_can_be_shut_down() -> None:
+    stage = Stage()
+    stage.processes(obedient).shut_down()
+    assert stage.segment.array[100] == 1
+
+
+def test_dead_processes_are_buried_and_replaced() -> None:
+    stage = Stage()
+    pool = stage.processes(mortal)
+    pool.start()
+    first = pool.processes[1].pid
+    with pytest.raises(RuntimeError, match="too many"):
+        checks(pool, lambda: False)
+    assert [death[0] for death in stage.deaths] == [1, 1, 1]
+    assert [death[2] for death in stage.deaths] == [7, 7, 7]
+    assert stage.deaths[0][1] == first
+    assert len({death[1] for death in stage.deaths}) == 3
+    pool.shut_down()
+
+
+def test_processes_may_leave_when_there_is_nothing_left_to_do() -> None:
+    stage = Stage()
+    pool = stage.processes(obedient)
+    pool.start()
+    stage.stop()
+    stage.left = True
+    deadline = time.monotonic() + 5
+    while any(worker.is_alive() for worker in pool.processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    pool.check()
+    assert stage.deaths == []
+    pool.shut_down()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "never told"])
+def test_an_exit_code_that_another_thread_has_taken(
+    monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """The start of a process in any thread reaps our workers, and says only a moment later how they ended."""
+    monkeypatch.setattr(exit_watch, "_RECORDING_S", 30.0 if told else 0.01)
+    stage = Stage()
+    pool = stage.processes(mortal)
+    pool.start()
+    dead = pool.processes[1]
+    assert dead.pid is not None
+    while pool._watch.first_gone() is None:
+        time.sleep(0.002)
+    _, status = os.waitpid(dead.pid, 0)
+
+    def write_down() -> None:
+        time.sleep(0.05)
+        dead._popen.returncode = os.waitstatus_to_exitcode(status)  # type: ignore[attr-defined]
+
+    other = threading.Thread(target=write_down)
+    if told:
+        other.start()
+    pool.check()
+    assert stage.deaths == [(1, dead.pid, 7 if told else None)]
+    if told:
+        other.join()
+    dead._popen.returncode = 7  # type: ignore[attr-defined]  # multiprocessing waits for it at the end
+    pool.shut_down()
+
+
+def test_processes_that_do_not_listen_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_pool, "_GRACE_S", 0.05)
+    stage = Stage()
+    pool = stage.processes(deaf)
+    pool.start()
+    deadline = time.monotonic() + 5
+    while not all(stage.segment.array[200:202]):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    start = time.monotonic()
+    pool.shut_down()
+    assert time.monotonic() - start < 3
+    assert [worker.exitcode for worker in pool.processes] == [-signal.SIGKILL] * 2
+
+
+def test_two_deaths_are_buried_though_the_first_burial_is_interrupted() -> None:
+    stage = Stage()
+    pool = stage.processes(obedient)
+    pool.start()
+    ends = [(number, worker.pid) for number, worker in enumerate(pool.processes)]
+    for _, pid in ends:
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while len(pool._watch._gone) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    bury, pool._buried = pool._buried, interrupted
+    with pytest.raises(KeyboardInterrupt):
+        pool.check()
+    pool._buried = bury
+    pool.check()
+    assert sorted(death[:2] for death in stage.deaths) == ends
+    assert all(worker.is_alive() for worker in pool.processes)
+    pool.shut_down()
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_end_is_a_sudden_one() -> None:
+    stage = Stage()
+    pool = stage.processes(deaf)
+    pool.start()
+    pool._started._stop = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        pool.shut_down()
+    assert [worker.exitcode for worker in pool.processes] == [-signal.SIGKILL] * 2
+
+
+def test_workers_end_where_no_more_threads_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage()
+    pool = stage.processes(obedient)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            pool.start()
+    pool.shut_down()
+    assert [worker.exitcode for worker in pool.processes] == [0, 0]
+
+
+def parental(number: int, stage: Stage) -> None:
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    stage.segment.array[208 + 8 * number : 216 + 8 * number].view(np.int64)[0] = child
+    obedient(number, stage)
+
+
+def test_the_end_does_not_wait_for_children_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_pool, "_GRACE_S", 3600.0)
+    stage = Stage()
+    pool = stage.processes(parental)
+    pool.start()
+    children = stage.segment.array[208:224].view(np.int64)
+    try:
+        deadline = time.monotonic() + 5
+        while not children.all():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        pool.shut_down()
+        assert [worker.exitcode for worker in pool.processes] == [0, 0]
+    finally:
+        for child in children.tolist():
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_copy_of_a_pool_ends_nobody() -> None:
+    stage = Stage()
+    pool = stage.processes(obedient)
+    pool.start()
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.shut_down()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert stage.segment.array[100] == 0
+    assert all(worker.is_alive() for worker in pool.processes)
+    pool.shut_down()
+
+
+def test_what_is_not_needed_yet_is_started_while_the_consumer_waits() -> None:
+    stage = Stage()
+    pool = stage.processes(mortal)
+    pool.start(lambda: pool.processes[0].pid is not None)
+    stage.has_work = False
+    pool.wait(stage.ready.events, 0.01)
+    assert pool.processes[1].pid is None
+    stage.has_work = True
+    seen = stage.ready.events
+    pool.wait(seen, 60)  # does not sleep
+    assert pool.processes[1].pid is not None
+    pool.wait(seen, 10)  # until one ends, or a signal comes: from now on somebody watches
+    checks(pool, lambda: stage.deaths)
+    assert stage.deaths[0][::2] == (1, 7)
+    pool.shut_down()
+
+
+def test_no_more_are_on_their_way_than_can_come_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage()
+    stage.at_once = 1
+    pool = stage.processes(obedient)
+    pool.start(lambda: False)
+    pool.wait(stage.ready.events, 0.01)
+    assert [process_pool.pid is None for process_pool in pool.processes] == [False, True]
+    stage.has_begun = True
+    pool.wait(stage.ready.events, 0.01)
+    assert all(process_pool.pid for process_pool in pool.processes)
+    pool.shut_down()
+    late = stage.processes(obedient)
+    stage.has_begun = False
+    monkeypatch.setattr("minato.workers.process_pool._ARRIVAL_S", 0.0)
+    late.start(lambda: False)
+    assert all(process_pool.pid for process_pool in late.processes)
+    late.shut_down()
+
+
+def test_waiting_ends_with_an_event() -> None:
+    stage = Stage()
+    stage.has_work = False
+    pool = stage.processes(obedient)
+    seen = stage.ready.events
+    start = time.monotonic()
+    pool.wait(seen, 0.02)
+    assert time.monotonic() - start >= 0.02
+    stage.ready.notify()
+    pool.wait(seen, 30)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["alive-at-first", "dead-already"])
+def test_parent_watch(late: bool) -> None:
+    reader, writer = os.pipe()
+    child = FORK.Process(target=has_child, args=(writer, late))
+    child.start()
+    child.join()
+    os.close(writer)
+    with os.fdopen(reader) as answers:
+        assert answers.read() == ("False" if late else "True False")
+
+
+def has_child(writer: int, late: bool) -> None:
+    ready, steady = os.pipe()
+    FORK.Process(target=watches_parent, args=(writer, steady, late)).start()
+    os.read(ready, 1)
+    os._exit(0)
+
+
+def watches_parent(writer: int, steady: int, late: bool) -> None:
+    parent = os.getppid()
+    lives = parent_watch()
+    if not late:
+        os.write(writer, f"{lives()} ".encode())
+    os.write(steady, b"x")
+    while os.getppid() == parent:
+        time.sleep(0.002)
+    if late:
+        lives = parent_watch()
+    while not late and lives():
+        time.sleep(0.002)
+    os.write(writer, str(lives()).encode())
+
+
+# ---- threads --------------------------------------------------------------------------------
+
+
+class Worker:
+    """Stands for a worker in a thread."""
+
+    def __init__(self, number: int, leave: threading.Event) -> None:
+        self.number = number
+        self.leave = leave
+
+    def loop(self, parent_lives: Any) -> None:
+        assert parent_lives()
+        self.leave.wait(20)
+
+    def close(self) -> None:
+        """It has begun nothing in other threads."""
+
+
+def threads(leave: threading.Event, may_leave: bool = False) -> ThreadPool:
+    stage = Stage()
+    return ThreadPool(
+        2, lambda number, _: Worker(number, leave), stage.ready, leave.set, lambda number: may_leave
+    )
+
+
+def test_threads_start_and_end() -> None:
+    pool = threads(threading.Event())
+    pool.start()
+    assert [thread.name for thread in pool.threads] == ["minato-0", "minato-1"]
+    assert all(thread.daemon for thread in pool.threads)
+    pool.check()
+    pool.shut_down()
+    assert not any(thread.is_alive() for thread in pool.threads)
+
+
+@pytest.mark.parametrize("may_leave", [False, True])
+def test_threads_that_are_gone_are_noticed(may_leave: bool) -> None:
+    leave = threading.Event()
+    pool = threads(leave, may_leave)
+    pool.start()
+    leave.set()
+    for thread in pool.threads:
+        thread.join()
+    if may_leave:
+        pool.check()
+    else:
+        with pytest.raises(RuntimeError, match=r"worker thread\(s\) minato-0, minato-1 ended unex"):
+            pool.check()
+
+
+def test_a_thread_may_end_its_own_pool() -> None:
+    # As when the garbage collector runs in a worker and finds the last reference to a loader.
+    leave = threading.Event()
+    ended = threading.Event()
+
+    class Ending(Worker):
+        """Shuts the pool down itself."""
+
+        def loop(self, parent_lives: Any) -> None:
+            if self.number == 0:
+                pool.shut_down()
+                ended.set()
+            else:
+                super().loop(parent_lives)
+
+    pool = ThreadPool(2, lambda n, _: Ending(n, leave), Stage().ready, leave.set, lambda: False)  # type: ignore[arg-type]
+    pool.start()
+    assert ended.wait(5)
+    for thread in pool.threads:
+        thread.join()
+
+
+def test_in_line_whoever_waits_works() -> None:
+    steps: list[int] = []
+
+    class Inline:
+        """Stands for a worker in the consumer's thread."""
+
+        def __init__(self) -> None:
+            self.endings = [lambda: steps.append(0)]
+
+        def turn(self, timeout_s: float) -> None:
+            steps.append(1)
+
+    pool = InlinePool(lambda number: Inline(), lambda: None)  # type: ignore[arg-type, return-value]
+    pool.start()
+    assert steps == []
+    pool.wait(0, 1.0)
+    pool.wait(0, 1.0)
+    assert steps == [1, 1]
+    pool.check()
+    pool.shut_down()
+    assert steps == [1, 1, 0]
+
+
+# ---- exceptions on their way ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("in_process", "worker"), [(True, "worker process 3"), (False, "worker thread 2")]
+)
+def test_exceptions_travel_in_torchs_wrapper(in_process: bool, worker: str) -> None:
+    try:
+        raise KeyError("missing")
+    except KeyError as error:
+        wrapper = wrapped(worker, in_process)(error)
+    assert isinstance(wrapper, torch._utils.ExceptionWrapper)
+    with pytest.raises(KeyError, match=f"(?s)Caught KeyError in DataLoader {worker}.*missing"):
+        wrapper.reraise()
+
+
+def test_a_ctrl_c_ends_a_worker_process_and_travels_from_a_thread() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        wrapped("worker process 3", in_process=True)(KeyboardInterrupt())
+    assert wrapped("worker thread 2")(KeyboardInterrupt()).exc_type is KeyboardInterrupt

@@ -1,0 +1,69 @@
+"""Where a worker's results go, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from minato._core.codes import READY, SKIPPED
+from minato._core.ledger import Ledger
+from minato.batching.arena import Arena
+from minato.batching.serialization import LocalStore
+from minato.batching.writer import BatchWriter
+from minato.transforms.chain import Chain
+from minato.workers.error_policy import SKIP
+from minato.workers.fetch import Fetcher
+from minato.workers.results import Deliverer
+
+
+class Case:
+    """A worker with a real writer, and batches in an arena."""
+
+    def __init__(self, bound: bool, collate_fn: Callable[[Any], Any] = list) -> None:
+        arena = Arena(shared=False)
+        self.ledger = Ledger(bytearray(1 << 16), (2, 4, 16))
+        self.ledger.open_pass(0)
+        self.bound = bound
+        self.store = LocalStore()
+        self.acquire = arena.acquire
+        self.writer = BatchWriter(
+            0, self.ledger, arena.segment, self.store, collate_fn, True, lambda error: error
+        )
+        fetcher = Fetcher([], Chain(), batched=True)
+        self.deliver = Deliverer(0, self.ledger, self.writer, fetcher, True, False)
+
+    def publish(self, count: int) -> int:
+        slot = self.acquire()
+        arguments = (slot.start, slot.start, slot.end), 0, 0, 0, self.bound
+        return int(self.ledger.publish(list(range(count)), count, *arguments))
+
+    def result(self, batch: int) -> Any:
+        result = self.ledger.contents(batch)[2]
+        return self.store.peek(result & ~63, 0)
+
+
+def test_a_skipped_sample_completes_the_batch_that_its_place_is_in() -> None:
+    case = Case(bound=False)
+    old, new = case.publish(1), case.publish(2)
+    assert case.ledger.claim(0, 1) == (old, 0, 1)
+    assert case.ledger.claim(0, 2) == (new, 0, 2)
+    case.ledger.bind_late(old, new)
+    for position in (1, 2):
+        case.deliver.free(position, position, f"sample {position}", None, 0)
+    case.deliver.free(0, 0, SKIP, None, 0)
+    assert case.ledger.state(old) == case.ledger.state(new) == READY
+    assert case.ledger.contents(new)[0] & SKIPPED
+    assert sorted(case.result(old) + case.result(new)) == ["sample 1", "sample 2"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_skipped_samples_are_not_collated(whole: bool) -> None:
+    case = Case(bound=True)
+    batch = case.publish(3)
+    case.ledger.claim(0, 3)
+    case.deliver.bound(batch, 0, 0, [0, 1, 2], [SKIP, "b", "c"], None, whole)
+    assert case.ledger.state(batch) == READY
+    assert case.result(batch) == ["b", "c"]
+    assert case.ledger.skipped(batch) == [0]

@@ -1,0 +1,189 @@
+"""Samples stage by stage: which are measured, and where one can be deferred."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from minato import DataLoader
+from minato._core.clock import now_ns
+from minato.observe.stats.profile import Meters
+from minato.transforms.chain import Chain
+from minato.workers import runner
+from minato.workers.deferral import DeferredSample
+from minato.workers.staged_runner import Stepper
+from tests.datasets import Numbers
+
+
+class Defers:
+    """A deferral that refuses so many times, then allows."""
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals = refusals
+        self.asked: list[int] = []
+        self.samples: list[DeferredSample] = []
+
+    def allows(self, position: int) -> bool:
+        self.asked.append(position)
+        return len(self.asked) > self.refusals
+
+    def defer(self, sample: DeferredSample) -> None:
+        self.samples.append(sample)
+
+
+def stepper_of(
+    *steps: Callable[[Any], Any], deferral: Defers | None = None
+) -> tuple[Stepper, Meters, array[int]]:
+    lease, meters = array("q", [40, now_ns(), -1]), Meters(len(steps))
+    words, chain = memoryview(lease), Chain(steps)
+    made = Stepper(list(range(10)), chain, words, meters, deferral)  # type: ignore[arg-type]
+    return made, meters, lease
+
+
+def plus(number: int) -> Callable[[Any], Any]:
+    return lambda value: value + number
+
+
+def counts(meters: Meters) -> list[int]:
+    return [histogram.count for histogram in meters.all]
+
+
+def test_every_stage_of_a_measured_sample_is_recorded() -> None:
+    stepper, meters, lease = stepper_of(plus(1), plus(10))
+    assert [stepper.measured(key) for key in (3, 4)] == [14, 15]
+    # Not the total, which the runner knows.
+    assert counts(meters) == [0, 2, 2, 2, 2, 0, 0, 2, 2]
+    assert meters.size.total == 16
+    assert meters.transforms.total == 4
+    assert lease[2] == 2  # all transforms are done
+
+
+def test_a_straight_sample_is_not_measured() -> None:
+    stepper, meters, _ = stepper_of(plus(1), plus(10))
+    assert stepper.straight(3) == 14
+    assert not any(counts(meters))
+
+
+def test_the_lease_names_the_stage_that_runs() -> None:
+    seen: list[int] = []
+
+    def look(value: Any) -> Any:
+        seen.append(lease[2])
+        return value
+
+    stepper, _, lease = stepper_of(look, look)
+    stepper.measured(0)
+    assert seen == [0, 1]
+
+
+def test_without_a_chain_the_dataset_is_all_there_is() -> None:
+    stepper, meters, _ = stepper_of(deferral=(deferral := Defers(0)))
+    assert stepper.measured(3) == 3
+    assert counts(meters) == [0, 1, 1, 1, 1, 0, 0]
+    stepper.slow_ns = 1
+    assert stepper.measured(3) == 3
+    assert deferral.asked == []  # nothing is left of it that could wait
+
+
+@pytest.mark.parametrize("way", ["straight", "measured"])
+def test_a_slow_sample_is_deferred_between_any_two_stages(way: str) -> None:
+    deferral = Defers(0)
+    stepper, meters, _ = stepper_of(plus(1), plus(10), plus(100), deferral=deferral)
+    stepper.slow_ns, stepper.capture = 1, lambda: "state"
+    sample = getattr(stepper, way)(3)
+    found = []
+    while type(sample) is DeferredSample:
+        assert deferral.samples[-1] is sample
+        found.append((sample.position, sample.key, sample.value, sample.step, sample.randomness))
+        deferred, sample = sample, stepper.resume(sample)
+        assert deferred.value is None  # it may have been changed in place
+        if type(sample) is DeferredSample:
+            assert sample.active_ns >= deferred.active_ns
+    assert found == [(39, 3, value, step, "state") for step, value in enumerate((3, 4, 14))]
+    assert sample == 114
+    times = int(way == "measured")
+    assert counts(meters) == [0, *[times] * 4, 0, 0, *[times] * 3]
+    assert len(stepper.longest) == times
+
+
+def test_time_spent_before_a_sample_was_deferred_counts() -> None:
+    stepper, _, _ = stepper_of(plus(1), plus(10), deferral=Defers(0))
+    stepper.slow_ns = 10**12
+    quick = DeferredSample(39, 3, 3, 0, None, 0, None, (-1, 0), 0)
+    assert stepper.resume(quick) == 14
+    slow = DeferredSample(39, 3, 3, 0, None, 10**12, None, (-1, 0), 0)
+    again = stepper.resume(slow)
+    assert (again.step, again.value) == (1, 4)
+
+
+def test_quick_samples_and_refused_ones_are_not_deferred() -> None:
+    deferral = Defers(5)
+    stepper, _, _ = stepper_of(plus(1), plus(10), deferral=deferral)
+    assert stepper.straight(3) == 14
+    stepper.slow_ns = 10**15
+    assert stepper.straight(3) == 14
+    assert deferral.asked == []
+    stepper.slow_ns = 1
+    assert stepper.straight(3) == 14
+    assert deferral.asked == [39, 39]  # and not when it is complete
+    assert deferral.samples == []
+
+
+def test_what_a_stage_raises_comes_out_and_its_time_is_not_recorded() -> None:
+    stepper, meters, lease = stepper_of(plus(1), lambda value: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        stepper.measured(3)
+    assert lease[2] == 1
+    assert meters.cpu.count == meters.steps[1].count == 0
+
+
+LENGTH = 60
+
+
+class Pause:
+    """A transform that takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, sample: Any) -> Any:
+        time.sleep(self.seconds)
+        return sample
+
+
+def test_what_samples_cost_is_measured_in_all_workers() -> None:
+    chain = [Pause(0.004), str]
+    iterator: Any = iter(DataLoader(Numbers(LENGTH), 4, transforms=chain, num_workers=2))
+    engine = iterator._source
+    assert len(list(iterator)) == LENGTH // 4
+    profile = engine.profile()
+    assert profile.run["total"].count == LENGTH
+    assert profile.run["0 Pause"].count == profile.run["1 str"].count == LENGTH
+    assert profile.run["dataset"].count == profile.run["cpu"].count == LENGTH
+    assert profile.run["bytes"].total == LENGTH * 8
+    assert 4_000_000 <= profile.run["0 Pause"].percentile(0.5) <= profile.run["total"].max
+    assert profile.run["1 str"].total < profile.run["0 Pause"].total
+
+
+def test_of_rather_dear_samples_every_eighth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_WORTH_MEASURING_NS", 1 << 60)
+    monkeypatch.setattr(runner, "_RATHER_DEAR", 1 << 60)  # however long they take on this machine
+    iterator: Any = iter(DataLoader(Numbers(400), 4, transforms=[Pause(0.001)], num_workers=1))
+    engine = iterator._source
+    assert len(list(iterator)) == 100
+    profile = engine.profile()
+    assert profile.run["total"].count == 400
+    assert profile.run["0 Pause"].count == 400 // 8
+
+
+def test_of_cheap_samples_few_are_measured() -> None:
+    iterator: Any = iter(DataLoader(Numbers(20_000), 50, transforms=[str, int], num_workers=1))
+    engine = iterator._source
+    assert len(list(iterator)) == 400
+    profile = engine.profile()
+    assert profile.run["total"].count == 20_000
+    assert 0 < profile.run["0 str"].count < 2_000

@@ -1,0 +1,304 @@
+"""What a worker does with what it claims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from minato._core.codes import (
+    ERROR_BLOB,
+    MUST_COLLATE,
+    READY,
+    SAMPLE_BLOB,
+    SKIP_BLOB,
+    STATE_BLOB,
+)
+from minato._core.wait import Gate
+from minato.observe.stats.profile import Meters
+from minato.transforms.chain import Chain
+from minato.workers.fetch import Fetcher
+from minato.workers.runner import Runner
+from minato.workers.staged_runner import Stepper
+from minato.workers.worker import Worker
+from tests.scheduling.fakes import Bench
+
+
+class Sink:
+    """Writes down what it is given."""
+
+    def __init__(self, bench: Bench, collates: bool) -> None:
+        self.collates = collates
+        self.holds = False
+        self.journal: list[Any] = []
+        self._ledger = bench.ledger
+
+    def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
+        self.journal.append(("samples", k, samples))
+        for i in range(len(samples)):
+            self._ledger.attach(place + i, 64 | SAMPLE_BLOB, 0)
+
+    def write_batch(self, batch: int, samples: list[Any]) -> None:
+        raise AssertionError("that is for streams")
+
+    write_end = write_batch
+
+    def write_error(
+        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
+    ) -> None:
+        self.journal.append(("error", key, str(error)))
+        self._ledger.attach(place, 64 | ERROR_BLOB, 0)
+
+    def write_collated(
+        self, batch: int, samples: list[Any], skipped: Sequence[int] = (), state: Any = None
+    ) -> None:
+        self.journal.append(("collated", samples))
+        if state is not None:
+            self.journal.append(("state", state[1]()))
+            self._ledger.attach(state[0], 64 | STATE_BLOB, 0)
+        for place in skipped:
+            self._ledger.attach(place, SKIP_BLOB, 0)
+        self._ledger.set_result(batch, 64 | SAMPLE_BLOB, 0)
+
+    def finished(self, batch: int, outcome: int) -> None:
+        if outcome == MUST_COLLATE:
+            self.collate(batch)
+
+    def collate(self, batch: int) -> None:
+        self.journal.append("collate")
+        self._ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)
+
+
+class Bad(list):
+    """A dataset of its keys, some of which raise."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if key in (3, 6):
+            raise ValueError(f"bad {key}")
+        return key * 10
+
+
+class Listed:
+    """A dataset that fetches samples together."""
+
+    def __init__(self, answer: Callable[[list[Any]], Any]) -> None:
+        self.answer = answer
+        self.asked: list[Any] = []
+
+    def __getitems__(self, keys: list[Any]) -> Any:
+        self.asked.append(list(keys))
+        return self.answer(keys)
+
+
+class Setting:
+    """One worker, and a dispatcher that gives it work."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        batches: list[list[Any]],
+        order: str = "strict",
+        collates: bool = False,
+        failure: Exception | None = None,
+    ) -> None:
+        self.bench = Bench(order, max_lag=8, fixed=8)
+        self.sink = Sink(self.bench, collates)
+        self.meters = Meters(0)
+        ledger = self.bench.ledger
+
+        def read_keys(batch: int, k: int, count: int) -> list[Any]:
+            offset = ledger.describe(batch)[6]
+            if offset:
+                return list(self.bench.keys.kept[offset][k : k + count])
+            return list(ledger.keys(batch, k, count))
+
+        lease, fetcher = ledger.lease_words(0), Fetcher(dataset, Chain(), batched=True)
+        stepper = None if fetcher.takes_lists else Stepper(dataset, Chain(), lease, self.meters)
+        self.runner = Runner(lease, None, self.meters, stepper, failure, False, Exception)
+        self.worker = Worker(
+            0,
+            ledger,
+            Gate(self.bench.segment.array, ledger.work_gate_offset),
+            fetcher,
+            self.runner,
+            self.sink,
+            read_keys,
+        )
+        self.bench.begin(batches)
+
+    def run(self) -> list[Any]:
+        while self.worker.step():
+            pass
+        return self.sink.journal
+
+    def ready(self) -> list[bool]:
+        return [self.bench.ledger.state(i.record) == READY for i in self.bench.dispatcher._open]
+
+
+def samples_in(journal: list[Any]) -> list[Any]:
+    return [sample for kind, _, samples in journal if kind == "samples" for sample in samples]
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_every_sample_is_run_and_written(order: str) -> None:
+    setting = Setting(Bad(), [[1, 2], [4, 5]], order)
+    journal = [entry for entry in setting.run() if entry != "collate"]
+    assert samples_in(journal) == [10, 20, 40, 50]
+    assert setting.ready() == [True, True]
+    assert setting.meters.total.count == 4
+    samples, busy_ns, idle_ns = setting.bench.ledger.activity(0)
+    assert samples == 4
+    assert busy_ns > 0
+    assert idle_ns >= 0
+
+
+def test_cheap_samples_are_claimed_in_runs_once_their_cost_is_known() -> None:
+    batches = [list(range(100 * i, 100 * i + 20)) for i in range(1, 8)]
+    setting = Setting(Bad(), batches)
+    runs = [entry[2] for entry in setting.run() if entry[0] == "samples"]
+    assert len(runs[0]) == 1
+    assert max(map(len, runs)) > 1
+    assert sum(map(len, runs)) == 140
+
+
+def test_a_bound_batch_is_lost_with_the_first_error() -> None:
+    setting = Setting(Bad(), [[1, 3, 2]], collates=True)
+    setting.runner.habits.usual_ns = 1.0  # so that one claim takes the whole batch
+    assert setting.run() == [("error", 3, "bad 3")]
+    assert setting.ready() == [True]
+    assert setting.meters.total.count == 1
+
+
+def test_free_samples_are_run_though_others_of_their_run_raise() -> None:
+    setting = Setting(Bad(), [[1, 3, 2, 6], [4, 5, 7, 8]], "arrival")
+    setting.runner.habits.usual_ns = 1.0
+    journal = [entry for entry in setting.run() if entry != "collate"]
+    assert samples_in(journal) == [10, 20, 40, 50, 70, 80]
+    assert [entry for entry in journal if entry[0] == "error"] == [
+        ("error", 3, "bad 3"),
+        ("error", 6, "bad 6"),
+    ]
+    assert setting.ready() == [True, True]
+
+
+def test_a_whole_batch_for_a_collate_fn_is_collated_at_once() -> None:
+    setting = Setting(Bad(), [[1, 2]], collates=True)
+    setting.runner.habits.usual_ns = 1.0
+    assert setting.run() == [("collated", [10, 20])]
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_a_worker_that_could_not_start_fails_every_sample(order: str) -> None:
+    setting = Setting(Bad(), [[1, 2], [4]], order, failure=OSError("no licence"))
+    errors = [entry for entry in setting.run() if entry[0] == "error"]
+    assert {message for _, _, message in errors} == {"no licence"}
+    assert setting.ready() == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("answer", "written"),
+    [
+        (lambda keys: [key * 10 for key in keys], ("samples", 0, [10, 20])),
+        (lambda keys: [1], ("collated", [1])),
+        (lambda keys: [1, 2, 3], ("collated", [1, 2, 3])),
+        (lambda keys: (1, 2), ("collated", (1, 2))),
+        (lambda keys: {"keys": keys}, ("collated", {"keys": [1, 2]})),
+        (lambda keys: keys[7], ("error", [1, 2], "list index out of range")),
+    ],
+)
+def test_samples_fetched_together(answer: Callable[[list[Any]], Any], written: Any) -> None:
+    dataset = Listed(answer)
+    setting = Setting(dataset, [[1, 2]])
+    assert [entry for entry in setting.run() if entry != "collate"] == [written]
+    assert dataset.asked == [[1, 2]]
+    assert setting.ready() == [True]
+
+
+def test_samples_fetched_together_for_free_places() -> None:
+    dataset = Listed(lambda keys: [key * 10 for key in keys])
+    assert samples_in(
+        [entry for entry in Setting(dataset, [[1, 2], [3]], "arrival").run() if entry != "collate"]
+    ) == [10, 20, 30]
+    assert dataset.asked == [[1, 2], [3]]
+    fewer = Setting(Listed(lambda keys: keys[1:]), [[1, 2]], "arrival")
+    (first, second) = fewer.run()
+    assert first[0] == second[0] == "error"
+    assert "__getitems__ returned 0 samples for 1 keys" in first[2]
+    assert "order='batch'" in first[2]
+
+
+def test_an_empty_batch() -> None:
+    setting = Setting(Bad(), [[], [1]])
+    assert [entry for entry in setting.run() if entry != "collate"] == [
+        ("collated", []),
+        ("samples", 0, [10]),
+    ]
+
+
+def test_keys_that_are_no_integers() -> None:
+    setting = Setting(Bad(), [["a", (1,)]])
+    journal = [entry for entry in setting.run() if entry != "collate"]
+    assert samples_in(journal) == ["a" * 10, (1,) * 10]
+
+
+def test_a_worker_leaves_when_it_is_told_to() -> None:
+    setting = Setting(Bad(), [[1, 2]])
+    setting.bench.ledger.shut_down(drain=True)
+    setting.worker.loop(lambda: True)
+    assert setting.ready() == [True]
+    other = Setting(Bad(), [[1, 2]])
+    other.bench.ledger.shut_down()
+    other.worker.loop(lambda: True)
+    assert other.sink.journal == []
+
+
+def test_a_worker_does_not_leave_what_is_published_while_it_looks() -> None:
+    setting = Setting(Bad(), [])
+    look = setting.worker.step
+
+    def step() -> bool:
+        found = look()
+        if not found and not setting.bench.ledger.draining:
+            setting.bench.begin([[1, 2]])
+            setting.bench.ledger.shut_down(drain=True)
+        return found
+
+    setting.worker.step = step  # type: ignore[method-assign]
+    setting.worker.loop(lambda: True)
+    assert setting.ready() == [True]
+
+
+def test_a_worker_leaves_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minato.workers.worker._PATIENCE_S", 0.01)
+    setting = Setting(Bad(), [[1, 2]])
+    asked: list[bool] = []
+
+    def parent_lives() -> bool:
+        asked.append(len(asked) < 2)
+        return asked[-1]
+
+    setting.worker.loop(parent_lives)
+    assert asked == [True, True, False]
+    assert setting.ready() == [True]
+
+
+class StopsFirst:
+    """A gate whose loader ends in the very moment before a worker looks at it."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+
+    @property
+    def events(self) -> int:
+        self._stop()
+        return 0
+
+    def wait(self, seen: int, timeout_s: float) -> bool:
+        raise AssertionError("it sleeps through the end")
+
+
+def test_an_end_between_two_looks_is_not_slept_through() -> None:
+    setting = Setting(Bad(), [])
+    setting.worker._gate = StopsFirst(setting.bench.ledger.shut_down)  # type: ignore[assignment]
+    setting.worker.loop(lambda: True)
