@@ -34,7 +34,7 @@ INHERITED = {
     },
     "insight.py": {"_iterator"},
     "loader.py": {"_get_iterator", "_iterator"},
-    "opening.py": {"_iterator"},
+    "engine/factory.py": {"_iterator"},
     "sampling/rng_state.py": {"_iterator"},  # one of its own
 }
 """Names of torch's classes in the classes that extend them."""
@@ -278,7 +278,7 @@ import json, random, sys
 import numpy, torch
 import minato
 from minato._core import tensor_memory
-from minato.transforms import generators
+from minato.transforms import rng_memory
 
 class Draws(torch.utils.data.Dataset):
     def __init__(self):
@@ -297,7 +297,7 @@ batches = [
     batch.tolist() for workers in (0, 2)
     for batch in minato.DataLoader(Draws(), 4, seed=7, num_workers=workers)
 ]
-found = generators.found_in_memory() | {"tensors": tensor_memory.find() is not None}
+found = rng_memory.found_in_memory() | {"tensors": tensor_memory.find() is not None}
 print(json.dumps([found, batches]))
 """
 

@@ -254,7 +254,7 @@ def test_files_are_written_in_one_place() -> None:
     expected = {
         "_files.py",
         "caching/disk.py",  # O_EXCL and O_NOFOLLOW, below a directory that was checked
-        "command.py",  # /dev/null
+        "cli/main.py",  # /dev/null
         "shared_pool/meeting.py",  # O_EXCL, in a directory that it has made for this user alone
         "ingest/objects.py",  # tar files, in memory
         "ingest/parquet.py",  # what replacement() gives

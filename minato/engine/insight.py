@@ -22,7 +22,6 @@ from minato.sampling.coverage import Coverage
 from minato.sampling.epoch import is_stream
 from minato.transforms.owned import Owned
 from minato.transforms.rng import SampleRandomness
-from minato.workers.fetch import Fetcher
 
 if TYPE_CHECKING:  # each method imports what it shows: a loader that nobody asks has no use for it
     from minato.engine.slow_samples import SlowSamples
@@ -248,6 +247,8 @@ class Insight(Opening):
         Raises:
             ValueError: No pass has begun and ``seed`` is not given.
         """
+        from minato.workers.fetch import Fetcher
+
         epoch = max(self._course.epoch, 0) if epoch is None else epoch
         if seed is None:
             seed = self._course.seed_of(epoch) if self._options.seed is None else self._options.seed
