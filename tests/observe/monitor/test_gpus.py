@@ -91,7 +91,7 @@ def side_processes() -> list[psutil.Process]:
     found = []
     for each in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            if any("sampler.py" in part for part in each.cmdline()):
+            if any("nvml_process.py" in part for part in each.cmdline()):
                 found.append(each)
     return found
 
