@@ -90,6 +90,8 @@ Written by `python -m bench.jpegs`: JPEGs are decoded, cropped, flipped and norm
 nothing else to do. All loaders get the same dataset object; everything else stays at its default. Loaders take turns;
 every sample is checked. Figures are medians of {repeats} repeats, with the least and the greatest in brackets. *Ideal*:
 the calls of `dataset[i]` alone, divided by the workers.
+
+## Result
 """
 
 
