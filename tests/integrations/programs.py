@@ -237,3 +237,6 @@ if __name__ == "__main__":
     with engines() as seen:
         result = program()
     print(json.dumps({**result, "engines": seen()}))
+    if dist.is_initialized():
+        # Else gloo's threads may be at work when the interpreter has ended.
+        dist.destroy_process_group()
