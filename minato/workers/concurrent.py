@@ -17,7 +17,7 @@ from minato.workers.worker import Worker
 
 __all__ = ["ConcurrentWorker"]
 
-_WHOLE_BATCH = 1 << 31
+_ALL_SAMPLES = 1 << 31
 _PATIENCE_S = 1.0
 """How long it waits for a read at most before it looks whether the loader shuts down."""
 
@@ -157,7 +157,7 @@ class ConcurrentWorker(Worker):
             room = self._traffic.take(self._number, self._reads.limit - self._reads.outstanding)
             self._traffic.give_back(self._number, room)
             lease = (
-                self._ledger.claim(self._number, _WHOLE_BATCH if whole else room) if room else None
+                self._ledger.claim(self._number, _ALL_SAMPLES if whole else room) if room else None
             )
             if lease is None:
                 return claimed
