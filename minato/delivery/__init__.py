@@ -1,1 +1,1 @@
-"""How batches reach the training loop."""
+"""To whom batches go: the iterator, copies to a device, and several consumers."""

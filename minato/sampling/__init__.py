@@ -1,1 +1,1 @@
-"""Where keys come from: samplers, their passes, and what is known of the next one."""
+"""Which indices come, in which order: samplers, epochs, coverage and resumable state."""

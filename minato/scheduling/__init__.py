@@ -1,1 +1,1 @@
-"""Which sample runs where, and when: workers, their processes, and the window of batches in flight."""
+"""Which sample comes next: the dispatcher, orders, batches in flight and the prefetch window."""

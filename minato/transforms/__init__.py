@@ -1,4 +1,4 @@
-"""What is done to one sample: its transforms, and the randomness they draw from."""
+"""What is done to one sample: its transforms, and the random numbers they draw."""
 
 from __future__ import annotations
 

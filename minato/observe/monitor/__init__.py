@@ -1,1 +1,1 @@
-"""What the machine does meanwhile, and an endpoint for those who collect figures."""
+"""What the machine does meanwhile: cores, disks, memory, GPUs; and the Prometheus endpoint."""

@@ -1,1 +1,1 @@
-"""What a loader has measured, in figures, words and pictures."""
+"""Reports and the live view: tables, verdicts, charts and pages."""

@@ -1,1 +1,1 @@
-"""What is measured: clocks and histograms, written by every stage, read by reports."""
+"""Counters, histograms and the epoch log: every stage writes them, reports read them."""
