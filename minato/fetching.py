@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from minato._counters import Counters
+from minato._support.counters import Counters
 
 __all__ = ["FetchReport", "Fetching"]
 

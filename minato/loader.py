@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minato._compat import TorchIterator, index_sampler, is_constructed
-from minato._standin import StandIn, TorchDataLoader, is_made, made_only
+from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
 from minato.engine.distribution import Distribution
 from minato.engine.insight import Insight
 from minato.fetching import Fetching

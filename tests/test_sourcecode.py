@@ -250,14 +250,14 @@ def writes(name: str, call: ast.Call) -> bool:
 
 
 def test_files_are_written_in_one_place() -> None:
-    """By ``_files``, which follows no link and replaces nothing foreign; or where a comment of this test says why."""
+    """By ``_support.files``, which follows no link and replaces nothing foreign; or where a comment of this test says why."""
     expected = {
-        "_files.py",
+        "_support/files.py",
         "caching/disk.py",  # O_EXCL and O_NOFOLLOW, below a directory that was checked
         "cli/main.py",  # /dev/null
-        "shared_pool/meeting.py",  # O_EXCL, in a directory that it has made for this user alone
-        "ingest/objects.py",  # tar files, in memory
-        "ingest/parquet.py",  # what replacement() gives
+        "shared_pool/rendezvous.py",  # O_EXCL, in a directory that it has made for this user alone
+        "sources/ingest/objects.py",  # tar files, in memory
+        "sources/ingest/parquet.py",  # what replacement() gives
         "sources/forks.py",  # a pipe
     }
     found = {relative(path) for path in SOURCES for each in calls_of(path) if writes(*each)}

@@ -9,10 +9,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from minato._compat import index_sampler
-from minato._stateful import is_stateful
 from minato.options import Options
 from minato.sampling.epoch import Course, Run, is_stream
 from minato.sampling.replay import RecordedOrder
+from minato.sampling.state import is_stateful
 from minato.transforms.chain import Chain
 from minato.transforms.owned import Owned
 

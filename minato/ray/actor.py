@@ -19,7 +19,7 @@ import numpy as np
 from minato._compat import ExceptionWithTraceback
 from minato._core.clock import now_ns
 from minato._core.steps import run_steps
-from minato._pickling import SidePickler
+from minato._support.pickling import SidePickler
 from minato.observe.stats.size import nbytes_of
 from minato.transforms.chain import Chain
 from minato.transforms.owned import Owned

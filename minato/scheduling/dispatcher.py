@@ -11,8 +11,8 @@ from typing import Any
 from minato._core.codes import ENDED, KIND_MASK, NUM_PASSES, READY, SKIP_BLOB, SKIPPED
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
-from minato._occurrences import unmarked
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.sampling.occurrences import unmarked
 from minato.scheduling.assignment import Assignment
 from minato.scheduling.batches import InFlight, Leavings, Order, fitting
 from minato.scheduling.cost_model import EarlyStart

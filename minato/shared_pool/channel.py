@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import Any
 
 from minato.shared_pool.handshake import WrongKeyError, peer_of, prove
-from minato.shared_pool.meeting import Meeting
 from minato.shared_pool.messages import encoded
+from minato.shared_pool.rendezvous import Meeting
 
 __all__ = ["Channel", "connected"]
 

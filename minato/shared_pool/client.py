@@ -14,9 +14,9 @@ from minato._core.segment import Segment
 from minato.batching.arena import Slot
 from minato.shared_pool.channel import Channel, connected
 from minato.shared_pool.descriptors import Annex, Parcel, Shipment
-from minato.shared_pool.meeting import Meeting
 from minato.shared_pool.messages import Greeting, Had, from_host
 from minato.shared_pool.rank_slot import AHEAD
+from minato.shared_pool.rendezvous import Meeting
 from minato.shared_pool.server import PATIENCE_S
 
 __all__ = ["Link"]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from minato._serving import Client
+from minato._support.socket_server import Client
 
 __all__ = ["Newcomer", "WrongKeyError", "credentials", "peer_of", "prove"]
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from minato._serving import Server
+from minato._support.socket_server import Server
 from minato.shared_pool.channel import Channel
 from minato.shared_pool.handshake import Newcomer, peer_of
-from minato.shared_pool.meeting import Meeting
 from minato.shared_pool.messages import from_rank
+from minato.shared_pool.rendezvous import Meeting
 
 __all__ = ["Switchboard"]
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minato._compat import index_sampler, is_batched
-from minato._stateful import is_stateful
 from minato._system import available_cores
 from minato._version import __version__
 from minato.delivery.device_copy import accelerator_of
@@ -22,11 +21,12 @@ from minato.options import Options
 from minato.sampling.coverage import Done, Tally
 from minato.sampling.distributed import InTurn, RankSampler, ranked
 from minato.sampling.rank_progress import united
+from minato.sampling.state import is_stateful
 from minato.shared_pool.client import Link
 from minato.shared_pool.descriptors import ParcelReader
-from minato.shared_pool.device_dock import Dock, DockedSource
-from minato.shared_pool.meeting import Meeting
+from minato.shared_pool.device_prefetch import Dock, DockedSource
 from minato.shared_pool.messages import Greeting
+from minato.shared_pool.rendezvous import Meeting
 from minato.shared_pool.server import Hub
 from minato.shared_pool.source import AttachedSource, HostSource, had
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
 from minato._core.wait import Gate
-from minato._ranges import in_profile
+from minato.observe.trace.torch_profiler import in_profile
 from minato.workers.cpu_time import Usage, thread_usage
 from minato.workers.worker import Worker
 

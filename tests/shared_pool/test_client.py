@@ -16,8 +16,8 @@ from minato.batching.arena import Slot
 from minato.shared_pool.channel import connected
 from minato.shared_pool.client import Link
 from minato.shared_pool.listener import Switchboard
-from minato.shared_pool.meeting import Meeting
 from minato.shared_pool.messages import Greeting, from_host
+from minato.shared_pool.rendezvous import Meeting
 from tests.datasets import TOO_MANY_WORKERS, Filled, Numbers, indices
 from tests.shared_pool.jobs import Job, run, until
 

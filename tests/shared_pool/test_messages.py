@@ -26,8 +26,8 @@ from minato.shared_pool.channel import _HEAD, Channel, connected
 from minato.shared_pool.client import Link
 from minato.shared_pool.descriptors import Packed, Parcel
 from minato.shared_pool.listener import Switchboard
-from minato.shared_pool.meeting import Meeting
 from minato.shared_pool.messages import Greeting, Had, encoded, from_host, from_rank
+from minato.shared_pool.rendezvous import Meeting
 from minato.shared_pool.server import Hub
 
 NBYTES = 1 << 16

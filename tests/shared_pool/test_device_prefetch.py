@@ -19,7 +19,7 @@ from minato._core.segment import Segment
 from minato.batching.arena import Slot
 from minato.shared_pool import session
 from minato.shared_pool.descriptors import Parcel, Shipment
-from minato.shared_pool.device_dock import Dock
+from minato.shared_pool.device_prefetch import Dock
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Pair, flat
 from tests.delivery.recorder import Mark, Recorder
 from tests.shared_pool.jobs import run, until

@@ -26,8 +26,8 @@ from minato.shared_pool import handshake, listener
 from minato.shared_pool.channel import Channel, connected
 from minato.shared_pool.handshake import WrongKeyError, peer_of, prove
 from minato.shared_pool.listener import Switchboard
-from minato.shared_pool.meeting import KEY_BYTES, Meeting, _address
 from minato.shared_pool.messages import from_host
+from minato.shared_pool.rendezvous import KEY_BYTES, Meeting, _address
 from tests.shared_pool.jobs import until
 
 NEXT = ("next", 0, (), None)
