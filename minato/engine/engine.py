@@ -11,7 +11,7 @@ from minato._core.clock import now_ns
 from minato._core.codes import FAILED, STATES
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
-from minato._core.wait import Gate
+from minato._core.wait import EventCount
 from minato._support import pickling
 from minato._support.exceptions import Postponed, not_the_end
 from minato.batching.arena import Arena
@@ -107,7 +107,7 @@ class Engine:
         traffic_offset = roster_offset + Roster.NBYTES
         segment = Segment(traffic_offset + Traffic.nbytes(sizes[0]), shared=in_processes)
         self.ledger = Ledger(segment.array, sizes, segment.descriptor)
-        ready = Gate(segment.array, self.ledger.ready_gate_offset)
+        ready = EventCount(segment.array, self.ledger.ready_events_offset)
         store = SharedStore(self.arena.segment) if in_processes else LocalStore()
         workplace = Workplace(
             plan,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import cast
 
 from minato._core.ledger import Ledger
-from minato._core.wait import Gate
+from minato._core.wait import EventCount
 from minato._system import available_cores
 from minato.batching.serialization import LocalStore
 from minato.batching.writer import BatchWriter
@@ -34,7 +34,7 @@ def make_pool(
     plan: Plan,
     workplace: Workplace,
     ledger: Ledger,
-    ready: Gate,
+    ready: EventCount,
     roster: Roster,
     deaths: Deaths,
     flow: Flow,

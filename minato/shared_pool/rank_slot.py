@@ -142,7 +142,7 @@ class Seat:
         self.entering = None
         self.leases.clear()
 
-    def hungry(self, quota: int) -> bool:
+    def needs_batch(self, quota: int) -> bool:
         """Whether it waits for a batch to be fetched."""
         return self.state == "in" and self.wants > 0 and self.dealt < quota
 

@@ -462,8 +462,8 @@ class Hub:
             return self._finish
         if any(seat.unserved(this.quota) for seat in self._seats):
             return self._push
-        hungry = (seat.hungry(this.quota) for seat in self._seats)
-        return self._fetch if this.error is None and any(hungry) else None
+        needs_batch = (seat.needs_batch(this.quota) for seat in self._seats)
+        return self._fetch if this.error is None and any(needs_batch) else None
 
     def _push(self, this: Round) -> bool:
         with self._news:
