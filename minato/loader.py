@@ -253,9 +253,9 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             FailureLog.check(self._options.quarantine)
         self._sharing = None
         if shared_pool:
-            from minato.shared_pool.session import Sharing
+            from minato.shared_pool.session import PoolSession
 
-            self._sharing = Sharing.of(self._options)
+            self._sharing = PoolSession.of(self._options)
         if self._sharing is not None:
             shuffle, sampler = self._sharing.divided(
                 dataset, shuffle, sampler, batch_sampler, drop_last, seed

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from minato.engine.history import Experience
     from minato.engine.plan import Plan
     from minato.observe.trace.track import Trace
-    from minato.shared_pool.session import Sharing
+    from minato.shared_pool.session import PoolSession
 
 __all__ = ["Opening", "RestingEngine"]
 
@@ -73,7 +73,7 @@ class Opening:
     _spare_arenas: SpareArenas
     _resting_engine: RestingEngine
     _trace: Trace | None
-    _sharing: Sharing | None
+    _sharing: PoolSession | None
     _warned_of_generators = False
 
     @property

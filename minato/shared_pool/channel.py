@@ -15,7 +15,7 @@ from typing import Any
 
 from minato.shared_pool.handshake import WrongKeyError, peer_of, prove
 from minato.shared_pool.messages import encoded
-from minato.shared_pool.rendezvous import Meeting
+from minato.shared_pool.rendezvous import Rendezvous
 
 __all__ = ["Channel", "connected"]
 
@@ -34,7 +34,7 @@ _AGAIN_S = 0.02
 """Pause before somebody who is not there yet is called again."""
 
 
-def connected(meeting: Meeting, patience_s: float, decode: Callable[[bytes], Any]) -> Channel:
+def connected(rendezvous: Rendezvous, timeout_s: float, decode: Callable[[bytes], Any]) -> Channel:
     """A channel to the host that listens there, or will within so many seconds.
 
     Args:
@@ -45,9 +45,9 @@ def connected(meeting: Meeting, patience_s: float, decode: Callable[[bytes], Any
         ConnectionError: The host has ended, or refuses this process.
         PermissionError: Another user listens, or somebody who does not know the key.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while True:
-        found = meeting.call()
+        found = rendezvous.call()
         if found is not None:
             connection, key = found
             try:
@@ -58,23 +58,23 @@ def connected(meeting: Meeting, patience_s: float, decode: Callable[[bytes], Any
                 connection.close()
                 raise TimeoutError(
                     f"local rank 0 (process {pid}) has not given this rank its place in the pool of this loader within "
-                    f"{patience_s:.0f} s"
+                    f"{timeout_s:.0f} s"
                 ) from None
             except WrongKeyError:  # of a host that has ended, while the next one takes its place
                 connection.close()
                 if time.monotonic() > deadline:
                     raise WrongKeyError(
                         f"process {pid} listens in the place of local rank 0, and does not know the key in "
-                        f"{meeting.directory}"
+                        f"{rendezvous.directory}"
                     ) from None
             except BaseException:
                 connection.close()
                 raise
         elif time.monotonic() > deadline:
             raise TimeoutError(
-                f"local rank 0 has not begun to iterate over this loader within {patience_s:.0f} s: with "
+                f"local rank 0 has not begun to iterate over this loader within {timeout_s:.0f} s: with "
                 "shared_pool=True it hosts the workers of all ranks of its node, and must take part; and all ranks "
-                f"must use the same directory for temporary files, as they meet in {meeting.directory}"
+                f"must use the same directory for temporary files, as they meet in {rendezvous.directory}"
             )
         time.sleep(_AGAIN_S)
 

@@ -16,10 +16,17 @@ from minato.batching.reader import BatchReader, check_texts, raised, too_large
 from minato.batching.serialization import SharedStore, Store
 from minato.batching.writer import read_layout
 
-__all__ = ["Annex", "Packed", "Parcel", "ParcelReader", "Shipment", "opened"]
+__all__ = [
+    "BatchDescriptor",
+    "BatchHandle",
+    "DescriptorReader",
+    "LeasedBatch",
+    "RemoteArena",
+    "open_batch",
+]
 
 
-class Parcel(NamedTuple):
+class BatchDescriptor(NamedTuple):
     """What has to be known to make a batch of a slot.
 
     Attributes:
@@ -39,35 +46,35 @@ class Parcel(NamedTuple):
     nbytes: int
 
 
-class Packed(NamedTuple):
-    """A parcel, what keeps its slot for it, and what is in it for the account of whoever gets it."""
+class LeasedBatch(NamedTuple):
+    """A descriptor, what keeps its slot for it, and what is in it for the account of whoever gets it."""
 
-    parcel: Parcel
+    descriptor: BatchDescriptor
     lease: np.ndarray[Any, np.dtype[np.uint8]]
     portion: Any = None
 
 
-class Shipment(NamedTuple):
-    """A parcel that has come to where it is opened.
+class BatchHandle(NamedTuple):
+    """A descriptor that has come to where it is opened.
 
     Attributes:
         segment: The arena's memory, as this process has it.
-        parcel: The same.
+        descriptor: The same.
         portion: What is in it, for the account of whoever gets it.
-        open: Gives the batch (see :func:`opened`). To be called once, so that the slot becomes free again.
+        open: Gives the batch (see :func:`open_batch`). To be called once, so that the slot becomes free again.
     """
 
     segment: Segment
-    parcel: Parcel
+    descriptor: BatchDescriptor
     portion: Any
     open: Callable[[], Any]
 
 
-class ParcelReader(BatchReader):
-    """Gives batches as parcels, for whoever opens them."""
+class DescriptorReader(BatchReader):
+    """Gives batches as descriptors, for whoever opens them."""
 
-    def read(self, batch: int, slot: Slot) -> Packed:
-        """The batch in ``slot``, which is leased to the parcel, errors included."""
+    def read(self, batch: int, slot: Slot) -> LeasedBatch:
+        """The batch in ``slot``, which is leased to the descriptor, errors included."""
         flags, layout, result, nbytes, _, used = self._ledger.contents(batch)
         kind, offset = result & KIND_MASK, result & ~KIND_MASK
         failed = bool(flags & FAILED) or kind == ERROR_BLOB
@@ -79,32 +86,32 @@ class ParcelReader(BatchReader):
                 (start, size) if kind == TEXT_BLOB else (0, 0)
                 for kind, start, size in self._ledger.blobs(batch)
             )
-        return Packed(
-            Parcel(slot, layout, (offset, nbytes), failed, texts, used),
+        return LeasedBatch(
+            BatchDescriptor(slot, layout, (offset, nbytes), failed, texts, used),
             self._arena.lease(slot, used),
         )
 
 
-def opened(parcel: Parcel, segment: Segment, store: Store, lease: Any) -> Any:
-    """The batch of a parcel; its arrays view the lease.
+def open_batch(descriptor: BatchDescriptor, segment: Segment, store: Store, lease: Any) -> Any:
+    """The batch of a descriptor; its arrays view the lease.
 
     Raises:
         DamagedError: What lies there is not what the workers wrote.
         Exception: What a sample of the batch, or its collation, raised.
     """
-    if parcel.failed:
-        if not parcel.result[0]:
-            raised(too_large(parcel.slot))
-        raised(store.get(*parcel.result, None, ERROR_BLOB))
-    if parcel.result[0]:
-        return store.get(*parcel.result, lease, SAMPLE_BLOB)
-    fields, count, layout = read_layout(segment, parcel.layout, parcel.slot)
-    texts = [store.get(*place, None, TEXT_BLOB) if place[0] else [] for place in parcel.texts]
+    if descriptor.failed:
+        if not descriptor.result[0]:
+            raised(too_large(descriptor.slot))
+        raised(store.get(*descriptor.result, None, ERROR_BLOB))
+    if descriptor.result[0]:
+        return store.get(*descriptor.result, lease, SAMPLE_BLOB)
+    fields, count, layout = read_layout(segment, descriptor.layout, descriptor.slot)
+    texts = [store.get(*place, None, TEXT_BLOB) if place[0] else [] for place in descriptor.texts]
     check_texts(layout, count, texts)
-    return layout.batch(lease, fields - parcel.slot.start, count, texts)
+    return layout.batch(lease, fields - descriptor.slot.start, count, texts)
 
 
-class Annex:
+class RemoteArena:
     """An arena of another process, as far as its memory goes.
 
     Args:
@@ -124,27 +131,29 @@ class Annex:
         """Slots of which something is left."""
         return len(self._leases)
 
-    def holds(self, what: Parcel | Slot) -> bool:
-        """Whether a slot lies in the memory, or a parcel with all its parts in a slot that does."""
-        slot = what.slot if isinstance(what, Parcel) else what
+    def holds(self, what: BatchDescriptor | Slot) -> bool:
+        """Whether a slot lies in the memory, or a descriptor with all its parts in a slot that does."""
+        slot = what.slot if isinstance(what, BatchDescriptor) else what
         if not 0 <= slot.start <= slot.end <= self.segment.nbytes:
             return False
-        if not isinstance(what, Parcel):
+        if not isinstance(what, BatchDescriptor):
             return True
         places = [(what.layout, 0), what.result, *what.texts, (slot.start, what.nbytes)]
         return all(
             slot.start <= start and start + nbytes <= slot.end for start, nbytes in places if start
         )
 
-    def received(self, parcel: Parcel, portion: Any) -> Shipment:
-        """A parcel, to be opened here."""
-        return Shipment(self.segment, parcel, portion, functools.partial(self._open, parcel))
+    def received(self, descriptor: BatchDescriptor, portion: Any) -> BatchHandle:
+        """A descriptor, to be opened here."""
+        return BatchHandle(
+            self.segment, descriptor, portion, functools.partial(self._open, descriptor)
+        )
 
-    def _open(self, parcel: Parcel) -> Any:
-        start, end = parcel.slot
+    def _open(self, descriptor: BatchDescriptor) -> Any:
+        start, end = descriptor.slot
         lease = self.segment.array[start:end]
         self._leases[start] = weakref.ref(lease, functools.partial(self._end, start))
-        return opened(parcel, self.segment, self._store, lease)
+        return open_batch(descriptor, self.segment, self._store, lease)
 
     def _end(self, start: int, reference: weakref.ref[Any]) -> None:
         self._leases.pop(start, None)

@@ -14,13 +14,13 @@ from minato.batching.arena import Slot
 from minato.batching.page_locks import Mark, PageLocker, PageLocks
 from minato.delivery.device import leaves_moved
 from minato.delivery.device_copy import Accelerator
-from minato.shared_pool.descriptors import Shipment
+from minato.shared_pool.descriptors import BatchHandle
 from minato.shared_pool.source import RankSource
 
-__all__ = ["Dock", "DockedSource"]
+__all__ = ["DevicePrefetcher", "DeviceSource"]
 
 
-class Dock:
+class DevicePrefetcher:
     """Sends batches from the memory of all ranks of the node to the device of one, and holds them until they are there.
 
     Each rank locks the pages of its own mapping of that memory. A batch that is held is not told to be dropped, so that
@@ -38,7 +38,7 @@ class Dock:
         self._locks: weakref.WeakKeyDictionary[Segment, PageLocks] = weakref.WeakKeyDictionary()
         self._held: deque[tuple[Mark, Any]] = deque()
         # At the end of the process the device stops reading by itself.
-        weakref.finalize(self, _let_go, self._held, os.getpid()).atexit = False
+        weakref.finalize(self, _finish_copies, self._held, os.getpid()).atexit = False
 
     def unlock(self, slots: Iterable[tuple[Segment, Slot]]) -> None:
         """Let go of pages that are of no use: others have taken their place in the same memory."""
@@ -46,7 +46,7 @@ class Dock:
             if segment in self._locks:
                 self._locks[segment].unlock(slot)
 
-    def send(self, shipment: Shipment) -> tuple[Any, Mark]:
+    def send(self, handle: BatchHandle) -> tuple[Any, Mark]:
         """A batch on the device, and the mark behind its copy.
 
         Raises:
@@ -54,14 +54,12 @@ class Dock:
         """
         while self._held and self._held[0][0].query():
             self._held.popleft()
-        batch = shipment.open()
+        batch = handle.open()
         if self.accelerator.locks_pages:
-            locks = self._locks.get(shipment.segment)
+            locks = self._locks.get(handle.segment)
             if locks is None:
-                locks = self._locks[shipment.segment] = PageLocks(
-                    self.accelerator, shipment.segment
-                )
-            locks.lock(shipment.parcel.slot, shipment.parcel.nbytes)
+                locks = self._locks[handle.segment] = PageLocks(self.accelerator, handle.segment)
+            locks.lock(handle.descriptor.slot, handle.descriptor.nbytes)
         with self.accelerator.copying():
             try:
                 sent = leaves_moved(batch, self.accelerator.copy)
@@ -71,8 +69,8 @@ class Dock:
         return sent, mark
 
 
-def _let_go(held: deque[tuple[Mark, Any]], owner: int) -> None:
-    """End of the dock: the device may still be reading."""
+def _finish_copies(held: deque[tuple[Mark, Any]], owner: int) -> None:
+    """End of the prefetcher: the device may still be reading."""
     while held and owner == os.getpid():
         mark, _ = held.popleft()
         mark.synchronize()
@@ -88,12 +86,12 @@ class _Sent:
     error: Exception | None = None
 
 
-class DockedSource:
+class DeviceSource:
     """Gives the batches of another source on the device (see :class:`minato.delivery.iterator.BatchSource`)."""
 
-    def __init__(self, source: RankSource, dock: Dock) -> None:
+    def __init__(self, source: RankSource, prefetcher: DevicePrefetcher) -> None:
         self._source = source
-        self._dock = dock
+        self._prefetcher = prefetcher
         self._sent: deque[_Sent] = deque()
 
     def begin(self, *arguments: Any) -> bool:
@@ -105,8 +103,8 @@ class DockedSource:
         """The next batch; what the program asks of the device from now on waits for its copy."""
         sent = self._sent.popleft() if self._sent else self._send(self._source.take())
         if sent.mark is not None:
-            self._dock.accelerator.wait(sent.mark)
-        while len(self._sent) < self._dock.ahead and self._source.has_next:
+            self._prefetcher.accelerator.wait(sent.mark)
+        while len(self._sent) < self._prefetcher.ahead and self._source.has_next:
             self._sent.append(self._send(self._source.take()))
         self._source.part.handed(sent.portion)
         if sent.error is not None:
@@ -116,12 +114,12 @@ class DockedSource:
                 sent.error = None  # it knows this frame, and would keep the source
         return sent.batch
 
-    def _send(self, shipment: Shipment) -> _Sent:
-        self._dock.unlock(self._source.given_back())
+    def _send(self, handle: BatchHandle) -> _Sent:
+        self._prefetcher.unlock(self._source.given_back())
         try:
-            return _Sent(shipment.portion, *self._dock.send(shipment))
+            return _Sent(handle.portion, *self._prefetcher.send(handle))
         except Exception as error:
-            return _Sent(shipment.portion, error=error)
+            return _Sent(handle.portion, error=error)
 
     def pinned(self, duration_ns: int) -> None:
         """Nothing is pinned."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from minato._support.socket_server import Client
 
-__all__ = ["Newcomer", "WrongKeyError", "credentials", "peer_of", "prove"]
+__all__ = ["PendingConnection", "WrongKeyError", "credentials", "peer_of", "prove"]
 
 _PEER = struct.Struct("3i")
 _CHALLENGE_BYTES = 32
@@ -103,11 +103,11 @@ def prove(connection: socket.socket, key: bytes, deadline: float) -> None:
     connection.sendall(_proof(key, _RANK, challenge, theirs))
 
 
-class Newcomer(Client):
+class PendingConnection(Client):
     """The host's end of the handshake.
 
     Args:
-        connection: It is closed with the newcomer, or handed on.
+        connection: It is closed with the connection, or handed on.
         admit: Called with the connection of a rank that has proved that it knows the key.
     """
 

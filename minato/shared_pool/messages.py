@@ -9,16 +9,16 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from minato.batching.arena import Slot
-from minato.shared_pool.descriptors import Parcel
+from minato.shared_pool.descriptors import BatchDescriptor
 
-__all__ = ["Greeting", "Had", "encoded", "from_host", "from_rank"]
+__all__ = ["Hello", "RankProgress", "encoded", "from_host", "from_rank"]
 
 _LARGEST = 1 << 63
 _MODULUS = 1 << 64
 Pairs = tuple[tuple[int, int], ...]
 
 
-class Greeting(NamedTuple):
+class Hello(NamedTuple):
     """What a rank says when it comes.
 
     Attributes:
@@ -32,7 +32,7 @@ class Greeting(NamedTuple):
     loader: dict[str, str]
 
 
-class Had(NamedTuple):
+class RankProgress(NamedTuple):
     """What a rank has had of a pass in earlier runs (see :class:`minato.sampling.coverage.Done`).
 
     Attributes:
@@ -54,9 +54,15 @@ def encoded(message: tuple[Any, ...]) -> bytes:
         TypeError: It holds something else than tuples, texts, integers, truth values and None.
     """
     match message:
-        case ("batch", number, arena, Parcel() as parcel, (ranges, samples, hashes)):
+        case (
+            "batch",
+            number,
+            arena,
+            BatchDescriptor() as descriptor,
+            (ranges, samples, hashes),
+        ):
             # Flat lists: there may be a pair for each sample.
-            parts = parcel._replace(texts=_flat(parcel.texts))  # type: ignore[arg-type]
+            parts = descriptor._replace(texts=_flat(descriptor.texts))  # type: ignore[arg-type]
             message = "batch", number, arena, parts, (_flat(ranges), samples, hashes)
     # numpy's integers become Python's.
     return json.dumps(message, separators=(",", ":"), default=operator.index).encode()
@@ -75,9 +81,9 @@ def from_rank(data: bytes) -> tuple[str, int, Pairs, Any]:
     match _parsed(data):
         case ["hello", 0, [], [local_rank, rank, dict(loader)]]:
             facts = {_text(name): _text(value) for name, value in loader.items()}
-            return "hello", 0, (), Greeting(_count(local_rank), _count(rank), facts)
+            return "hello", 0, (), Hello(_count(local_rank), _count(rank), facts)
         case ["enter", number, dropped, [int(epoch), before]]:
-            had = None if before is None else _had(before)
+            had = None if before is None else _rank_progress(before)
             return "enter", _count(number), _pairs(dropped), (epoch, had)
         case [("next" | "leave" | "bye") as kind, number, dropped, None]:
             return kind, _count(number), _pairs(dropped), None
@@ -101,9 +107,15 @@ def from_host(data: bytes) -> tuple[Any, ...]:
             return "arena", _count(number), _count(nbytes)
         case ["given back", list(places)]:
             return "given back", tuple(map(_place, places))
-        case ["batch", number, arena, parcel, [ranges, samples, hashes]]:
+        case ["batch", number, arena, descriptor, [ranges, samples, hashes]]:
             portion = list(_unflat(ranges)), _count(samples), _count(hashes, _MODULUS)
-            return "batch", _count(number), _count(arena), _parcel(parcel), portion
+            return (
+                "batch",
+                _count(number),
+                _count(arena),
+                _descriptor(descriptor),
+                portion,
+            )
     raise ValueError("no message of a host")
 
 
@@ -162,11 +174,11 @@ def _place(value: Any) -> tuple[int, Slot]:
     return _count(arena), _slot(slot)
 
 
-def _parcel(value: Any) -> Parcel:
+def _descriptor(value: Any) -> BatchDescriptor:
     slot, layout, result, failed, texts, nbytes = _items(value)
     if type(failed) is not bool:
         raise ValueError("a truth value is none")
-    return Parcel(
+    return BatchDescriptor(
         _slot(slot), _count(layout), _pair(result), failed, _unflat(texts), _count(nbytes)
     )
 
@@ -176,6 +188,6 @@ def _tally(value: Any) -> tuple[int, int]:
     return _count(samples), _count(hashes, _MODULUS)
 
 
-def _had(value: Any) -> Had:
+def _rank_progress(value: Any) -> RankProgress:
     ranges, batches, delivered, skipped = _items(value)
-    return Had(_pairs(ranges), _count(batches), _tally(delivered), _tally(skipped))
+    return RankProgress(_pairs(ranges), _count(batches), _tally(delivered), _tally(skipped))

@@ -8,24 +8,24 @@ from typing import Any, Protocol
 
 from minato.batching.arena import Arena, Slot
 from minato.shared_pool.channel import Channel
-from minato.shared_pool.descriptors import Packed
-from minato.shared_pool.messages import Greeting, Had
+from minato.shared_pool.descriptors import LeasedBatch
+from minato.shared_pool.messages import Hello, RankProgress
 
 __all__ = [
-    "AHEAD",
-    "FAREWELL",
-    "Round",
-    "Seat",
+    "DRAIN_BATCHES",
+    "PREFETCH_BATCHES",
+    "PoolEpoch",
+    "RankSlot",
     "Source",
-    "misfit",
-    "next_seat",
-    "refusal",
+    "epoch_mismatch",
+    "next_rank",
+    "rejection_reason",
 ]
 
 
-AHEAD = 2
+PREFETCH_BATCHES = 2
 """Batches that each rank has asked for before it needs them, so that they are there when it does."""
-FAREWELL = 64
+DRAIN_BATCHES = 64
 """So many more are sent unasked when the host takes leave, as far as the socket has room for them."""
 
 
@@ -41,14 +41,14 @@ class Source(Protocol):
         """Abandon what is in flight."""
 
 
-class Round:
+class PoolEpoch:
     """One pass of all ranks.
 
     Args:
         number: Of the pass, from 0.
         epoch: As the host numbers it.
         quota: Batches that each rank gets, in earlier runs and this one.
-        seats: Number of ranks.
+        rank_slots: Number of ranks.
         arena: Number of the engine's arena.
         latest: Tells what was in the batch that the engine gave last.
         done: Batches that all ranks together had of it in earlier runs; None: it begins at the beginning.
@@ -65,7 +65,7 @@ class Round:
         number: int,
         epoch: int,
         quota: int,
-        seats: int,
+        rank_slots: int,
         arena: int,
         latest: Callable[[], Any],
         done: int | None = None,
@@ -76,14 +76,14 @@ class Round:
         self.quota = quota
         self.latest = latest
         self.resumed = done is not None
-        self.total = quota * seats - (done or 0)
+        self.total = quota * rank_slots - (done or 0)
         self.arena = arena
         self.fetched = 0
         self.exhausted = False
         self.error: Exception | None = None
 
 
-class Seat:
+class RankSlot:
     """A rank's place in the present pass.
 
     Attributes:
@@ -106,14 +106,14 @@ class Seat:
         self.rank = rank
         self.channel: Channel | None = None
         self.state = "out"
-        self.inbox: deque[Packed] = deque()
+        self.inbox: deque[LeasedBatch] = deque()
         self.wants = 0
         self.dealt = 0
-        self.turn = 0
+        self.asked_at = 0
         self.leases: dict[tuple[int, int], Any] = {}
         self.arenas: set[int] = set()
         self.given_back: set[tuple[int, Slot]] = set()
-        self.entering: tuple[int, int, Had | None] | None = None
+        self.entering: tuple[int, int, RankProgress | None] | None = None
         self.gone: str | None = None
 
     @property
@@ -146,14 +146,14 @@ class Seat:
         """Whether it waits for a batch to be fetched."""
         return self.state == "in" and self.wants > 0 and self.dealt < quota
 
-    def unserved(self, quota: int) -> bool:
+    def can_be_sent(self, quota: int) -> bool:
         """Whether another rank than the host is to be sent what is there already, and its socket has room."""
         if self.state != "in" or not self.wants or self.channel is None:
             return False
         return (bool(self.inbox) or self.dealt == quota) and self.channel.has_room
 
 
-def next_seat(seats: list[Seat], this: Round, in_turn: bool) -> Seat:
+def next_rank(rank_slots: list[RankSlot], this: PoolEpoch, in_turn: bool) -> RankSlot:
     """Whom the next batch of a pass is for.
 
     Args:
@@ -161,15 +161,23 @@ def next_seat(seats: list[Seat], this: Round, in_turn: bool) -> Seat:
             each gets as many in the end; if nobody waits, for any that is due one.
     """
     if in_turn:
-        return min(seats, key=lambda seat: (seat.dealt, seat.rank))
-    due = [seat for seat in seats if seat.dealt < this.quota]
+        return min(rank_slots, key=lambda slot: (slot.dealt, slot.rank))
+    due = [slot for slot in rank_slots if slot.dealt < this.quota]
     places = {"in": 0, "away": 1, "out": 2}
     return min(
-        due, key=lambda seat: (places[seat.state], len(seat.inbox), not seat.wants, seat.turn)
+        due,
+        key=lambda slot: (
+            places[slot.state],
+            len(slot.inbox),
+            not slot.wants,
+            slot.asked_at,
+        ),
     )
 
 
-def misfit(name: str, epoch: int, resumed: bool, host_epoch: int, host_resumed: bool) -> str | None:
+def epoch_mismatch(
+    name: str, epoch: int, resumed: bool, host_epoch: int, host_resumed: bool
+) -> str | None:
     """Why a rank cannot take part in a pass with the host; None if it can.
 
     Args:
@@ -189,8 +197,10 @@ def misfit(name: str, epoch: int, resumed: bool, host_epoch: int, host_resumed: 
     )
 
 
-def refusal(seats: list[Seat], host: Greeting, who: Greeting, waits: bool) -> str | None:
-    """Why a rank that has come gets no seat; None if it does.
+def rejection_reason(
+    rank_slots: list[RankSlot], host: Hello, who: Hello, waits: bool
+) -> str | None:
+    """Why a rank that has come gets no rank slot; None if it does.
 
     Args:
         waits: Whether the place of a rank that has ended is free.
@@ -204,15 +214,15 @@ def refusal(seats: list[Seat], host: Greeting, who: Greeting, waits: bool) -> st
             f"this loader is not the one that local rank 0 has in its place: here it has {here}, and there {there}. "
             "Make all loaders with shared_pool=True in the same sequence, and alike, in all ranks"
         )
-    free = 0 < who.local_rank < len(seats) and seats[who.local_rank].channel is None
+    free = 0 < who.local_rank < len(rank_slots) and rank_slots[who.local_rank].channel is None
     if not free or who.rank != host.rank + who.local_rank:
         return (
             f"LOCAL_RANK={who.local_rank} with RANK={who.rank} is taken, or not possible where local rank 0 has "
-            f"RANK={host.rank} and there are {len(seats)} ranks: start the ranks of a node by torchrun"
+            f"RANK={host.rank} and there are {len(rank_slots)} ranks: start the ranks of a node by torchrun"
         )
-    if seats[who.local_rank].gone is not None and not waits:
+    if rank_slots[who.local_rank].gone is not None and not waits:
         return (
-            f"{seats[who.local_rank].gone}, and the others do without it: on_rank_death='wait' lets another process "
-            "take its place"
+            f"{rank_slots[who.local_rank].gone}, and the other ranks continue without it: on_rank_death='wait' lets "
+            "another process take its place"
         )
     return None

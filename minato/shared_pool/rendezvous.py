@@ -15,7 +15,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KEY_BYTES", "Meeting"]
+__all__ = ["KEY_BYTES", "Rendezvous"]
 
 KEY_BYTES = 32
 _JOB = (
@@ -32,7 +32,7 @@ _LEFT_S = 60.0
 """Files of this age, of which nobody listens to the socket, were left by processes that were killed."""
 
 
-class Meeting:
+class Rendezvous:
     """A name by which the ranks of this job on this node find each other for one loader.
 
     The host leaves two files, with mode 0600 in a directory with mode 0700: the socket, and a random key, by which both
@@ -41,7 +41,7 @@ class Meeting:
 
     Args:
         number: Which of the program's loaders it is.
-        job: What else tells this meeting from others; by default what the launcher sets.
+        job: What else tells this rendezvous from others; by default what the launcher sets.
     """
 
     def __init__(self, number: int, job: str | None = None) -> None:

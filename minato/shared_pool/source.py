@@ -13,13 +13,13 @@ from minato.batching.arena import Slot
 from minato.batching.page_locks import PageLocker
 from minato.batching.serialization import SharedStore
 from minato.delivery.iterator import BatchSource
-from minato.shared_pool.client import Link
-from minato.shared_pool.descriptors import Shipment, opened
-from minato.shared_pool.messages import Had
+from minato.shared_pool.client import PoolClient
+from minato.shared_pool.descriptors import BatchHandle, open_batch
+from minato.shared_pool.messages import RankProgress
 from minato.shared_pool.rank_slot import Source
-from minato.shared_pool.server import Hub
+from minato.shared_pool.server import PoolServer
 
-__all__ = ["AttachedSource", "HostSource", "RankSource", "had"]
+__all__ = ["ClientSource", "RankSource", "ServerSource", "rank_progress"]
 
 
 class Part(Protocol):
@@ -62,11 +62,11 @@ class RankSource(ABC):
 
     def next(self) -> Any:
         """The next batch for this rank."""
-        shipment = self.take()
-        self.part.handed(shipment.portion)
-        return shipment.open()
+        handle = self.take()
+        self.part.handed(handle.portion)
+        return handle.open()
 
-    def take(self) -> Shipment:
+    def take(self) -> BatchHandle:
         """The same, to be opened."""
         try:
             return self._take()
@@ -75,7 +75,7 @@ class RankSource(ABC):
             raise
 
     @abstractmethod
-    def _take(self) -> Shipment:
+    def _take(self) -> BatchHandle:
         """The same; raises StopIteration where there is none."""
 
     @abstractmethod
@@ -89,7 +89,7 @@ class RankSource(ABC):
     def _leave_at_the_end(self, leave: Callable[[int], None]) -> None:
         """Leave the present pass once: when it is asked for, or when this source is dropped."""
         finalizer = weakref.finalize(self, leave, self._number)
-        finalizer.atexit = False  # then the hub itself takes care
+        finalizer.atexit = False  # then the server itself takes care
         self._leave = finalizer
 
 
@@ -97,17 +97,17 @@ class _Engine(BatchSource, Source, Protocol):
     """What the host has."""
 
 
-class HostSource(RankSource):
+class ServerSource(RankSource):
     """Batches of the rank that hosts the pool (see :class:`minato.delivery.iterator.BatchSource`).
 
     Args:
-        hub: Deals the engine's batches out.
+        server: Deals the engine's batches out.
         sampler: This rank's own, for its length.
     """
 
-    def __init__(self, hub: Hub, engine: _Engine, sampler: Sized) -> None:
+    def __init__(self, server: PoolServer, engine: _Engine, sampler: Sized) -> None:
         super().__init__()
-        self._hub = hub
+        self._server = server
         self._engine = engine
         self._sampler = sampler
         self._store = SharedStore(engine.arena.segment)
@@ -115,7 +115,7 @@ class HostSource(RankSource):
     @property
     def has_next(self) -> bool:
         """Whether a batch is there."""
-        return self._hub.has_next(self._number)
+        return self._server.has_next(self._number)
 
     def begin(
         self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
@@ -123,7 +123,7 @@ class HostSource(RankSource):
         """Start a pass of all ranks, as soon as they are through with the last one."""
         self._leave()
         self.part = progress.part
-        self._number, begun = self._hub.open(
+        self._number, begun = self._server.open(
             self._engine,
             epoch,
             len(self._sampler),
@@ -131,18 +131,18 @@ class HostSource(RankSource):
             progress.latest,
             self.part.before is not None,
         )
-        self._leave_at_the_end(self._hub.leave)
+        self._leave_at_the_end(self._server.leave)
         return begun
 
-    def _take(self) -> Shipment:
-        parcel, lease, portion = self._hub.next(self._number)
+    def _take(self) -> BatchHandle:
+        descriptor, lease, portion = self._server.next(self._number)
         segment = self._engine.arena.segment
-        give = functools.partial(opened, parcel, segment, self._store, lease)
-        return Shipment(segment, parcel, portion, give)
+        give = functools.partial(open_batch, descriptor, segment, self._store, lease)
+        return BatchHandle(segment, descriptor, portion, give)
 
     def given_back(self) -> list[tuple[Segment, Slot]]:
         """Slots whose pages the engine has given back."""
-        return self._hub.given_back()
+        return self._server.given_back()
 
     def pinned(self, duration_ns: int) -> None:
         """Of no use here: what is measured is measured for all ranks."""
@@ -151,17 +151,17 @@ class HostSource(RankSource):
         """Nothing: what consumers of one rank copy, torch pins for them."""
 
 
-class AttachedSource(RankSource):
+class ClientSource(RankSource):
     """Batches of a rank that the host provides for."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, client: PoolClient) -> None:
         super().__init__()
-        self._link = link
+        self._client = client
 
     @property
     def has_next(self) -> bool:
         """Whether a batch is there."""
-        return self._link.has_next(self._number)
+        return self._client.has_next(self._number)
 
     def begin(
         self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
@@ -170,16 +170,16 @@ class AttachedSource(RankSource):
         self._leave()
         self.part = progress.part
         before = self.part.before
-        self._number = self._link.enter(epoch, None if before is None else had(before))
-        self._leave_at_the_end(self._link.leave)
+        self._number = self._client.enter(epoch, None if before is None else rank_progress(before))
+        self._leave_at_the_end(self._client.leave)
         return True
 
-    def _take(self) -> Shipment:
-        return self._link.next(self._number)
+    def _take(self) -> BatchHandle:
+        return self._client.next(self._number)
 
     def given_back(self) -> list[tuple[Segment, Slot]]:
         """Slots whose pages the host has given back."""
-        return self._link.given_back()
+        return self._client.given_back()
 
     def pinned(self, duration_ns: int) -> None:
         """As with the host."""
@@ -188,10 +188,10 @@ class AttachedSource(RankSource):
         """As with the host."""
 
 
-def had(done: Any) -> Had:
+def rank_progress(done: Any) -> RankProgress:
     """What a rank has had of a pass, as it says so to the host.
 
     Args:
         done: See :class:`minato.sampling.coverage.Done`.
     """
-    return Had(done.ranges, done.batches, tuple(done.delivered), tuple(done.skipped))
+    return RankProgress(done.ranges, done.batches, tuple(done.delivered), tuple(done.skipped))
