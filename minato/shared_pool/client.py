@@ -1,4 +1,4 @@
-"""One pool of workers for all ranks of a node: the ranks that do not host it."""
+"""The client of a shared pool: a rank that receives batches from local rank 0."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _LIVENESS_S = 1.0
 _LOADS = "which loads for all ranks of this node"
 _ENDED = f"{_LOADS}, has ended or dropped this loader"
 _CONNECTED: set[PoolClient] = set()
-"""All that are connected: whoever holds a batch needs the connection, though the loader be gone."""
+"""All connected clients: a batch needs its client, even after the loader is gone."""
 
 
 class PoolClient:
-    """A rank's connection to the host of its node.
+    """A rank's connection to the server of its node.
 
     Args:
-        rendezvous: Where the host is found.
-        me: Who this is.
-        timeout_s: How long to wait until it is there, and until it begins a pass.
+        rendezvous: Where the server listens.
+        me: Rank and settings of this process.
+        timeout_s: Time limit for the server to listen, and to begin an epoch.
 
     Raises:
-        RuntimeError: It is not there in time, has another loader in this place, or has ended.
-        PermissionError: Another user has its place, or somebody who does not know its key.
+        RuntimeError: The server does not listen in time, has another loader under this number, or has ended.
+        PermissionError: The listening process belongs to another user, or does not know the key.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class PoolClient:
         self._remote_arenas: dict[int, RemoteArena] = {}
         self._given_back: set[tuple[int, Slot]] = set()
         self._next_epoch = 0
-        self._epoch = -1  # no pass
+        self._epoch = -1  # no epoch
         self._closed = False
-        self._broken: str | None = None  # why the pool cannot go on, if the host has said so
+        self._broken: str | None = None  # why the pool cannot continue, as the server has reported
         try:
             self._channel: Channel = connected(rendezvous, timeout_s, from_host)
         except TimeoutError as error:
@@ -72,14 +72,14 @@ class PoolClient:
             raise
 
     def enter(self, epoch: int, before: RankProgress | None = None) -> int:
-        """Begin the next pass, as soon as the host does; returns its number.
+        """Begin the next epoch as soon as the server does, and return its number.
 
         Args:
-            before: What this rank has had of the pass that is resumed; None: it begins at the beginning.
+            before: The part of a resumed epoch that this rank has done; None: the epoch is not resumed.
 
         Raises:
-            RuntimeError: The host, or another rank, has ended, or the host does not come, or is in another epoch. The
-                next call is for the same pass.
+            RuntimeError: The server or another rank has ended, or the server does not begin the epoch, or begins
+                another one. The next call is for the same epoch.
         """
         with self._lock:
             self.leave(self._epoch)
@@ -92,11 +92,11 @@ class PoolClient:
             return number
 
     def next(self, number: int) -> BatchHandle:
-        """The next batch, which views the host's memory.
+        """Return the next batch, which views the server's memory.
 
         Raises:
-            StopIteration: The pass is over.
-            RuntimeError: The host, or another rank, has ended, or the host's engine cannot go on.
+            StopIteration: The epoch is over.
+            RuntimeError: The server or another rank has ended, or the server's engine cannot continue.
         """
         with self._lock:
             if number != self._epoch:
@@ -112,29 +112,31 @@ class PoolClient:
             raise StopIteration
 
     def has_next(self, number: int) -> bool:
-        """Whether a batch is there."""
+        """Whether a batch is available."""
         with self._lock:
             self._channel.wait(0)
             first = self._first()
             return number == self._epoch and first is not None and first[0] == "batch"
 
     def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Slots whose pages the host has given back since this was last asked."""
+        """Return slots whose pages the server has returned to the system since the last call."""
         slots, self._given_back = self._given_back, set()
         return [(self._remote_arenas[arena].segment, slot) for arena, slot in slots]
 
     def leave(self, number: int) -> None:
-        """Be through with a pass."""
+        """Leave an epoch."""
         if number >= 0 and number == self._epoch:
             self._epoch = -1
             self._send("leave", number)
 
     def close(self) -> None:
-        """Take leave for ever; the connection ends when no batch is left that views the host's memory."""
+        """Deregister; the connection ends when no batch views the server's memory any more."""
         if os.getpid() != self._owner or self._closed:
             return
         self.leave(self._epoch)
-        if not hasattr(sys, "last_value"):  # an exception ends the process: the others shall know
+        if not hasattr(
+            sys, "last_value"
+        ):  # an exception ends the process: the other ranks must notice
             self._send("bye", 0)
         self._closed = True
         self._close_if_unused()
@@ -145,7 +147,7 @@ class PoolClient:
             _CONNECTED.discard(self)
 
     def _returned(self, arena: int, start: int) -> None:
-        # By the garbage collector, which may come by in the middle of anything here.
+        # The garbage collector may call this in the middle of any operation here.
         self._dropped.append((arena, start))
         if os.getpid() == self._owner:
             self._close_if_unused()
@@ -155,7 +157,7 @@ class PoolClient:
             return
         self._outbox.append((kind, number, more))
         if self._sending or self._channel.over:
-            return  # in the middle of a message, which sends this one next
+            return  # the call that is sending a message sends this one next
         self._sending = True
         try:
             while self._outbox:
@@ -163,15 +165,15 @@ class PoolClient:
                 dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
                 self._channel.send((kind, number, dropped, more))
         except OSError:
-            self._channel.hang_up()  # whoever receives finds why
+            self._channel.hang_up()  # the receiving call reports the reason
         finally:
             self._sending = False
 
     def _receive(self, *kinds: str, late: str | None = None) -> tuple[Any, ...]:
-        """The next message of these kinds.
+        """Return the next message of these kinds.
 
         Args:
-            late: What the host has not done, if it lives and they do not come in time; None: they may take any time.
+            late: What the server has failed to do, for the error after a timeout; None: no time limit.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -186,7 +188,7 @@ class PoolClient:
                     return message
             if self._channel.over:
                 self._epoch = -1
-                if self._broken is not None:  # the host may since have ended, for the same reason
+                if self._broken is not None:  # the server may have ended since, for the same reason
                     raise RuntimeError(self._broken)
                 fault = self._channel.fault
                 how = _ENDED if fault is None else f"{_LOADS}, cannot be heard any more: {fault}"
@@ -200,7 +202,7 @@ class PoolClient:
             self._channel.wait(_LIVENESS_S)
 
     def _first(self) -> tuple[Any, ...] | None:
-        """The first message for whoever asks; what is about memory is seen to, what belongs to past passes let go."""
+        """Return the first pending message; handle those about memory, and drop those of past epochs."""
         while self._channel.received and not self._channel.fault:
             message, descriptor = self._channel.received[0]
             match message:
@@ -221,7 +223,7 @@ class PoolClient:
                 case ("end" | "failed", number, *_) if number != self._epoch:
                     pass
                 case ("open", number) if number != self._next_epoch:
-                    pass  # the second answer to whoever asked twice
+                    pass  # the second answer to a repeated request
                 case _:
                     first: tuple[Any, ...] = message
                     return first
@@ -229,7 +231,7 @@ class PoolClient:
         return None
 
     def _map_arena(self, number: int, descriptor: int | None, nbytes: int) -> None:
-        """Map an arena that the host has sent."""
+        """Map an arena that the server has sent."""
         self._channel.received[0] = None, None  # its descriptor is taken
         try:
             if descriptor is None:
@@ -241,7 +243,7 @@ class PoolClient:
         self._remote_arenas[number] = RemoteArena(segment, partial(self._returned, number))
 
     def _holds(self, arena: int, what: BatchDescriptor | Slot) -> bool:
-        """Whether something lies in an arena that is known; if not, the host is not listened to any more."""
+        """Whether a slot or descriptor lies in a known arena; if not, give the channel up."""
         remote = self._remote_arenas.get(arena)
         if remote is not None and remote.holds(what):
             return True

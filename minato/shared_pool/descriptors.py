@@ -1,4 +1,4 @@
-"""Full slots as they are told to other processes, which have the arena's memory but not its ledger."""
+"""Descriptors of full slots for processes that map the arena's memory but not its ledger."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ __all__ = [
 
 
 class BatchDescriptor(NamedTuple):
-    """What has to be known to make a batch of a slot.
+    """The data from which a process builds the batch of a slot.
 
     Attributes:
-        slot: Where all of it lies.
-        layout: Arena offset of the layout, if that is what the batch is made by.
-        result: Arena offset and bytes of the pickled batch otherwise; or of the error, if
-        failed: a sample or the collation raised.
-        texts: Arena offset and bytes of each sample's texts, (0, 0) where it has none.
-        nbytes: How much of the slot was written.
+        slot: The slot that holds the batch.
+        layout: Arena offset of the batch's layout; 0: it has none.
+        result: Arena offset and bytes of the pickled batch, or of the pickled error; ``(0, 0)``: none.
+        failed: Whether a sample or the collation raised.
+        texts: Arena offset and bytes of each sample's strings; ``(0, 0)``: it has none.
+        nbytes: Number of bytes written to the slot.
     """
 
     slot: Slot
@@ -47,7 +47,7 @@ class BatchDescriptor(NamedTuple):
 
 
 class LeasedBatch(NamedTuple):
-    """A descriptor, what keeps its slot for it, and what is in it for the account of whoever gets it."""
+    """A descriptor, the lease of its slot, and the part of the epoch that the batch covers."""
 
     descriptor: BatchDescriptor
     lease: np.ndarray[Any, np.dtype[np.uint8]]
@@ -55,13 +55,13 @@ class LeasedBatch(NamedTuple):
 
 
 class BatchHandle(NamedTuple):
-    """A descriptor that has come to where it is opened.
+    """A received batch that is not built yet.
 
     Attributes:
-        segment: The arena's memory, as this process has it.
-        descriptor: The same.
-        portion: What is in it, for the account of whoever gets it.
-        open: Gives the batch (see :func:`open_batch`). To be called once, so that the slot becomes free again.
+        segment: This process's mapping of the arena.
+        descriptor: The batch's descriptor.
+        portion: The part of the epoch that the batch covers.
+        open: Returns the batch (see :func:`open_batch`). Must be called once, so that the slot becomes free again.
     """
 
     segment: Segment
@@ -71,10 +71,10 @@ class BatchHandle(NamedTuple):
 
 
 class DescriptorReader(BatchReader):
-    """Gives batches as descriptors, for whoever opens them."""
+    """Reads batches as descriptors, which another process may open."""
 
     def read(self, batch: int, slot: Slot) -> LeasedBatch:
-        """The batch in ``slot``, which is leased to the descriptor, errors included."""
+        """Return the descriptor of the batch, or of its error, in ``slot``, with a lease of the slot."""
         flags, layout, result, nbytes, _, used = self._ledger.contents(batch)
         kind, offset = result & KIND_MASK, result & ~KIND_MASK
         failed = bool(flags & FAILED) or kind == ERROR_BLOB
@@ -93,11 +93,11 @@ class DescriptorReader(BatchReader):
 
 
 def open_batch(descriptor: BatchDescriptor, segment: Segment, store: Store, lease: Any) -> Any:
-    """The batch of a descriptor; its arrays view the lease.
+    """Return the batch of a descriptor; its arrays view the lease.
 
     Raises:
-        DamagedError: What lies there is not what the workers wrote.
-        Exception: What a sample of the batch, or its collation, raised.
+        DamagedError: The memory does not hold what the workers wrote.
+        Exception: The exception of a sample of the batch, or of its collation.
     """
     if descriptor.failed:
         if not descriptor.result[0]:
@@ -112,12 +112,11 @@ def open_batch(descriptor: BatchDescriptor, segment: Segment, store: Store, leas
 
 
 class RemoteArena:
-    """An arena of another process, as far as its memory goes.
+    """The mapped memory of another process's arena.
 
     Args:
-        segment: That memory; an attribute too.
-        returned: Called with the start of a slot, by any thread and at any time, when nothing of what was opened in it
-            is left.
+        segment: The memory; an attribute too.
+        returned: Called with the start of a slot when the last tensor of its batch is gone, by any thread at any time.
     """
 
     def __init__(self, segment: Segment, returned: Callable[[int], None]) -> None:
@@ -128,11 +127,11 @@ class RemoteArena:
 
     @property
     def num_leased(self) -> int:
-        """Slots of which something is left."""
+        """Number of slots whose batches are in use."""
         return len(self._leases)
 
     def holds(self, what: BatchDescriptor | Slot) -> bool:
-        """Whether a slot lies in the memory, or a descriptor with all its parts in a slot that does."""
+        """Whether a slot, or a descriptor's slot with all its parts, lies in the memory."""
         slot = what.slot if isinstance(what, BatchDescriptor) else what
         if not 0 <= slot.start <= slot.end <= self.segment.nbytes:
             return False
@@ -144,7 +143,7 @@ class RemoteArena:
         )
 
     def received(self, descriptor: BatchDescriptor, portion: Any) -> BatchHandle:
-        """A descriptor, to be opened here."""
+        """Return a handle of the batch, which this process opens."""
         return BatchHandle(
             self.segment, descriptor, portion, functools.partial(self._open, descriptor)
         )

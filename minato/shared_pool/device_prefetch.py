@@ -1,4 +1,4 @@
-"""Batches of a rank that shares its pool, on their way to that rank's own device."""
+"""Copies the batches of a rank that shares its pool to the rank's device, ahead of use."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ __all__ = ["DevicePrefetcher", "DeviceSource"]
 
 
 class DevicePrefetcher:
-    """Sends batches from the memory of all ranks of the node to the device of one, and holds them until they are there.
+    """Copies batches from the shared memory of the node to one rank's device.
 
-    Each rank locks the pages of its own mapping of that memory. A batch that is held is not told to be dropped, so that
-    nobody writes to its slot, whichever process that is; it is let go when the device has passed the event behind its
-    copy.
+    Each rank pins the pages of its own mapping. A batch stays held, so that no process reuses its slot, until the
+    device has passed the event recorded after its copy.
 
     Args:
         accelerator: The device.
-        ahead: How many batches are sent before their turn.
+        ahead: Number of batches to prefetch.
     """
 
     def __init__(self, accelerator: Accelerator, ahead: int) -> None:
@@ -37,20 +36,20 @@ class DevicePrefetcher:
         self.ahead = ahead
         self._locks: weakref.WeakKeyDictionary[Segment, PageLocks] = weakref.WeakKeyDictionary()
         self._held: deque[tuple[Mark, Any]] = deque()
-        # At the end of the process the device stops reading by itself.
+        # When the process exits, the driver ends all copies.
         weakref.finalize(self, _finish_copies, self._held, os.getpid()).atexit = False
 
     def unlock(self, slots: Iterable[tuple[Segment, Slot]]) -> None:
-        """Let go of pages that are of no use: others have taken their place in the same memory."""
+        """Unpin pages that were returned to the system: other pages have replaced them."""
         for segment, slot in slots:
             if segment in self._locks:
                 self._locks[segment].unlock(slot)
 
     def send(self, handle: BatchHandle) -> tuple[Any, Mark]:
-        """A batch on the device, and the mark behind its copy.
+        """Return a batch on the device, and the event recorded after its copy.
 
         Raises:
-            Exception: What the batch's samples raised, or its copying.
+            Exception: The exception of a sample of the batch, or of the copy.
         """
         while self._held and self._held[0][0].query():
             self._held.popleft()
@@ -70,7 +69,7 @@ class DevicePrefetcher:
 
 
 def _finish_copies(held: deque[tuple[Mark, Any]], owner: int) -> None:
-    """End of the prefetcher: the device may still be reading."""
+    """Wait for copies that are still running when the prefetcher is dropped."""
     while held and owner == os.getpid():
         mark, _ = held.popleft()
         mark.synchronize()
@@ -78,7 +77,7 @@ def _finish_copies(held: deque[tuple[Mark, Any]], owner: int) -> None:
 
 @dataclass
 class _Sent:
-    """A batch on the device, or what came of the attempt instead; and what is in it, for the account of this rank."""
+    """A batch on the device or its exception, and the part of the epoch that it covers."""
 
     portion: Any
     batch: Any = None
@@ -87,7 +86,7 @@ class _Sent:
 
 
 class DeviceSource:
-    """Gives the batches of another source on the device (see :class:`minato.delivery.iterator.BatchSource`)."""
+    """The batches of another source, on the device (see :class:`minato.delivery.iterator.BatchSource`)."""
 
     def __init__(self, source: RankSource, prefetcher: DevicePrefetcher) -> None:
         self._source = source
@@ -95,12 +94,12 @@ class DeviceSource:
         self._sent: deque[_Sent] = deque()
 
     def begin(self, *arguments: Any) -> bool:
-        """Start a pass; what was sent of the last one is dropped."""
+        """Start an epoch, and drop the prefetched batches of the last one."""
         self._sent.clear()
         return self._source.begin(*arguments)
 
     def next(self) -> Any:
-        """The next batch; what the program asks of the device from now on waits for its copy."""
+        """Return the next batch; the current stream waits for its copy."""
         sent = self._sent.popleft() if self._sent else self._send(self._source.take())
         if sent.mark is not None:
             self._prefetcher.accelerator.wait(sent.mark)
@@ -111,7 +110,7 @@ class DeviceSource:
             try:
                 raise sent.error
             finally:
-                sent.error = None  # it knows this frame, and would keep the source
+                sent.error = None  # its traceback holds this frame, and so the source
         return sent.batch
 
     def _send(self, handle: BatchHandle) -> _Sent:
@@ -122,11 +121,11 @@ class DeviceSource:
             return _Sent(handle.portion, error=error)
 
     def pinned(self, duration_ns: int) -> None:
-        """Nothing is pinned."""
+        """Do nothing: this source pins no copies."""
 
     def lock_pages(self, locker: PageLocker) -> None:
-        """They are."""
+        """Do nothing: the prefetcher pins the pages."""
 
     def shut_down(self) -> None:
-        """Leave the pass."""
+        """Leave the epoch."""
         self._source.shut_down()

@@ -1,4 +1,4 @@
-"""The host's end of all channels to other ranks: a thread that hears what they say, and whether they still live."""
+"""The server's thread that accepts connections of other ranks and receives their messages."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from minato.shared_pool.rendezvous import Rendezvous
 __all__ = ["RankListener"]
 
 _HANDSHAKE_S = 30.0
-"""How long a rank may take for it."""
+"""Time limit of the handshake."""
 _MAX_PENDING = 64
 
 
 class RankListener:
-    """Accepts connections, and passes on what comes over them.
+    """Accepts connections, and passes on their messages.
 
-    A connection of a process that does not prove that it is a rank of this job is closed. Whatever a rank sends, only
-    its own channel can end by that.
+    It closes connections of processes that do not prove that they are a rank of this job. An invalid message ends the
+    channel that it came over, and no other.
 
     Args:
-        rendezvous: Where others find it.
-        on_message: Called, in the thread, with a channel and what came over it.
-        on_disconnect: Called, in the thread, with a channel whose other end is gone.
+        rendezvous: Where clients find the socket.
+        on_message: Called in the thread with a channel and a message.
+        on_disconnect: Called in the thread with a channel whose other process is gone.
 
     Raises:
-        OSError: Somebody else listens there, or the files cannot be written.
-        RuntimeError: There is no directory for them.
+        OSError: Another process listens there, or the files cannot be written.
+        RuntimeError: There is no directory for the files.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RankListener:
 
     @property
     def works(self) -> bool:
-        """Whether the thread is there."""
+        """Whether the thread runs."""
         return self._server.works
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class RankListener:
             while channel.received:
                 message, _ = channel.received.popleft()
                 self._on_message(channel, message)
-        except Exception as error:  # the other ranks are served on
+        except Exception as error:  # the other ranks continue
             channel.give_up(f"{type(error).__name__}: {error}")
         if channel.over:
             self._channels.remove(channel)

@@ -1,4 +1,4 @@
-"""What the ranks of a node say to each other: JSON, each field of which is checked where it arrives."""
+"""Messages between the ranks of a node: JSON, every field of which the receiver checks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 class Hello(NamedTuple):
-    """What a rank says when it comes.
+    """The first message of a client.
 
     Attributes:
-        local_rank: Among those of the node.
-        rank: Among all of the job.
-        loader: What must be the same for all that share a pool: values by their names, as text.
+        local_rank: Its rank on the node.
+        rank: Its rank in the job.
+        loader: Settings that must be equal in all ranks that share a pool, as strings by name.
     """
 
     local_rank: int
@@ -33,12 +33,12 @@ class Hello(NamedTuple):
 
 
 class RankProgress(NamedTuple):
-    """What a rank has had of a pass in earlier runs (see :class:`minato.sampling.coverage.Done`).
+    """The part of a resumed epoch that a rank has done (see :class:`minato.sampling.coverage.Done`).
 
     Attributes:
-        ranges: Ordinals ``[first, end)`` of the keys.
-        batches: How many batches.
-        delivered, skipped: How many keys, and the sum of their hashes.
+        ranges: Ordinals ``[first, end)`` of the indices.
+        batches: Number of batches.
+        delivered, skipped: Number of indices, and the sum of their hashes.
     """
 
     ranges: Pairs
@@ -48,10 +48,10 @@ class RankProgress(NamedTuple):
 
 
 def encoded(message: tuple[Any, ...]) -> bytes:
-    """A message as bytes.
+    """Return a message as bytes.
 
     Raises:
-        TypeError: It holds something else than tuples, texts, integers, truth values and None.
+        TypeError: It holds other types than tuples, strings, integers, bools and None.
     """
     match message:
         case (
@@ -73,10 +73,10 @@ def _flat(pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
 
 
 def from_rank(data: bytes) -> tuple[str, int, Pairs, Any]:
-    """What another rank says to the host: ``(kind, number of the pass, places it has dropped, more)``.
+    """Decode a client's message: ``(kind, number of the epoch, slots it has dropped, more)``.
 
     Raises:
-        ValueError: These bytes are no such message.
+        ValueError: The bytes are no such message.
     """
     match _parsed(data):
         case ["hello", 0, [], [local_rank, rank, dict(loader)]]:
@@ -87,14 +87,14 @@ def from_rank(data: bytes) -> tuple[str, int, Pairs, Any]:
             return "enter", _count(number), _pairs(dropped), (epoch, had)
         case [("next" | "leave" | "bye") as kind, number, dropped, None]:
             return kind, _count(number), _pairs(dropped), None
-    raise ValueError("no message of a rank")
+    raise ValueError("not a message of a client")
 
 
 def from_host(data: bytes) -> tuple[Any, ...]:
-    """What the host says to another rank: its kind, and what belongs to it.
+    """Decode a message of the server: its kind and its fields.
 
     Raises:
-        ValueError: These bytes are no such message.
+        ValueError: The bytes are no such message.
     """
     match _parsed(data):
         case [("welcome" | "open" | "end") as kind, number]:
@@ -116,7 +116,7 @@ def from_host(data: bytes) -> tuple[Any, ...]:
                 _descriptor(descriptor),
                 portion,
             )
-    raise ValueError("no message of a host")
+    raise ValueError("not a message of a server")
 
 
 def _parsed(data: bytes) -> Any:
@@ -128,13 +128,13 @@ def _parsed(data: bytes) -> Any:
 
 def _count(value: Any, limit: int = _LARGEST) -> int:
     if type(value) is not int or not 0 <= value < limit:
-        raise ValueError("a number is out of its range, or none")
+        raise ValueError("a number is missing or out of range")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError("a text is none")
+        raise ValueError("expected a string")
     return value
 
 
@@ -148,17 +148,17 @@ def _pairs(value: Any) -> Pairs:
 
 
 def _unflat(value: Any) -> Pairs:
-    """Pairs of what they are one after the other."""
+    """Return the pairs of a flat list."""
     items = _items(value)
     if len(items) % 2 or set(map(type, items)) - {int} or min(items, default=0) < 0:
-        raise ValueError("a list of pairs is none")
+        raise ValueError("expected a list of pairs")
     _count(max(items, default=0))
     return tuple(zip(items[::2], items[1::2], strict=True))
 
 
 def _items(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise ValueError("a list is none")
+        raise ValueError("expected a list")
     return value
 
 
@@ -177,7 +177,7 @@ def _place(value: Any) -> tuple[int, Slot]:
 def _descriptor(value: Any) -> BatchDescriptor:
     slot, layout, result, failed, texts, nbytes = _items(value)
     if type(failed) is not bool:
-        raise ValueError("a truth value is none")
+        raise ValueError("expected a bool")
     return BatchDescriptor(
         _slot(slot), _count(layout), _pair(result), failed, _unflat(texts), _count(nbytes)
     )

@@ -1,4 +1,4 @@
-"""One pool of workers for all ranks of a node: the rank that hosts it."""
+"""The server of a shared pool: local rank 0 distributes the batches of one engine to the ranks of a node."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from minato.shared_pool.rendezvous import Rendezvous
 __all__ = ["RANK_TIMEOUT_S", "PoolServer"]
 
 _LIVENESS_S = 1.0
-"""How often whoever waits looks whether what it waits for can still come."""
+"""Interval of liveness checks while waiting."""
 RANK_TIMEOUT_S = 1800.0
-"""How long one rank waits for others that live, but do not come: as torch's collective operations by default."""
+"""Time limit for ranks that live but do not join: the default of torch's collective operations."""
 _EXIT_WAIT_S = 5.0
-"""How long the host's process stays at its end, in the middle of an epoch, while others do not go on."""
+"""How long the exiting server waits in the middle of an epoch while other ranks make no progress."""
 _DRAIN_S = 60.0
-"""The same if it has had its part of the epoch, and others have not had theirs."""
+"""The same limit if the server's rank has finished the epoch and others have not."""
 
 
 class PoolServer:
-    """Deals the batches of one engine after the other out to the ranks of a node.
+    """Distributes batches of an engine to the ranks of a node; each epoch may have another engine.
 
-    Its own rank calls ``open``, ``next`` and ``leave``. A thread fetches batches as long as a rank waits for one; the
-    listener's thread hears the other ranks. The threads end with ``close``, when all ranks are through.
+    Its own rank calls ``open``, ``next`` and ``leave``. One thread fetches batches while a rank waits for one. The
+    listener's thread receives the clients' messages. After ``close`` the threads end when all ranks have left.
 
     Args:
-        rendezvous: Where the other ranks find it.
-        me: What the others must resemble.
+        rendezvous: Where clients find the server.
+        me: Rank and settings of this process; the clients' settings must be equal.
         count: Number of ranks.
-        in_turn: Whether batch k is rank k mod n's, or whoever's asks.
+        in_turn: Whether batch k is for rank k mod n, or for the next rank that requests one.
         on_rank_death: When one of them ends, ``raise`` an error in all others, let them ``continue`` without it, or let
             them ``wait`` before the next epoch until another process has taken its place.
     """
@@ -62,35 +62,35 @@ class PoolServer:
         self._me = me
         self._raises = on_rank_death == "raise"
         self._waits = on_rank_death == "wait"
-        self._begun = 0  # passes
+        self._begun = 0  # epochs
         # Re-entrant: the garbage collector may drop a source in the middle of anything.
         self._news = threading.Condition()
         self._rank_slots = [RankSlot(rank) for rank in range(count)]
         self._epoch: PoolEpoch | None = None
         self._turns = itertools.count()
         self._arenas: list[Arena] = []
-        self._broken: str | None = None  # why nobody can go on
+        self._broken: str | None = None  # why no rank can continue
         self._closing = False
-        self._draining = False  # the others get more than they ask for
+        self._draining = False  # clients get more than they request
         self._in_turn = in_turn
         self._owner = os.getpid()
         self._done_before = [0] * count
         self._listener = RankListener(rendezvous, self._on_message, self._on_disconnect)
-        self._thread = threading.Thread(target=self._run, name="minato-server", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="minato-pool-server", daemon=True)
         self._thread.start()
         atexit.register(self._at_exit)
 
-    # ---- the host's own rank ----------------------------------------------------------------
+    # ---- the server's own rank ----------------------------------------------------------------
 
     def gather_progress(self, epoch: int, own: RankProgress) -> list[RankProgress]:
-        """What each rank has had of the pass that all resume, when all have come to begin it.
+        """Wait for all ranks to resume an epoch, and return the part that each has done.
 
         Args:
-            epoch: Its number.
-            own: What the host's own rank has had.
+            epoch: Number of the epoch.
+            own: The part that the server's own rank has done.
 
         Raises:
-            RuntimeError: A rank has ended, does not come, or resumes another pass, or none.
+            RuntimeError: A rank has ended, does not join, or does not resume this epoch.
         """
         self.finish_epoch()
         with self._news:
@@ -114,7 +114,7 @@ class PoolServer:
             return found
 
     def refuse(self, why: str) -> NoReturn:
-        """End all passes, here and in the other ranks, with a RuntimeError."""
+        """End the epoch in all ranks with a RuntimeError, which this call raises."""
         with self._news:
             self._break(why)
         raise RuntimeError(why)
@@ -128,21 +128,21 @@ class PoolServer:
         latest: Callable[[], Any],
         resumed: bool,
     ) -> tuple[int, bool]:
-        """Begin the next pass when all ranks are through with the last one.
+        """Begin the next epoch when all ranks have left the last one.
 
         Args:
             source: The engine.
-            epoch: Number that the other ranks must give it, too.
+            epoch: Epoch number, which must be equal in all ranks.
             quota: Batches for each rank.
-            begin: Begins it in the engine.
-            latest: Tells what was in the batch that the engine gave last.
-            resumed: Whether it goes on with what ``gather_progress`` has told.
+            begin: Begins the epoch in the engine.
+            latest: Returns the part of the epoch that the engine's last batch covers.
+            resumed: Whether the epoch continues from the result of ``gather_progress``.
 
         Returns:
-            The number of the pass, and what ``begin`` gave.
+            The number of the epoch in this pool, and the result of ``begin``.
 
         Raises:
-            RuntimeError: A rank has ended, or does not come.
+            RuntimeError: A rank has ended, or does not join.
         """
         self.finish_epoch()
         begun = begin()
@@ -165,10 +165,10 @@ class PoolServer:
         return number, begun
 
     def finish_epoch(self) -> None:
-        """Leave the last pass, and wait until all other ranks have.
+        """Leave the last epoch, and wait until all other ranks have left it.
 
         Raises:
-            RuntimeError: A rank has ended, or does not come.
+            RuntimeError: A rank has ended, or does not leave.
         """
         with self._news:
             self._rank_slots[0].leave()
@@ -183,14 +183,14 @@ class PoolServer:
             )
 
     def _missing(self) -> list[str]:
-        """Ranks that have ended, and in whose place another process is awaited."""
+        """Return the names of ranks that have ended and wait for a replacement."""
         return [slot.name for slot in self._rank_slots if slot.gone is not None and self._waits]
 
     def _wait_for(self, done: Callable[[], bool], late: Callable[[], list[str]], what: str) -> None:
-        """Wait until something is done, for which some ranks are late.
+        """Wait for a condition; ``late`` returns the names of the ranks that it depends on.
 
         Raises:
-            RuntimeError: A rank has ended, or is late for ever.
+            RuntimeError: A rank has ended, or the time limit has passed.
         """
         deadline = time.monotonic() + RANK_TIMEOUT_S
         while self._broken is None and not done():
@@ -207,12 +207,12 @@ class PoolServer:
             raise RuntimeError(self._broken or gone[0])
 
     def next(self, number: int) -> LeasedBatch:
-        """The next batch for the host's own rank.
+        """Return the next batch for the server's own rank.
 
         Raises:
-            StopIteration: The pass is over for it.
+            StopIteration: The epoch is over for this rank.
             RuntimeError: Another rank has ended.
-            Exception: The engine cannot go on.
+            Exception: The engine's error.
         """
         own = self._rank_slots[0]
         with self._news:
@@ -232,18 +232,18 @@ class PoolServer:
                 self._news.wait(_LIVENESS_S)
 
     def has_next(self, number: int) -> bool:
-        """Whether a batch is there for the host's own rank."""
+        """Whether a batch is available for the server's own rank."""
         with self._news:
             return self.is_in(number) and bool(self._rank_slots[0].inbox)
 
     def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Slots whose pages were given back since this was last asked."""
+        """Return slots whose pages were returned to the system since the last call."""
         with self._news:
             slots, self._rank_slots[0].given_back = self._rank_slots[0].given_back, set()
             return [(self._arenas[arena].segment, slot) for arena, slot in slots]
 
     def leave(self, number: int) -> None:
-        """The host's own rank is through with a pass; the others go on."""
+        """The server's own rank leaves an epoch; the other ranks continue."""
         if os.getpid() != self._owner:
             return
         with self._news:
@@ -252,15 +252,15 @@ class PoolServer:
                 self._news.notify_all()
 
     def is_in(self, number: int) -> bool:
-        """Whether the host's own rank is not through with a pass."""
+        """Whether the server's own rank takes part in an epoch."""
         this = self._epoch
         return this is not None and this.number == number and self._rank_slots[0].state == "in"
 
     def close(self) -> None:
-        """End when all ranks are through with the present pass; nobody waits for that.
+        """End when all ranks have left the epoch, without waiting for them.
 
-        If this rank has had its part, the others get what is left of theirs at once, unless that is much: then they do
-        not need this process.
+        If this rank has finished the epoch, the others are sent up to ``DRAIN_BATCHES`` of their batches at once, so
+        that they do not need this process any more.
         """
         if os.getpid() != self._owner:
             return
@@ -297,7 +297,7 @@ class PoolServer:
         self._thread.join(_EXIT_WAIT_S)
 
     def _progress(self) -> object:
-        """Another one if the pass has gone on."""
+        """Return a value that changes while the epoch makes progress."""
         this = self._epoch
         return this and this.fetched, [slot.state for slot in self._rank_slots]
 
@@ -313,7 +313,7 @@ class PoolServer:
         self._news.notify_all()
 
     def _serve(self, slot: RankSlot) -> None:
-        """Send another rank what it has asked for, as far as it is there."""
+        """Send a client its requested batches, as far as they are available."""
         this = self._epoch
         if this is None or slot.channel is None or slot.state != "in":
             return
@@ -322,7 +322,7 @@ class PoolServer:
                 slot.arenas.add(this.arena)
                 segment = self._arenas[this.arena].segment
                 self._send(slot.channel, ("arena", this.arena, segment.nbytes), segment.descriptor)
-            if slot.given_back:  # before a batch can lie there
+            if slot.given_back:  # before the slot can hold a new batch
                 self._send(slot.channel, ("given back", tuple(slot.given_back)))
                 slot.given_back.clear()
             packed = slot.inbox.popleft()
@@ -382,7 +382,7 @@ class PoolServer:
 
     def _welcome(self, channel: Channel, who: Hello) -> None:
         if self._rank_slot_of(channel) is not None:
-            raise ValueError("a rank that has its place asks for another one")
+            raise ValueError("a rank that is connected asks for another rank slot")
         why = rejection_reason(self._rank_slots, self._me, who, self._waits)
         if why is not None:
             self._send(channel, ("refused", why))
@@ -393,7 +393,7 @@ class PoolServer:
         self._send(channel, ("welcome", self._begun - is_awaited))
 
     def _admit(self, slot: RankSlot) -> None:
-        """Let another rank take part in the pass that it waits for, if that is open."""
+        """Let a client join the epoch that it waits for, if that is open."""
         if slot.entering is None:
             return
         number, epoch, before = slot.entering
@@ -426,7 +426,7 @@ class PoolServer:
             self._news.notify_all()
 
     def _break(self, why: str) -> None:
-        """End all passes with an error."""
+        """End the epoch in all ranks with an error."""
         self._broken = why
         for slot in self._rank_slots:
             self._send(slot.channel, ("broken", why))
@@ -449,7 +449,7 @@ class PoolServer:
             atexit.unregister(self._at_exit)
 
     def _step(self) -> bool:
-        """Do the next thing that is to be done; returns whether there will be more."""
+        """Run the next job; return whether there may be more."""
         with self._news:
             while (job := self._job()) is None:
                 self._news.wait(_LIVENESS_S)
@@ -501,11 +501,11 @@ class PoolServer:
         while slots:
             place = this.arena, slots.pop()
             for slot in self._rank_slots:
-                if this.arena in slot.arenas:  # else it has nothing locked there
+                if this.arena in slot.arenas:  # otherwise it has pinned no pages there
                     slot.given_back.add(place)
 
     def _end_engine_epoch(self, this: PoolEpoch) -> None:
-        """Let the engine end the pass, before its last batch is handed out."""
+        """Let the engine end the epoch before its last batch is yielded."""
         try:
             this.source.next()
         except StopIteration:
@@ -529,9 +529,9 @@ class PoolServer:
     def _finish(self, this: PoolEpoch) -> bool:
         if not this.exhausted:
             this.source.cancel()
-        del this.source  # if it was for this pass alone, its workers end now, and its arena is free for the next one
+        del this.source  # an engine of this epoch alone ends its workers now, which frees its arena for the next one
         with self._news:
             self._epoch = None
-            this.error = None  # its traceback knows this pass
+            this.error = None  # its traceback holds this epoch
             self._news.notify_all()
         return True

@@ -1,4 +1,4 @@
-"""Where a rank's batches come from if all ranks of its node share one pool of workers."""
+"""The batches of one rank, if all ranks of its node share one pool of workers."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ __all__ = ["ClientSource", "RankSource", "ServerSource", "rank_progress"]
 
 
 class Part(Protocol):
-    """The account of what a rank has been handed of a pass."""
+    """Records which part of an epoch a rank has had."""
 
     before: Any
 
     def handed(self, portion: Any) -> None:
-        """Note a batch that the program gets."""
+        """Record a batch that the program receives."""
 
     def ended(self) -> None:
-        """Note that there is no other."""
+        """Record the end of the epoch."""
 
 
 class RankSource(ABC):
     """Batches of one rank, which may be taken before they are opened.
 
     Attributes:
-        part: Told what the program gets; whoever takes a batch by himself has to tell it.
-        keeps: What has to live as long as this source.
+        part: Records the batches that the program receives; a caller of ``take`` must record them itself.
+        keeps: An object that must live as long as this source.
     """
 
     part: Part
@@ -58,16 +58,16 @@ class RankSource(ABC):
     def begin(
         self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
     ) -> bool:
-        """Start a pass of all ranks."""
+        """Start an epoch of all ranks."""
 
     def next(self) -> Any:
-        """The next batch for this rank."""
+        """Return the next batch for this rank."""
         handle = self.take()
         self.part.handed(handle.portion)
         return handle.open()
 
     def take(self) -> BatchHandle:
-        """The same, to be opened."""
+        """Return a handle of the next batch."""
         try:
             return self._take()
         except StopIteration:
@@ -76,33 +76,33 @@ class RankSource(ABC):
 
     @abstractmethod
     def _take(self) -> BatchHandle:
-        """The same; raises StopIteration where there is none."""
+        """Return a handle of the next batch; raise StopIteration at the end."""
 
     @abstractmethod
     def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Slots whose pages were given back; whoever has them locked must unlock them before the next batch there."""
+        """Return slots whose pages were returned to the system; the caller unpins them before their next batch."""
 
     def shut_down(self) -> None:
-        """Leave the pass; the workers end when all ranks have, unless they persist."""
+        """Leave the epoch; the workers end when all ranks have left it, unless they persist."""
         self._leave()
 
     def _leave_at_the_end(self, leave: Callable[[int], None]) -> None:
-        """Leave the present pass once: when it is asked for, or when this source is dropped."""
+        """Leave the epoch once: on request, or when this source is dropped."""
         finalizer = weakref.finalize(self, leave, self._number)
-        finalizer.atexit = False  # then the server itself takes care
+        finalizer.atexit = False  # the server handles the exit itself
         self._leave = finalizer
 
 
 class _Engine(BatchSource, Source, Protocol):
-    """What the host has."""
+    """The engine of the server."""
 
 
 class ServerSource(RankSource):
-    """Batches of the rank that hosts the pool (see :class:`minato.delivery.iterator.BatchSource`).
+    """Batches of the server's own rank (see :class:`minato.delivery.iterator.BatchSource`).
 
     Args:
-        server: Deals the engine's batches out.
-        sampler: This rank's own, for its length.
+        server: Distributes the engine's batches.
+        sampler: This rank's sampler, for its length.
     """
 
     def __init__(self, server: PoolServer, engine: _Engine, sampler: Sized) -> None:
@@ -114,13 +114,13 @@ class ServerSource(RankSource):
 
     @property
     def has_next(self) -> bool:
-        """Whether a batch is there."""
+        """Whether a batch is available."""
         return self._server.has_next(self._number)
 
     def begin(
         self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
     ) -> bool:
-        """Start a pass of all ranks, as soon as they are through with the last one."""
+        """Start an epoch of all ranks as soon as they have finished the last one."""
         self._leave()
         self.part = progress.part
         self._number, begun = self._server.open(
@@ -141,18 +141,18 @@ class ServerSource(RankSource):
         return BatchHandle(segment, descriptor, portion, give)
 
     def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Slots whose pages the engine has given back."""
+        """Return slots whose pages the engine has returned to the system."""
         return self._server.given_back()
 
     def pinned(self, duration_ns: int) -> None:
-        """Of no use here: what is measured is measured for all ranks."""
+        """Do nothing: times are measured for all ranks together."""
 
     def lock_pages(self, locker: PageLocker) -> None:
-        """Nothing: what consumers of one rank copy, torch pins for them."""
+        """Do nothing: torch pins the copies that a rank's consumers make."""
 
 
 class ClientSource(RankSource):
-    """Batches of a rank that the host provides for."""
+    """Batches of a rank that is a client of the server."""
 
     def __init__(self, client: PoolClient) -> None:
         super().__init__()
@@ -160,13 +160,13 @@ class ClientSource(RankSource):
 
     @property
     def has_next(self) -> bool:
-        """Whether a batch is there."""
+        """Whether a batch is available."""
         return self._client.has_next(self._number)
 
     def begin(
         self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
     ) -> bool:
-        """Take part in the host's next pass; what this rank's sampler gives, the host's copy of it does."""
+        """Join the server's next epoch; the server has a copy of this rank's sampler."""
         self._leave()
         self.part = progress.part
         before = self.part.before
@@ -178,18 +178,18 @@ class ClientSource(RankSource):
         return self._client.next(self._number)
 
     def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Slots whose pages the host has given back."""
+        """Return slots whose pages the server has returned to the system."""
         return self._client.given_back()
 
     def pinned(self, duration_ns: int) -> None:
-        """As with the host."""
+        """Do nothing, as in the server."""
 
     def lock_pages(self, locker: PageLocker) -> None:
-        """As with the host."""
+        """Do nothing, as in the server."""
 
 
 def rank_progress(done: Any) -> RankProgress:
-    """What a rank has had of a pass, as it says so to the host.
+    """Return the part of an epoch that a rank has done, as a message's field.
 
     Args:
         done: See :class:`minato.sampling.coverage.Done`.
