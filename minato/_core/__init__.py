@@ -29,7 +29,7 @@ DUAL_MODULES = (
 
 
 def _choose() -> tuple[bool, str]:
-    """Decide once per process which half of each twin runs, and say why."""
+    """Decide once per process which backend runs, and why."""
     if os.environ.get("MINATO_NO_EXTENSIONS", "") not in ("", "0"):
         return False, "MINATO_NO_EXTENSIONS is set"
     try:

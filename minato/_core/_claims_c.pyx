@@ -119,7 +119,7 @@ cdef class Claims(Records):
         mn_set_result(&self.ledger, batch, result, nbytes)
 
     def set_ready(self, uint32_t batch, uint64_t result, uint64_t nbytes):
-        """Publish a batch that ``fill`` told this worker to collate, with its result at arena offset ``result``."""
+        """Publish a batch after ``fill`` returned MUST_COLLATE; its result lies at arena offset ``result``."""
         self.batch_at(batch)
         mn_set_ready(&self.ledger, batch, result, nbytes)
 

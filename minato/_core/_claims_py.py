@@ -181,7 +181,7 @@ class Claims(Records):
             self._batches[batch]["result"] = result
 
     def set_ready(self, batch: int, result: int, nbytes: int) -> None:
-        """Publish a batch that ``fill`` told this worker to collate, with its result at arena offset ``result``."""
+        """Publish a batch after ``fill`` returned MUST_COLLATE; its result lies at arena offset ``result``."""
         with self._locked():
             self.set_result(batch, result, nbytes)
             self._set_state(batch, READY)
@@ -230,7 +230,7 @@ class Claims(Records):
                 word = int(hints[i])
                 seq = (word & NUMBER) - 1
                 if word and seq < front:
-                    hints[i] = 0  # its turn has come anyway
+                    hints[i] = 0  # claims in order have reached it
                 elif word and max(seq - (word >> 48), 0) < least:
                     least, chosen = max(seq - (word >> 48), 0), i
             if chosen < 0:
@@ -281,7 +281,7 @@ class Claims(Records):
         return 0
 
     def _is_in_epoch_slot(self, place: int, epoch_slot: int) -> bool:
-        # A batch that was closed leaves its places behind; whoever has its record now, begins after them.
+        # A closed batch leaves its places behind; the batch that reuses its record begins after them.
         batch = int(self._positions[place & self._mask]["batch"])
         return self._epoch_slot_of(place) == epoch_slot and place in self._range(batch)
 

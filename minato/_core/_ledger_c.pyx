@@ -62,7 +62,7 @@ cdef class Ledger(Claims):
     Args:
         buffer: Writable memory of ``Ledger.nbytes(...)`` that every party maps; it stays mapped for the ledger's life.
         sizes: ``(num_workers, batch_capacity, position_capacity)`` to create a ledger, None to attach to one.
-        lock_fd: Descriptor of the memory; only the pure twin locks it.
+        lock_fd: Descriptor of the memory; only the pure backend locks it.
 
     Raises:
         ValueError: The memory is too small, or the sizes make no sense.
@@ -158,7 +158,7 @@ cdef class Ledger(Claims):
         return mn_load_acquire_u64(&self.batch_at(batch).state) & 15
 
     def settled(self, uint32_t batch):
-        """Whether nobody works on a sample of this batch or will.
+        """Whether no worker runs, or will run, a sample of this batch.
 
         Where samples take places in other batches, a batch that is not full may still be written to until all batches
         of its pass are settled.
@@ -184,7 +184,7 @@ cdef class Ledger(Claims):
         ]
 
     def cancel(self, uint32_t batch):
-        """Take back the samples of this batch that nobody has claimed yet."""
+        """Cancel the unclaimed samples of this batch."""
         self.batch_at(batch)
         mn_cancel(&self.ledger, batch)
 
@@ -270,11 +270,11 @@ cdef class Ledger(Claims):
         return list(self.in_flight)
 
     def unclaimed(self):
-        """How many published samples nobody has claimed yet (an upper bound)."""
+        """Upper bound on the number of published, unclaimed samples."""
         return mn_tail(&self.ledger) - (mn_load_seq_cst_u64(&self.ledger.header.head) & MN_NUMBER)
 
     def shut_down(self, bint drain=False):
-        """Tell every worker to leave: after the lease in hand, or when nothing is left to claim."""
+        """Make every worker leave: after its current lease, or, with ``drain``, when nothing is left to claim."""
         mn_store_release_u32(&self.ledger.header.shutdown, MN_DRAINING if drain else MN_STOPPING)
         mn_event_count_notify(&self.ledger.header.work, INT_MAX)
 

@@ -36,7 +36,7 @@ class Ledger(Claims):
     Args:
         buffer: Writable memory of ``Ledger.nbytes(...)`` that every party maps; it stays mapped for the ledger's life.
         sizes: ``(num_workers, batch_capacity, position_capacity)`` to create a ledger, None to attach to one.
-        lock_fd: Descriptor of the memory; only the pure twin locks it.
+        lock_fd: Descriptor of the memory; only the pure backend locks it.
 
     Raises:
         ValueError: The memory is too small, or the sizes make no sense.
@@ -145,7 +145,7 @@ class Ledger(Claims):
             return int(self._batches[batch]["state"]) & 15
 
     def settled(self, batch: int) -> bool:
-        """Whether nobody works on a sample of this batch or will.
+        """Whether no worker runs, or will run, a sample of this batch.
 
         Where samples take places in other batches, a batch that is not full may still be written to until all batches
         of its pass are settled.
@@ -163,7 +163,7 @@ class Ledger(Claims):
                     if self._place(seq) & STATE != FILLED:
                         there = self._positions[seq & self._mask]
                         there["blob"], there["place"] = SKIP_BLOB, FILLED
-            # Whoever claims next looks for batches that are full and that nobody collates.
+            # The next claim looks for full batches without a collating worker.
             self._header["orphaned"] += 1
         self._work.notify()
 
@@ -173,7 +173,7 @@ class Ledger(Claims):
             return [seq for seq in self._range(batch) if self._ticket(seq) == DONE]
 
     def cancel(self, batch: int) -> None:
-        """Take back the samples of this batch that nobody has claimed yet."""
+        """Cancel the unclaimed samples of this batch."""
         with self._locked():
             for seq in self._range(batch):
                 if self._ticket(seq) & STATE == FREE:
@@ -208,7 +208,7 @@ class Ledger(Claims):
             tail = int(self._header["tail"])
             base = next(iter(self._live.values()), tail)
             released = 0
-            # Backwards: whoever claims the first sample of a batch finds the others free.
+            # Backwards, so that a worker that claims the first sample of a batch finds the others free.
             for seq in reversed(range(base, tail)):
                 ticket = self._ticket(seq)
                 if not self._is_claimed(seq, worker):
@@ -243,7 +243,7 @@ class Ledger(Claims):
                 if self._is_collating(index, worker):
                     self._set_state(index, OPEN)
             self._workers[worker]["position"] = 0
-            # Whoever claims next looks for batches that are full and that nobody collates.
+            # The next claim looks for full batches without a collating worker.
             self._header["orphaned"] += 1
         self._work.notify()
         return released
@@ -284,11 +284,11 @@ class Ledger(Claims):
         return list(self._live)
 
     def unclaimed(self) -> int:
-        """How many published samples nobody has claimed yet (an upper bound)."""
+        """Upper bound on the number of published, unclaimed samples."""
         return int(self._header["tail"]) - int(self._header["head"])
 
     def shut_down(self, drain: bool = False) -> None:
-        """Tell every worker to leave: after the lease in hand, or when nothing is left to claim."""
+        """Make every worker leave: after its current lease, or, with ``drain``, when nothing is left to claim."""
         self._header["shutdown"] = DRAINING if drain else STOPPING
         self._work.notify()
 

@@ -1,7 +1,7 @@
 """The shared memory that a ledger lies in (pure Python).
 
 Every operation of the pure ledger runs under one lock instead of through atomic words. It is a POSIX record lock on
-the segment's descriptor, which the kernel releases when its holder dies, so a killed worker wedges nobody here either.
+the segment's descriptor, which the kernel releases when its holder dies, so a killed worker blocks no other process.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Records:
     Args:
         buffer: Writable memory of ``Ledger.nbytes(...)`` that every party maps; it stays mapped for the ledger's life.
         sizes: ``(num_workers, batch_capacity, position_capacity)`` to create a ledger, None to attach to one.
-        lock_fd: Descriptor of the memory; only the pure twin locks it.
+        lock_fd: Descriptor of the memory; only the pure backend locks it.
 
     Raises:
         ValueError: The memory is too small, or the sizes make no sense.
@@ -117,7 +117,7 @@ class Records:
                 raise ValueError(f"position_capacity {position_capacity} is not a power of two")
             if Records.nbytes(*sizes) > size:
                 raise ValueError(f"a ledger of {Records.nbytes(*sizes)} bytes does not fit {size}")
-            # The positions need not be blank: nobody looks at one that was not published.
+            # The positions need no initial values: none is read before it is published.
             blank = Records.nbytes(num_workers, batch_capacity, 0)
             np.frombuffer(buffer, np.uint8, blank)[:] = 0
             header["version"] = _VERSION
@@ -186,7 +186,7 @@ class Records:
 
     @property
     def stopping(self) -> bool:
-        """True once ``shut_down`` was called: workers leave after the lease in hand."""
+        """True once ``shut_down`` was called: workers leave after their current lease."""
         return bool(self._header["shutdown"] == STOPPING)
 
     @property
@@ -218,7 +218,7 @@ class Records:
         return int(self._header["head"])
 
     def begun(self) -> list[int]:
-        """When each sample that a worker is on was begun, in ns on ``clock.now_ns``; the oldest first."""
+        """Start times of the workers' current samples, in ns of ``clock.now_ns``, oldest first."""
         # Workers write these words without the lock.
         at_work = self._workers[self._workers["position"] != 0]
         return sorted(at_work["started_ns"].tolist())
@@ -228,7 +228,7 @@ class Records:
 
         Returns:
             ``(generation, first, count, bound, epoch, seed, keys_offset, keys_nbytes, epoch_slot)``; first is the
-            position of its sample 0, and generation tells one use of the record from the next.
+            position of its sample 0, and generation changes with each use of the record.
         """
         with self._locked():
             record = self._batches[batch]
@@ -293,7 +293,7 @@ class Records:
             return found
 
     def start_early(self, position: int, ahead: int) -> bool:
-        """Let a sample that any worker may run begin so many samples before its turn; False: no more can be noted."""
+        """Let an unbound sample start ``ahead`` samples early; return False if the table of hints is full."""
         with self._locked():
             free = np.flatnonzero(self._header["hints"] == 0)
             if not free.size:

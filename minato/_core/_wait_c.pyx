@@ -54,7 +54,7 @@ cdef class EventCount:
 
     @property
     def sleepers(self):
-        """How many are registered as asleep; only the compiled twin registers them."""
+        """Number of registered sleepers; only the compiled backend registers them."""
         return mn_load_relaxed_u32(&self.gate.sleepers)
 
     def notify(self, int sleepers=INT_MAX):
@@ -95,7 +95,7 @@ cdef class SharedWords:
 
     @staticmethod
     def nbytes(count):
-        """Bytes of so many words; the first eight are the pure twin's."""
+        """Bytes of ``count`` words and of eight more, which the pure backend uses."""
         return 8 * (count + 1)
 
     def __cinit__(self, buffer, Py_ssize_t offset, Py_ssize_t count):

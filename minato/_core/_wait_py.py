@@ -59,7 +59,7 @@ class EventCount:
 
     @property
     def sleepers(self) -> int:
-        """How many are registered as asleep; only the compiled twin registers them."""
+        """Number of registered sleepers; only the compiled backend registers them."""
         return int(self._words[1])
 
     def notify(self, sleepers: int = 2**31 - 1) -> None:
@@ -115,7 +115,7 @@ class SharedWords:
 
     @staticmethod
     def nbytes(count: int) -> int:
-        """Bytes of so many words; the first eight are the pure twin's."""
+        """Bytes of ``count`` words and of eight more, which the pure backend uses."""
         return 8 * (count + 1)
 
     def __init__(self, buffer: Any, offset: int, count: int) -> None:

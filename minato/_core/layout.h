@@ -42,15 +42,15 @@ typedef struct {
 typedef struct {
     mn_u64 magic;
     uint32_t version;
-    uint32_t compiled; /* 1: written by the compiled twin */
+    uint32_t compiled; /* 1: written by the compiled backend */
     uint32_t num_workers;
     uint32_t batch_capacity;
     uint64_t position_capacity; /* a power of two */
     mn_u64 slow_ns;           /* a sample that took longer is slow (`fast_first`) */
     mn_u32 shutdown; /* 1: leave now, 2: leave when nothing is left to claim */
-    mn_u32 orphaned; /* how often full batches may have been left that nobody publishes */
+    mn_u32 orphaned; /* events after which a full batch may have no worker that publishes it */
     mn_u64 waiting; /* 1 while the consumer waits for a batch */
-    mn_u32 orphans_checked; /* up to which of those times all batches have been looked at since */
+    mn_u32 orphans_checked; /* events up to which all batches have been checked */
     uint32_t reserved;
     mn_u64 head; /* version << 48 | first position that may have a free ticket */
     uint64_t pad_head[7];

@@ -137,7 +137,7 @@ static inline int mn_complete(const mn_ledger *ledger, uint32_t worker, uint32_t
     return MN_MUST_COLLATE;
 }
 
-/* Find a batch that is full and that nobody collates; 1 if this worker must. */
+/* Find a full batch without a collating worker; 1 if this worker must collate it. */
 static inline int mn_adopt(const mn_ledger *ledger, uint32_t worker, uint32_t *index) {
     mn_header *header = ledger->header;
     uint32_t seen = mn_load_acquire_u32(&header->orphaned);
@@ -156,7 +156,7 @@ static inline int mn_adopt(const mn_ledger *ledger, uint32_t worker, uint32_t *i
 /* ---- Which place a sample takes ---------------------------------------------------------------------- */
 
 static inline int mn_is_in_epoch_slot(const mn_ledger *ledger, uint32_t index, uint64_t place, uint32_t epoch_slot) {
-    /* A batch that was closed leaves its places behind; whoever has its record now, begins after them. */
+    /* A closed batch leaves its places behind; the batch that reuses its record begins after them. */
     mn_batch *batch = mn_batch_at(ledger, index);
     return mn_load_relaxed_u32(&batch->epoch_slot) == epoch_slot && mn_load_relaxed_u64(&batch->first) <= place;
 }
@@ -178,7 +178,7 @@ static inline uint64_t mn_take(const mn_ledger *ledger, uint64_t start, uint64_t
 /* A place taken for this sample, or for one that lies elsewhere; returns place + 1, 0 if there is none.
  *
  * As many places are open or taken as samples are unplaced. So if none is open, one was taken twice for the
- * same sample, by its worker and by the consumer, and whoever came second has not given it back, or died before. */
+ * same sample, by its worker and by the consumer, and the second one has not returned it, or has died before. */
 static inline uint64_t mn_take_spare(const mn_ledger *ledger, uint32_t epoch_slot, uint64_t position) {
     uint64_t limit = mn_load_acquire_u64(&mn_epoch_slot_at(ledger, epoch_slot)->limit);
     for (uint64_t place = limit - mn_min(limit, ledger->mask + 1); place < limit; place++) {
@@ -249,7 +249,7 @@ static inline void mn_give_back(const mn_ledger *ledger, uint64_t place, uint64_
 
 /* ---- Samples that begin before their turn: a small table, each entry of which may be lost without harm --- */
 
-/* Note that a sample should be started by `ahead` samples before its turn; 0 if the table is full. */
+/* Let a sample start `ahead` samples early; 0 if the table of hints is full. */
 static inline int mn_add_hint(const mn_ledger *ledger, uint64_t position, uint64_t ahead) {
     mn_header *header = ledger->header;
     uint32_t used = mn_load_relaxed_u32(&header->hints_used);
@@ -278,7 +278,7 @@ static inline int mn_claim_hinted(const mn_ledger *ledger, uint32_t worker, uint
                 continue;
             uint64_t position = (word & MN_NUMBER) - 1, ahead = word >> 48;
             if (position < front) {
-                mn_cas_seq_cst_u64(&header->hints[i], word, 0); /* its turn has come anyway */
+                mn_cas_seq_cst_u64(&header->hints[i], word, 0); /* claims in order have reached it */
                 continue;
             }
             uint64_t due = position - mn_min(position, ahead);
@@ -469,7 +469,7 @@ static inline void mn_set_result(const mn_ledger *ledger, uint32_t index, uint64
     mn_store_release_u64(&batch->result, result);
 }
 
-/* Publish a batch that this worker was told to collate. */
+/* Publish a batch after mn_fill returned MN_MUST_COLLATE to this worker. */
 static inline void mn_set_ready(const mn_ledger *ledger, uint32_t index, uint64_t result, uint64_t nbytes) {
     mn_batch *batch = mn_batch_at(ledger, index);
     mn_set_result(ledger, index, result, nbytes);
@@ -570,7 +570,7 @@ static inline void mn_publish(const mn_ledger *ledger, uint32_t index, int wake)
     uint64_t tail = mn_tail(ledger), end = tail + mn_load_relaxed_u32(&batch->count);
     int bound = mn_load_relaxed_u32(&batch->bound) != 0;
     /* A worker that looked at a record before it came round the ring can claim a ticket as soon as that is
-     * free, so everything else stands before. */
+     * free, so all other stores precede it. */
     mn_store_release_u64(&batch->state, ((mn_load_relaxed_u64(&batch->state) >> 16) + 1) << 16 | MN_OPEN);
     mn_store_release_u64(&mn_epoch_slot_at(ledger, mn_load_relaxed_u32(&batch->epoch_slot))->limit, end);
     for (uint64_t position = tail; position < end; position++)
@@ -609,7 +609,7 @@ static inline void mn_bind_late(const mn_ledger *ledger, uint32_t old_index, uin
     }
 }
 
-/* Whether nobody works on a sample of this batch or will. */
+/* Whether no worker runs, or will run, a sample of this batch. */
 static inline int mn_settled(const mn_ledger *ledger, uint32_t index) {
     mn_batch *batch = mn_batch_at(ledger, index);
     uint64_t first = mn_load_relaxed_u64(&batch->first), count = mn_load_relaxed_u32(&batch->count);
@@ -621,7 +621,7 @@ static inline int mn_settled(const mn_ledger *ledger, uint32_t index) {
     return 1;
 }
 
-/* Whoever claims next looks for batches that are full and that nobody collates. */
+/* The next claim looks for full batches without a collating worker. */
 static inline void mn_strand(const mn_ledger *ledger) {
     mn_fetch_add_seq_cst_u32(&ledger->header->orphaned, 1);
     mn_event_count_notify(&ledger->header->work, INT_MAX);
@@ -640,7 +640,7 @@ static inline void mn_fill_skipped(const mn_ledger *ledger, uint32_t index) {
     }
 }
 
-/* Take back the samples of a batch that nobody has claimed yet. */
+/* Cancel the unclaimed samples of a batch. */
 static inline void mn_cancel(const mn_ledger *ledger, uint32_t index) {
     mn_batch *batch = mn_batch_at(ledger, index);
     uint64_t first = mn_load_relaxed_u64(&batch->first), count = mn_load_relaxed_u32(&batch->count);

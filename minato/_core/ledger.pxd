@@ -1,4 +1,4 @@
-"""The protocol, which is written in C: who calls what stands in ledger.h."""
+"""The protocol, which is written in C; ledger.h says which side calls each function."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 

@@ -47,7 +47,7 @@ def open_regular(path: _Path, flags: int, mode: int = PRIVATE) -> int:
     if writes:
         flags |= os.O_NOFOLLOW
     try:
-        # Without O_NONBLOCK, a pipe that nobody writes to would block here for ever.
+        # Without O_NONBLOCK, opening a pipe without a writer would block forever.
         descriptor = os.open(name, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
     except OSError as error:
         if writes and os.path.islink(name):

@@ -20,7 +20,7 @@ _standing_in: type | None = None
 
 
 def stand_in(cls: type | None) -> None:
-    """Say which class has taken the name of torch's, None for no one."""
+    """Set the class that replaces torch's loader class; None: no class does."""
     global _standing_in
     _standing_in = cls
 
@@ -53,12 +53,12 @@ def is_made(loader: Any) -> bool:
 
 
 def made_only(method: F) -> F:
-    """Give a method that torch's class lacks to those loaders only that our ``__init__`` made."""
+    """Decorator: only loaders that our ``__init__`` made have this method, which torch's class lacks."""
     return cast(F, _MadeOnly(method))
 
 
 class _MadeOnly:
-    """A method that an instance may lack, so that ``hasattr`` tells."""
+    """A method that some instances lack, so that ``hasattr`` returns False for them."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self.__wrapped__ = method
@@ -77,7 +77,7 @@ def rebind(old: object, new: object) -> list[Name]:
     """Bind all names of ``old`` in imported modules to ``new``; minato's own modules keep theirs.
 
     Returns:
-        The names that were bound anew.
+        The names that were rebound.
     """
     found = []
     modules: list[tuple[str, Any]] = list(sys.modules.items())

@@ -304,7 +304,7 @@ def test_what_went_wrong_in_the_store_is_found(tmp_path: Path) -> None:
     with pytest.raises(IngestError, match=r"what was written: (23, 31|31, 23);"):
         ingest(Numbers(), store, **given, verify=True)
     (tmp_path / "samples.db").unlink()
-    with pytest.raises(IngestError, match="to begin anew"):
+    with pytest.raises(IngestError, match="to start again"):
         ingest(Numbers(), store, **given)
 
 

@@ -114,14 +114,14 @@ def ingest(
             before = _samples(notes.done.values())
             bar.add(before)
             # A store that was emptied meanwhile would otherwise keep gaps.
-            _compare(run, work, list(notes.done.values())[:1], f"delete {path} to begin anew")
+            _compare(run, work, list(notes.done.values())[:1], f"delete {path} to start again")
             for done in _written(run, work, what, by_number, chunk_samples, notes.done):
                 notes.add(done)
                 bar.add(len(done.digests))
             verified = 0
             if verify:
                 bar.phase("verifying", _samples(notes.done.values()))
-                again = f"delete {path} to write all anew"
+                again = f"delete {path} to write everything again"
                 verified = _compare(run, work, notes.done.values(), again, bar)
         finally:
             store.close()
