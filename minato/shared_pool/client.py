@@ -14,7 +14,7 @@ from minato._core.segment import Segment
 from minato.batching.arena import Slot
 from minato.shared_pool.channel import Channel, connected
 from minato.shared_pool.descriptors import BatchDescriptor, BatchHandle, RemoteArena
-from minato.shared_pool.messages import Hello, RankProgress, from_host
+from minato.shared_pool.messages import Hello, RankCompleted, from_host
 from minato.shared_pool.rank_slot import PREFETCH_BATCHES
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import RANK_TIMEOUT_S
@@ -71,7 +71,7 @@ class PoolClient:
             self.close()
             raise
 
-    def enter(self, epoch: int, before: RankProgress | None = None) -> int:
+    def enter(self, epoch: int, before: RankCompleted | None = None) -> int:
         """Begin the next epoch as soon as the server does, and return its number.
 
         Args:

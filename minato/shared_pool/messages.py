@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from minato.batching.arena import Slot
 from minato.shared_pool.descriptors import BatchDescriptor
 
-__all__ = ["Hello", "RankProgress", "encoded", "from_host", "from_rank"]
+__all__ = ["Hello", "RankCompleted", "encoded", "from_host", "from_rank"]
 
 _LARGEST = 1 << 63
 _MODULUS = 1 << 64
@@ -32,7 +32,7 @@ class Hello(NamedTuple):
     loader: dict[str, str]
 
 
-class RankProgress(NamedTuple):
+class RankCompleted(NamedTuple):
     """The part of a resumed epoch that a rank has done (see :class:`minato.sampling.coverage.Done`).
 
     Attributes:
@@ -83,7 +83,7 @@ def from_rank(data: bytes) -> tuple[str, int, Pairs, Any]:
             facts = {_text(name): _text(value) for name, value in loader.items()}
             return "hello", 0, (), Hello(_count(local_rank), _count(rank), facts)
         case ["enter", number, dropped, [int(epoch), before]]:
-            had = None if before is None else _rank_progress(before)
+            had = None if before is None else _rank_completed(before)
             return "enter", _count(number), _pairs(dropped), (epoch, had)
         case [("next" | "leave" | "bye") as kind, number, dropped, None]:
             return kind, _count(number), _pairs(dropped), None
@@ -188,6 +188,6 @@ def _tally(value: Any) -> tuple[int, int]:
     return _count(samples), _count(hashes, _MODULUS)
 
 
-def _rank_progress(value: Any) -> RankProgress:
+def _rank_completed(value: Any) -> RankCompleted:
     ranges, batches, delivered, skipped = _items(value)
-    return RankProgress(_pairs(ranges), _count(batches), _tally(delivered), _tally(skipped))
+    return RankCompleted(_pairs(ranges), _count(batches), _tally(delivered), _tally(skipped))

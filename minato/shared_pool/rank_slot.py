@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from minato.batching.arena import Arena, Slot
 from minato.shared_pool.channel import Channel
 from minato.shared_pool.descriptors import LeasedBatch
-from minato.shared_pool.messages import Hello, RankProgress
+from minato.shared_pool.messages import Hello, RankCompleted
 
 __all__ = [
     "DRAIN_BATCHES",
@@ -112,7 +112,7 @@ class RankSlot:
         self.leases: dict[tuple[int, int], Any] = {}
         self.arenas: set[int] = set()
         self.given_back: set[tuple[int, Slot]] = set()
-        self.entering: tuple[int, int, RankProgress | None] | None = None
+        self.entering: tuple[int, int, RankCompleted | None] | None = None
         self.gone: str | None = None
 
     @property

@@ -16,7 +16,7 @@ from minato.batching.arena import Arena, Slot
 from minato.shared_pool.channel import Channel
 from minato.shared_pool.descriptors import LeasedBatch
 from minato.shared_pool.listener import RankListener
-from minato.shared_pool.messages import Hello, RankProgress
+from minato.shared_pool.messages import Hello, RankCompleted
 from minato.shared_pool.rank_slot import (
     DRAIN_BATCHES,
     PREFETCH_BATCHES,
@@ -82,7 +82,7 @@ class PoolServer:
 
     # ---- the server's own rank ----------------------------------------------------------------
 
-    def gather_progress(self, epoch: int, own: RankProgress) -> list[RankProgress]:
+    def gather_progress(self, epoch: int, own: RankCompleted) -> list[RankCompleted]:
         """Wait for all ranks to resume an epoch, and return the part that each has done.
 
         Args:

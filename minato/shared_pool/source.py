@@ -15,11 +15,11 @@ from minato.batching.serialization import SharedStore
 from minato.delivery.iterator import BatchSource
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.descriptors import BatchHandle, open_batch
-from minato.shared_pool.messages import RankProgress
+from minato.shared_pool.messages import RankCompleted
 from minato.shared_pool.rank_slot import Source
 from minato.shared_pool.server import PoolServer
 
-__all__ = ["ClientSource", "RankSource", "ServerSource", "rank_progress"]
+__all__ = ["ClientSource", "RankSource", "ServerSource", "rank_completed"]
 
 
 class Part(Protocol):
@@ -170,7 +170,7 @@ class ClientSource(RankSource):
         self._leave()
         self.part = progress.part
         before = self.part.before
-        self._number = self._client.enter(epoch, None if before is None else rank_progress(before))
+        self._number = self._client.enter(epoch, None if before is None else rank_completed(before))
         self._leave_at_the_end(self._client.leave)
         return True
 
@@ -188,10 +188,10 @@ class ClientSource(RankSource):
         """Do nothing, as in the server."""
 
 
-def rank_progress(done: Any) -> RankProgress:
+def rank_completed(done: Any) -> RankCompleted:
     """Return the part of an epoch that a rank has done, as a message's field.
 
     Args:
         done: See :class:`minato.sampling.coverage.Done`.
     """
-    return RankProgress(done.ranges, done.batches, tuple(done.delivered), tuple(done.skipped))
+    return RankCompleted(done.ranges, done.batches, tuple(done.delivered), tuple(done.skipped))

@@ -26,7 +26,7 @@ from minato.shared_pool.channel import _HEAD, Channel, connected
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.descriptors import BatchDescriptor, LeasedBatch
 from minato.shared_pool.listener import RankListener
-from minato.shared_pool.messages import Hello, RankProgress, encoded, from_host, from_rank
+from minato.shared_pool.messages import Hello, RankCompleted, encoded, from_host, from_rank
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import PoolServer
 
@@ -41,7 +41,7 @@ pairs = st.lists(st.tuples(counts, counts), max_size=3).map(tuple)
 slots = st.tuples(counts, counts).map(lambda pair: Slot(*sorted(pair)))
 places = st.lists(st.tuples(small, slots), max_size=3).map(tuple)
 texts = st.text(max_size=5)
-hads = st.builds(RankProgress, pairs, counts, st.tuples(counts, hashes), st.tuples(counts, hashes))
+hads = st.builds(RankCompleted, pairs, counts, st.tuples(counts, hashes), st.tuples(counts, hashes))
 greetings = st.builds(Hello, small, small, st.dictionaries(texts, texts, max_size=2))
 descriptors = st.builds(
     BatchDescriptor, slots, counts, st.tuples(counts, counts), st.booleans(), pairs, counts

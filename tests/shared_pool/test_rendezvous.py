@@ -301,7 +301,7 @@ def test_strangers_that_say_nothing_are_dropped_and_delay_no_rank(
 ) -> None:
     monkeypatch.setattr(listener, "_HANDSHAKE_S", 0.5)
     host = Host(rendezvous)
-    idle = [called(rendezvous)[0] for _ in range(listener._MOST_NEWCOMERS - 1)]
+    idle = [called(rendezvous)[0] for _ in range(listener._MAX_PENDING - 1)]
     begun = time.monotonic()
     check_served(host, rendezvous)
     for number in range(200):
@@ -410,7 +410,7 @@ def test_a_user_that_stands_for_others_is_refused(
     one, other = socket.socketpair()
     with one, other:
         if refused:
-            with pytest.raises(PermissionError, match="all users without a number"):
+            with pytest.raises(PermissionError, match="all users without a mapping"):
                 peer_of(one)
         else:
             assert peer_of(one) == os.getpid()
@@ -440,4 +440,4 @@ def test_in_a_namespace_without_users_it_is_refused() -> None:
     sent.close()
     if found == "no user namespaces here":
         pytest.skip(found)
-    assert "stands for all users without a number" in found
+    assert "represents all users without a mapping" in found
