@@ -222,7 +222,7 @@ def rejection_reason(
         )
     if rank_slots[client.local_rank].gone is not None and not waits:
         return (
-            f"{rank_slots[client.local_rank].gone}, and the other ranks continue without it: on_rank_death='wait' lets "
+            f"{rank_slots[client.local_rank].gone}, and the other ranks continue without it: SharedPool('wait') lets "
             "another process take its place"
         )
     return None

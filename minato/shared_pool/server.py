@@ -421,7 +421,7 @@ class PoolServer:
             if unexpected and self._raises and not self._closing:
                 self._break(
                     f"{slot.gone}, which shares the workers of this loader: the others cannot go on "
-                    "(on_rank_death='continue' lets them)"
+                    "(SharedPool('continue') lets them)"
                 )
             self._news.notify_all()
 
