@@ -177,7 +177,7 @@ def test_every_folder_is_a_known_part() -> None:
         ("minato.sources.sql", "from minato.sources.ingest import job"),
         ("minato.sources.sql", "from minato import loader"),
         ("minato.errors", "from minato.transforms import chain"),
-        ("minato._support.files", "from minato.options import Options"),
+        ("minato._support.files", "from minato.loader import DataLoader"),
         ("minato.transforms.chain", "def f():\n    from minato.sampling import keys"),
         ("minato.transforms.chain", "def f():\n    import torch"),
     ],
