@@ -22,9 +22,9 @@ from minato.fetching import Fetching
 from minato.options import Options, PaperController, Unbound
 from minato.sampling.epoch import Course, is_stream
 from minato.sampling.replay import RecordedOrder
-from minato.sampling.sampler_epoch import tell_epoch
+from minato.sampling.sampler_epoch import set_sampler_epoch
 from minato.sampling.samplers import SeededSampler
-from minato.transforms.chain import Chain
+from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureLog, SampleFailure
 
 if TYPE_CHECKING:
@@ -235,11 +235,13 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             limits = self._options.min_workers, self._options.max_workers
             given.update(min_workers=limits[0], max_workers=limits[1])
         num_workers = self._options.first_workers(num_workers)
-        self._chain = Chain.of(transforms)
+        self._transforms = Transforms.of(transforms)
         if cache is not None:
             from minato.engine.caching import check_cache
 
-            check_cache(cache, self._options, self._chain, dataset, num_workers, persistent_workers)
+            check_cache(
+                cache, self._options, self._transforms, dataset, num_workers, persistent_workers
+            )
         vars(self).update(given)
         self._course = Course()
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
@@ -292,7 +294,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
 
         Samplers with a ``set_epoch`` of their own are told too. It is enough to tell the sampler instead.
         """
-        tell_epoch(index_sampler(self), epoch)
+        set_sampler_epoch(index_sampler(self), epoch)
         self._course.tell(epoch)
 
     @made_only
@@ -382,7 +384,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 "shared_pool out"
             )
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("_options", "_chain", "_replay", "_trace", *_OWN)
+        kept = ("_options", "_transforms", "_replay", "_trace", *_OWN)
         vars(loader).update({name: vars(self)[name] for name in kept})
         loader._experience = loader._fresh_experience()
         loader._course = self._course.twin()
@@ -393,7 +395,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             return super()._get_iterator()
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             # torch shards and seeds data pipes by its own protocol.
-            if self._chain.steps:
+            if self._transforms.steps:
                 raise ValueError("transforms= is not for data pipes: use their .map(...)")
             if self._trace is not None:
                 self._refuse_data_pipes("trace=")

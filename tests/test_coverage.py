@@ -23,14 +23,14 @@ NOTHING = Tally(0, 0)
 def test_a_whole_epoch_is_covered_in_every_order(order: str, workers: dict[str, Any]) -> None:
     loader = DataLoader(Sleepy(41, 0.0002, {5: 0.02}), 4, shuffle=True, order=order, **workers)
     before = loader.coverage()
-    assert (before.epoch, before.asked, before.complete) == (-1, NOTHING, True)
+    assert (before.epoch, before.requested, before.complete) == (-1, NOTHING, True)
     tallies = []
     for epoch in range(2):
         assert sorted(flat(indices(loader))) == list(range(41))
         coverage = loader.coverage()
         assert (coverage.epoch, coverage.complete) == (epoch, True)
         assert (coverage.skipped, coverage.outstanding) == (NOTHING, NOTHING)
-        assert coverage.asked == coverage.delivered
+        assert coverage.requested == coverage.delivered
         tallies.append(coverage.delivered)
     assert tallies[0] == tallies[1] == Tally(41, tallies[0].hash)  # whatever the order
     assert tallies[0].hash != 0
@@ -42,7 +42,7 @@ def test_an_epoch_that_is_broken_off_is_not_covered() -> None:
     next(iterator)
     next(iterator)
     coverage = loader.coverage()
-    assert (coverage.delivered.samples, coverage.complete) == (8, coverage.asked.samples == 8)
+    assert (coverage.delivered.samples, coverage.complete) == (8, coverage.requested.samples == 8)
     del iterator
     assert loader.coverage() == coverage
 
@@ -54,7 +54,7 @@ def test_persistent_workers_that_begin_the_next_epoch_ahead() -> None:
     for epoch in range(4):
         assert len(flat(indices(loader))) == 30
         coverage = loader.coverage()
-        assert (coverage.epoch, coverage.asked.samples, coverage.complete) == (epoch, 30, True)
+        assert (coverage.epoch, coverage.requested.samples, coverage.complete) == (epoch, 30, True)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_keys_of_any_kind(keys: list[list[Any]], num_workers: int) -> None:
     assert (coverage.delivered.samples, coverage.complete) == (sum(map(len, keys)), True)
     other = DataLoader(Anything(1), batch_sampler=[[], *keys[::-1]], collate_fn=len)
     list(other)
-    assert other.coverage().asked == coverage.asked
+    assert other.coverage().requested == coverage.requested
 
 
 class Stream(IterableDataset[int]):
@@ -92,7 +92,7 @@ def test_batches_of_a_stream_are_counted(num_workers: int) -> None:
     loader = DataLoader(Stream(), 3, num_workers=num_workers)
     got = len(list(loader))
     coverage = loader.coverage()
-    assert (coverage.delivered.samples, coverage.asked.samples) == (got, got)
+    assert (coverage.delivered.samples, coverage.requested.samples) == (got, got)
     assert coverage.complete
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from minato._core.limits import address_space_advice
 from minato._core.segment import Segment
-from minato.batching.page_locks import PageLocker, PageLocks, Slot
+from minato.batching.pinned_slots import MemoryPinner, PinnedSlots, Slot
 
-__all__ = ["Arena", "Slot", "SpareArenas"]
+__all__ = ["Arena", "ArenaCache", "Slot"]
 
 _RESERVE_BYTES = 1 << 42
 """Address space of a process's first arena, of 128 TiB in 47 bits. It takes no memory."""
@@ -81,7 +81,7 @@ class Arena:
         self._ended: deque[_Lease] = deque()  # whose slots are to be freed
         self._needed = 0.0
         self.num_slots = 0
-        self.locks: PageLocks | None = None
+        self.locks: PinnedSlots | None = None
         self.given_back: list[Slot] | None = None
 
     @property
@@ -131,7 +131,7 @@ class Arena:
         self._largest = max(self._largest, used_bytes)
         self._warm.append(slot)
 
-    def take_back(self) -> None:
+    def reclaim_unleased(self) -> None:
         """Give all slots back that are neither free nor leased: nobody writes to them any more, or ever reads them."""
         for slot in list(self._taken):
             self.release(slot)
@@ -168,10 +168,10 @@ class Arena:
             elif self._leases.pop(lease.slot.start, None) is not None:
                 self._free(lease.slot, lease.used_bytes)
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Lock the pages of slots from now on, if they are not locked already."""
         if self.locks is None:
-            self.locks = PageLocks(locker, self.segment)
+            self.locks = PinnedSlots(locker, self.segment)
 
     def trim(self, in_flight: int) -> None:
         """Give pages back to the system: of half of the free slots that are more than were in flight of late.
@@ -198,7 +198,7 @@ def _reserve_bytes() -> int:
     return max(1 << (nbytes.bit_length() - 1), _LEAST_RESERVE_BYTES)
 
 
-class SpareArenas(list[Arena]):
+class ArenaCache(list[Arena]):
     """Arenas of iterators that are gone, whose pages are warm."""
 
     def take(self, shared: bool) -> Arena:

@@ -29,7 +29,7 @@ from minato._core.segment import Segment
 from minato._pickling import Purpose
 from minato._postponed import not_the_end
 from minato.batching.layout import Layout
-from minato.batching.page_locks import Slot
+from minato.batching.pinned_slots import Slot
 from minato.batching.serialization import DamagedError, Store, damaged, keys_of
 from minato.errors import add_note
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
@@ -326,7 +326,7 @@ class BatchWriter:
         self._set_result(batch, skipped, result)
         self._tracer.slice("collate", begun_ns)
 
-    def write_nothing(self, batch: int, skipped: Sequence[int]) -> None:
+    def write_skipped(self, batch: int, skipped: Sequence[int]) -> None:
         """Say that all samples of a batch are skipped; these are their places, which the caller fills afterwards."""
         self._set_result(batch, skipped, (SKIP_BLOB, 0))
 

@@ -12,13 +12,13 @@ import torch
 
 from minato._core.ledger import Ledger
 from minato.batching.arena import Arena, Slot
-from minato.batching.page_locks import Mark
+from minato.batching.pinned_slots import DeviceEvent
 from minato.batching.reader import BatchReader
 from minato.delivery.device_copy import Accelerator, accelerator_of
-from minato.delivery.prefetch import AheadReader
+from minato.delivery.prefetch import PrefetchReader
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 
-__all__ = ["Staged", "StagedReader", "leaves_moved", "onto_device"]
+__all__ = ["Staged", "StagedReader", "move_leaves", "onto_device"]
 
 
 class Staged(NamedTuple):
@@ -32,10 +32,10 @@ class Staged(NamedTuple):
 
     batch: Any
     host: Any
-    mark: Mark
+    mark: DeviceEvent
 
 
-class StagedReader(AheadReader):
+class StagedReader(PrefetchReader):
     """Reads batches onto a device, to which those whose turn comes next are sent beforehand.
 
     Args:
@@ -58,7 +58,7 @@ class StagedReader(AheadReader):
         self._locks = arena.locks
         self._accelerator = accelerator
         self._tracer = tracer
-        self._copies: deque[tuple[int, Mark]] = deque()  # under way, if a trace is recorded
+        self._copies: deque[tuple[int, DeviceEvent]] = deque()  # under way, if a trace is recorded
 
     def _begin(self, record: int, slot: Slot) -> Staged:
         begun_ns = self._tracer.now()
@@ -66,11 +66,11 @@ class StagedReader(AheadReader):
             host = self._reader.read(record, slot)
             with self._accelerator.copying():
                 try:
-                    batch = leaves_moved(host, self._accelerator.copy)
+                    batch = move_leaves(host, self._accelerator.copy)
                 finally:
                     mark = self._accelerator.mark()
                     if self._locks is not None:
-                        self._locks.read_until(slot, mark)
+                        self._locks.in_use_until(slot, mark)
         finally:
             self._tracer.slice("send to device", begun_ns)
         if self._tracer.enabled:
@@ -108,12 +108,12 @@ def onto_device(
     if device is None:
         return None
     accelerator = accelerator_of(device)
-    if accelerator.locks_pages:
-        arena.lock_pages(accelerator)
+    if accelerator.pins_memory:
+        arena.pin_slots(accelerator)
     return StagedReader(reader, ledger, arena, accelerator, tracer=tracer)
 
 
-def leaves_moved(data: Any, move: Callable[[Any], Any]) -> Any:
+def move_leaves(data: Any, move: Callable[[Any], Any]) -> Any:
     """A batch with all tensors, and all objects that have torch's ``to``, moved, as torch's pinning goes through it.
 
     Source: ``torch.utils.data._utils.pin_memory``.
@@ -124,7 +124,7 @@ def leaves_moved(data: Any, move: Callable[[Any], Any]) -> Any:
         return data
     make: Any = type(data)  # which may take something else, and raises TypeError then
     if isinstance(data, collections.abc.Mapping):
-        moved = {key: leaves_moved(value, move) for key, value in data.items()}
+        moved = {key: move_leaves(value, move) for key, value in data.items()}
         try:
             if isinstance(data, collections.abc.MutableMapping):
                 clone = copy.copy(data)  # of a type that may have more to it than its items
@@ -134,10 +134,10 @@ def leaves_moved(data: Any, move: Callable[[Any], Any]) -> Any:
         except TypeError:
             return moved
     if isinstance(data, tuple):
-        items = [leaves_moved(value, move) for value in data]
+        items = [move_leaves(value, move) for value in data]
         return make(*items) if hasattr(data, "_fields") else make(items)
     if isinstance(data, collections.abc.Sequence):
-        items = [leaves_moved(value, move) for value in data]
+        items = [move_leaves(value, move) for value in data]
         try:
             if isinstance(data, collections.abc.MutableSequence):
                 changed = copy.copy(data)

@@ -10,19 +10,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from minato._compat import has_cuda_context
-from minato.batching.page_locks import Mark, PageLocker
+from minato.batching.pinned_slots import DeviceEvent, MemoryPinner
 
-__all__ = ["Accelerator", "Cuda", "Plain", "accelerator_of", "page_locker"]
+__all__ = ["Accelerator", "Cuda", "SyncDevice", "accelerator_of", "memory_pinner"]
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: locked for all devices of this process."""
 
 
-class Accelerator(PageLocker, Protocol):
+class Accelerator(MemoryPinner, Protocol):
     """A device to which batches are copied while it works on others."""
 
     @property
-    def locks_pages(self) -> bool:
+    def pins_memory(self) -> bool:
         """Whether it copies from page-locked memory by itself."""
 
     def copying(self) -> AbstractContextManager[None]:
@@ -55,7 +55,7 @@ class Cuda:
             program copies to by itself.
     """
 
-    locks_pages = True
+    pins_memory = True
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
@@ -104,7 +104,7 @@ class Cuda:
             value = value.pin_memory()
         return _moved(value, self._beside.stream.device)
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         """Events on the current stream of each device in use; inside ``copying``, on the side stream."""
         side = None if self._beside is None else self._beside.stream
         if side is not None and torch.cuda.current_stream(side.device) == side:
@@ -158,9 +158,9 @@ class _AfterCapture:
         mark: Sets it.
     """
 
-    def __init__(self, mark: Callable[[], Mark]) -> None:
+    def __init__(self, mark: Callable[[], DeviceEvent]) -> None:
         self._make = mark
-        self._mark: Mark | None = None
+        self._mark: DeviceEvent | None = None
 
     def query(self) -> bool:
         if self._mark is None and not torch.cuda.is_current_stream_capturing():
@@ -171,10 +171,10 @@ class _AfterCapture:
         (self._mark or self._make()).synchronize()
 
 
-class Plain:
+class SyncDevice:
     """Any other device of torch's, to which each copy is over when it returns."""
 
-    locks_pages = False
+    pins_memory = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -193,19 +193,19 @@ class Plain:
         """On the device when it returns."""
         return value.to(self._device)
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         """Passed."""
         return _All([])
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: DeviceEvent) -> None:
         """It is."""
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
     """What there is for batches that go to this device."""
-    return Cuda(device) if device.type == "cuda" else Plain(device)
+    return Cuda(device) if device.type == "cuda" else SyncDevice(device)
 
 
-def page_locker() -> PageLocker | None:
+def memory_pinner() -> MemoryPinner | None:
     """What locks pages for programs that copy by themselves; None where torch has to do it its own way."""
     return Cuda() if torch.cuda.is_available() else None

@@ -13,9 +13,9 @@ from minato._compat import TorchIterator, is_iterable, is_profiling, pin_batch
 from minato._core.clock import now_ns
 from minato._postponed import not_the_end
 from minato._ranges import in_profile
-from minato.batching.page_locks import PageLocker
+from minato.batching.pinned_slots import MemoryPinner
 from minato.checks import IN_PLACE
-from minato.delivery.device_copy import page_locker
+from minato.delivery.device_copy import memory_pinner
 from minato.delivery.pinning import Pin
 
 __all__ = ["BatchIterator", "BatchSource", "Pass"]
@@ -41,7 +41,7 @@ class BatchSource(Protocol):
     def pinned(self, duration_ns: int) -> None:
         """Learn how long it took to pin it."""
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Keep the memory of batches in place, for a device that reads from there."""
 
     def shut_down(self) -> Any:
@@ -78,7 +78,7 @@ class Pass(Protocol):
     def expected(self) -> Any:
         """``(batches, epoch, seed)`` of the next pass, or None."""
 
-    def foretold_wrongly(self) -> None:
+    def prediction_failed(self) -> None:
         """Learn that the pass was not the expected one."""
 
 
@@ -123,11 +123,11 @@ class BatchIterator(TorchIterator):
         self._base_seed = self._pass.seeded(int(self._base_seed))
         self._pin: Pin = functools.partial(pin_batch, device=self._pin_memory_device)
         self._checks_length = is_iterable(self)
-        locker = page_locker() if self._pin_memory and loader.pin_memory == IN_PLACE else None
+        locker = memory_pinner() if self._pin_memory and loader.pin_memory == IN_PLACE else None
         ahead = {"pin": self._pin} if self._pin_memory and pins_ahead and locker is None else {}
         self._source: BatchSource | None = make_source(self._base_seed, **ahead)
         if locker is not None:  # then torch finds that there is nothing to copy
-            self._source.lock_pages(locker)
+            self._source.pin_slots(locker)
         if ahead:
             self._pin = methodcaller("result")
         self._begin()
@@ -140,7 +140,7 @@ class BatchIterator(TorchIterator):
             batches, this.epoch, this.seed, this.expected, this.progress, this.size
         )
         if not begun:
-            this.foretold_wrongly()
+            this.prediction_failed()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if os.getpid() != self._owner:
@@ -207,10 +207,10 @@ class BatchIterator(TorchIterator):
             self._source.pinned(now_ns() - begun_ns)
         return batch
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Keep the memory of batches in place, for a device that reads from there."""
         if self._source is not None:
-            self._source.lock_pages(locker)
+            self._source.pin_slots(locker)
 
     @property
     def _workers(self) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from minato._core.ledger import Ledger
 from minato.batching.arena import Slot
 from minato.batching.reader import BatchReader
-from minato.delivery.prefetch import AheadReader, Upcoming
+from minato.delivery.prefetch import PrefetchReader, Upcoming
 
 __all__ = ["Pin", "Pinned", "PinnedReader"]
 
@@ -40,7 +40,7 @@ class _Unpinned(NamedTuple):
         return self.pin(self.batch)
 
 
-class PinnedReader(AheadReader):
+class PinnedReader(PrefetchReader):
     """Reads batches as :class:`Pinned`; a thread pins large ones whose turn comes next.
 
     It belongs to the device that is current when the reader is made, and ends with the reader.

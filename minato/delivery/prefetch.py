@@ -12,7 +12,7 @@ from minato._postponed import Postponed
 from minato.batching.arena import Slot
 from minato.batching.reader import BatchReader
 
-__all__ = ["AheadReader", "Upcoming"]
+__all__ = ["PrefetchReader", "Upcoming"]
 
 
 class Upcoming(Protocol):
@@ -22,7 +22,7 @@ class Upcoming(Protocol):
     slot: Slot
 
 
-class AheadReader(ABC):
+class PrefetchReader(ABC):
     """Reads batches as a :class:`BatchReader`, and does more with them, beforehand with those whose turn comes next.
 
     These count as open all the while: neither the loader's state nor the memory budget takes them for delivered.

@@ -16,12 +16,12 @@ from minato._core.wait import Gate
 from minato._postponed import Postponed, not_the_end
 from minato._signals import exiting, keep_raised
 from minato.batching.arena import Arena
-from minato.batching.page_locks import PageLocker
+from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.reader import BatchReader
 from minato.batching.serialization import LocalStore, SharedStore
 from minato.delivery.device import onto_device
 from minato.delivery.pinning import Pin, PinnedReader
-from minato.delivery.prefetch import AheadReader
+from minato.delivery.prefetch import PrefetchReader
 from minato.engine.history import Experience
 from minato.engine.metrics import EngineGauges
 from minato.engine.plan import Plan
@@ -68,7 +68,7 @@ def _end(
 ) -> None:
     try:
         if shut_down():
-            arena.take_back()
+            arena.reclaim_unleased()
     finally:
         while afterwards and not exiting():
             afterwards.pop()()
@@ -150,7 +150,7 @@ class Engine:
             tracer = track = plan.tracks.loop()
             self._observers.append(LoopTrack(track))
         self._ahead = plan.prefetch_to_device
-        self._staging: AheadReader | None = onto_device(
+        self._staging: PrefetchReader | None = onto_device(
             plan.device, reader, self.ledger, self.arena, tracer=tracer
         )
         if pin is not None:
@@ -387,9 +387,9 @@ class Engine:
         for observer in self._observers:
             observer.pinned(duration_ns)
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Keep the memory of batches in place, for a device that reads from there."""
-        self.arena.lock_pages(locker)
+        self.arena.pin_slots(locker)
 
     def _note_state(self, replicas: Replicas, record: int) -> None:
         if (state := self._reader.state(record)) is not None:

@@ -21,8 +21,8 @@ from minato.errors import NotPicklableError
 from minato.observe.stats.profile import Meters
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.dataset_state import Replica
-from minato.transforms.chain import Chain
-from minato.transforms.owned import Owned
+from minato.transforms.compose import Transforms
+from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 from minato.workers.active_workers import Roster
 from minato.workers.concurrent import ConcurrentWorker
@@ -167,7 +167,7 @@ class Workplace:
             # Beside the main thread, what that one draws meanwhile would be undone.
             beside = in_line and threading.current_thread() is not threading.main_thread()
             bind = plan.worker_method == "process" and not beside
-            owned = Owned(roots) if bind else None
+            owned = OwnedGenerators(roots) if bind else None
             return SampleRandomness(seed, bind_globals=bind, owned=owned)
 
         lease, meters = ledger.lease_words(number), self.meters(number)
@@ -177,7 +177,7 @@ class Workplace:
             from minato.ray.reads import ActorReads
 
             reads = dataset = ActorReads(*hired, lease, meters)
-            chain = Chain()  # the actor runs the transforms
+            chain = Transforms()  # the actor runs the transforms
         roster = self.roster(ledger)
         tracer = plan.worker_tracer(number)
         fetcher: Fetcher | StreamFetcher

@@ -18,9 +18,18 @@ from minato.observe.stats.reordering import Lateness
 from minato.sampling.replay import OrderRecord
 
 if TYPE_CHECKING:
-    from minato.sampling.rank_progress import Part
+    from minato.sampling.rank_progress import RankProgress
 
-__all__ = ["Coverage", "Done", "Portion", "Progress", "Tally", "merged", "number_of", "rest_of"]
+__all__ = [
+    "Completed",
+    "Coverage",
+    "Portion",
+    "Progress",
+    "Tally",
+    "index_hash",
+    "merged",
+    "remaining_batches",
+]
 
 _MODULUS = 1 << 64
 
@@ -53,14 +62,14 @@ class Coverage:
 
     Attributes:
         epoch: Number of the pass.
-        asked: What was drawn from the sampler so far.
+        requested: What was drawn from the sampler so far.
         delivered: What lay in the batches that ``next()`` has returned or raised for.
         skipped: What was given up by the error policy.
         outstanding: What is neither: still under way, or dropped with an iterator that was abandoned.
     """
 
     epoch: int
-    asked: Tally
+    requested: Tally
     delivered: Tally
     skipped: Tally
     outstanding: Tally
@@ -72,7 +81,7 @@ class Coverage:
 
 
 @dataclass(frozen=True)
-class Done:
+class Completed:
     """The part of a pass that is over, as it was when a state was taken.
 
     Attributes:
@@ -139,7 +148,7 @@ class Progress:
         done: What an earlier run has done of it.
     """
 
-    def __init__(self, epoch: int, done: Done | None = None) -> None:
+    def __init__(self, epoch: int, done: Completed | None = None) -> None:
         self.epoch = epoch
         self.finished = False
         """Whether the pass has come to its end."""
@@ -151,16 +160,16 @@ class Progress:
         """Where the order of the batches is written down."""
         self.length: Callable[[], int | None] = lambda: None
         """Tells how many batches are left of the pass when it begins; None if nobody knows."""
-        self.part: Part | None = None
+        self.part: RankProgress | None = None
         """What this rank has had of it, where it is shared by several: that is what a state is about."""
-        self._before = done or Done()
+        self._before = done or Completed()
         self._latest: tuple[list[int], int] = [], 0
         self._told = self._before.delivered
         self._arrivals = Arrivals(
-            number_of, self._before.expected, self._before.delivered, self._before.skipped
+            index_hash, self._before.expected, self._before.delivered, self._before.skipped
         )
 
-    def asked(self, keys: Any) -> Any:
+    def requested(self, keys: Any) -> Any:
         """Note the next batch that the sampler gives; returns it."""
         if self.record is not None:
             self.record.asked(keys)
@@ -227,7 +236,7 @@ class Progress:
         if not coverage.complete or self._arrivals.strays:
             raise CoverageError(
                 f"epoch {self.epoch} has ended, and what was delivered is not what the sampler asked for: asked for "
-                f"{coverage.asked.samples} samples, delivered {coverage.delivered.samples}, skipped "
+                f"{coverage.requested.samples} samples, delivered {coverage.delivered.samples}, skipped "
                 f"{coverage.skipped.samples}, repeated {self._arrivals.strays}, and the hash of what is missing is "
                 f"{coverage.outstanding.hash:#018x}. This is a fault of minato: please report it."
             )
@@ -247,11 +256,11 @@ class Progress:
             self.epoch, asked, delivered, skipped, _less(_less(asked, delivered), skipped)
         )
 
-    def done(self) -> Done:
+    def done(self) -> Completed:
         """All that is done of the pass, in this run and before."""
         arrivals = self._arrivals
         numbers = [(0, arrivals.prefix), *((number, number + 1) for number in arrivals.beyond)]
-        return Done(
+        return Completed(
             self._before.extended(numbers),
             self._before.batches + self.batches,
             Tally(*arrivals.delivered),
@@ -263,8 +272,8 @@ def _less(one: Tally, other: Tally) -> Tally:
     return Tally(one.samples - other.samples, (one.hash - other.hash) % _MODULUS)
 
 
-def rest_of(
-    batches: Iterator[Any], done: Done, mixes: bool, drop_last: bool = False
+def remaining_batches(
+    batches: Iterator[Any], done: Completed, mixes: bool, drop_last: bool = False
 ) -> Iterator[Any]:
     """The batches that are left of a pass, from all that its sampler gives.
 
@@ -287,7 +296,7 @@ def rest_of(
             raise ValueError(_ANOTHER_ORDER)
         finished, left, whole = _parted(keys, ordinal, ranges)
         count += len(finished)
-        total += sum_of_hashes(finished, number_of)
+        total += sum_of_hashes(finished, index_hash)
         keys_left.extend(left)
         largest = max(largest, len(keys))
         if number < done.batches:
@@ -354,7 +363,7 @@ def _cut_anew(
         yield list(keys)
 
 
-def number_of(key: Any) -> int:
+def index_hash(key: Any) -> int:
     """An integer that stands for a key that is none: equal ones for equal keys, in any process."""
     if type(key) is Again:
         key = key.key
@@ -365,7 +374,7 @@ def number_of(key: Any) -> int:
     if isinstance(key, str):
         data = key.encode("utf-8", "surrogatepass")
     elif isinstance(key, (tuple, list)):
-        data = b",".join(b"%d" % number_of(part) for part in key)
+        data = b",".join(b"%d" % index_hash(part) for part in key)
     else:
         try:
             data = pickle.dumps(key, 5)

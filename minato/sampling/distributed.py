@@ -10,7 +10,7 @@ from torch.utils.data import DistributedSampler
 
 from minato.sampling.sampler_epoch import nested
 
-__all__ = ["InTurn", "RankSampler", "at_rank", "ranked"]
+__all__ = ["InterleavedRanks", "RankSampler", "ranked", "sampler_at_rank"]
 
 
 class RankSampler(DistributedSampler[int]):
@@ -41,19 +41,19 @@ def ranked(sampler: Any) -> Any | None:
     return next(known, None)
 
 
-def at_rank(sampler: Any, rank: int) -> Any:
+def sampler_at_rank(sampler: Any, rank: int) -> Any:
     """A copy of a sampler, as another rank has it."""
     here = copy.copy(sampler)
     if hasattr(sampler, "rank") and hasattr(sampler, "num_replicas"):
         here.rank = rank
     elif getattr(sampler, "sampler", None) is not None:
-        here.sampler = at_rank(sampler.sampler, rank)
+        here.sampler = sampler_at_rank(sampler.sampler, rank)
     else:
-        here.batch_sampler = at_rank(sampler.batch_sampler, rank)
+        here.batch_sampler = sampler_at_rank(sampler.batch_sampler, rank)
     return here
 
 
-class InTurn:
+class InterleavedRanks:
     """What several ranks draw: the first batch of each, then the second of each, and so on.
 
     Args:
@@ -77,7 +77,7 @@ class InTurn:
     def __iter__(self) -> Iterator[Any]:
         """Raises ValueError where one rank has fewer batches than another."""
         ended = object()
-        draws = [iter(at_rank(self.sampler, rank)) for rank in self.ranks]
+        draws = [iter(sampler_at_rank(self.sampler, rank)) for rank in self.ranks]
         while True:
             step = [next(draw, ended) for draw in draws]
             over = [batch is ended for batch in step]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from minato.sampling.coverage import Done, Portion, Tally, merged
+from minato.sampling.coverage import Completed, Portion, Tally, merged
 
-__all__ = ["Part", "united"]
+__all__ = ["RankProgress", "merged_ranks"]
 
 
-class Part:
+class RankProgress:
     """Counts what one rank is handed; the pass itself is followed where it is dealt out.
 
     Args:
@@ -21,11 +21,11 @@ class Part:
         finished: Whether it has had all, and has seen the end.
     """
 
-    def __init__(self, length: int, before: Done | None = None) -> None:
+    def __init__(self, length: int, before: Completed | None = None) -> None:
         self.before = before
         self.finished = False
         self._length = length
-        self._done = before or Done()
+        self._done = before or Completed()
         self._ranges = list(self._done.ranges)
         self._batches = self._done.batches
         self._samples, self._hash = self._done.delivered
@@ -42,13 +42,13 @@ class Part:
         """Note that there is no other batch for this rank."""
         self.finished = self._batches == self._length
 
-    def done(self) -> Done:
+    def done(self) -> Completed:
         """All that it has had of the pass, in this run and before."""
         tally = Tally.of(self._samples, self._hash)
-        return Done(merged(self._ranges), self._batches, tally)
+        return Completed(merged(self._ranges), self._batches, tally)
 
 
-def united(parts: Iterable[Done]) -> Done:
+def merged_ranks(parts: Iterable[Completed]) -> Completed:
     """What several ranks have had together.
 
     Raises:
@@ -64,7 +64,7 @@ def united(parts: Iterable[Done]) -> Done:
         )
     samples = sum(part.delivered.samples for part in parts)
     hashes = sum(part.delivered.hash for part in parts)
-    return Done(together, sum(part.batches for part in parts), Tally.of(samples, hashes))
+    return Completed(together, sum(part.batches for part in parts), Tally.of(samples, hashes))
 
 
 def _count(ranges: Iterable[tuple[int, int]]) -> int:

@@ -23,11 +23,11 @@ from torch.utils.data import (
 
 from minato._compat import EndlessSampler, ExceptionWrapper
 from minato._stateful import is_stateful
-from minato.sampling.distributed import InTurn
+from minato.sampling.distributed import InterleavedRanks
 from minato.sampling.sampler_epoch import epoch_of, nested
 from minato.sampling.samplers import SEEDED
 
-__all__ = ["Draw"]
+__all__ = ["SamplerState"]
 
 _DRAWS_NOTHING = (
     BatchSampler,
@@ -35,7 +35,7 @@ _DRAWS_NOTHING = (
     *SEEDED,
     SequentialSampler,
     EndlessSampler,
-    InTurn,
+    InterleavedRanks,
 )
 """Samplers that use no generator that outlives a pass."""
 _DRAWS_AT_FIRST = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -70,7 +70,7 @@ class _Apart:
             torch.default_generator.set_state(outside)
 
 
-class Draw:
+class SamplerState:
     """The states of generators and samplers before the first key of a pass was drawn.
 
     They are noted twice, since samplers differ in when they draw: before ``iter(sampler)``, and before the first
@@ -97,7 +97,7 @@ class Draw:
         self._state: dict[str, Any] = {"before_iter": None, "before_first": None, "iterator": None}
         self._error: ExceptionWrapper | None = None
 
-    def entering(self) -> None:
+    def before_iter(self) -> None:
         """Note what counts before ``iter(sampler)``."""
         self._state["epoch"] = epoch_of(self._sampler)
         self._state["before_iter"] = self._generator_states()
@@ -105,7 +105,7 @@ class Draw:
         with self._keeping_errors():
             self._state["samplers"] = self._sampler_states()
 
-    def first(self, iterator: Any) -> None:
+    def before_first(self, iterator: Any) -> None:
         """Note what counts before the first key is drawn from what ``iter(sampler)`` gave."""
         if isinstance(iterator, GeneratorType):
             self._state["before_iter"] = None  # the body of a generator has not begun before
@@ -114,7 +114,7 @@ class Draw:
             with self._keeping_errors():
                 self._state["iterator"] = copy.deepcopy(iterator.state_dict())
 
-    def again(self, state: dict[str, Any], samplers: bool = True) -> Iterator[Any]:
+    def redraw(self, state: dict[str, Any], samplers: bool = True) -> Iterator[Any]:
         """``iter(sampler)``, with everything as a state tells that it was; the next key is the first.
 
         Args:
@@ -172,18 +172,18 @@ class Draw:
                 except (ValueError, TypeError, RuntimeError):
                     raise _damaged(name, state) from None
 
-    def settle(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         """Bring generators and samplers to a state that ``between`` gave."""
         self._state = _loaded(state)
         self._load_samplers()
         self._load_generators("before_iter")
 
-    def between(self) -> dict[str, Any]:
+    def idle_state(self) -> dict[str, Any]:
         """What decides the order of the next pass, while there is none: the present states, as plain data."""
         own = [None, *self._generator_states()[1:]]  # torch's default generator is the program's
         return _plain({"before_iter": own, "samplers": self._sampler_states()})
 
-    def plain(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, Any]:
         """What was noted, as plain data.
 
         Raises:

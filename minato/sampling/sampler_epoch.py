@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["epoch_of", "nested", "tell_epoch"]
+__all__ = ["epoch_of", "nested", "set_sampler_epoch"]
 
 _DEEPEST = 8
 """Samplers in one another; more is an object that answers to every name."""
@@ -30,7 +30,7 @@ def epoch_of(sampler: Any) -> int | None:
     return None
 
 
-def tell_epoch(sampler: Any, epoch: int) -> None:
+def set_sampler_epoch(sampler: Any, epoch: int) -> None:
     """Call ``set_epoch`` of all nested samplers that have it, as trainers do."""
     for one in nested(sampler):
         set_epoch = getattr(one, "set_epoch", None)

@@ -15,13 +15,13 @@ from minato._core.arrivals import Occurrences
 from minato._core.seeding import mix
 from minato._occurrences import Recurring
 from minato.sampling.cost_batches import CostBatchSampler
-from minato.sampling.distributed import InTurn, RankSampler
+from minato.sampling.distributed import InterleavedRanks, RankSampler
 
 __all__ = [
     "SEEDED",
     "SeededSampler",
-    "batches_of",
     "counted",
+    "index_batches",
     "largest_batch",
     "next_sampler",
     "sizes_of",
@@ -63,7 +63,7 @@ SEEDED = (SeededSampler, CostBatchSampler, RankSampler)
 """Samplers that each run of a loader tells its epoch."""
 
 
-def batches_of(index_sampler: Any, batched: bool, whole: bool = False) -> Iterator[Any]:
+def index_batches(index_sampler: Any, batched: bool, whole: bool = False) -> Iterator[Any]:
     """The keys of each batch, in a list; without batching each key is a batch of its own.
 
     Args:
@@ -76,20 +76,20 @@ def batches_of(index_sampler: Any, batched: bool, whole: bool = False) -> Iterat
 
 
 def counted(
-    batches: Iterator[Any], index_sampler: Any, length: int | None, number_of: Callable[[Any], int]
+    batches: Iterator[Any], index_sampler: Any, length: int | None, index_hash: Callable[[Any], int]
 ) -> Iterator[Any]:
     """The batches of an epoch from its beginning, with each index marked that came before in it.
 
     Args:
         length: Of the dataset; None if it has none.
-        number_of: An integer that stands for a key that is neither an integer nor a string.
+        index_hash: An integer that stands for a key that is neither an integer nor a string.
     """
     if not _may_repeat(index_sampler):
         return batches
     # Ranks count each for itself, as they do without a shared pool.
-    ranks = len(index_sampler.ranks) if type(index_sampler) is InTurn else 1
+    ranks = len(index_sampler.ranks) if type(index_sampler) is InterleavedRanks else 1
     size = min(length or 0, _MOST_COUNTED)
-    counts = itertools.cycle([Occurrences(size, number_of) for _ in range(ranks)])
+    counts = itertools.cycle([Occurrences(size, index_hash) for _ in range(ranks)])
 
     def count(keys: Any) -> Any:
         found = next(counts).count(keys)
@@ -100,7 +100,7 @@ def counted(
 
 def _may_repeat(sampler: Any) -> bool:
     """Whether a sampler may give an index more than once in an epoch."""
-    if type(sampler) in (BatchSampler, InTurn):
+    if type(sampler) in (BatchSampler, InterleavedRanks):
         return _may_repeat(sampler.sampler)
     if type(sampler) is RandomSampler:
         return sampler.replacement or sampler.num_samples > len(sampler.data_source)
@@ -135,9 +135,9 @@ def next_sampler(index_sampler: Any) -> Any | None:
     Known are sequences, ``SeededSampler``, ``CostBatchSampler`` and ``DistributedSampler`` (whose epoch is expected to
     be raised by one), alone or in a plain ``BatchSampler``; and what several ranks draw from these.
     """
-    if type(index_sampler) is InTurn:
+    if type(index_sampler) is InterleavedRanks:
         inner = next_sampler(index_sampler.sampler)
-        return None if inner is None else InTurn(inner, index_sampler.ranks)
+        return None if inner is None else InterleavedRanks(inner, index_sampler.ranks)
     if type(index_sampler) is BatchSampler:
         inner = next_sampler(index_sampler.sampler)
         if inner is None:

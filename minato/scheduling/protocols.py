@@ -97,7 +97,7 @@ class Sink(Protocol):
     ) -> None:
         """Collate all samples of a batch, or those of them that are not skipped, with the dataset's state after it."""
 
-    def write_nothing(self, batch: int, skipped: Sequence[int]) -> None:
+    def write_skipped(self, batch: int, skipped: Sequence[int]) -> None:
         """Say that all samples of a batch are skipped."""
 
     def finished(self, batch: int, outcome: int) -> None:

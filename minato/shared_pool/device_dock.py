@@ -11,8 +11,8 @@ from typing import Any
 
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
-from minato.batching.page_locks import Mark, PageLocker, PageLocks
-from minato.delivery.device import leaves_moved
+from minato.batching.pinned_slots import DeviceEvent, MemoryPinner, PinnedSlots
+from minato.delivery.device import move_leaves
 from minato.delivery.device_copy import Accelerator
 from minato.shared_pool.descriptors import Shipment
 from minato.shared_pool.source import RankSource
@@ -35,8 +35,8 @@ class Dock:
     def __init__(self, accelerator: Accelerator, ahead: int) -> None:
         self.accelerator = accelerator
         self.ahead = ahead
-        self._locks: weakref.WeakKeyDictionary[Segment, PageLocks] = weakref.WeakKeyDictionary()
-        self._held: deque[tuple[Mark, Any]] = deque()
+        self._locks: weakref.WeakKeyDictionary[Segment, PinnedSlots] = weakref.WeakKeyDictionary()
+        self._held: deque[tuple[DeviceEvent, Any]] = deque()
         # At the end of the process the device stops reading by itself.
         weakref.finalize(self, _let_go, self._held, os.getpid()).atexit = False
 
@@ -46,7 +46,7 @@ class Dock:
             if segment in self._locks:
                 self._locks[segment].unlock(slot)
 
-    def send(self, shipment: Shipment) -> tuple[Any, Mark]:
+    def send(self, shipment: Shipment) -> tuple[Any, DeviceEvent]:
         """A batch on the device, and the mark behind its copy.
 
         Raises:
@@ -55,23 +55,23 @@ class Dock:
         while self._held and self._held[0][0].query():
             self._held.popleft()
         batch = shipment.open()
-        if self.accelerator.locks_pages:
+        if self.accelerator.pins_memory:
             locks = self._locks.get(shipment.segment)
             if locks is None:
-                locks = self._locks[shipment.segment] = PageLocks(
+                locks = self._locks[shipment.segment] = PinnedSlots(
                     self.accelerator, shipment.segment
                 )
             locks.lock(shipment.parcel.slot, shipment.parcel.nbytes)
         with self.accelerator.copying():
             try:
-                sent = leaves_moved(batch, self.accelerator.copy)
+                sent = move_leaves(batch, self.accelerator.copy)
             finally:
                 mark = self.accelerator.mark()
                 self._held.append((mark, batch))
         return sent, mark
 
 
-def _let_go(held: deque[tuple[Mark, Any]], owner: int) -> None:
+def _let_go(held: deque[tuple[DeviceEvent, Any]], owner: int) -> None:
     """End of the dock: the device may still be reading."""
     while held and owner == os.getpid():
         mark, _ = held.popleft()
@@ -84,7 +84,7 @@ class _Sent:
 
     portion: Any
     batch: Any = None
-    mark: Mark | None = None
+    mark: DeviceEvent | None = None
     error: Exception | None = None
 
 
@@ -126,7 +126,7 @@ class DockedSource:
     def pinned(self, duration_ns: int) -> None:
         """Nothing is pinned."""
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """They are."""
 
     def shut_down(self) -> None:

@@ -19,9 +19,9 @@ from minato.delivery.iterator import BatchSource
 from minato.engine.engine import Engine
 from minato.engine.history import Experience
 from minato.options import Options
-from minato.sampling.coverage import Done, Tally
-from minato.sampling.distributed import InTurn, RankSampler, ranked
-from minato.sampling.rank_progress import united
+from minato.sampling.coverage import Completed, Tally
+from minato.sampling.distributed import InterleavedRanks, RankSampler, ranked
+from minato.sampling.rank_progress import merged_ranks
 from minato.shared_pool.client import Link
 from minato.shared_pool.descriptors import ParcelReader
 from minato.shared_pool.device_dock import Dock, DockedSource
@@ -200,7 +200,7 @@ class Sharing:
         return loader._twin(
             _options=self._pooled_options(loader._options),
             num_workers=loader.num_workers * place.local_count,
-            **{sampler: InTurn(index_sampler(loader), ranks)},
+            **{sampler: InterleavedRanks(index_sampler(loader), ranks)},
         )
 
     def source(self, loader: Any, base_seed: int) -> BatchSource:
@@ -234,7 +234,7 @@ class Sharing:
         engine: Engine = self.pooled(loader)._make_engine(base_seed, ParcelReader)
         return HostSource(hub, engine, index_sampler(loader))
 
-    def done_by_all(self, loader: Any, epoch: int, own: Done) -> Done:
+    def done_by_all(self, loader: Any, epoch: int, own: Completed) -> Completed:
         """What all ranks have had of the pass in the middle of which they begin, as far as this one has to know.
 
         Args:
@@ -244,13 +244,13 @@ class Sharing:
             RuntimeError: The ranks do not find each other, or their states do not belong together.
         """
         if not self.hosts:
-            return Done()  # the host leaves out what is done
+            return Completed()  # the host leaves out what is done
         self._check_owner()
         hub = self._meet(loader)
         parts = hub.gather(epoch, had(own))
         try:
-            return united(
-                Done(part.ranges, part.batches, Tally(*part.delivered), Tally(*part.skipped))
+            return merged_ranks(
+                Completed(part.ranges, part.batches, Tally(*part.delivered), Tally(*part.skipped))
                 for part in parts
             )
         except ValueError as error:
@@ -278,7 +278,7 @@ class Sharing:
             "drop_last": loader.drop_last,
             "order": loader._options.order,
             "seed": loader._options.seed,
-            "transforms": loader._chain.names,
+            "transforms": loader._transforms.names,
             "collate_fn": _name_of(loader.collate_fn),
             "on_rank_death": self._on_rank_death,
         }

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
-from minato.batching.page_locks import PageLocker
+from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.serialization import SharedStore
 from minato.delivery.iterator import BatchSource
 from minato.shared_pool.client import Link
@@ -147,7 +147,7 @@ class HostSource(RankSource):
     def pinned(self, duration_ns: int) -> None:
         """Of no use here: what is measured is measured for all ranks."""
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Nothing: what consumers of one rank copy, torch pins for them."""
 
 
@@ -184,7 +184,7 @@ class AttachedSource(RankSource):
     def pinned(self, duration_ns: int) -> None:
         """As with the host."""
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """As with the host."""
 
 
@@ -192,6 +192,6 @@ def had(done: Any) -> Had:
     """What a rank has had of a pass, as it says so to the host.
 
     Args:
-        done: See :class:`minato.sampling.coverage.Done`.
+        done: See :class:`minato.sampling.coverage.Completed`.
     """
     return Had(done.ranges, done.batches, tuple(done.delivered), tuple(done.skipped))

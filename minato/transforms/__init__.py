@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minato.transforms.chain import Chain
+from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness, current, numpy_rng, python_rng, torch_rng
 
-__all__ = ["Chain", "SampleRandomness", "current", "numpy_rng", "python_rng", "torch_rng"]
+__all__ = ["SampleRandomness", "Transforms", "current", "numpy_rng", "python_rng", "torch_rng"]

@@ -24,7 +24,7 @@ import torch
 from minato._compat import numpy_state, python_state
 from minato.transforms.rng_memory import MemoryGenerator, own_generator
 
-__all__ = ["Owned"]
+__all__ = ["OwnedGenerators"]
 
 _MOST_OBJECTS = 20_000
 _MOST_ITEMS, _MOST_CONTAINERS = 1024, 16
@@ -46,7 +46,7 @@ Found = tuple[str, Any, Get | None, Any]
 Slots = list[tuple[str, types.MemberDescriptorType]]
 
 
-class Owned:
+class OwnedGenerators:
     """The generators that some objects own.
 
     Args:

@@ -30,14 +30,14 @@ import torch
 from minato._compat import bit_generator_of, numpy_state
 from minato._core.seeding import Snapshot, StateWriter, mix
 from minato.transforms import rng_memory
-from minato.transforms.owned import Owned
+from minato.transforms.owned import OwnedGenerators
 
 __all__ = [
     "Binding",
     "SampleRandomness",
     "current",
-    "generators_asked",
-    "key_word",
+    "generators_created",
+    "index_word",
     "numpy_rng",
     "python_rng",
     "sample_word",
@@ -58,7 +58,7 @@ class Binding(NamedTuple):
     occurrence: int = 0
 
 
-_NONE_OWNED = Owned({})
+_NONE_OWNED = OwnedGenerators({})
 
 
 class _ThreadState(threading.local):
@@ -83,7 +83,7 @@ class SampleRandomness:
     """
 
     def __init__(
-        self, base_seed: int, *, bind_globals: bool = True, owned: Owned | None = None
+        self, base_seed: int, *, bind_globals: bool = True, owned: OwnedGenerators | None = None
     ) -> None:
         self.base_seed = base_seed
         self._bind_globals = bind_globals
@@ -125,7 +125,7 @@ class SampleRandomness:
         Args:
             epoch: Counts modulo 2**64.
             key: The sample's index in the dataset; an integer, or anything that
-                :func:`key_word` can turn into one.
+                :func:`index_word` can turn into one.
             occurrence: How often the key came before in the epoch.
         """
         _this_thread.binding = (self.base_seed, epoch, key, occurrence)
@@ -228,7 +228,7 @@ class SampleRandomness:
             _this_thread.binding, _this_thread.generators_made = binding, made
 
 
-def key_word(key: Any) -> int:
+def index_word(key: Any) -> int:
     """Return the integer that stands for a sample's key; the same in every process.
 
     Integers, numpy's and one-element tensors included, stand for themselves. Anything else becomes
@@ -243,7 +243,7 @@ def key_word(key: Any) -> int:
 
 def sample_word(key: Any, occurrence: int) -> int:
     """Return the integer that stands for a key that came ``occurrence`` times before in its epoch."""
-    word = key if type(key) is int else key_word(key)
+    word = key if type(key) is int else index_word(key)
     return mix(word, occurrence, _AGAIN) if occurrence else word
 
 
@@ -275,7 +275,7 @@ def _pickled(key: object) -> bytes:
     return to.getvalue()
 
 
-def generators_asked() -> int:
+def generators_created() -> int:
     """Return how many generators the sample being run in this thread has asked for so far."""
     return _this_thread.generators_made
 

@@ -31,10 +31,10 @@ from minato._compat import may_access_memory, numpy_state, python_state
 
 __all__ = [
     "MemoryGenerator",
-    "examine",
     "found_in_memory",
     "numpy_generator",
     "own_generator",
+    "probe_generators",
     "python_generator",
     "torch_generator",
 ]
@@ -581,7 +581,7 @@ def own_generator(generator: Any, stream: int) -> MemoryGenerator | None:
 _PYTHON_METHODS = ("random", "getrandbits", "getstate", "setstate")
 
 
-def examine() -> None:
+def probe_generators() -> None:
     """Find out where this process's generators keep their states: once here, not once in each forked worker."""
     _python_position_offset()
     _numpy_gauss_offset()

@@ -83,7 +83,7 @@ class Deliverer:
             places = [position + i for i, sample in enumerate(samples) if sample is SKIP]
             kept = [sample for sample in samples if sample is not SKIP]
         if not kept:
-            self._sink.write_nothing(batch, places)
+            self._sink.write_skipped(batch, places)
         elif self._fetcher.sends_state:
             first = next(i for i, sample in enumerate(samples) if sample is not SKIP)
             self._sink.write_collated(batch, kept, places, (position + first, self._fetcher.state))

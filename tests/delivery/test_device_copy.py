@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minato.delivery import device_copy
-from minato.delivery.device_copy import Cuda, Plain, accelerator_of, page_locker
+from minato.delivery.device_copy import Cuda, SyncDevice, accelerator_of, memory_pinner
 
 Said = list[tuple[Any, ...]]
 
@@ -204,7 +204,7 @@ def test_locking_says_why_it_fails(machine: Machine, monkeypatch: pytest.MonkeyP
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "ones", raises_what_is_left)
-    locker = page_locker()
+    locker = memory_pinner()
     assert locker is not None
     locker.lock(4096, 8192)
     machine.runtime.status = 2
@@ -228,13 +228,13 @@ def test_memory_is_locked_by_way_of_the_device_that_reads_it(machine: Machine) -
 
 def test_without_cuda_nothing_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert page_locker() is None
+    assert memory_pinner() is None
 
 
 def test_other_devices_have_no_other_stream() -> None:
     plain = accelerator_of(torch.device("meta"))
-    assert isinstance(plain, Plain)
-    assert not plain.locks_pages
+    assert isinstance(plain, SyncDevice)
+    assert not plain.pins_memory
     with plain.copying():
         moved = plain.copy(torch.ones(3))
     assert moved.is_meta

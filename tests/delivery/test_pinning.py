@@ -33,7 +33,7 @@ def accelerated(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder
         torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
     )
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    monkeypatch.setattr(iterator, "page_locker", lambda: recorder)
+    monkeypatch.setattr(iterator, "memory_pinner", lambda: recorder)
     return recorder
 
 

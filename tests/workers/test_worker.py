@@ -17,7 +17,7 @@ from minato._core.codes import (
 )
 from minato._core.wait import Gate
 from minato.observe.stats.profile import Meters
-from minato.transforms.chain import Chain
+from minato.transforms.compose import Transforms
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner
 from minato.workers.staged_runner import Stepper
@@ -113,8 +113,10 @@ class Setting:
                 return list(self.bench.keys.kept[offset][k : k + count])
             return list(ledger.keys(batch, k, count))
 
-        lease, fetcher = ledger.lease_words(0), Fetcher(dataset, Chain(), batched=True)
-        stepper = None if fetcher.takes_lists else Stepper(dataset, Chain(), lease, self.meters)
+        lease, fetcher = ledger.lease_words(0), Fetcher(dataset, Transforms(), batched=True)
+        stepper = (
+            None if fetcher.takes_lists else Stepper(dataset, Transforms(), lease, self.meters)
+        )
         self.runner = Runner(lease, None, self.meters, stepper, failure, False, Exception)
         self.worker = Worker(
             0,

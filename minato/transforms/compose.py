@@ -11,12 +11,12 @@ from minato._core.steps import run_steps
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Chain"]
+__all__ = ["Transforms"]
 
 Step = Callable[[Any], Any]
 
 
-class Chain:
+class Transforms:
     """Transforms applied, in order, to what ``dataset[i]`` returned.
 
     Args:
@@ -34,7 +34,7 @@ class Chain:
         self.names = tuple(_name(step) for step in steps)
 
     @classmethod
-    def of(cls, transforms: Any) -> Chain:
+    def of(cls, transforms: Any) -> Transforms:
         """Build a chain from what a user passes as ``transforms=``.
 
         Args:
@@ -94,7 +94,7 @@ class Chain:
         """Name of the transform that raised this, None if none of the chain did."""
         trace = error.__traceback__
         while trace is not None:
-            if trace.tb_frame.f_code is Chain.run.__code__:
+            if trace.tb_frame.f_code is Transforms.run.__code__:
                 return _name(trace.tb_frame.f_locals["step"])
             trace = trace.tb_next
         return None
@@ -103,7 +103,7 @@ class Chain:
         return len(self.steps)
 
     def __repr__(self) -> str:
-        return f"Chain({' -> '.join(self.names)})"
+        return f"Transforms({' -> '.join(self.names)})"
 
 
 def _append(steps: list[Step], element: Any, where: str) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from minato._core.segment import Segment
 
-__all__ = ["Mark", "PageLocker", "PageLocks", "Slot"]
+__all__ = ["DeviceEvent", "MemoryPinner", "PinnedSlots", "Slot"]
 
 _GROWTH = 1.5
 """A slot that was locked for too short a batch is locked anew for one so many times longer, at least."""
@@ -24,7 +24,7 @@ class Slot(NamedTuple):
     end: int
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in what a device has been told to do (a CUDA event)."""
 
     def query(self) -> bool:
@@ -34,7 +34,7 @@ class Mark(Protocol):
         """Wait until it has."""
 
 
-class PageLocker(Protocol):
+class MemoryPinner(Protocol):
     """What locking needs of a device."""
 
     def lock(self, address: int, nbytes: int) -> None:
@@ -43,11 +43,11 @@ class PageLocker(Protocol):
     def unlock(self, address: int) -> None:
         """Let go of what was locked at this address."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         """The point behind all that has been asked of the device up to now."""
 
 
-class PageLocks:
+class PinnedSlots:
     """Locks the slots of an arena, each when its first batch is delivered, and says when they are free again.
 
     A slot is locked as a whole as far as batches reach: what lies in two locked ranges cannot be copied at once. All
@@ -58,13 +58,13 @@ class PageLocks:
         segment: The arena's memory.
     """
 
-    def __init__(self, locker: PageLocker, segment: Segment) -> None:
+    def __init__(self, locker: MemoryPinner, segment: Segment) -> None:
         self._locker = locker
         self._address = segment.address
         self._owner = os.getpid()
         self._locked: dict[int, int] = {}  # bytes, by the slot's start
-        self._marks: dict[int, Mark] = {}  # of leased slots, by their start
-        self._returned: deque[tuple[Mark, Slot, int]] = deque()
+        self._marks: dict[int, DeviceEvent] = {}  # of leased slots, by their start
+        self._returned: deque[tuple[DeviceEvent, Slot, int]] = deque()
         self._works = True
         # The system does it when the process ends.
         segment.before_unmapping(
@@ -100,7 +100,7 @@ class PageLocks:
         if self._locked.pop(slot.start, 0):
             self._locker.unlock(self._address + slot.start)
 
-    def read_until(self, slot: Slot, mark: Mark) -> None:
+    def in_use_until(self, slot: Slot, mark: DeviceEvent) -> None:
         """Say that the device reads a leased slot until it passes this mark, and nobody else has it."""
         self._marks[slot.start] = mark
 
@@ -121,10 +121,10 @@ class PageLocks:
 
 
 def _unlock_all(
-    locker: PageLocker,
+    locker: MemoryPinner,
     address: int,
     locked: dict[int, int],
-    returned: deque[tuple[Mark, Slot, int]],
+    returned: deque[tuple[DeviceEvent, Slot, int]],
     owner: int,
 ) -> None:
     """End of the memory: nobody has a view of it, but the device may still be reading."""
