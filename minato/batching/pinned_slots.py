@@ -1,4 +1,4 @@
-"""Slots whose pages stay in place, so that a device can read them by itself, and when it has."""
+"""Slots that are pinned for a device, and the events after which they are free."""
 
 from __future__ import annotations
 
@@ -14,122 +14,135 @@ from minato._core.segment import Segment
 __all__ = ["DeviceEvent", "MemoryPinner", "PinnedSlots", "Slot"]
 
 _GROWTH = 1.5
-"""A slot that was locked for too short a batch is locked anew for one so many times longer, at least."""
+"""A slot that was pinned for a smaller batch is pinned again for at least this multiple of its pinned size."""
 
 
 class Slot(NamedTuple):
-    """A range of the arena, [start, end) in bytes, that one batch uses at a time."""
+    """A range of the arena, [start, end) in bytes, for one batch at a time."""
 
     start: int
     end: int
 
 
 class DeviceEvent(Protocol):
-    """A point in what a device has been told to do (a CUDA event)."""
+    """A point in the queue of a device, such as a CUDA event."""
 
     def query(self) -> bool:
-        """Whether the device has come so far."""
+        """Return whether the device has passed it."""
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has passed it."""
 
 
 class MemoryPinner(Protocol):
-    """What locking needs of a device."""
+    """Pins host memory for a device."""
 
     def lock(self, address: int, nbytes: int) -> None:
-        """Keep pages where they are; raises OSError if that cannot be."""
+        """Pin pages; raises OSError if the system refuses."""
 
     def unlock(self, address: int) -> None:
-        """Let go of what was locked at this address."""
+        """Unpin the pages that were pinned at this address."""
 
-    def mark(self) -> DeviceEvent:
-        """The point behind all that has been asked of the device up to now."""
+    def record_event(self) -> DeviceEvent:
+        """Return an event after all work that the device has been given so far."""
+
+
+class _ReturnedSlot(NamedTuple):
+    """A slot without a view, which the device may still read until an event."""
+
+    event: DeviceEvent
+    slot: Slot
+    used_bytes: int
 
 
 class PinnedSlots:
-    """Locks the slots of an arena, each when its first batch is delivered, and says when they are free again.
+    """Pins the slots of an arena, and holds them back while the device reads them.
 
-    A slot is locked as a whole as far as batches reach: what lies in two locked ranges cannot be copied at once. All
-    is unlocked when the last view of the memory is gone.
+    The life of a slot: :meth:`lock` pins it when its batch is delivered. :meth:`in_use_until` names the event after the
+    copies from it; without one, an event is recorded when the last view is gone. Then :meth:`returned` takes the slot,
+    and :meth:`recycled` yields it once the device has passed the event. All slots are unpinned before the memory is
+    unmapped, which waits for all events.
+
+    Each slot is pinned as one range, as no copy can read two ranges at once.
 
     Args:
-        locker: The device.
+        pinner: Pins memory for the device.
         segment: The arena's memory.
     """
 
-    def __init__(self, locker: MemoryPinner, segment: Segment) -> None:
-        self._locker = locker
+    def __init__(self, pinner: MemoryPinner, segment: Segment) -> None:
+        self._pinner = pinner
         self._address = segment.address
         self._owner = os.getpid()
-        self._locked: dict[int, int] = {}  # bytes, by the slot's start
-        self._marks: dict[int, DeviceEvent] = {}  # of leased slots, by their start
-        self._returned: deque[tuple[DeviceEvent, Slot, int]] = deque()
+        self._pinned: dict[int, int] = {}  # bytes, by the slot's start
+        self._events: dict[int, DeviceEvent] = {}  # of leased slots, by their start
+        self._returned: deque[_ReturnedSlot] = deque()
         self._works = True
-        # The system does it when the process ends.
+        # Not at the end of the process, where the system unpins.
         segment.before_unmapping(
-            _unlock_all, locker, segment.address, self._locked, self._returned, self._owner
+            _unlock_all, pinner, segment.address, self._pinned, self._returned, self._owner
         )
 
     def lock(self, slot: Slot, nbytes: int) -> None:
-        """Lock the first bytes of a slot that nobody reads at present.
+        """Pin the first bytes of a slot that the device does not read.
 
-        Where that fails, one warning says so, and nothing is locked from then on.
+        If that fails, it warns once, and no slot is pinned from then on.
         """
-        locked = self._locked.get(slot.start, 0)
-        if nbytes <= locked or not self._works:
+        pinned = self._pinned.get(slot.start, 0)
+        if nbytes <= pinned or not self._works:
             return
         self.unlock(slot)
-        pages = -(-max(nbytes, int(_GROWTH * locked)) // mmap.PAGESIZE)
+        pages = -(-max(nbytes, int(_GROWTH * pinned)) // mmap.PAGESIZE)
         nbytes = min(pages * mmap.PAGESIZE, slot.end - slot.start)
         try:
-            self._locker.lock(self._address + slot.start, nbytes)
+            self._pinner.lock(self._address + slot.start, nbytes)
         except OSError as error:
             self._works = False
             warnings.warn(
-                f"the memory of batches cannot be page-locked ({error}): as with torch, each batch is copied to "
-                "page-locked memory on its way to the device",
+                f"the memory of batches cannot be pinned ({error}): as with torch, each batch is copied to "
+                "pinned memory on its way to the device",
                 RuntimeWarning,
                 stacklevel=2,
             )
         else:
-            self._locked[slot.start] = nbytes
+            self._pinned[slot.start] = nbytes
 
     def unlock(self, slot: Slot) -> None:
-        """Let go of a free slot, whose pages are given back or locked anew."""
-        if self._locked.pop(slot.start, 0):
-            self._locker.unlock(self._address + slot.start)
+        """Unpin a free slot, before its pages are returned to the system or pinned again."""
+        if self._pinned.pop(slot.start, 0):
+            self._pinner.unlock(self._address + slot.start)
 
-    def in_use_until(self, slot: Slot, mark: DeviceEvent) -> None:
-        """Say that the device reads a leased slot until it passes this mark, and nobody else has it."""
-        self._marks[slot.start] = mark
+    def in_use_until(self, slot: Slot, event: DeviceEvent) -> None:
+        """Set the event until which the device reads a leased slot. The program must not copy from it."""
+        self._events[slot.start] = event
 
     def returned(self, slot: Slot, used_bytes: int) -> None:
-        """Take a slot whose last view is gone; the device may still have to read it."""
-        mark = self._marks.pop(slot.start, None)
-        if self._owner == os.getpid():  # a forked child must not talk to the device
-            self._returned.append((mark or self._locker.mark(), slot, used_bytes))
+        """Take a slot whose last view is gone; the device may still read it."""
+        event = self._events.pop(slot.start, None)
+        if self._owner == os.getpid():  # a forked child must not use the device
+            event = event or self._pinner.record_event()
+            self._returned.append(_ReturnedSlot(event, slot, used_bytes))
 
     def recycled(self) -> Iterator[tuple[Slot, int]]:
-        """``(slot, used_bytes)`` of those that the device has read; each comes once."""
+        """Yield ``(slot, used_bytes)`` of slots that the device has read; each comes once."""
         for _ in range(len(self._returned)):
-            mark, slot, used_bytes = self._returned.popleft()
-            if mark.query():
-                yield slot, used_bytes
+            returned = self._returned.popleft()
+            if returned.event.query():
+                yield returned.slot, returned.used_bytes
             else:
-                self._returned.append((mark, slot, used_bytes))
+                self._returned.append(returned)
 
 
 def _unlock_all(
-    locker: MemoryPinner,
+    pinner: MemoryPinner,
     address: int,
-    locked: dict[int, int],
-    returned: deque[tuple[DeviceEvent, Slot, int]],
+    pinned: dict[int, int],
+    returned: deque[_ReturnedSlot],
     owner: int,
 ) -> None:
-    """End of the memory: nobody has a view of it, but the device may still be reading."""
-    if locked and owner == os.getpid():
-        for mark in (*(mark for mark, _, _ in returned), locker.mark()):
-            mark.synchronize()
-        for start in locked:
-            locker.unlock(address + start)
+    """Unpin all slots of a segment without views, once the device has read them."""
+    if pinned and owner == os.getpid():
+        for event in (*(each.event for each in returned), pinner.record_event()):
+            event.synchronize()
+        for start in pinned:
+            pinner.unlock(address + start)

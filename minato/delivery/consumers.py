@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minato.delivery.accelerator import Accelerator, accelerator_of
 from minato.delivery.device import move_leaves
-from minato.delivery.device_copy import Accelerator, accelerator_of
 
 __all__ = ["Consumer", "Group"]
 
@@ -242,6 +242,6 @@ class _Part:
         batch = [self._group.next(self._seat)]
         with accelerator.copying():
             sent = move_leaves(batch.pop(), accelerator.copy)
-            mark = accelerator.mark()
-        accelerator.wait(mark)
+            mark = accelerator.record_event()
+        accelerator.wait_event(mark)
         return sent

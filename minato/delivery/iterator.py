@@ -15,7 +15,7 @@ from minato._postponed import not_the_end
 from minato._ranges import in_profile
 from minato.batching.pinned_slots import MemoryPinner
 from minato.checks import IN_PLACE
-from minato.delivery.device_copy import memory_pinner
+from minato.delivery.accelerator import memory_pinner
 from minato.delivery.pinning import Pin
 
 __all__ = ["BatchIterator", "BatchSource", "Pass"]

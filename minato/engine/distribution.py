@@ -41,8 +41,8 @@ class Distribution:
         Raises:
             ValueError, TypeError: The number or a device is not possible.
         """
+        from minato.delivery.accelerator import memory_pinner
         from minato.delivery.consumers import Consumer, Group
-        from minato.delivery.device_copy import memory_pinner
         from minato.delivery.iterator import BatchIterator
 
         if (n is None) == (devices is None):

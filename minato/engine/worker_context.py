@@ -14,8 +14,8 @@ from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import Gate
 from minato.batching.arena import Arena
-from minato.batching.serialization import Store, keys_of
-from minato.batching.writer import BatchWriter
+from minato.batching.serialization import Store, stored_indices
+from minato.batching.writer import BatchWriter, WriterSettings
 from minato.engine.plan import Plan
 from minato.errors import NotPicklableError
 from minato.observe.stats.profile import Meters
@@ -101,7 +101,7 @@ class Workplace:
 
     def read_keys(self, ledger: Ledger, batch: int, k: int, count: int) -> Sequence[Any]:
         """The keys of samples k … k+count-1 of a batch."""
-        return keys_of(ledger, self.store, batch, k, count)
+        return stored_indices(ledger, self.store, batch, k, count)
 
     def meters(self, number: int) -> Meters:
         """Where worker ``number`` keeps what it measures."""
@@ -126,17 +126,16 @@ class Workplace:
         tracer: Tracer = NULL_TRACER,
     ) -> BatchWriter:
         """What writes the samples of worker ``number``."""
-        collation = self.plan.collate_fn, self.plan.batched
+        settings = WriterSettings(
+            worker=number,
+            collate_fn=self.plan.collate_fn,
+            auto_collation=self.plan.batched,
+            describe_error=describe_error,
+            catches=catches,
+            in_main_process=self.plan.num_workers == 0,
+        )
         return BatchWriter(
-            number,
-            ledger,
-            self.arena,
-            self.store,
-            *collation,
-            describe_error,
-            catches,
-            self.plan.num_workers == 0,
-            tracer=tracer,
+            settings, ledger=ledger, segment=self.arena, store=self.store, tracer=tracer
         )
 
     def worker(

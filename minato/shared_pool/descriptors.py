@@ -12,9 +12,10 @@ import numpy as np
 from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, SAMPLE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
-from minato.batching.reader import BatchReader, check_texts, raised, too_large
+from minato.batching.layout_record import read_layout
+from minato.batching.reader import BatchReader, check_texts
+from minato.batching.sample_error import raise_sample_error, slot_overflow_error
 from minato.batching.serialization import SharedStore, Store
-from minato.batching.writer import read_layout
 
 __all__ = ["Annex", "Packed", "Parcel", "ParcelReader", "Shipment", "opened"]
 
@@ -94,8 +95,8 @@ def opened(parcel: Parcel, segment: Segment, store: Store, lease: Any) -> Any:
     """
     if parcel.failed:
         if not parcel.result[0]:
-            raised(too_large(parcel.slot))
-        raised(store.get(*parcel.result, None, ERROR_BLOB))
+            raise_sample_error(slot_overflow_error(parcel.slot))
+        raise_sample_error(store.get(*parcel.result, None, ERROR_BLOB))
     if parcel.result[0]:
         return store.get(*parcel.result, lease, SAMPLE_BLOB)
     fields, count, layout = read_layout(segment, parcel.layout, parcel.slot)

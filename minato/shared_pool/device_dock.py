@@ -12,8 +12,8 @@ from typing import Any
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
 from minato.batching.pinned_slots import DeviceEvent, MemoryPinner, PinnedSlots
-from minato.delivery.device import move_leaves
-from minato.delivery.device_copy import Accelerator
+from minato.delivery.accelerator import Accelerator
+from minato.delivery.device import copy_batch
 from minato.shared_pool.descriptors import Shipment
 from minato.shared_pool.source import RankSource
 
@@ -62,13 +62,9 @@ class Dock:
                     self.accelerator, shipment.segment
                 )
             locks.lock(shipment.parcel.slot, shipment.parcel.nbytes)
-        with self.accelerator.copying():
-            try:
-                sent = move_leaves(batch, self.accelerator.copy)
-            finally:
-                mark = self.accelerator.mark()
-                self._held.append((mark, batch))
-        return sent, mark
+        return copy_batch(
+            self.accelerator, batch, keep=lambda event: self._held.append((event, batch))
+        )
 
 
 def _let_go(held: deque[tuple[DeviceEvent, Any]], owner: int) -> None:
@@ -105,7 +101,7 @@ class DockedSource:
         """The next batch; what the program asks of the device from now on waits for its copy."""
         sent = self._sent.popleft() if self._sent else self._send(self._source.take())
         if sent.mark is not None:
-            self._dock.accelerator.wait(sent.mark)
+            self._dock.accelerator.wait_event(sent.mark)
         while len(self._sent) < self._dock.ahead and self._source.has_next:
             self._sent.append(self._send(self._source.take()))
         self._source.part.handed(sent.portion)

@@ -14,7 +14,7 @@ from minato._compat import index_sampler, is_batched
 from minato._stateful import is_stateful
 from minato._system import available_cores
 from minato._version import __version__
-from minato.delivery.device_copy import accelerator_of
+from minato.delivery.accelerator import accelerator_of
 from minato.delivery.iterator import BatchSource
 from minato.engine.engine import Engine
 from minato.engine.history import Experience

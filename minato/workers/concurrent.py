@@ -148,7 +148,7 @@ class ConcurrentWorker(Worker):
     def _claim(self) -> bool:
         """Claim samples and ask for them until enough are under way."""
         claimed = False
-        whole = self._sink.collates or self._sink.holds
+        whole = self._sink.collates or self._sink.has_unsendable
         while True:
             self._begin_claimed()
             if self._claimed or not self._has_room:
@@ -168,7 +168,7 @@ class ConcurrentWorker(Worker):
         """Have what was claimed read next."""
         batch, k, count = claimed
         if count == 0:
-            self._sink.collate(batch)
+            self._sink.publish_collated(batch)
             return
         _, first, size, bound, epoch, seed, *_ = self._ledger.describe(batch)
         keys = list(self._read_keys(batch, k, count))

@@ -49,7 +49,7 @@ def test_a_batch_without_bytes_locks_nothing() -> None:
 def test_where_locking_fails_it_is_not_tried_again() -> None:
     recorder = Recorder(fails=True)
     some = PinnedSlots(recorder, Segment(1 << 30))
-    with pytest.warns(RuntimeWarning, match="cannot be page-locked"):
+    with pytest.warns(RuntimeWarning, match="cannot be pinned"):
         some.lock(SLOT, 10)
     some.lock(SLOT, 10)
     assert recorder.locked == {}
@@ -58,11 +58,11 @@ def test_where_locking_fails_it_is_not_tried_again() -> None:
 def test_a_slot_comes_back_when_its_mark_is_passed() -> None:
     recorder, arena = Recorder(), Arena(Segment(1 << 30))
     arena.pin_slots(recorder)
-    assert arena.locks is not None
+    assert arena.pinned_slots is not None
     one, other = arena.acquire(), arena.acquire()
     views = [arena.lease(slot, 100) for slot in (one, other)]
-    arena.locks.in_use_until(one, DeviceEvent(recorder, 2))
-    arena.locks.in_use_until(other, DeviceEvent(recorder, 1))
+    arena.pinned_slots.in_use_until(one, DeviceEvent(recorder, 2))
+    arena.pinned_slots.in_use_until(other, DeviceEvent(recorder, 1))
     views.clear()
     assert arena.num_leased == 0
     assert arena.acquire() not in (one, other)
@@ -76,11 +76,11 @@ def test_a_slot_comes_back_when_its_mark_is_passed() -> None:
 def test_the_memory_is_unlocked_with_its_last_view_and_when_it_was_read() -> None:
     recorder, arena = Recorder(), Arena(Segment(1 << 30))
     arena.pin_slots(recorder)
-    assert arena.locks is not None
+    assert arena.pinned_slots is not None
     slot = arena.acquire()
     view, kept = arena.lease(slot, 100), arena.segment.array[:10]
     copied = recorder.queue(torch.from_numpy(view[:10]))
-    arena.locks.in_use_until(slot, recorder.mark())
+    arena.pinned_slots.in_use_until(slot, recorder.record_event())
     del view, arena
     gc.collect()
     assert len(recorder.locked) == 1
@@ -96,7 +96,7 @@ def test_a_forked_child_leaves_the_device_alone() -> None:
     view = arena.lease(arena.acquire(), 100)
     child = os.fork()
     if child == 0:
-        recorder.mark = None  # type: ignore[assignment, method-assign]
+        recorder.record_event = None  # type: ignore[assignment, method-assign]
         del view
         failed = arena.num_leased != 0
         del arena

@@ -43,7 +43,7 @@ class DeviceEvent:
 
 
 class Recorder:
-    """An :class:`minato.delivery.device_copy.Accelerator` whose copies run when the test says so.
+    """An :class:`minato.delivery.accelerator.Accelerator` whose copies run when the test says so.
 
     Attributes:
         copies: All that were asked for.
@@ -119,11 +119,11 @@ class Recorder:
         self.copies.append(Copy(target, tensor.data_ptr(), tensor.nbytes))
         return target
 
-    def mark(self) -> DeviceEvent:
+    def record_event(self) -> DeviceEvent:
         return DeviceEvent(self, len(self.copies))
 
-    def wait(self, mark: DeviceEvent) -> None:
-        self.waited = max(self.waited, mark.position)
+    def wait_event(self, event: DeviceEvent) -> None:
+        self.waited = max(self.waited, event.position)
 
     def run(self, position: int | None = None) -> None:
         """Let so many copies have run, by default all of them."""

@@ -506,8 +506,8 @@ def test_main_memory_is_no_device(device: Any) -> None:
     batch = next(iterator)
     assert batch.device.type == "cpu"
     engine: Any = iterator
-    assert engine._source._staging is None
-    assert engine._source.arena.locks is None
+    assert engine._source._prefetcher is None
+    assert engine._source.arena.pinned_slots is None
 
 
 def test_an_arena_without_locks_recycles_at_once() -> None:

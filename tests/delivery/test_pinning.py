@@ -88,7 +88,7 @@ def test_other_tensors_are_pinned_by_torch(recorder: Recorder) -> None:
 def test_where_nothing_can_be_locked_torch_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = accelerated(Recorder(fails=True), monkeypatch)
     loader = DataLoader(Filled(4, 3), 2, num_workers=1, pin_memory="in_place")
-    with pytest.warns(RuntimeWarning, match="cannot be page-locked"):
+    with pytest.warns(RuntimeWarning, match="cannot be pinned"):
         assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3]]
     assert len(recorder.pageable) == 2
 

@@ -178,7 +178,7 @@ class Sink:
     """Keeps what comes to each place."""
 
     def __init__(self, bench: Bench) -> None:
-        self.collates = self.holds = False
+        self.collates = self.has_unsendable = False
         self.run_again: Any = None
         self.samples: dict[int, Any] = {}
         self.errors: list[tuple[Any, str]] = []
@@ -196,7 +196,7 @@ class Sink:
         self.errors.append((key, str(error)))
         self._ledger.attach(place, 64 | ERROR_BLOB, 0)
 
-    def finished(self, batch: int, outcome: int) -> None:
+    def publish_if_full(self, batch: int, outcome: int) -> None:
         if outcome == MUST_COLLATE:
             self._ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)
 

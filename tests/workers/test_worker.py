@@ -30,7 +30,7 @@ class Sink:
 
     def __init__(self, bench: Bench, collates: bool) -> None:
         self.collates = collates
-        self.holds = False
+        self.has_unsendable = False
         self.journal: list[Any] = []
         self._ledger = bench.ledger
 
@@ -61,11 +61,11 @@ class Sink:
             self._ledger.attach(place, SKIP_BLOB, 0)
         self._ledger.set_result(batch, 64 | SAMPLE_BLOB, 0)
 
-    def finished(self, batch: int, outcome: int) -> None:
+    def publish_if_full(self, batch: int, outcome: int) -> None:
         if outcome == MUST_COLLATE:
-            self.collate(batch)
+            self.publish_collated(batch)
 
-    def collate(self, batch: int) -> None:
+    def publish_collated(self, batch: int) -> None:
         self.journal.append("collate")
         self._ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)
 
