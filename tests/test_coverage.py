@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from minato import CoverageError, DataLoader
-from minato.sampling.coverage import Tally
+from minato.sampling.completed import Tally
 from tests.datasets import ORDERS, Numbers, Sleepy, flat, indices
 
 NOTHING = Tally(0, 0)
@@ -120,7 +120,9 @@ def test_lost_repeated_and_exchanged_samples_are_an_error(
             return [found[0], *found[:-1]]
 
     monkeypatch.setattr(dispatcher._leavings, "_ledger", Faulty())
-    with pytest.raises(CoverageError, match="what was delivered is not what the sampler asked for"):
+    with pytest.raises(
+        CoverageError, match="the delivered samples are not those that the sampler requested"
+    ):
         for _ in iterator:
             pass
 
@@ -130,5 +132,5 @@ def test_a_batch_that_is_lost_between_sampler_and_workers_is_an_error() -> None:
     iterator = iter(loader)
     next(iterator)
     next(iterator._source._dispatcher._batches)
-    with pytest.raises(CoverageError, match=r"asked for 12 samples, delivered 8"):
+    with pytest.raises(CoverageError, match=r"requested 12 samples, delivered 8"):
         list(iterator)

@@ -514,7 +514,7 @@ def test_a_sampler_that_gives_another_order_is_refused() -> None:
     _, state = begun(make(sampler=Rolling()), 2)
     loader = resumed(state, make(sampler=Rolling()))
     for _ in range(2):
-        with pytest.raises(ValueError, match="gives other keys than when the state was taken"):
+        with pytest.raises(ValueError, match="yields other indices than when the state was taken"):
             iter(loader)
     _, state = begun(make(sampler=Rolling()), 0)
     assert sorted(flat(indices(resumed(state, make(sampler=Rolling()))))) == list(range(SIZE))

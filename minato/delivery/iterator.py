@@ -1,4 +1,4 @@
-"""What ``iter(loader)`` gives."""
+"""The iterator of a loader."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class BatchIterator(TorchIterator):
     def __next__(self) -> Any:
         if os.getpid() != self._owner:
             self._enter_child()
-        with self._turn:  # several threads may take turns: each batch goes to one of them
+        with self._turn:  # several threads may call next(): each batch goes to one of them
             if self._in_turn:
                 raise RuntimeError(
                     "next() of an iterator is called inside of its own next(), by the dataset, the sampler or a "
@@ -167,21 +167,19 @@ class BatchIterator(TorchIterator):
                 self._in_turn = False
 
     def _enter_child(self) -> None:
-        """Note that this process is a forked child of the iterator's: without workers it has a copy of its own."""
+        """Continue in a forked child of the iterator's process, which has a copy of its own if there are no workers."""
         if self._num_workers > 0:
             raise RuntimeError(
                 f"this iterator and its workers belong to the process with pid {self._owner}, and a forked child "
                 f"(pid {os.getpid()}) cannot go on with them: make a DataLoader of its own there"
             )
         self._owner = os.getpid()
-        self._turn, self._in_turn = threading.RLock(), False  # another thread may have had it
+        self._turn, self._in_turn = threading.RLock(), False  # a thread of the parent may hold it
 
     def _next_in_turn(self) -> Any:
-        # The same range that torch records, but only while somebody is profiling: it costs more than a small batch.
+        # torch's own method records a range for profilers, which takes longer than a small batch.
         if self._checks_length or is_profiling():
-            return (
-                super().__next__()
-            )  # which also compares the number of batches with a stream's length
+            return super().__next__()  # also compares the number of batches with a stream's length
         batch = self._next_data()
         self._num_yielded += 1
         return batch
@@ -197,14 +195,17 @@ class BatchIterator(TorchIterator):
                     self._source = None
                 self._shutdown_workers()
             raise
-        if self._pin_memory:
-            begun_ns = now_ns()
-            with in_profile("minato: pin memory"):
-                try:
-                    batch = self._pin(batch)
-                except StopIteration as stop:
-                    raise not_the_end("pin_memory() of a batch", stop) from stop
-            self._source.pinned(now_ns() - begun_ns)
+        return self._pinned(self._source, batch) if self._pin_memory else batch
+
+    def _pinned(self, source: BatchSource, batch: Any) -> Any:
+        """Return a batch in pinned memory."""
+        start_ns = now_ns()
+        with in_profile("minato: pin memory"):
+            try:
+                batch = self._pin(batch)
+            except StopIteration as stop:
+                raise not_the_end("pin_memory() of a batch", stop) from stop
+        source.pinned(now_ns() - start_ns)
         return batch
 
     def pin_slots(self, locker: MemoryPinner) -> None:
@@ -214,7 +215,7 @@ class BatchIterator(TorchIterator):
 
     @property
     def _workers(self) -> list[Any]:
-        # Programs ask by this name of torch's whether there are worker processes, and end them.
+        # Programs use this attribute of torch's iterator to look for worker processes, and to end them.
         if self._num_workers == 0:
             raise AttributeError("there are no workers in num_workers=0")
         return list(getattr(self._source, "workers", ()))

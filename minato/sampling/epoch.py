@@ -17,7 +17,8 @@ from minato._core.epochs import seed_of_epoch
 from minato._stateful import is_stateful
 from minato.observe.stats.reordering import Lateness
 from minato.observe.stats.size import length_of
-from minato.sampling.coverage import Completed, Coverage, Progress, index_hash, remaining_batches
+from minato.sampling.completed import Completed
+from minato.sampling.coverage import Coverage, Progress, index_hash, remaining_batches
 from minato.sampling.distributed import InterleavedRanks
 from minato.sampling.replay import OrderRecord, RecordedOrder
 from minato.sampling.rng_state import SamplerState

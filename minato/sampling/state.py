@@ -10,7 +10,7 @@ from typing import Any
 
 from minato._compat import index_sampler
 from minato.observe.stats.size import length_of
-from minato.sampling.coverage import Completed, Tally
+from minato.sampling.completed import Completed, Tally
 from minato.sampling.sampler_epoch import nested
 
 __all__ = ["checked", "completed_from_plain", "completed_to_plain", "signature"]

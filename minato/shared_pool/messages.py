@@ -33,7 +33,7 @@ class Greeting(NamedTuple):
 
 
 class Had(NamedTuple):
-    """What a rank has had of a pass in earlier runs (see :class:`minato.sampling.coverage.Completed`).
+    """What a rank has had of a pass in earlier runs (see :class:`minato.sampling.completed.Completed`).
 
     Attributes:
         ranges: Ordinals ``[first, end)`` of the keys.

@@ -19,7 +19,7 @@ from minato.delivery.iterator import BatchSource
 from minato.engine.engine import Engine
 from minato.engine.history import Experience
 from minato.options import Options
-from minato.sampling.coverage import Completed, Tally
+from minato.sampling.completed import Completed, Tally
 from minato.sampling.distributed import InterleavedRanks, RankSampler, ranked
 from minato.sampling.rank_progress import merged_ranks
 from minato.shared_pool.client import Link

@@ -192,6 +192,6 @@ def had(done: Any) -> Had:
     """What a rank has had of a pass, as it says so to the host.
 
     Args:
-        done: See :class:`minato.sampling.coverage.Completed`.
+        done: See :class:`minato.sampling.completed.Completed`.
     """
     return Had(done.ranges, done.batches, tuple(done.delivered), tuple(done.skipped))

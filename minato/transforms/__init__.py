@@ -1,4 +1,4 @@
-"""What is done to one sample: its transforms, and the random numbers they draw."""
+"""The transforms of a sample, and its random numbers."""
 
 from __future__ import annotations
 

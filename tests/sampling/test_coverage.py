@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minato.errors import CoverageError
-from minato.sampling.coverage import Completed, Progress, Tally, index_hash, remaining_batches
+from minato.sampling.completed import Completed, Tally
+from minato.sampling.coverage import Progress, index_hash, remaining_batches
 
 
 def ordinals(ranges: Any) -> set[int]:
@@ -85,7 +86,7 @@ def test_another_order_is_refused(mixes: bool, others: list[list[int]]) -> None:
     if others[:1] == [[1, 0]]:  # the same keys in one batch: nothing is lost
         assert list(remaining_batches(iter(others), progress.done(), mixes)) == []
         return
-    with pytest.raises(ValueError, match="gives other keys than when the state was taken"):
+    with pytest.raises(ValueError, match="yields other indices than when the state was taken"):
         list(remaining_batches(iter(others), progress.done(), mixes))
 
 
@@ -138,7 +139,7 @@ def test_nothing_is_lost_however_often_a_pass_is_resumed(data: Any) -> None:
 def test_the_end_of_a_pass_that_lost_or_repeated_keys_raises() -> None:
     progress = Progress(3)
     run(progress, [[0, 1, 2]], [[0, 1]])
-    with pytest.raises(CoverageError, match=r"epoch 3 .* asked for 3 samples, delivered 2, "):
+    with pytest.raises(CoverageError, match=r"epoch 3 .* requested 3 samples, delivered 2, "):
         progress.finish()
     progress = Progress(3)
     run(progress, [[0, 1]], [[0, 1], [1]])

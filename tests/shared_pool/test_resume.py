@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from minato import CostBatchSampler, DataLoader
-from minato.sampling.coverage import Completed, Progress, remaining_batches
+from minato.sampling.completed import Completed
+from minato.sampling.coverage import Progress, remaining_batches
 from minato.sampling.rank_progress import RankProgress, merged_ranks
 from minato.shared_pool import session
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Filled, Numbers, flat, indices
