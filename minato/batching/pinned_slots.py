@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from minato._core.segment import Segment
+from minato.errors import MinatoWarning
 
 __all__ = ["DeviceEvent", "MemoryPinner", "PinnedSlots", "Slot"]
 
@@ -101,7 +102,7 @@ class PinnedSlots:
             warnings.warn(
                 f"the memory of batches cannot be pinned ({error}): as with torch, each batch is copied to "
                 "pinned memory on its way to the device",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )
         else:
