@@ -45,9 +45,9 @@ from minato.options import (
 )
 from minato.sampling.epoch import Course, is_stream
 from minato.sampling.replay import RecordedOrder
-from minato.sampling.sampler_epoch import tell_epoch
+from minato.sampling.sampler_epoch import set_sampler_epoch
 from minato.sampling.samplers import SeededSampler
-from minato.transforms.chain import Chain
+from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureLog, SampleFailure
 
 if TYPE_CHECKING:
@@ -154,11 +154,13 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         self._options = options = Options.of(given, torchs)
         # A plain number of torch's stays as it is, so that torch checks it.
         first_workers = options.num_workers
-        self._chain = Chain.of(transforms)
+        self._transforms = Transforms.of(transforms)
         if cache is not None:
             from minato.engine.caching import check_cache
 
-            check_cache(cache, options, self._chain, dataset, first_workers, persistent_workers)
+            check_cache(
+                cache, options, self._transforms, dataset, first_workers, persistent_workers
+            )
         vars(self).update({name: given[name] for name in OWN_NAMES})
         self._course = Course()
         self._open_iterators: list[weakref.ref[Any]] = []
@@ -271,7 +273,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
 
         Samplers with a ``set_epoch`` of their own are told too. It is enough to tell the sampler instead.
         """
-        tell_epoch(index_sampler(self), epoch)
+        set_sampler_epoch(index_sampler(self), epoch)
         self._course.tell(epoch)
 
     @made_only
@@ -366,7 +368,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 "shared_pool out"
             )
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("_options", "_chain", "_replay", "_trace", *OWN_NAMES)
+        kept = ("_options", "_transforms", "_replay", "_trace", *OWN_NAMES)
         vars(loader).update({name: vars(self)[name] for name in kept})
         loader._experience = loader._fresh_experience()
         loader._course = self._course.twin()
@@ -377,7 +379,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             return super()._get_iterator()
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             # torch shards and seeds data pipes by its own protocol.
-            if self._chain.steps:
+            if self._transforms.steps:
                 raise ValueError("transforms= is not for data pipes: use their .map(...)")
             if self._trace is not None:
                 self._refuse_data_pipes("trace=")

@@ -18,6 +18,8 @@ import minato
 from minato import DataLoader
 from minato.ray.actor import ActorSpec, SampleServer, unpack
 from minato.transforms.chain import Chain
+from minato.ray.actor import SampleServer, Work, unpacked
+from minato.transforms.compose import Transforms
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Numbers
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)

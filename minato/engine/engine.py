@@ -15,12 +15,12 @@ from minato._core.wait import EventCount
 from minato._support import pickling
 from minato._support.exceptions import Postponed, not_the_end
 from minato.batching.arena import Arena
-from minato.batching.page_locks import PageLocker
+from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.reader import BatchReader
 from minato.batching.serialization import LocalStore, SharedStore
-from minato.delivery.device import onto_device
-from minato.delivery.pinning import Pin, PinnedReader
-from minato.delivery.prefetch import AheadReader
+from minato.delivery.device import device_copier
+from minato.delivery.pinning import Pin, PinCopier
+from minato.delivery.prefetch import Copier, PrefetchReader
 from minato.engine.history import Experience
 from minato.engine.metrics import EngineGauges
 from minato.engine.plan import Plan
@@ -68,7 +68,7 @@ def _end(
 ) -> None:
     try:
         if shut_down():
-            arena.take_back()
+            arena.reclaim_unleased()
     finally:
         while afterwards and not exiting():
             afterwards.pop()()
@@ -150,12 +150,13 @@ class Engine:
             tracer = track = plan.tracks.loop()
             self._observers.append(LoopTrack(track))
         self._ahead = plan.prefetch_to_device
-        self._staging: AheadReader | None = onto_device(
-            plan.device, reader, self.ledger, self.arena, tracer=tracer
-        )
+        copier: Copier | None = None
         if pin is not None:
-            self._staging, self._ahead = PinnedReader(reader, self.ledger, pin), 1
-        self._reader = self._staging or reader
+            copier, self._ahead = PinCopier(pin), 1
+        elif plan.device is not None:
+            copier = device_copier(plan.device, self.arena, tracer=tracer)
+        self._prefetcher = None if copier is None else PrefetchReader(reader, self.ledger, copier)
+        self._reader = self._prefetcher or reader
         self._experience = experience
         self._early_start: EarlyStart | None = None
         if plan.starts_early:
@@ -350,8 +351,8 @@ class Engine:
     def _prepare(self, item: InFlight) -> None:
         """Make ready for the calls to come before this one returns a batch."""
         self._look_ahead(item)
-        if self._staging is not None:
-            self._staging.stage(self._dispatcher.upcoming(self._ahead))
+        if self._prefetcher is not None:
+            self._prefetcher.prefetch(self._dispatcher.upcoming(self._ahead))
         self.arena.trim(self._dispatcher.num_open)
 
     def _hand_over(self, item: InFlight, used_bytes: int) -> None:
@@ -387,9 +388,9 @@ class Engine:
         for observer in self._observers:
             observer.pinned(duration_ns)
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Keep the memory of batches in place, for a device that reads from there."""
-        self.arena.lock_pages(locker)
+        self.arena.pin_slots(locker)
 
     def _note_state(self, replicas: Replicas, record: int) -> None:
         if (state := self._reader.state(record)) is not None:

@@ -16,9 +16,11 @@ from minato.sampling.replay import RecordedOrder
 from minato.sampling.state import is_stateful
 from minato.transforms.chain import Chain
 from minato.transforms.owned import Owned
+from minato.transforms.compose import Transforms
+from minato.transforms.owned import OwnedGenerators
 
 if TYPE_CHECKING:
-    from minato.batching.arena import SpareArenas
+    from minato.batching.arena import ArenaCache
     from minato.batching.reader import BatchReader
     from minato.delivery.pinning import Pin
     from minato.engine.engine import Engine
@@ -68,10 +70,10 @@ class Opening:
     _index_sampler: Any
     _options: Options
     _course: Course
-    _chain: Chain
+    _transforms: Transforms
     _experience: Experience
     _replay: RecordedOrder | None
-    _spare_arenas: SpareArenas
+    _spare_arenas: ArenaCache
     _resting_engine: RestingEngine
     _trace: Trace | None
     _sharing: PoolSession | None
@@ -96,11 +98,11 @@ class Opening:
             )
 
     @staticmethod
-    def _fresh_memory() -> tuple[SpareArenas, RestingEngine]:
+    def _fresh_memory() -> tuple[ArenaCache, RestingEngine]:
         """What iterators leave to later ones of the same loader, in the same process."""
-        from minato.batching.arena import SpareArenas
+        from minato.batching.arena import ArenaCache
 
-        return SpareArenas(), RestingEngine()
+        return ArenaCache(), RestingEngine()
 
     def _fresh_experience(self) -> Experience:
         from minato.engine.history import (
@@ -150,12 +152,12 @@ class Opening:
         if self._warned_of_generators or not plan.seeds_samples:
             return
         self._warned_of_generators = True
-        owned = Owned({"dataset": plan.dataset, **plan.chain.by_name})
+        owned = OwnedGenerators({"dataset": plan.dataset, **plan.chain.by_name})
         unbound, cause = owned.others, "minato does not know how to write their states"
         if self._in_threads and plan.worker_method == "thread":
             unbound, cause = owned.names, "worker threads share them"
         elif plan.fetching.at_once:
-            reads = Owned({"dataset": plan.dataset}).names
+            reads = OwnedGenerators({"dataset": plan.dataset}).names
             if reads:
                 unbound, cause = reads, "reads of several samples share them"
         if unbound:
@@ -176,11 +178,11 @@ class Opening:
         persists = self._iterator is not None
         run, state = course.open(self._whole, self._replay, done, persists)
         if sharing is not None:
-            from minato.sampling.rank_progress import Part
+            from minato.sampling.rank_progress import RankProgress
 
             assert course.last is not None
             own = None if resumes is None else resumes[1]
-            course.last.progress.part = Part(len(index_sampler(self)), own)
+            course.last.progress.part = RankProgress(len(index_sampler(self)), own)
         if self._keeps_replicas:
             assert course.last is not None
             if self._iterator is None or before is None:

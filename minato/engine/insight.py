@@ -19,7 +19,7 @@ from minato.errors import MinatoWarning
 from minato.options import Unbound, metrics_address
 from minato.sampling.coverage import Coverage
 from minato.sampling.epoch import is_stream
-from minato.transforms.owned import Owned
+from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 
 if TYPE_CHECKING:  # each method imports what it shows: a loader that nobody asks has no use for it
@@ -67,7 +67,7 @@ class Insight(Opening):
         bounded = self.num_workers > 0 and not isinstance(self.prefetch_factor, Unbound)
         return report_of(
             setup_of(self._whole, concurrency, may_fetch_more, bounded),
-            self._chain.names,
+            self._transforms.names,
             journal,
             labels,
         )
@@ -89,7 +89,7 @@ class Insight(Opening):
         from minato.observe.report.live import Live
 
         self._watch_gpus()
-        return Live(self._measured(), self._options.name, ["dataset", *self._chain.names])
+        return Live(self._measured(), self._options.name, ["dataset", *self._transforms.names])
 
     def _measured(self) -> Journal:
         self._refuse_attached("a report")
@@ -153,7 +153,7 @@ class Insight(Opening):
 
         host, port = place
         port += rank if port else 0
-        stages = ["dataset", *self._chain.names]
+        stages = ["dataset", *self._transforms.names]
         exported = Exported(self._measured(), self._options.name, stages)
         try:
             exported.url = serve(exported, host, port)
@@ -254,10 +254,10 @@ class Insight(Opening):
                 "not: give seed=, as the quarantine file tells it"
             )
         randomness = SampleRandomness(
-            seed, owned=Owned({"dataset": self.dataset, **self._chain.by_name})
+            seed, owned=OwnedGenerators({"dataset": self.dataset, **self._transforms.by_name})
         )
         with randomness.saved():
-            fetcher = Fetcher(self.dataset, self._chain, is_batched(self))
+            fetcher = Fetcher(self.dataset, self._transforms, is_batched(self))
             if not self._options.seeds_samples:
                 return fetcher.single(index)
             randomness.bind(epoch, index, occurrence)

@@ -21,7 +21,7 @@ from minato.sampling.samplers import largest_batch
 from minato.scheduling.batches import Order
 from minato.scheduling.dataset_state import Replicas
 from minato.scheduling.slow_threshold import TimeoutSettings
-from minato.transforms.chain import Chain
+from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureHandler, FailureLog
 
 __all__ = ["Plan"]
@@ -65,7 +65,7 @@ class Plan:
     """
 
     dataset: Any
-    chain: Chain
+    chain: Transforms
     collate_fn: Callable[[Any], Any]
     batched: bool
     num_workers: int
@@ -133,7 +133,7 @@ class Plan:
             # A log of failures for each iterator.
             log = FailureLog(options.errors.log_path)
             policy = FailureHandler(options.errors.outcome, options.errors.tries_again, log)
-        dataset, chain = loader.dataset, loader._chain
+        dataset, chain = loader.dataset, loader._transforms
         if loader.cache is not None:
             from minato.engine.caching import behind
 

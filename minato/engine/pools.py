@@ -117,7 +117,7 @@ def make_pool(
 
         return ActorPool(group, buried, plan.most_workers, with_actor, ready, stop, may_leave)
     if plan.seeds_samples:
-        rng_memory.examine()
+        rng_memory.probe_generators()
     is_forked = plan.context.get_start_method() == "fork"
     return ProcessPool(
         plan.context,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
-from minato.batching.page_locks import PageLocker
+from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.serialization import SharedStore
 from minato.delivery.iterator import BatchSource
 from minato.shared_pool.client import PoolClient
@@ -192,6 +192,6 @@ def rank_completed(done: Any) -> RankCompleted:
     """Return the part of an epoch that a rank has done, as a message's field.
 
     Args:
-        done: See :class:`minato.sampling.coverage.Done`.
+        done: See :class:`minato.sampling.completed.Completed`.
     """
     return RankCompleted(done.ranges, done.batches, tuple(done.delivered), tuple(done.skipped))

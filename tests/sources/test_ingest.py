@@ -26,6 +26,11 @@ from hypothesis import strategies as st
 import minato
 from minato.cli.main import main
 from minato.errors import MinatoError
+from minato.ingest import IngestError, decoded, ingest, open_store
+from minato.ingest.encoding import as_bytes, as_row, digest
+from minato.ingest.journal import Completed, Journal, JournalError
+from minato.ingest.sqlite import SQLiteStore
+from minato.ingest.store import Store, Unknown
 from minato.sources.base import SourceError
 from minato.sources.ingest import IngestError, decoded, ingest, open_store
 from minato.sources.ingest.encoding import as_bytes, as_row, digest
@@ -339,14 +344,14 @@ def test_errors_name_keys_and_stop(tmp_path: Path, method: str) -> None:
 def test_a_journal_of_another_or_of_two_at_once(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with Journal(path, {"a": 1}) as journal:
-        journal.add(Done(3, 10, [1, 2]))
+        journal.add(Completed(3, 10, [1, 2]))
         with pytest.raises(JournalError, match="another ingest is writing"):
             Journal(path, {"a": 1}, patience_s=0.1)
     with path.open("a") as file:
         file.write("[4, 10, [1,")  # killed while it wrote
     with Journal(path, {"a": 1}) as journal:
-        assert journal.done == {3: Done(3, 10, [1, 2])}
-        journal.add(Done(4, 11, []))
+        assert journal.done == {3: Completed(3, 10, [1, 2])}
+        journal.add(Completed(4, 11, []))
     assert [json.loads(line) for line in path.read_text().splitlines()][1:] == [
         [3, 10, [1, 2]],
         [4, 11, []],

@@ -246,7 +246,7 @@ class Journal:
         notes.decision, notes.held_by_budget = gauges.decision(), gauges.held_by_budget
         coverage = self._progress.coverage()
         notes.readings.counts.update(
-            asked=coverage.asked.samples,
+            asked=coverage.requested.samples,
             delivered=coverage.delivered.samples,
             outstanding=coverage.outstanding.samples,
             epochs=1,
