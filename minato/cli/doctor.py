@@ -22,7 +22,7 @@ from minato._core import tensor_memory
 from minato._core.limits import explaining_limits, futex_error, soft_limit
 from minato._core.segment import Segment
 from minato._version import __version__
-from minato.observe.report.rows import in_words
+from minato.observe.report.units import format_value
 from minato.transforms import rng_memory
 
 __all__ = ["Finding", "add_to", "fast_paths", "machine"]
@@ -279,7 +279,7 @@ def _address_space() -> Finding:
     limit = soft_limit("RLIMIT_AS")
     return _finding(
         "address space",
-        "unlimited" if limit is None else in_words(limit, "bytes"),
+        "unlimited" if limit is None else format_value(limit, "bytes"),
         "lift the limit (ulimit -v unlimited): a loader reserves terabytes, which take no memory",
         limits=limit is not None and limit < 4 * _ROOMY_ADDRESS_SPACE,
     )
@@ -289,7 +289,7 @@ def _file_size() -> Finding:
     limit = soft_limit("RLIMIT_FSIZE")
     return _finding(
         "file size",
-        "unlimited" if limit is None else in_words(limit, "bytes"),
+        "unlimited" if limit is None else format_value(limit, "bytes"),
         "lift the limit (ulimit -f unlimited): it holds for shared memory too",
         limits=limit is not None and limit < _ROOMY_ADDRESS_SPACE,
     )
@@ -322,7 +322,7 @@ def _memory() -> Finding:
     available, whole = _system.available_memory_bytes(), _system.memory_limit_bytes()
     return _finding(
         "memory",
-        f"{in_words(available, 'bytes')} of {in_words(whole, 'bytes')} available",
+        f"{format_value(available, 'bytes')} of {format_value(whole, 'bytes')} available",
         "raise the container's limit (memory.max), or end other programs: batches in shared memory count, too",
         limits=available < _SPARE_MEMORY,
     )
@@ -349,7 +349,7 @@ def _dev_shm() -> Finding:
     free = statistics.f_bavail * statistics.f_frsize
     return _finding(
         name,
-        f"{in_words(free, 'bytes')} free; minato's batches do not use it",
+        f"{format_value(free, 'bytes')} free; minato's batches do not use it",
         "enlarge it (docker run --shm-size=1g): torch's shared tensors and the locks of multiprocessing use it",
         limits=free < _SPARE_SHM,
     )

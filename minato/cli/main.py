@@ -28,7 +28,7 @@ from minato.cli import doctor, ingest
 from minato.cli.loading import Refused, made
 from minato.loader import DataLoader
 from minato.observe.report import html, text
-from minato.observe.report.rows import in_words
+from minato.observe.report.units import format_value
 
 __all__ = ["main"]
 
@@ -109,7 +109,7 @@ def _version() -> str:
         "futex": sys.platform == "linux" and _core.USE_EXTENSIONS,
         "NVML": _has_nvml(),
     }
-    told = ", ".join(f"{name}: {in_words(value, '')}" for name, value in abilities.items())
+    told = ", ".join(f"{name}: {format_value(value, '')}" for name, value in abilities.items())
     return (
         f"minato {__version__} ({told}; torch {torch.__version__}, Python {sys.version.split()[0]})"
     )
@@ -140,7 +140,7 @@ def _profile(options: argparse.Namespace) -> None:
     if theirs is not None:
         seconds["torch"] = _timed(theirs, options.batches, step_s)
     report = mine.report()
-    rows = [(name, in_words(taken, "s")) for name, taken in seconds.items()]
+    rows = [(name, format_value(taken, "s")) for name, taken in seconds.items()]
     if options.html is not None:
         page = html.page(report, html.table(("loader", "time"), rows))
         try:
@@ -168,7 +168,7 @@ def _show(report: Any) -> None:
 
 def _check_writable(path: Path) -> None:
     try:
-        os.close(open_lines(path, html.BEGINS, "a page of minato's"))
+        os.close(open_lines(path, html.PREFIX, "a page of minato's"))
     except OSError as error:
         raise Refused(
             f"--html {path} cannot be written: {error.strerror}; name a file in a folder that you may write to"

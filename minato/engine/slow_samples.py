@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minato.engine.history import Experience
-from minato.observe.stats.reordering import Lateness
+from minato.observe.stats.lateness import Lateness
 
 __all__ = ["RunningSample", "SlowSamples"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minato._core.arrivals import Arrivals, sum_of_hashes
 from minato._occurrences import Again, keys_of
 from minato.errors import CoverageError
-from minato.observe.stats.reordering import Lateness
+from minato.observe.stats.lateness import Lateness
 from minato.sampling.replay import OrderRecord
 
 if TYPE_CHECKING:

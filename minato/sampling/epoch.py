@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler
 from minato._compat import index_sampler, is_batched, is_iterable
 from minato._core.epochs import seed_of_epoch
 from minato._stateful import is_stateful
-from minato.observe.stats.reordering import Lateness
+from minato.observe.stats.lateness import Lateness
 from minato.observe.stats.size import length_of
 from minato.sampling.coverage import Coverage, Done, Progress, number_of, rest_of
 from minato.sampling.distributed import InTurn

@@ -21,7 +21,7 @@ from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
 from minato._core.ledger import Ledger
 from minato._core.wait import Gate
 from minato.engine.engine import Engine
-from minato.observe.stats.profile import Meters
+from minato.observe.stats.costs import Meters
 from minato.transforms.chain import Chain
 from minato.transforms.rng import SampleRandomness, numpy_rng
 from minato.workers.deferral import Deferral, DeferredSample

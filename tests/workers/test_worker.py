@@ -16,7 +16,7 @@ from minato._core.codes import (
     STATE_BLOB,
 )
 from minato._core.wait import Gate
-from minato.observe.stats.profile import Meters
+from minato.observe.stats.costs import Meters
 from minato.transforms.chain import Chain
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner

@@ -10,7 +10,7 @@ from http import HTTPStatus
 
 from minato._fork_safety import forget_in_children
 from minato._serving import Client, Server
-from minato.observe.monitor.metrics import Exported, text_of
+from minato.observe.monitor.prometheus import LoaderMetrics, text_of
 
 __all__ = ["Endpoint", "serve"]
 
@@ -34,7 +34,7 @@ class Endpoint:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self.loaders: list[weakref.ref[Exported]] = []
+        self.loaders: list[weakref.ref[LoaderMetrics]] = []
         listener = socket.create_server((host, port))
         self.url = f"http://{host}:{listener.getsockname()[1]}/metrics"
         self._server = Server(
@@ -117,7 +117,7 @@ def _answer(asked: bytes, text: Callable[[], str]) -> bytes:
 _endpoints: dict[tuple[str, int], Endpoint] = {}
 
 
-def serve(exported: Exported, host: str, port: int) -> str:
+def serve(exported: LoaderMetrics, host: str, port: int) -> str:
     """Tell a loader's figures at an address, which several may share, as long as the loader exists.
 
     Args:

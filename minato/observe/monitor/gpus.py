@@ -14,7 +14,7 @@ from pathlib import Path
 from minato.observe.monitor import nvml_process
 from minato.observe.monitor.nvml_process import FIELDS, NBYTES, Table
 
-__all__ = ["GpuWatch", "gpu_watch"]
+__all__ = ["GpuMonitor", "gpu_monitor"]
 
 _DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Where a driver shows itself, on Linux and under Windows."""
@@ -22,7 +22,7 @@ _GRACE_S = 5.0
 """How long the end of the process is waited for."""
 
 
-class GpuWatch:
+class GpuMonitor:
     """Counts how the GPUs are used, as long as anybody refers to it.
 
     Args:
@@ -51,10 +51,10 @@ class GpuWatch:
         )
 
 
-_present: weakref.ref[GpuWatch] | None = None
+_present: weakref.ref[GpuMonitor] | None = None
 
 
-def gpu_watch() -> GpuWatch | None:
+def gpu_monitor() -> GpuMonitor | None:
     """The one of this process, which ends with the last reference to it; None without a driver for GPUs."""
     global _present
     watch = None if _present is None else _present()
@@ -64,7 +64,7 @@ def gpu_watch() -> GpuWatch | None:
     return watch
 
 
-def _started() -> GpuWatch | None:
+def _started() -> GpuMonitor | None:
     descriptor = os.memfd_create("minato-gpus")
     try:
         os.ftruncate(descriptor, NBYTES)
@@ -76,7 +76,7 @@ def _started() -> GpuWatch | None:
             stdout=away,
             stderr=away,
         )
-        watch = GpuWatch(descriptor)
+        watch = GpuMonitor(descriptor)
     except OSError:  # no further process can be had: then nobody watches
         return None
     finally:

@@ -10,10 +10,10 @@ from torch.utils.data import Dataset
 
 from minato._counters import Counters
 
-__all__ = ["Storage"]
+__all__ = ["StorageCounters"]
 
 
-class Storage:
+class StorageCounters:
     """Counts of a loader's storage, in all processes.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-__all__ = ["KEPT", "NBYTES", "UNKNOWN", "SlowSample", "Slowest", "slowest_of"]
+__all__ = ["KEPT", "NBYTES", "UNKNOWN", "SlowSample", "SlowestSamples", "slowest_of"]
 
 KEPT: Final = 20
 """So many samples are kept."""
@@ -40,7 +40,7 @@ class SlowSample(NamedTuple):
     stage_ns: int
 
 
-class Slowest:
+class SlowestSamples:
     """Rows that one worker writes; of each key the slowest time counts.
 
     Args:

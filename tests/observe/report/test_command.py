@@ -88,7 +88,7 @@ def test_any_loader(name: str, loaders: Path, capsys: pytest.CaptureFixture[str]
     assert main(["profile", f"{loaders}:{name}", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     batches = {"single": 48, "drawn": 24}.get(name, 12)
-    assert told["run"]["batches"]["batches"] == batches
+    assert told["run"]["throughput"]["batches"] == batches
     assert set(told["comparison_s"]) == {"minato", "torch"}
     assert min(told["comparison_s"].values()) > 0
 

@@ -15,14 +15,14 @@ from typing import Any
 
 from minato._core.histogram import NBYTES, Histogram
 from minato._files import open_regular, write_atomically
+from minato.observe.stats.histograms import EMPTY, Summary, from_words, merged, to_words
 from minato.observe.stats.size import length_of
 from minato.observe.stats.slowest import NBYTES as SLOWEST_NBYTES
-from minato.observe.stats.slowest import Slowest
-from minato.observe.stats.summary import NOTHING, Summary, from_words, merged, to_words
+from minato.observe.stats.slowest import SlowestSamples
 
-__all__ = ["Meters", "Profile", "fingerprint"]
+__all__ = ["CostStats", "Meters", "fingerprint"]
 
-_FIXED = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "room")
+_FIXED = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "window_full")
 _FORMAT = 1
 _COUNT = attrgetter("count")
 _PLAIN = (str, int, float, bool, type(None))
@@ -42,7 +42,7 @@ class Meters:
         transforms: How many transforms were applied.
         dataset: Time of ``dataset[i]`` in ns.
         deferred: How long deferred samples waited until they were resumed, in ns.
-        room: Pauses in ns during which the consumer had enough, so that nothing was left to begin.
+        window_full: Idle time in ns in which the prefetch window was full, so that no batch could be opened.
         steps: Time of each transform in ns.
         slowest: The samples that took longest.
 
@@ -56,10 +56,10 @@ class Meters:
         nbytes = self.nbytes(num_steps)
         memory = memoryview(bytearray(nbytes) if buffer is None else buffer).cast("B")
         self.all = [Histogram(memory[i * NBYTES : (i + 1) * NBYTES]) for i in range(count)]
-        """In this order: total, cpu, size, transforms, dataset, deferred, room, then the steps."""
+        """In this order: total, cpu, size, transforms, dataset, deferred, window_full, then the steps."""
         self.total, self.cpu, self.size, self.transforms, self.dataset, *rest = self.all
-        self.deferred, self.room, *self.steps = rest
-        self.slowest = Slowest(memory[count * NBYTES :])
+        self.deferred, self.window_full, *self.steps = rest
+        self.slowest = SlowestSamples(memory[count * NBYTES :])
 
     @staticmethod
     def nbytes(num_steps: int) -> int:
@@ -67,7 +67,7 @@ class Meters:
         return (len(_FIXED) + num_steps) * NBYTES + SLOWEST_NBYTES
 
 
-class Profile:
+class CostStats:
     """What the samples of a run have cost, as a whole and since the last look.
 
     Args:
@@ -78,7 +78,7 @@ class Profile:
         steps = (f"{number} {name}" for number, name in enumerate(step_names))
         self.names = (*_FIXED, *steps)
         """Of all histograms: those that every worker has, then ``0 First``, ``1 Second`` …"""
-        self.run = dict.fromkeys(self.names, NOTHING)
+        self.run = dict.fromkeys(self.names, EMPTY)
         """Since the start."""
         self._before = self.run
 
@@ -125,7 +125,7 @@ class Profile:
         write_atomically(target, json.dumps(content))
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str], key: str) -> tuple[Profile, Histogram] | None:
+    def load(cls, folder: str | os.PathLike[str], key: str) -> tuple[CostStats, Histogram] | None:
         """The profile and the recent total times of an earlier run.
 
         Returns:

@@ -14,18 +14,18 @@ from minato._system import (
     memory_limit_bytes,
     memory_of_late_bytes,
 )
-from minato.observe.stats.snapshot import Machine
+from minato.observe.stats.snapshot import MachineSnapshot
 
 if TYPE_CHECKING:
-    from minato.observe.monitor.gpus import GpuWatch
+    from minato.observe.monitor.gpus import GpuMonitor
 
-__all__ = ["MachineLook", "look"]
+__all__ = ["MachineMonitor", "look"]
 
 _RECENT_NS = 100_000_000
 """The kernel counts in steps of a tenth of it."""
 
 
-class MachineLook:
+class MachineMonitor:
     """Looks, unless it did so a moment ago: the end of an epoch is often the beginning of the next.
 
     Attributes:
@@ -33,10 +33,10 @@ class MachineLook:
     """
 
     def __init__(self) -> None:
-        self.gpus: GpuWatch | None = None
-        self._last_ns, self._last = 0, Machine()
+        self.gpus: GpuMonitor | None = None
+        self._last_ns, self._last = 0, MachineSnapshot()
 
-    def __call__(self) -> Machine:
+    def __call__(self) -> MachineSnapshot:
         """What the machine does now."""
         if now_ns() - self._last_ns > _RECENT_NS:
             with contextlib.suppress(OSError):  # a program that has no descriptor left still trains
@@ -44,7 +44,7 @@ class MachineLook:
         return self._last
 
 
-def look(gpus: GpuWatch | None) -> Machine:
+def look(gpus: GpuMonitor | None) -> MachineSnapshot:
     """Counters and memory now."""
     used_s, there_s = machine_usage()
     counts = Counter(
@@ -55,7 +55,7 @@ def look(gpus: GpuWatch | None) -> Machine:
     if gpus is not None:
         counts.update(gpus.counts())
     names = () if gpus is None else gpus.gpus()
-    return Machine(counts, memory_of_late_bytes(), _limit_bytes(), names)
+    return MachineSnapshot(counts, memory_of_late_bytes(), _limit_bytes(), names)
 
 
 @functools.cache

@@ -9,9 +9,9 @@ from typing import Final
 
 from minato._core.histogram import NBYTES, Histogram
 
-__all__ = ["NOTHING", "Summary", "from_words", "merged", "share_above", "to_words"]
+__all__ = ["EMPTY", "Summary", "from_words", "merged", "share_above", "to_words"]
 
-NOTHING: Final = Histogram()
+EMPTY: Final = Histogram()
 """An empty one, to be read: whoever has many that stay empty need not take six kilobytes for each."""
 
 _MOST = 1 << 62
