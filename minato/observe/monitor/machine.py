@@ -1,4 +1,4 @@
-"""What the machine does while a loader runs."""
+"""The state of the machine while a loader runs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from minato.observe.stats.snapshot import MachineSnapshot
 if TYPE_CHECKING:
     from minato.observe.monitor.gpus import GpuMonitor
 
-__all__ = ["MachineMonitor", "look"]
+__all__ = ["MachineMonitor", "measure"]
 
 _RECENT_NS = 100_000_000
-"""The kernel counts in steps of a tenth of it."""
+"""The kernel's counters have a tenth of this resolution."""
 
 
 class MachineMonitor:
-    """Looks, unless it did so a moment ago: the end of an epoch is often the beginning of the next.
+    """Takes snapshots of the machine, at most ten per second: one epoch often starts when another ends.
 
     Attributes:
-        gpus: What watches the GPUs; None: nobody does.
+        gpus: The monitor of the GPUs; None for none.
     """
 
     def __init__(self) -> None:
@@ -37,15 +37,15 @@ class MachineMonitor:
         self._last_ns, self._last = 0, MachineSnapshot()
 
     def __call__(self) -> MachineSnapshot:
-        """What the machine does now."""
+        """A recent snapshot."""
         if now_ns() - self._last_ns > _RECENT_NS:
-            with contextlib.suppress(OSError):  # a program that has no descriptor left still trains
-                self._last_ns, self._last = now_ns(), look(self.gpus)
+            with contextlib.suppress(OSError):  # without free descriptors, training goes on
+                self._last_ns, self._last = now_ns(), measure(self.gpus)
         return self._last
 
 
-def look(gpus: GpuMonitor | None) -> MachineSnapshot:
-    """Counters and memory now."""
+def measure(gpus: GpuMonitor | None) -> MachineSnapshot:
+    """A new snapshot."""
     used_s, there_s = machine_usage()
     counts = Counter(
         cores_used_ns=round(1e9 * used_s),

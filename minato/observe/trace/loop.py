@@ -1,4 +1,4 @@
-"""The track of the training loop: its steps, its waiting, and the state of the loader meanwhile."""
+"""The track of the training loop: its steps, its waiting, and the state of the loader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minato.observe.trace.track import Track
 __all__ = ["LoopTrack"]
 
 _COUNT_EVERY_NS = 5_000_000
-"""Counters are recorded no more often."""
+"""Minimum interval between two records of the counters."""
 
 
 class LoopTrack:
@@ -31,7 +31,7 @@ class LoopTrack:
         self._entered_ns = now_ns()
 
     def started(self) -> None:
-        """Its workers have been started."""
+        """The workers of the epoch have started."""
         self._track.slice("iter()", self._entered_ns, args={"epoch": self._epoch})
         self._track.flush()
 
@@ -52,8 +52,8 @@ class LoopTrack:
             self._counted_ns, state = now, loader()
             loading = state.in_flight - state.ready
             track.counter("batches in flight", now, ready=state.ready, loading=loading)
-            track.counter("window (batches)", now, limit=state.limit)
-            track.counter("workers", now, working=state.workers)
+            track.counter("prefetch window (batches)", now, limit=state.limit)
+            track.counter("workers", now, active=state.workers)
             track.counter("memory in flight (bytes)", now, bytes=state.memory_bytes)
         track.flush()
         self._left_ns = now_ns()

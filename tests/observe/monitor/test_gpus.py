@@ -20,7 +20,7 @@ import pytest
 import minato
 from minato.observe.monitor import gpus
 from minato.observe.monitor.gpus import GpuMonitor, gpu_monitor
-from minato.observe.monitor.machine import look
+from minato.observe.monitor.machine import measure
 from minato.observe.monitor.nvml_process import NBYTES, Table, run, visible
 from tests.datasets import Numbers
 
@@ -155,7 +155,7 @@ def test_one_process_watches_for_all_and_ends_with_the_last(driver: Path) -> Non
     assert abs(2 * counts["gpu0_idle"] - counts["gpu0_samples"]) <= 1
     assert counts["gpu1_idle"] == 0
     assert counts["gpu1_busy_percent"] == pytest.approx(80 * counts["gpu1_samples"], abs=80)
-    machine = look(watch)
+    machine = measure(watch)
     assert machine.gpus == watch.gpus()
     assert machine.counts["gpu1_samples"] >= 4
     assert 0 < machine.available_bytes <= machine.limit_bytes
@@ -228,7 +228,7 @@ def test_without_a_driver_nobody_watches_and_the_report_says_so(
     report = loader.report()
     assert report.run.gpus == ()
     assert report.run.machine.gpus == 0
-    assert "none was found" in str(report)
+    assert "none found" in str(report)
     assert 0 < report.run.machine.available_bytes <= report.run.machine.limit_bytes
 
 

@@ -175,7 +175,7 @@ def test_each_sample_is_told_once(workers: dict[str, Any], tmp_path: Path) -> No
     counters = names(events, "C")
     assert counters.keys() == {
         "batches in flight",
-        "window (batches)",
+        "prefetch window (batches)",
         "workers",
         "memory in flight (bytes)",
     }
