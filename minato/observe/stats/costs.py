@@ -146,11 +146,11 @@ class CostStats:
 
 
 def fingerprint(dataset: Any, steps: Sequence[Callable[[Any], Any]] = ()) -> str:
-    """Identifies stored costs: type and size of the dataset, the transforms, the type of machine.
+    """Identify stored costs by type and size of the dataset, the transforms, and the type of machine.
 
     Returns:
-    """Identify stored costs: type and size of the dataset, the transforms, the type of machine.
-        objects by their ``repr`` or, where that holds an address, by their plain attributes.
+        24 hexadecimal digits. Equal in another process for equal code and settings: functions are identified by their
+        code, objects by their ``repr`` or, where that holds an address, by their plain attributes.
     """
     host = (platform.node(), platform.machine(), platform.processor(), os.cpu_count())
     parts = [_describe(dataset), length_of(dataset), *map(_describe, steps), host]
