@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from minato._compat import index_sampler
 from minato._stateful import is_stateful
+from minato.errors import MinatoWarning
 from minato.options import Options
 from minato.sampling.epoch import Course, Run, is_stream
 from minato.sampling.replay import RecordedOrder
@@ -116,11 +117,12 @@ class Opening:
     @property
     def _most_replicas(self) -> int:
         """How many copies of the dataset there can be."""
-        return max(self._options.max_workers or 0, self.num_workers, 1)
+        scale = self._options.autoscale
+        return max((scale and scale.max) or 0, self.num_workers, 1)
 
     @property
     def _in_threads(self) -> bool:
-        return self.num_workers > 0 and self._options.worker_method != "process"
+        return self.num_workers > 0 and self._options.worker_kind != "process"
 
     def _make_engine(
         self, base_seed: int, reader: type[BatchReader] | None = None, pin: Pin | None = None
@@ -161,7 +163,7 @@ class Opening:
                 f"the dataset or its transforms hold random generators that cannot be bound to samples, as {cause}: "
                 f"{', '.join(unbound)}. Their numbers depend on which worker runs which sample, so a seeded run does "
                 "not repeat. Call minato.numpy_rng(), python_rng() or torch_rng() inside the sample instead",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )
 

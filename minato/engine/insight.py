@@ -14,10 +14,9 @@ from torch.utils.data import get_worker_info
 from minato._compat import is_batched
 from minato._standin import made_only
 from minato._system import available_cores, local_rank
-from minato.checks import metrics_address
 from minato.engine.factory import Opening
-from minato.fetching import Fetching
-from minato.options import Unbound
+from minato.errors import MinatoWarning
+from minato.options import Unbound, metrics_address
 from minato.sampling.coverage import Coverage
 from minato.sampling.epoch import is_stream
 from minato.transforms.owned import Owned
@@ -55,7 +54,7 @@ class Insight(Opening):
                 others are classes.
 
         Raises:
-            ValueError: The loader was made with ``measure=False``, or a sample has no label.
+            ValueError: The loader was made with ``stats=False``, or a sample has no label.
         """
         from minato.observe.report.build import report_of
         from minato.observe.report.figures import Setup
@@ -63,17 +62,14 @@ class Insight(Opening):
         journal = self._measured()
         options = self._options
         may_fetch_more = not (
-            is_stream(self)
-            or options.schedule == "round_robin"
-            or options.rng == "worker"
-            or options.worker_method == "ray"
+            is_stream(self) or options.compat == "torch" or options.worker_kind == "ray"
         )
-        concurrency = Fetching.of(options.fetch_concurrency).concurrency
+        concurrency = options.fetch_concurrency.concurrency
         bounded = self.num_workers > 0 and not isinstance(self.prefetch_factor, Unbound)
         whole = self._whole
         setup = Setup(
             num_workers=whole.num_workers,
-            worker_method=whole._options.worker_method,
+            worker_method=whole._options.worker_kind,
             order=whole._options.order,
             batch_size=whole.batch_size,
             fetch_concurrency=concurrency,
@@ -81,7 +77,8 @@ class Insight(Opening):
             prefetch_factor=whole.prefetch_factor if bounded else None,
             persistent_workers=whole.persistent_workers,
             pin_memory=bool(whole.pin_memory),
-            cores=available_cores(whole_node=whole.shared_pool),
+            cores=available_cores(whole_node=bool(whole.shared_pool)),
+            name=whole._options.name,
         )
         return report_of(setup, self._chain.names, journal, labels)
 
@@ -97,22 +94,22 @@ class Insight(Opening):
             Ends the view by ``close()``, or at the end of a ``with`` block.
 
         Raises:
-            ValueError: The loader was made with ``measure=False``.
+            ValueError: The loader was made with ``stats=False``.
         """
         from minato.observe.report.live import Live
 
         self._watch_gpus()
-        return Live(self._measured(), type(self.dataset).__name__, ["dataset", *self._chain.names])
+        return Live(self._measured(), self._options.name, ["dataset", *self._chain.names])
 
     def _measured(self) -> EpochLog:
         self._refuse_attached("a report")
         if self._experience.journal is None:
-            raise ValueError("measure=False: nothing was measured; leave it out to have a report")
+            raise ValueError("stats=False: nothing was measured; leave it out to have a report")
         return self._experience.journal
 
     @property
     def metrics_url(self) -> str | None:
-        """Where the loader's figures are told; None without ``metrics_port``, and before the first iteration."""
+        """Where the loader's figures are told; None without ``metrics``, and before the first iteration."""
         from minato.observe.monitor.prometheus import LoaderMetrics
 
         journal = self._experience.journal
@@ -135,12 +132,12 @@ class Insight(Opening):
             watchers = self._experience.journal.observers
             if not any(isinstance(watcher, Live) for watcher in watchers):
                 self.live()
-        place = self._options.metrics_port
-        if place is None:
-            place = _wished("MINATO_METRICS_PORT")
+        place = self._options.metrics
+        if place is None and (wished := _wished("MINATO_METRICS_PORT")) is not None:
+            place = metrics_address(wished, "MINATO_METRICS_PORT")
         if place is not None and self.metrics_url is None:
             self._tell_figures(place, rank)
-        if place is not None or self._options.measure == "gpu":
+        if place is not None or self._options.stats == "gpu":
             self._watch_gpus()
 
     def _watch_machine(self, journal: EpochLog) -> MachineMonitor:
@@ -150,7 +147,7 @@ class Insight(Opening):
 
         if not isinstance(journal.machine, MachineMonitor):
             journal.machine = MachineMonitor()
-            reads = Fetching.of(self._options.fetch_concurrency).counters
+            reads = self._options.fetch_concurrency.counters
             journal.storage = StorageCounters(self.dataset, self.cache, reads).counts
         return journal.machine
 
@@ -162,25 +159,25 @@ class Insight(Opening):
 
             machine.gpus = gpu_monitor()
 
-    def _tell_figures(self, place: int | str, rank: int) -> None:
+    def _tell_figures(self, place: tuple[str, int], rank: int) -> None:
         from minato.observe.monitor.endpoint import serve
         from minato.observe.monitor.prometheus import LoaderMetrics
 
-        host, port = metrics_address(place)
+        host, port = place
         port += rank if port else 0
         stages = ["dataset", *self._chain.names]
-        exported = LoaderMetrics(self._measured(), type(self.dataset).__name__, stages)
+        exported = LoaderMetrics(self._measured(), self._options.name, stages)
         try:
             exported.url = serve(exported, host, port)
         except OSError as error:
             self._measured().observers.remove(exported)
             words = (
                 f"the metrics of a loader cannot be told at {host}:{port}: {error.strerror}; use another port, or "
-                "metrics_port=0 for any that is free"
+                "metrics=0 for any that is free"
             )
-            if self._options.metrics_port is not None:
+            if self._options.metrics is not None:
                 raise OSError(error.errno, words) from None
-            warnings.warn(words, stacklevel=4)
+            warnings.warn(words, MinatoWarning, stacklevel=4)
 
     @made_only
     def slow_samples(self) -> SlowSamples:
@@ -273,7 +270,7 @@ class Insight(Opening):
         )
         with randomness.saved():
             fetcher = Fetcher(self.dataset, self._chain, is_batched(self))
-            if self._options.rng != "sample":
+            if not self._options.seeds_samples:
                 return fetcher.single(index)
             randomness.bind(epoch, index, occurrence)
             sample = fetcher.single(index)

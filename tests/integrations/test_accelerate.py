@@ -26,9 +26,9 @@ OPTIONS: dict[str, Any] = {
     "order": "fast_first",
     "max_lag": 3,
     "seed": 5,
-    "memory_budget_bytes": 1 << 20,
-    "worker_method": "thread",
-    "on_worker_death": "raise",
+    "memory_budget": 1 << 20,
+    "workers": "thread",
+    "errors": minato.ErrorPolicy(on_worker_death="raise"),
     "fetch_concurrency": 3,
 }
 
@@ -188,5 +188,5 @@ def test_losing_the_engine_is_told(make_accelerator: Callable[..., Any]) -> None
     pytest.importorskip("torchdata.stateful_dataloader")
     accelerator = make_accelerator(use_stateful_dataloader=True)
     accelerator.prepare(torch.utils.data.DataLoader(Indexed(8), 4))
-    with pytest.warns(UserWarning, match="loads without minato"):
+    with pytest.warns(minato.MinatoWarning, match="loads without minato"):
         accelerator.prepare(minato.DataLoader(Indexed(8), 4))

@@ -123,7 +123,7 @@ class PrefetchWindow:
     in_flight: float = _figure("batches", "open or ready, on average")
     limit: int = _figure("batches", "in flight at most; reached while you wait: too small a window")
     memory_bytes: int = _figure("bytes", "of the batches in flight, at most")
-    budget_bytes: int = _figure("bytes", "memory_budget_bytes")
+    budget_bytes: int = _figure("bytes", "memory_budget")
     held_by_budget: bool = _figure(
         "yes or no", "yes: the memory budget keeps the window from growing"
     )
@@ -134,13 +134,13 @@ class Machine:
     """Disks, memory and GPUs; the use of the cores is among the workers' figures."""
 
     gpus: int = _figure(
-        "GPUs", 'monitored with measure="gpu"; 0: not requested, none found, or not supported'
+        "GPUs", 'monitored with stats="gpu"; 0: not requested, none found, or not supported'
     )
     disk_bytes_per_s: float = _figure(
         "bytes per s", "read from local disks; near their bandwidth: the disk is the bottleneck"
     )
     available_bytes: int = _figure(
-        "bytes", "of memory, at the end; near 0: fewer workers, or a smaller memory_budget_bytes"
+        "bytes", "of memory, at the end; near 0: fewer workers, or a smaller memory_budget"
     )
     limit_bytes: int = _figure("bytes", "of memory in all, for this container")
 
@@ -166,7 +166,7 @@ class Stragglers:
     )
     threshold_s: float = _figure("s", "samples above it are slow; 0: none is")
     percentile: float = _figure(
-        "share", "in force; above slow_percentile: too many samples were slow"
+        "share", "in force; above StragglerPolicy.percentile: too many samples were slow"
     )
     slow_share: float = _figure(
         "share", "of the latest samples; far above 1 - percentile: costs are rising"
@@ -208,14 +208,14 @@ class Bias:
 
 @dataclass(frozen=True)
 class Errors:
-    """Samples that failed; counted where on_error, retries or quarantine is in use."""
+    """Samples that failed; counted where an ErrorPolicy handles them."""
 
     retries: int = _figure("times", "a sample was retried; many: the source is unreliable")
     recovered: int = _figure("samples", "that succeeded in a retry")
     skipped: int = _figure("samples", "skipped; each is missing in the epoch")
     substituted: int = _figure("samples", "replaced by on_error")
     raised: int = _figure("samples", "whose error next() raised")
-    unrecorded: int = _figure("failures", "missing in quarantine=; above 0: check the disk")
+    unrecorded: int = _figure("failures", "missing in ErrorPolicy.log; above 0: check the disk")
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Reads:
     retries: int = _figure(
         "times", "a source retried a read; many: its network or its server is unreliable"
     )
-    hedged: int = _figure("reads", "that were late and requested again, with a Fetching")
+    hedged: int = _figure("reads", "that were late and requested again, with FetchOptions")
     hedges_won: int = _figure("reads", "in which the second answer was first; few: do not hedge")
     cache_hits: int = _figure("samples", "found in the cache")
     cache_misses: int = _figure("samples", "not found, or incomplete; all in a first epoch")
@@ -297,6 +297,7 @@ class Setup:
     persistent_workers: bool = _figure("yes or no", "whether workers outlive an epoch")
     pin_memory: bool = _figure("yes or no", "whether batches are copied to pinned memory")
     cores: float = _figure("cores", "available to this process")
+    name: str = _figure("name", "of the loader")
 
 
 @dataclass(frozen=True)

@@ -250,8 +250,8 @@ def _workers_idle(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdic
             "",
             "The bottleneck is the memory for batches that are prefetched.",
             evidence,
-            f"memory_budget_bytes={wanted}.",
-            {"memory_budget_bytes": wanted},
+            f"memory_budget={wanted}.",
+            {"memory_budget": wanted},
             speedup,
         )
     if setup.prefetch_factor is not None:

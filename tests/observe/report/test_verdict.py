@@ -26,7 +26,7 @@ from minato.observe.report.figures import (
 from minato.observe.report.verdict import judge
 from tests.datasets import Filled, Numbers, Sleepy
 
-SETUP = Setup(2, "process", "strict", 8, 1, True, None, False, False, 8.0)
+SETUP = Setup(2, "process", "strict", 8, 1, True, None, False, False, 8.0, "numbers")
 
 
 def stages(**shares: float) -> tuple[Stage, ...]:
@@ -158,7 +158,7 @@ def test_too_little_memory() -> None:
     found = verdict(busy_s=10.0, busy_share=0.5, held=True)
     assert found.bottleneck == "memory"
     assert found.changes is not None
-    assert found.changes["memory_budget_bytes"] > 1000
+    assert found.changes["memory_budget"] > 1000
     assert found.speedup == pytest.approx(0.1 / 0.05)
     found = verdict({"prefetch_factor": 1}, busy_s=10.0, busy_share=0.5)
     assert (found.bottleneck, found.changes) == ("memory", {"prefetch_factor": None})
@@ -288,12 +288,10 @@ def test_batches_that_take_long_to_unpickle() -> None:
 
 
 def test_a_budget_for_one_batch() -> None:
-    found = judged(
-        Held(80, 100_000), 1, num_workers=4, memory_budget_bytes=500_000, worker_method="thread"
-    )
+    found = judged(Held(80, 100_000), 1, num_workers=4, memory_budget=500_000, workers="thread")
     assert found.bottleneck == "memory"
     assert found.changes is not None
-    assert found.changes["memory_budget_bytes"] > 1_000_000
+    assert found.changes["memory_budget"] > 1_000_000
 
 
 def slow_start(number: int) -> None:
@@ -301,5 +299,5 @@ def slow_start(number: int) -> None:
 
 
 def test_short_epochs_with_slow_starts() -> None:
-    arguments = {"num_workers": 1, "worker_init_fn": slow_start, "worker_method": "thread"}
+    arguments = {"num_workers": 1, "worker_init_fn": slow_start, "workers": "thread"}
     assert judged(Numbers(40), 4, epochs=3, **arguments).bottleneck == "start"
