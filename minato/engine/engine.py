@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from minato._core.clock import now_ns
 from minato._core.codes import FAILED, STATES
@@ -28,10 +28,10 @@ from minato.engine.pools import make_pool
 from minato.engine.profile_store import Memory
 from minato.engine.worker_context import Workplace
 from minato.errors import ErrorBudgetError
-from minato.observe.stats.epoch_log import Journal
-from minato.observe.stats.profile import Meters, Profile
-from minato.observe.stats.snapshot import Standing
-from minato.observe.stats.summary import merged
+from minato.observe.stats.costs import CostStats, Meters
+from minato.observe.stats.epoch_log import EpochLog, EpochState
+from minato.observe.stats.histograms import merged
+from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace.loop import LoopTrack
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.assignment import AnyWorker, RoundRobin
@@ -72,6 +72,10 @@ def _end(
     finally:
         while afterwards and not exiting():
             afterwards.pop()()
+
+
+class _EpochProgress(Progress, EpochState, Protocol):
+    """The progress of an epoch, as the dispatcher and the epoch log need it."""
 
 
 class Engine:
@@ -124,7 +128,7 @@ class Engine:
         roster.want(max(plan.most_workers, 1))
         self.meters = [workplace.meters(number) for number in range(sizes[0])]
         """What each worker has measured."""
-        self._profile = Profile(plan.chain.names)
+        self._profile = CostStats(plan.chain.names)
         window = Window(
             plan.num_workers,
             plan.window_batches,
@@ -142,7 +146,7 @@ class Engine:
         flow = Flow()
         self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths, flow)
         reader = (make_reader or BatchReader)(self.ledger, self.arena, store)
-        self._observers: list[Journal | LoopTrack] = []
+        self._observers: list[EpochLog | LoopTrack] = []
         if experience.journal is not None:
             self._observers.append(experience.journal)
         tracer: Tracer = NULL_TRACER
@@ -262,7 +266,7 @@ class Engine:
         epoch: int,
         seed: int,
         expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None],
-        progress: Progress,
+        progress: _EpochProgress,
         size: Callable[[], int | None],
     ) -> bool:
         """Start a pass (see ``Dispatcher.begin``) and, with the first one, the workers.
@@ -287,7 +291,7 @@ class Engine:
         if not self._started:
             self._start()
         for observer in self._observers:
-            observer.begun()
+            observer.started()
         return foretold
 
     def next(self) -> Any:
@@ -361,7 +365,7 @@ class Engine:
         if self._observers:
             samples = item.keys[0] if self.plan.streams else len(item.keys)
             for observer in self._observers:
-                observer.leave(samples, used_bytes, self._standing)
+                observer.leave(samples, used_bytes, self._snapshot)
 
     def _look_ahead(self, item: InFlight) -> None:
         """See to what the workers do next; what goes wrong is raised by the next call: this one has a batch."""
@@ -379,9 +383,9 @@ class Engine:
         except Exception as error:
             self._late = Postponed(error)
 
-    def _standing(self) -> Standing:
+    def _snapshot(self) -> LoaderSnapshot:
         self._gauges.look(self._pool.usage)
-        return self._gauges.standing(self._dispatcher.num_open, self._dispatcher.num_ready)
+        return self._gauges.snapshot(self._dispatcher.num_open, self._dispatcher.num_ready)
 
     def pinned(self, duration_ns: int) -> None:
         """Learn how long it took to pin the batch that ``next`` returned."""
@@ -401,7 +405,7 @@ class Engine:
         """The worker processes, if workers are processes of this machine."""
         return list(self._pool.processes)
 
-    def profile(self) -> Profile:
+    def profile(self) -> CostStats:
         """What samples have cost so far, and since this was last asked."""
         self._profile.update(self.meters)
         return self._profile

@@ -18,7 +18,7 @@ from minato.batching.serialization import Store, stored_indices
 from minato.batching.writer import BatchWriter, WriterSettings
 from minato.engine.plan import Plan
 from minato.errors import NotPicklableError
-from minato.observe.stats.profile import Meters
+from minato.observe.stats.costs import Meters
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.dataset_state import Replica
 from minato.transforms.compose import Transforms

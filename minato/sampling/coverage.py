@@ -17,6 +17,7 @@ from minato.observe.stats.reordering import Lateness
 from minato.sampling.occurrences import Again, keys_of
 from minato.sampling.completed import NOTHING, BatchPart, Completed, Tally, merged
 from minato.sampling.rank_progress import RankProgress
+from minato.observe.stats.lateness import Lateness
 from minato.sampling.replay import OrderRecord
 
 __all__ = ["Coverage", "Progress", "index_hash", "remaining_batches"]

@@ -15,6 +15,8 @@ from torch.utils.data import BatchSampler
 from minato._compat import index_sampler, is_batched, is_iterable
 from minato._core.epochs import seed_of_epoch
 from minato.observe.stats.reordering import Lateness
+from minato._stateful import is_stateful
+from minato.observe.stats.lateness import Lateness
 from minato.observe.stats.size import length_of
 from minato.sampling.completed import Completed
 from minato.sampling.coverage import Coverage, Progress, index_hash, remaining_batches

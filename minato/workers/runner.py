@@ -10,7 +10,7 @@ from time import thread_time_ns
 from typing import Any
 
 from minato._core.run import run_samples
-from minato.observe.stats.profile import Meters
+from minato.observe.stats.costs import Meters
 from minato.observe.stats.slowest import UNKNOWN
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.transforms.compose import Transforms

@@ -9,7 +9,7 @@ from typing import Any
 
 from minato._core.clock import now_ns
 from minato._core.steps import run_steps
-from minato.observe.stats.profile import Meters
+from minato.observe.stats.costs import Meters
 from minato.observe.stats.size import nbytes_of
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.transforms.compose import Transforms

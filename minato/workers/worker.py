@@ -201,7 +201,7 @@ class Worker:
         self._ledger.end(self._number, samples, busy_ns, idle_ns)
         if self._lacks_room:
             self._lacks_room = False
-            self._runner.meters.room.record(max(idle_ns, 0))
+            self._runner.meters.window_full.record(max(idle_ns, 0))
         self._idle_since = now
         self._tracer.flush()
         return busy_ns

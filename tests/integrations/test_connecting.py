@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import minato
 from minato.integrations import accelerate as adapter
 from tests.subprocesses import environment
 

@@ -257,7 +257,7 @@ def test_killed_in_the_middle_and_begun_again(
     assert main([*arguments, "--verify"]) == 0
     told = capsys.readouterr().out
     assert "120 samples" in told
-    assert f"{120 - 5 * noted} of them written now, 120 verified" in told
+    assert f"{120 - 5 * noted} written by this run, 120 verified" in told
     assert len((tmp_path / "read").read_text().split()) == 120 - 5 * noted
     connection = sqlite3.connect(tmp_path / "samples.db")
     rows = connection.execute("SELECT id, data FROM samples").fetchall()
@@ -275,7 +275,7 @@ def test_a_folder_by_its_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str
     arguments = [str(tmp_path / "files"), place, "--table", "pets", "--workers", "1", "--verify"]
     assert main(["ingest", *arguments, "--journal", str(tmp_path / "journal")]) == 0
     told = capsys.readouterr()
-    assert "3 samples, 0.0 MB, 3 of them written now, 3 verified" in told.out
+    assert "3 samples, 0.0 MB, 3 written by this run, 3 verified" in told.out
     assert "writing" in told.err
     assert told.err.count("3/3") >= 2  # written, and read again
     source = SQLite(tmp_path / "samples.db", "pets")
@@ -387,7 +387,7 @@ def test_samples_come_back(encode: Callable[[Any], Any], sample: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere", "sqlite:a.db"], "there is no folder 'nowhere'"),
+        (["nowhere", "sqlite:a.db"], "there is no directory 'nowhere'"),
         ([".", "mysql://host"], "names no store"),
         ([".", "samples.db"], "names no store"),
         ([".", "sqlite:a.db", "--workers", "0"], "--workers 0 is too few"),

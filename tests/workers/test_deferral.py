@@ -23,6 +23,8 @@ from minato._core.wait import EventCount
 from minato.engine.engine import Engine
 from minato.observe.stats.profile import Meters
 from minato.transforms.compose import Transforms
+from minato.observe.stats.costs import Meters
+from minato.transforms.chain import Chain
 from minato.transforms.rng import SampleRandomness, numpy_rng
 from minato.workers.deferral import Deferral, DeferredSample
 from minato.workers.fetch import Fetcher

@@ -18,6 +18,9 @@ from minato._core.codes import (
 from minato._core.wait import EventCount
 from minato.observe.stats.profile import Meters
 from minato.transforms.compose import Transforms
+from minato._core.wait import Gate
+from minato.observe.stats.costs import Meters
+from minato.transforms.chain import Chain
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner
 from minato.workers.staged_runner import Stepper
