@@ -162,7 +162,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 cache, options, self._transforms, dataset, first_workers, persistent_workers
             )
         vars(self).update({name: given[name] for name in OWN_NAMES})
-        self._course = Course()
+        self._position = Course()
         self._open_iterators: list[weakref.ref[Any]] = []
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._spare_arenas, self._resting_engine = self._fresh_memory()
@@ -204,7 +204,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self._experience = self._fresh_experience()
+        self._history = self._fresh_experience()
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = Unbound(self.prefetch_factor)
         _log.debug("%r is made", self)
@@ -274,7 +274,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         Samplers with a ``set_epoch`` of their own are told too. It is enough to tell the sampler instead.
         """
         set_sampler_epoch(index_sampler(self), epoch)
-        self._course.tell(epoch)
+        self._position.tell(epoch)
 
     @made_only
     def state_dict(self) -> dict[str, Any]:
@@ -299,7 +299,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                     f"the dataset has a state_dict() of its own, but with {cause} there is no moment at which it "
                     "belongs to the delivered batches: use order='strict' or 'batch', and worker processes"
                 )
-        return self._course.state(self)
+        return self._position.state(self)
 
     @made_only
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -317,9 +317,9 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         self._refuse_data_pipes("load_state_dict()")
         self._iterator = None
         if state_dict == {}:
-            self._course = self._course.twin()
+            self._position = self._position.twin()
         else:
-            self._course.load(self, state_dict, self._most_replicas)
+            self._position.load(self, state_dict, self._most_replicas)
 
     def __setattr__(self, attr: str, val: Any) -> None:
         if is_constructed(self) and is_made(self):
@@ -347,7 +347,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             "_resting_engine": engine,
             "_open_iterators": [],
         }
-        return {**self.__dict__, **fresh, "_experience": self._fresh_experience()}
+        return {**self.__dict__, **fresh, "_history": self._fresh_experience()}
 
     def _twin(self, **changed: Any) -> DataLoader[Any]:
         """Our class with this loader's attributes: what a user's class does, as in ``__del__``, is not done for it."""
@@ -370,8 +370,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
         kept = ("_options", "_transforms", "_replay", "_trace", *OWN_NAMES)
         vars(loader).update({name: vars(self)[name] for name in kept})
-        loader._experience = loader._fresh_experience()
-        loader._course = self._course.twin()
+        loader._history = loader._fresh_experience()
+        loader._position = self._position.twin()
         return loader
 
     def _get_iterator(self) -> TorchIterator:

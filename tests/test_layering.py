@@ -178,8 +178,8 @@ def test_every_folder_is_a_known_part() -> None:
         ("minato.sources.sql", "from minato import loader"),
         ("minato.errors", "from minato.transforms import chain"),
         ("minato._support.files", "from minato.loader import DataLoader"),
-        ("minato.transforms.chain", "def f():\n    from minato.sampling import keys"),
-        ("minato.transforms.chain", "def f():\n    import torch"),
+        ("minato.transforms.compose", "def f():\n    from minato.sampling import keys"),
+        ("minato.transforms.compose", "def f():\n    import torch"),
     ],
 )
 def test_the_checker_sees_what_is_forbidden(module: str, line: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from minato._compat import ExceptionWrapper
 from minato._core.codes import END_BLOB, ERROR_BLOB, SAMPLE_BLOB, STATE_BLOB
 from minato._core.ledger import Ledger
-from minato._pickling import Purpose
-from minato._postponed import not_the_end
+from minato._support.exceptions import not_the_end
+from minato._support.pickling import Purpose
 from minato.batching.sample_error import SampleError
 from minato.batching.serialization import Store
 

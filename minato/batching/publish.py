@@ -14,7 +14,7 @@ from minato._core.clock import now_ns
 from minato._core.codes import ERROR_BLOB, FIRST_COLLATED, SAMPLE_BLOB, SKIP_BLOB
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
-from minato._postponed import not_the_end
+from minato._support.exceptions import not_the_end
 from minato.batching.blobs import BlobWriter, GetState, Unsendable, WriterSettings
 from minato.batching.layout_record import read_layout
 from minato.batching.sample_error import SampleError

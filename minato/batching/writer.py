@@ -12,8 +12,6 @@ from minato._core.codes import MUST_COLLATE, SAMPLE_BLOB, TEXT_BLOB
 from minato._core.copy import Packer
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
-from minato._support.exceptions import not_the_end
-from minato._support.pickling import Purpose
 from minato.batching.blobs import BlobWriter, GetState, WriterSettings
 from minato.batching.layout import Layout
 from minato.batching.layout_record import LayoutRecord, read_layout, share_layout

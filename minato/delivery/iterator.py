@@ -12,10 +12,6 @@ from typing import Any, Protocol
 from minato._compat import TorchIterator, is_iterable, is_profiling, pin_batch
 from minato._core.clock import now_ns
 from minato._support.exceptions import not_the_end
-from minato.batching.page_locks import PageLocker
-from minato.delivery.device_copy import page_locker
-from minato._postponed import not_the_end
-from minato._ranges import in_profile
 from minato.batching.pinned_slots import MemoryPinner
 from minato.delivery.accelerator import memory_pinner
 from minato.delivery.pinning import Pin

@@ -10,8 +10,6 @@ from minato.caching.base import Cache
 from minato.caching.dataset import CachedDataset
 from minato.options import Options
 from minato.sampling.state import is_stateful
-from minato.transforms.chain import Chain
-from minato.transforms.rng import generators_asked
 from minato.transforms.compose import Transforms
 from minato.transforms.rng import generators_created
 

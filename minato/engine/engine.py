@@ -22,11 +22,11 @@ from minato.delivery.device import device_copier
 from minato.delivery.pinning import Pin, PinCopier
 from minato.delivery.prefetch import Copier, PrefetchReader
 from minato.engine.history import Experience
-from minato.engine.metrics import EngineGauges
+from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan
 from minato.engine.pools import make_pool
 from minato.engine.profile_store import Memory
-from minato.engine.worker_context import Workplace
+from minato.engine.worker_context import WorkerContext
 from minato.errors import ErrorBudgetError
 from minato.observe.stats.costs import CostStats, Meters
 from minato.observe.stats.epoch_log import EpochLog, EpochState
@@ -113,7 +113,7 @@ class Engine:
         self.ledger = Ledger(segment.array, sizes, segment.descriptor)
         ready = EventCount(segment.array, self.ledger.ready_events_offset)
         store = SharedStore(self.arena.segment) if in_processes else LocalStore()
-        workplace = Workplace(
+        workplace = WorkerContext(
             plan,
             segment,
             ledger_nbytes,
@@ -161,7 +161,7 @@ class Engine:
             copier = device_copier(plan.device, self.arena, tracer=tracer)
         self._prefetcher = None if copier is None else PrefetchReader(reader, self.ledger, copier)
         self._reader = self._prefetcher or reader
-        self._experience = experience
+        self._history = experience
         self._early_start: EarlyStart | None = None
         if plan.starts_early:
             self._early_start = EarlyStart(
@@ -229,7 +229,7 @@ class Engine:
         experience.decision = self.timeouts.decision
         self.ledger.slow_ns = experience.decision.threshold_ns
         self._look_due_ns = self._started_ns + _LOOK_EVERY_NS
-        self._gauges = EngineGauges(
+        self._gauges = EngineMetrics(
             self.ledger,
             self.meters,
             self._profile,
@@ -278,7 +278,7 @@ class Engine:
         if self._taken is not None:
             self._dispatcher.deliver(self._taken[0])
             self._taken = None
-        self._experience.engine = weakref.ref(self)
+        self._history.engine = weakref.ref(self)
         for observer in self._observers:
             observer.begin(epoch, progress, self._gauges)
         if self._failures is not None:
@@ -428,9 +428,9 @@ class Engine:
         if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
             running_ns = [now - begun_ns for begun_ns in self.ledger.begun()]
-            self._experience.decision = self.timeouts.observe(times, elapsed_s, running_ns)
-            self.ledger.slow_ns = self._experience.decision.threshold_ns
-            self._experience.costs = self.timeouts.recent
+            self._history.decision = self.timeouts.observe(times, elapsed_s, running_ns)
+            self.ledger.slow_ns = self._history.decision.threshold_ns
+            self._history.costs = self.timeouts.recent
             if self._early_start is not None:
                 self._early_start.mean_ns = self.timeouts.recent.mean
         self._look_due_ns = now + max(_LOOK_EVERY_NS, _LOOK_SHARE * (now_ns() - now))

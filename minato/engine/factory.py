@@ -14,8 +14,6 @@ from minato.options import Options
 from minato.sampling.epoch import Course, Run, is_stream
 from minato.sampling.replay import RecordedOrder
 from minato.sampling.state import is_stateful
-from minato.transforms.chain import Chain
-from minato.transforms.owned import Owned
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 
@@ -69,9 +67,9 @@ class Opening:
     _iterator: Any
     _index_sampler: Any
     _options: Options
-    _course: Course
+    _position: Course
     _transforms: Transforms
-    _experience: Experience
+    _history: Experience
     _replay: RecordedOrder | None
     _spare_arenas: ArenaCache
     _resting_engine: RestingEngine
@@ -136,11 +134,11 @@ class Opening:
             return resting
         arena = self._spare_arenas.take(shared=self.num_workers > 0 and not self._in_threads)
         num_workers = most_workers = self.num_workers
-        if self._experience.staffing is not None:
-            num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
+        if self._history.staffing is not None:
+            num_workers, most_workers = self._history.staffing.numbers(self.persistent_workers)
         plan = Plan.of(self, base_seed, num_workers, most_workers)
         self._warn_of_generators(plan)
-        engine = Engine(plan, arena, self._experience, reader, pin)
+        engine = Engine(plan, arena, self._history, reader, pin)
         # Its pages are warm: the next engine takes it, once nobody writes to it for this one.
         engine.afterwards.append(functools.partial(self._spare_arenas.append, arena))
         if self._trace is not None and plan.tracks is not None:
@@ -170,7 +168,7 @@ class Opening:
             )
 
     def _new_pass(self) -> Run:
-        course = self._course
+        course = self._position
         before = None if course.last is None else course.last.replicas
         sharing = None if self._sharing is None or self._sharing.alone else self._sharing
         resumes = course.resumes

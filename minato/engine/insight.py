@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from minato._compat import is_batched
-from minato._standin import made_only
+from minato._support.loader_class import made_only
 from minato._system import available_cores, local_rank
 from minato.engine.factory import Opening
 from minato.errors import MinatoWarning
@@ -103,16 +103,16 @@ class Insight(Opening):
 
     def _measured(self) -> EpochLog:
         self._refuse_attached("a report")
-        if self._experience.journal is None:
+        if self._history.journal is None:
             raise ValueError("stats=False: nothing was measured; leave it out to have a report")
-        return self._experience.journal
+        return self._history.journal
 
     @property
     def metrics_url(self) -> str | None:
         """Where the loader's figures are told; None without ``metrics``, and before the first iteration."""
         from minato.observe.monitor.prometheus import LoaderMetrics
 
-        journal = self._experience.journal
+        journal = self._history.journal
         found = (
             [each.url for each in journal.observers if isinstance(each, LoaderMetrics)]
             if journal
@@ -122,14 +122,14 @@ class Insight(Opening):
 
     def _open_views(self) -> None:
         """Be live, and tell figures, if that is wished, in the training process."""
-        if self._experience.journal is None or get_worker_info() is not None:
+        if self._history.journal is None or get_worker_info() is not None:
             return
-        self._watch_machine(self._experience.journal)
+        self._watch_machine(self._history.journal)
         rank = local_rank()
         if _wished("MINATO_LIVE") and rank == 0:
             from minato.observe.report.live import Live
 
-            watchers = self._experience.journal.observers
+            watchers = self._history.journal.observers
             if not any(isinstance(watcher, Live) for watcher in watchers):
                 self.live()
         place = self._options.metrics
@@ -185,7 +185,7 @@ class Insight(Opening):
         from minato.engine.slow_samples import SlowSamples
 
         self._refuse_attached("slow_samples()")
-        return SlowSamples.of(self._experience, self._course.lateness())
+        return SlowSamples.of(self._history, self._position.lateness())
 
     @made_only
     def headroom(self, steps: int = 50) -> Headroom:
@@ -213,7 +213,7 @@ class Insight(Opening):
         twin: Any = copy.copy(self)
         if hasattr(twin, "__del__"):  # what that ends, the loader itself still uses
             twin.__class__ = type(type(self).__name__, (type(self),), {"__del__": _nothing})
-        vars(twin).update(_iterator=None, _course=self._course.twin(), _trace=None)
+        vars(twin).update(_iterator=None, _position=self._position.twin(), _trace=None)
         generators = [torch.default_generator]
         if self.generator is not None:
             generators.append(self.generator)
@@ -231,7 +231,7 @@ class Insight(Opening):
         repeated.
         """
         self._refuse_attached("coverage()")
-        return self._course.coverage()
+        return self._position.coverage()
 
     @made_only
     def reproduce(
@@ -257,9 +257,11 @@ class Insight(Opening):
         """
         from minato.workers.fetch import Fetcher
 
-        epoch = max(self._course.epoch, 0) if epoch is None else epoch
+        epoch = max(self._position.epoch, 0) if epoch is None else epoch
         if seed is None:
-            seed = self._course.seed_of(epoch) if self._options.seed is None else self._options.seed
+            seed = (
+                self._position.seed_of(epoch) if self._options.seed is None else self._options.seed
+            )
         if seed is None:
             raise ValueError(
                 "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "

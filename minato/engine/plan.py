@@ -115,7 +115,7 @@ class Plan:
             ValueError: The dataset's state would be that of copies in the cluster.
         """
         options: Options = loader._options
-        run: Standing = loader._course.last
+        run: Standing = loader._position.last
         if run.replicas is not None and options.worker_kind == "ray":
             raise ValueError(
                 "the dataset has a state_dict() of its own, which workers=RayWorkers(...) does not bring back from the "
@@ -201,7 +201,7 @@ class Plan:
         options, batched = loader._options, is_batched(loader)
         return bool(
             loader.num_workers == 0
-            and loader._course.last.replicas is None
+            and loader._position.last.replicas is None
             and self.dataset is loader.dataset
             and self.collate_fn is loader.collate_fn
             and self.order == Order(options.order, options.max_lag)

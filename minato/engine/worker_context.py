@@ -37,11 +37,11 @@ from minato.workers.sample_timeout import StackFile
 from minato.workers.staged_runner import Stepper
 from minato.workers.worker import Worker
 
-__all__ = ["Workplace"]
+__all__ = ["WorkerContext"]
 
 
 @dataclass
-class Workplace:
+class WorkerContext:
     """What a worker needs besides its number; travels to worker processes.
 
     Attributes:

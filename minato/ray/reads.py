@@ -7,10 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from minato._core.clock import now_ns
-from minato.observe.stats.profile import Meters
-from minato.ray.actor import SampleResult, unpack
 from minato.observe.stats.costs import Meters
-from minato.ray.actor import Answer, unpacked
+from minato.ray.actor import SampleResult, unpack
 from minato.transforms.rng import current
 from minato.workers.reads import FinishedReads, Read
 from minato.workers.restart_policy import Loss

@@ -14,22 +14,22 @@ from torch.utils.data import BatchSampler
 
 from minato._compat import index_sampler, is_batched, is_iterable
 from minato._core.epochs import seed_of_epoch
-from minato.observe.stats.reordering import Lateness
-from minato._stateful import is_stateful
 from minato.observe.stats.lateness import Lateness
 from minato.observe.stats.size import length_of
 from minato.sampling.completed import Completed
 from minato.sampling.coverage import Coverage, Progress, index_hash, remaining_batches
 from minato.sampling.distributed import InterleavedRanks
 from minato.sampling.replay import OrderRecord, RecordedOrder
-from minato.sampling.rng_state import Draw
-from minato.sampling.sampler_epoch import epoch_of, nested, tell_epoch
-from minato.sampling.samplers import SEEDED, batches_of, counted, next_sampler, sizes_of
-from minato.sampling.state import checked, done_of, is_stateful, plain_done, signature
 from minato.sampling.rng_state import SamplerState
 from minato.sampling.sampler_epoch import epoch_of, nested, set_sampler_epoch
 from minato.sampling.samplers import SEEDED, counted, index_batches, next_sampler, sizes_of
-from minato.sampling.state import checked, completed_from_plain, completed_to_plain, signature
+from minato.sampling.state import (
+    checked,
+    completed_from_plain,
+    completed_to_plain,
+    is_stateful,
+    signature,
+)
 
 __all__ = ["Course", "Run", "Standing", "is_stream"]
 
@@ -99,7 +99,7 @@ class _Given:
             drop_last=loader.drop_last,
             persistent=loader.persistent_workers,
             options=loader._options,
-            course=loader._course,
+            course=loader._position,
         )
 
 

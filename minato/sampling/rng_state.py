@@ -22,8 +22,6 @@ from torch.utils.data import (
 )
 
 from minato._compat import EndlessSampler, ExceptionWrapper
-from minato.sampling.distributed import InTurn
-from minato._stateful import is_stateful
 from minato.sampling.distributed import InterleavedRanks
 from minato.sampling.sampler_epoch import epoch_of, nested
 from minato.sampling.samplers import SEEDED

@@ -12,8 +12,8 @@ from typing import Any
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
 from minato.batching.pinned_slots import DeviceEvent, MemoryPinner, PinnedSlots
-from minato.delivery.device import copy_batch
 from minato.delivery.accelerator import Accelerator
+from minato.delivery.device import copy_batch
 from minato.shared_pool.descriptors import BatchHandle
 from minato.shared_pool.source import RankSource
 
@@ -34,7 +34,7 @@ class DevicePrefetcher:
     def __init__(self, accelerator: Accelerator, ahead: int) -> None:
         self.accelerator = accelerator
         self.ahead = ahead
-        self._locks: weakref.WeakKeyDictionary[Segment, PageLocks] = weakref.WeakKeyDictionary()
+        self._locks: weakref.WeakKeyDictionary[Segment, PinnedSlots] = weakref.WeakKeyDictionary()
         self._held: deque[tuple[DeviceEvent, Any]] = deque()
         # When the process exits, the driver ends all copies.
         weakref.finalize(self, _finish_copies, self._held, os.getpid()).atexit = False
@@ -54,10 +54,10 @@ class DevicePrefetcher:
         while self._held and self._held[0][0].query():
             self._held.popleft()
         batch = handle.open()
-        if self.accelerator.locks_pages:
+        if self.accelerator.pins_memory:
             locks = self._locks.get(handle.segment)
             if locks is None:
-                locks = self._locks[handle.segment] = PageLocks(self.accelerator, handle.segment)
+                locks = self._locks[handle.segment] = PinnedSlots(self.accelerator, handle.segment)
             locks.lock(handle.descriptor.slot, handle.descriptor.nbytes)
         return copy_batch(
             self.accelerator, batch, keep=lambda event: self._held.append((event, batch))
@@ -119,7 +119,7 @@ class DeviceSource:
     def pinned(self, duration_ns: int) -> None:
         """Do nothing: this source pins no copies."""
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Do nothing: the prefetcher pins the pages."""
 
     def shut_down(self) -> None:

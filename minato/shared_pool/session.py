@@ -18,9 +18,9 @@ from minato.delivery.iterator import BatchSource
 from minato.engine.engine import Engine
 from minato.engine.history import Experience
 from minato.options import Options, StartingWorkers
-from minato.sampling.coverage import Done, Tally
-from minato.sampling.distributed import InTurn, RankSampler, ranked
-from minato.sampling.rank_progress import united
+from minato.sampling.completed import Completed, Tally
+from minato.sampling.distributed import InterleavedRanks, RankSampler, ranked
+from minato.sampling.rank_progress import merged_ranks
 from minato.sampling.state import is_stateful
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.descriptors import DescriptorReader
@@ -29,16 +29,6 @@ from minato.shared_pool.messages import Hello
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import PoolServer
 from minato.shared_pool.source import ClientSource, ServerSource, rank_completed
-from minato.sampling.completed import Completed, Tally
-from minato.sampling.distributed import InterleavedRanks, RankSampler, ranked
-from minato.sampling.rank_progress import merged_ranks
-from minato.shared_pool.client import Link
-from minato.shared_pool.descriptors import ParcelReader
-from minato.shared_pool.device_dock import Dock, DockedSource
-from minato.shared_pool.meeting import Meeting
-from minato.shared_pool.messages import Greeting
-from minato.shared_pool.server import Hub
-from minato.shared_pool.source import AttachedSource, HostSource, had
 
 __all__ = ["PoolSession", "RankInfo"]
 

@@ -147,7 +147,7 @@ class ServerSource(RankSource):
     def pinned(self, duration_ns: int) -> None:
         """Do nothing: times are measured for all ranks together."""
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Do nothing: torch pins the copies that a rank's consumers make."""
 
 
@@ -184,7 +184,7 @@ class ClientSource(RankSource):
     def pinned(self, duration_ns: int) -> None:
         """Do nothing, as in the server."""
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Do nothing, as in the server."""
 
 

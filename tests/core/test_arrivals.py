@@ -47,8 +47,8 @@ def test_skipped_keys_may_lie_in_a_batch(twin: ModuleType) -> None:
     arrivals.skip([1, 1, 99], 0)
     arrivals.deliver([0, 1, 2], 0)
     assert (arrivals.unexpected, arrivals.prefix) == (0, 3)
-    assert arrivals.skipped == (1, twin.sum_of_hashes([8], number_of))
-    assert arrivals.delivered == (2, twin.sum_of_hashes([7, 9], number_of))
+    assert arrivals.skipped == (1, twin.sum_of_hashes([8], index_hash))
+    assert arrivals.delivered == (2, twin.sum_of_hashes([7, 9], index_hash))
 
 
 def test_empty_batches_take_a_number_and_do_not_count(twin: ModuleType) -> None:

@@ -26,15 +26,10 @@ from hypothesis import strategies as st
 import minato
 from minato.cli.main import main
 from minato.errors import MinatoError
-from minato.ingest import IngestError, decoded, ingest, open_store
-from minato.ingest.encoding import as_bytes, as_row, digest
-from minato.ingest.journal import Completed, Journal, JournalError
-from minato.ingest.sqlite import SQLiteStore
-from minato.ingest.store import Store, Unknown
 from minato.sources.base import SourceError
 from minato.sources.ingest import IngestError, decoded, ingest, open_store
 from minato.sources.ingest.encoding import as_bytes, as_row, digest
-from minato.sources.ingest.journal import Done, Journal, JournalError
+from minato.sources.ingest.journal import Completed, Journal, JournalError
 from minato.sources.ingest.sqlite import SQLiteStore
 from minato.sources.ingest.store import Store, Unknown
 from minato.sources.sqlite import SQLite

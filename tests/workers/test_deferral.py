@@ -21,10 +21,8 @@ from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
 from minato._core.ledger import Ledger
 from minato._core.wait import EventCount
 from minato.engine.engine import Engine
-from minato.observe.stats.profile import Meters
-from minato.transforms.compose import Transforms
 from minato.observe.stats.costs import Meters
-from minato.transforms.chain import Chain
+from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness, numpy_rng
 from minato.workers.deferral import Deferral, DeferredSample
 from minato.workers.fetch import Fetcher
@@ -483,7 +481,7 @@ def samples_of(loader: DataLoader[Any], epochs: int = 1) -> list[list[Any]]:
 
 
 def num_deferred(loader: Any) -> int:
-    return sum(meters.deferred.count for meters in loader._experience.engine().meters)
+    return sum(meters.deferred.count for meters in loader._history.engine().meters)
 
 
 @pytest.mark.usefixtures("everything_is_slow")

@@ -11,10 +11,8 @@ import pytest
 
 from minato import DataLoader
 from minato._core.clock import now_ns
-from minato.observe.stats.profile import Meters
-from minato.transforms.compose import Transforms
 from minato.observe.stats.costs import Meters
-from minato.transforms.chain import Chain
+from minato.transforms.compose import Transforms
 from minato.workers import runner
 from minato.workers.deferral import DeferredSample
 from minato.workers.staged_runner import Stepper

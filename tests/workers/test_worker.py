@@ -16,11 +16,8 @@ from minato._core.codes import (
     STATE_BLOB,
 )
 from minato._core.wait import EventCount
-from minato.observe.stats.profile import Meters
-from minato.transforms.compose import Transforms
-from minato._core.wait import Gate
 from minato.observe.stats.costs import Meters
-from minato.transforms.chain import Chain
+from minato.transforms.compose import Transforms
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner
 from minato.workers.staged_runner import Stepper

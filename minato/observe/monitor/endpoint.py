@@ -10,8 +10,6 @@ from http import HTTPStatus
 
 from minato._fork_safety import forget_in_children
 from minato._support.socket_server import Client, Server
-from minato.observe.monitor.metrics import Exported, text_of
-from minato._serving import Client, Server
 from minato.observe.monitor.prometheus import LoaderMetrics, text_of
 
 __all__ = ["Endpoint", "serve"]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from minato._files import printable
+from minato._support.text import printable
 from minato.observe.report.figures import ReportFigures
 from minato.observe.report.units import format_value
 

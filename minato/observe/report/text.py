@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from minato._support.text import printable
-from minato.observe.report.rows import Section, sections
-from minato._files import printable
 from minato.observe.report.figures import ReportFigures, Verdict
 from minato.observe.report.tables import Section, sections
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from minato._core.histogram import NBYTES, Histogram
 from minato._support.files import open_regular, write_atomically
-from minato._files import open_regular, write_atomically
 from minato.observe.stats.histograms import EMPTY, Summary, from_words, merged, to_words
 from minato.observe.stats.size import length_of
 from minato.observe.stats.slowest import NBYTES as SLOWEST_NBYTES

@@ -14,17 +14,11 @@ from typing import Any, Literal
 
 from minato.errors import MinatoError
 from minato.sources.ingest.feed import Folder, chunks_of
-from minato.sources.ingest.journal import Done, Journal, JournalError
+from minato.sources.ingest.journal import Completed, Journal, JournalError
 from minato.sources.ingest.parallel import in_processes, in_threads
 from minato.sources.ingest.progress import Progress
 from minato.sources.ingest.store import Store
 from minato.sources.ingest.work import Work
-from minato.ingest.crews import in_processes, in_threads
-from minato.ingest.feed import Folder, chunks_of
-from minato.ingest.journal import Completed, Journal, JournalError
-from minato.ingest.progress import Progress
-from minato.ingest.store import Store
-from minato.ingest.work import Work
 
 __all__ = ["IngestError", "Ingested", "ingest"]
 

@@ -8,11 +8,8 @@ from typing import Any
 from minato._support.text import printable
 from minato.errors import MinatoError
 from minato.sources.ingest.encoding import as_bytes, as_row, digest
-from minato.sources.ingest.journal import Done
+from minato.sources.ingest.journal import Completed
 from minato.sources.ingest.store import Store
-from minato.ingest.encoding import as_bytes, as_row, digest
-from minato.ingest.journal import Completed
-from minato.ingest.store import Store
 
 __all__ = ["Work"]
 
