@@ -299,5 +299,3 @@ def test_the_papers_constants_can_be_chosen():
     for wrong in ({"alpha": -1}, {"clip": -1}, {"theta": 1.5}, {"smoothing": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             PaperController(**wrong)
-    with pytest.raises(ValueError, match="has no meaning while the number of workers is fixed"):
-        DataLoader(Numbers(8), 4, num_workers=AutoScale(start=2, controller=mine))
