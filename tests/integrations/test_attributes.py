@@ -28,7 +28,6 @@ GIVEN: dict[str, Any] = {
     "seed": 5,
     "memory_budget": 1 << 20,
     "workers": "thread",
-    "compat": "torch",
     "errors": minato.ErrorPolicy(on_worker_death="raise"),
 }
 DEVICE = {"device": torch.device("meta"), "prefetch_to_device": 3}
