@@ -161,7 +161,9 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             check_cache(
                 cache, options, self._transforms, dataset, first_workers, persistent_workers
             )
-        vars(self).update({name: given[name] for name in OWN_NAMES})
+        # A method of a subclass with the name of an option stays what it is.
+        own = (name for name in OWN_NAMES if not hasattr(type(self), name))
+        vars(self).update({name: given[name] for name in own})
         self._position = Course()
         self._open_iterators: list[weakref.ref[Any]] = []
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
@@ -256,14 +258,17 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
     def __repr__(self) -> str:
         if not is_made(self):
             return super().__repr__()
-        given = {name: vars(self)[name] for name in OWN_NAMES if name not in ("name", "order")}
+        given = {name: vars(self).get(name, default) for name, default in DEFAULTS.items()}
         named = {
-            "name": vars(self)["name"],
+            "name": given["name"],
             "batch_size": self.batch_size,
             "num_workers": int(self.num_workers),
             "order": self._options.order,
-            **{name: value for name, value in given.items() if value != DEFAULTS[name]},
         }
+        for name in OWN_NAMES:
+            value, default = given[name], DEFAULTS[name]
+            if name != "order" and (type(value) is not type(default) or value != default):
+                named[name] = value
         shown = (f"{name}={value!r}" for name, value in named.items() if value is not None)
         return f"{type(self).__name__}({', '.join([type(self.dataset).__name__, *shown])})"
 
@@ -323,7 +328,9 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
 
     def __setattr__(self, attr: str, val: Any) -> None:
         if is_constructed(self) and is_made(self):
-            if attr in OWN_NAMES:
+            if attr == "name":  # which programs give loaders of any kind
+                self._options = replace(self._options, name=str(val))
+            elif attr in OWN_NAMES:
                 raise ValueError(
                     f"{attr} attribute should not be set after {self.__class__.__name__} is initialized"
                 )
@@ -332,7 +339,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 self._options = replace(self._options, order=order)
                 vars(self).update(order=order, max_lag=None)
             if attr == "multiprocessing_context":
-                given = vars(self)["workers"]
+                given = vars(self).get("workers", self._options.workers)
                 in_threads = given == "process" and _starts_threads(val)
                 self._options = replace(self._options, workers="thread" if in_threads else given)
         super().__setattr__(attr, val)
@@ -369,7 +376,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             )
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
         kept = ("_options", "_transforms", "_replay", "_trace", *OWN_NAMES)
-        vars(loader).update({name: vars(self)[name] for name in kept})
+        vars(loader).update({name: vars(self)[name] for name in kept if name in vars(self)})
         loader._history = loader._fresh_experience()
         loader._position = self._position.twin()
         return loader

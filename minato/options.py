@@ -256,10 +256,10 @@ def _workers(name: str, value: Any) -> Any:
 
 
 def _num_workers(name: str, value: Any) -> Any:
+    del name
     if value == "auto":
         value = AutoScale()
-    if isinstance(value, str):
-        raise ValueError(f"{name}={value!r} is not possible: give a number, 'auto' or an AutoScale")
+    # torch refuses what is no number.
     return StartingWorkers.of(value) if isinstance(value, AutoScale) else value
 
 

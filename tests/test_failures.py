@@ -328,9 +328,7 @@ def test_a_quarantine_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="none/file"):
         DataLoader(Flawed(), errors=ErrorPolicy(log=tmp_path / "none" / "file", on_error="skip"))
     (tmp_path / "model.pt").write_bytes(b"PK\x03\x04 precious")
-    with pytest.raises(
-        ValueError, match=r"model.pt' holds something else than a record of failures"
-    ):
+    with pytest.raises(ValueError, match=r"model.pt' holds something else than a log of failures"):
         DataLoader(Flawed(), errors=ErrorPolicy(log=tmp_path / "model.pt"))
     assert (tmp_path / "model.pt").read_bytes() == b"PK\x03\x04 precious"
     (tmp_path / "link").symlink_to(tmp_path / "new")
