@@ -45,8 +45,8 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def workers_of(loader: DataLoader[object]) -> int:
-    assert loader._experience.staffing is not None
-    return loader._experience.staffing.state.workers
+    assert loader._history.staffing is not None
+    return loader._history.staffing.state.workers
 
 
 class Endless(Sleepy):
@@ -91,7 +91,7 @@ def test_workers_that_wait_become_more_while_the_loop_waits(method):
         delivered += batch.tolist()
         if workers_of(loader) == 6:
             break
-        assert time.monotonic() < deadline, loader._experience.staffing
+        assert time.monotonic() < deadline, loader._history.staffing
     assert delivered == list(range(len(delivered)))
 
 
@@ -103,7 +103,7 @@ def test_workers_that_idle_become_fewer(method):
         time.sleep(0.02)
         if workers_of(loader) <= 2:
             break
-        assert time.monotonic() < deadline, loader._experience.staffing
+        assert time.monotonic() < deadline, loader._history.staffing
 
 
 def test_forked_workers_are_all_there_before_the_first_batch(forced):
@@ -184,12 +184,12 @@ def test_a_worker_that_dies_is_replaced_whether_it_works_or_stands_by(victim):
 
 def test_the_next_pass_begins_with_what_helped_in_the_last():
     loader = DataLoader(Numbers(8), 4, num_workers=1, max_workers=16)
-    assert loader._experience.staffing is not None
-    assert loader._experience.staffing.numbers(persistent=False) == (1, 16)
-    staffing = loader._experience.staffing
+    assert loader._history.staffing is not None
+    assert loader._history.staffing.numbers(persistent=False) == (1, 16)
+    staffing = loader._history.staffing
     staffing.state, staffing.tried = ControllerState(3), True
-    assert loader._experience.staffing.numbers(persistent=False) == (3, 6)
-    assert loader._experience.staffing.numbers(persistent=True) == (3, 16)
+    assert loader._history.staffing.numbers(persistent=False) == (3, 6)
+    assert loader._history.staffing.numbers(persistent=True) == (3, 16)
     iterator = iter(loader)
     assert len(loader_processes(iterator)) == 6
     assert flat(indices(iterator)) == list(range(8))
@@ -226,7 +226,7 @@ def test_limits_follow_from_the_cores(cores, arguments, expected, monkeypatch):
 
 def test_a_fixed_number_stays_fixed():
     loader = DataLoader(Numbers(8), num_workers=2)
-    assert (loader.min_workers, loader.max_workers, loader._experience.staffing) == (
+    assert (loader.min_workers, loader.max_workers, loader._history.staffing) == (
         None,
         None,
         None,
@@ -268,7 +268,7 @@ def test_the_papers_controller_can_be_had():
 def test_the_papers_constants_can_be_chosen():
     mine = PaperController(alpha=0.5, beta=3, theta=0.9, clip=1, smoothing=1.0)
     loader = DataLoader(Numbers(200), 4, num_workers=2, max_workers=4, controller=mine)
-    staffing = loader._experience.staffing
+    staffing = loader._history.staffing
     assert staffing.controller == "paper"
     settings = staffing.settings
     assert (settings.least, settings.most, settings.alpha, settings.beta) == (1, 4, 0.5, 3)

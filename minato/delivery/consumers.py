@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from minato.checks import check_device, check_whole
 from minato.delivery.device import leaves_moved
-from minato.delivery.device_copy import Accelerator, accelerator_of
+from minato.delivery.device_copy import Accelerator, accelerator_of, page_locker
+from minato.delivery.iterator import BatchIterator
 
-__all__ = ["Consumer", "Group"]
+__all__ = ["Consumer", "Group", "make_consumers"]
 
 _LIVENESS_S = 1.0
 """How often a waiting consumer looks whether the threads that it waits for are still there."""
@@ -245,3 +247,36 @@ class _Part:
             mark = accelerator.mark()
         accelerator.wait(mark)
         return sent
+
+
+def make_consumers(
+    open_epoch: Callable[[], Iterator[Any]],
+    n: int | None,
+    devices: Sequence[str | torch.device] | None,
+) -> tuple[Consumer, ...]:
+    """Consumers of one loader; see ``DataLoader.consumers``.
+
+    Args:
+        open_epoch: Returns the iterator of the loader's next epoch.
+    """
+    if (n is None) == (devices is None):
+        raise ValueError(f"n={n} and devices={devices}: give one of the two")
+    if devices is None:
+        check_whole("n", n, 1)
+        places: list[torch.device | None] = [None] * (n or 0)
+    else:
+        found = [check_device(device) for device in devices]
+        places = [None if each is None or each.type == "cpu" else each for each in found]
+        if not places:
+            raise ValueError(f"devices={devices!r} is empty: give a device for each consumer")
+
+    def open_locked() -> Iterator[Any]:
+        batches = open_epoch()
+        if locker is not None and isinstance(batches, BatchIterator):
+            batches.lock_pages(locker)
+        return batches
+
+    group = Group(open_locked)
+    consumers = tuple(Consumer(group, place) for place in places)
+    locker = page_locker() if any(each.locks_pages for each in consumers) else None
+    return consumers

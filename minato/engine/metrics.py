@@ -21,7 +21,7 @@ from minato.workers.cpu_time import Usage
 from minato.workers.error_policy import FailureCount
 from minato.workers.restart_policy import Deaths
 
-__all__ = ["EngineGauges"]
+__all__ = ["EngineMetrics"]
 
 
 _LOOK_NS = 100_000_000
@@ -30,7 +30,7 @@ _LOOK_SHARE = 200
 
 
 @dataclass
-class EngineGauges:
+class EngineMetrics:
     """What an engine's parts have counted.
 
     It must hold nothing that leads to the engine or its loader: it waits for their end.

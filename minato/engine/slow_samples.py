@@ -1,4 +1,4 @@
-"""What a loader knows of its slow samples."""
+"""The slow samples of a loader."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minato.engine.history import Experience
+from minato.engine.history import History
 from minato.observe.stats.reordering import Lateness
 
 __all__ = ["RunningSample", "SlowSamples"]
@@ -52,9 +52,9 @@ class SlowSamples:
     running: tuple[RunningSample, ...]
 
     @classmethod
-    def of(cls, experience: Experience, lateness: Lateness) -> SlowSamples:
-        """From what a loader has learned, and the record of its newest epoch."""
-        decision, engine = experience.decision, experience.engine()
+    def of(cls, history: History, lateness: Lateness) -> SlowSamples:
+        """From a loader's history, and the order of its newest epoch."""
+        decision, engine = history.decision, history.engine()
         running: list[RunningSample] = []
         if decision.threshold_ns and engine is not None:
             running = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from minato.batching.arena import Slot
 from minato.batching.page_locks import Mark, PageLocker, PageLocks
 from minato.delivery.device import leaves_moved
 from minato.delivery.device_copy import Accelerator
+from minato.sampling.epoch import Epoch
 from minato.shared_pool.descriptors import Shipment
 from minato.shared_pool.source import RankSource
 
@@ -96,10 +97,10 @@ class DockedSource:
         self._dock = dock
         self._sent: deque[_Sent] = deque()
 
-    def begin(self, *arguments: Any) -> bool:
-        """Start a pass; what was sent of the last one is dropped."""
+    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
+        """Start an epoch; batches of the last one that were sent ahead are dropped."""
         self._sent.clear()
-        return self._source.begin(*arguments)
+        return self._source.begin(epoch, batches)
 
     def next(self) -> Any:
         """The next batch; what the program asks of the device from now on waits for its copy."""

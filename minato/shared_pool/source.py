@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, Protocol
 
 from minato._core.segment import Segment
@@ -13,6 +13,8 @@ from minato.batching.arena import Slot
 from minato.batching.page_locks import PageLocker
 from minato.batching.serialization import SharedStore
 from minato.delivery.iterator import BatchSource
+from minato.sampling.epoch import Epoch
+from minato.sampling.rank_progress import Part
 from minato.shared_pool.client import Link
 from minato.shared_pool.descriptors import Shipment, opened
 from minato.shared_pool.messages import Had
@@ -20,18 +22,6 @@ from minato.shared_pool.rank_slot import Source
 from minato.shared_pool.server import Hub
 
 __all__ = ["AttachedSource", "HostSource", "RankSource", "had"]
-
-
-class Part(Protocol):
-    """The account of what a rank has been handed of a pass."""
-
-    before: Any
-
-    def handed(self, portion: Any) -> None:
-        """Note a batch that the program gets."""
-
-    def ended(self) -> None:
-        """Note that there is no other."""
 
 
 class RankSource(ABC):
@@ -55,9 +45,7 @@ class RankSource(ABC):
         """Whether ``take`` would not wait."""
 
     @abstractmethod
-    def begin(
-        self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
-    ) -> bool:
+    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
         """Start a pass of all ranks."""
 
     def next(self) -> Any:
@@ -117,18 +105,16 @@ class HostSource(RankSource):
         """Whether a batch is there."""
         return self._hub.has_next(self._number)
 
-    def begin(
-        self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
-    ) -> bool:
+    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
         """Start a pass of all ranks, as soon as they are through with the last one."""
         self._leave()
-        self.part = progress.part
+        self.part = _part_of(epoch)
         self._number, begun = self._hub.open(
             self._engine,
-            epoch,
+            epoch.number,
             len(self._sampler),
-            lambda: self._engine.begin(batches, epoch, seed, expected, progress, size),
-            progress.latest,
+            functools.partial(self._engine.begin, epoch, batches),
+            epoch.progress.latest,
             self.part.before is not None,
         )
         self._leave_at_the_end(self._hub.leave)
@@ -163,14 +149,12 @@ class AttachedSource(RankSource):
         """Whether a batch is there."""
         return self._link.has_next(self._number)
 
-    def begin(
-        self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
-    ) -> bool:
+    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
         """Take part in the host's next pass; what this rank's sampler gives, the host's copy of it does."""
         self._leave()
-        self.part = progress.part
+        self.part = _part_of(epoch)
         before = self.part.before
-        self._number = self._link.enter(epoch, None if before is None else had(before))
+        self._number = self._link.enter(epoch.number, None if before is None else had(before))
         self._leave_at_the_end(self._link.leave)
         return True
 
@@ -186,6 +170,13 @@ class AttachedSource(RankSource):
 
     def lock_pages(self, locker: PageLocker) -> None:
         """As with the host."""
+
+
+def _part_of(epoch: Epoch) -> Part:
+    """This rank's account of an epoch."""
+    part = epoch.progress.part
+    assert part is not None, "the epoch was begun without a session"
+    return part
 
 
 def had(done: Any) -> Had:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from minato._core.histogram import Histogram
-from minato._system import available_cores
 from minato.observe.report.bias import Labels, bias_of
 from minato.observe.report.figures import (
     Batches,
@@ -31,7 +29,7 @@ from minato.observe.stats.counters import Readings
 from minato.observe.stats.epoch_log import EpochNotes, Journal
 from minato.observe.stats.summary import to_words
 
-__all__ = ["report_of", "setup_of"]
+__all__ = ["report_of"]
 
 _FIRST_BUCKET = 8
 _COST_CLASSES = 48
@@ -76,28 +74,6 @@ def report_of(
     late = _histogram(whole.readings, "late")
     bias, warnings = bias_of(journal.reservoir.rows, late, labels, journal.skipped)
     return Report(setup, judge(setup, run), run, epochs, slowest, costs, bias, warnings)
-
-
-def setup_of(loader: Any, fetch_concurrency: int, may_fetch_more: bool, bounded: bool) -> Setup:
-    """What a report says about a loader's arguments.
-
-    Args:
-        fetch_concurrency: Samples that each worker reads at once.
-        may_fetch_more: Whether ``fetch_concurrency`` is possible.
-        bounded: Whether ``prefetch_factor`` was given.
-    """
-    return Setup(
-        loader.num_workers,
-        loader._options.worker_method,
-        loader._options.order,
-        loader.batch_size,
-        fetch_concurrency,
-        may_fetch_more,
-        int(loader.prefetch_factor) if bounded and loader.prefetch_factor else None,
-        loader.persistent_workers,
-        bool(loader.pin_memory),
-        available_cores(whole_node=loader.shared_pool),
-    )
 
 
 def _period(notes: EpochNotes, name: str, steps: Sequence[str]) -> Period:
