@@ -14,7 +14,6 @@ from minato.batching.page_locks import PageLocker
 from minato.batching.serialization import SharedStore
 from minato.delivery.iterator import BatchSource
 from minato.sampling.epoch import Epoch
-from minato.sampling.rank_progress import Part
 from minato.shared_pool.client import Link
 from minato.shared_pool.descriptors import Shipment, opened
 from minato.shared_pool.messages import Had
@@ -22,6 +21,18 @@ from minato.shared_pool.rank_slot import Source
 from minato.shared_pool.server import Hub
 
 __all__ = ["AttachedSource", "HostSource", "RankSource", "had"]
+
+
+class Part(Protocol):
+    """The account of what a rank has been handed of a pass."""
+
+    before: Any
+
+    def handed(self, portion: Any) -> None:
+        """Note a batch that the program gets."""
+
+    def ended(self) -> None:
+        """Note that there is no other."""
 
 
 class RankSource(ABC):
