@@ -55,6 +55,9 @@ class History:
     def of(cls, spec: LoaderSpec) -> History:
         """That of a new loader."""
         options = spec.options
-        limits = options.min_workers, options.max_workers
-        staffing = Staffing.of(options.controller, spec.workers.count, *limits)
-        return cls(staffing=staffing, journal=Journal() if options.measure else None)
+        scale = options.autoscale
+        staffing = None
+        if scale is not None:
+            count = spec.workers.count
+            staffing = Staffing.of(scale.controller, count, scale.min, scale.max)
+        return cls(staffing=staffing, journal=Journal() if options.stats else None)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import get_worker_info
 
 from minato._system import available_cores, local_rank
-from minato.checks import metrics_address
 from minato.engine.factory import RankSession
 from minato.engine.history import History
 from minato.engine.spec import LoaderSpec
-from minato.fetching import Fetching
+from minato.options import metrics_address
 from minato.sampling.coverage import Coverage
 from minato.sampling.position import Position
 from minato.transforms.owned import Owned
@@ -77,22 +76,19 @@ class Inspector:
         workers, options = spec.workers, spec.options
         bounded = workers.count > 0 and workers.bounds_prefetch
         may_fetch_more = not (
-            spec.sampling.streams
-            or options.schedule == "round_robin"
-            or options.rng == "worker"
-            or options.worker_method == "ray"
+            spec.sampling.streams or options.compat == "torch" or options.worker_kind == "ray"
         )
         setup = Setup(
             num_workers=workers.count,
-            worker_method=options.worker_method,
+            worker_method=options.worker_kind,
             order=options.order,
             batch_size=spec.sampling.batch_size,
-            fetch_concurrency=Fetching.of(options.fetch_concurrency).concurrency,
+            fetch_concurrency=options.fetch_concurrency.concurrency,
             may_fetch_more=may_fetch_more,
             prefetch_factor=workers.prefetch_factor if bounded else None,
             persistent_workers=workers.persistent,
             pin_memory=spec.pin_memory,
-            cores=available_cores(whole_node=options.shared_pool),
+            cores=available_cores(whole_node=options.shared_pool is not None),
         )
         return report_of(setup, spec.transforms.names, journal, labels)
 
@@ -110,7 +106,7 @@ class Inspector:
     def _measured(self) -> Journal:
         self._refuse_attached("a report")
         if self._history.journal is None:
-            raise ValueError("measure=False: nothing was measured; leave it out to have a report")
+            raise ValueError("stats=False: nothing was measured; leave it out to have a report")
         return self._history.journal
 
     @property
@@ -133,12 +129,12 @@ class Inspector:
 
             if not any(isinstance(watcher, Live) for watcher in self._history.journal.watchers):
                 self.live()
-        address = self._spec.options.metrics_port
-        if address is None:
-            address = _environment("MINATO_METRICS_PORT")
+        address, variable = self._spec.options.metrics, "MINATO_METRICS_PORT"
+        if address is None and (text := _environment(variable)) is not None:
+            address = metrics_address(text, variable)
         if address is not None and self.metrics_url is None:
             self._serve_metrics(address, rank)
-        if address is not None or self._spec.options.measure == "gpu":
+        if address is not None or self._spec.options.stats == "gpu":
             self.watch_gpus()
 
     def _watch_machine(self, journal: Journal) -> MachineLook:
@@ -148,7 +144,7 @@ class Inspector:
 
         if not isinstance(journal.machine, MachineLook):
             journal.machine = MachineLook()
-            reads = Fetching.of(self._spec.options.fetch_concurrency).counters
+            reads = self._spec.options.fetch_concurrency.counters
             journal.storage = Storage(self._spec.dataset, self._spec.cache, reads).counts
         return journal.machine
 
@@ -160,11 +156,11 @@ class Inspector:
 
             machine.gpus = gpu_watch()
 
-    def _serve_metrics(self, address: int | str, rank: int) -> None:
+    def _serve_metrics(self, address: tuple[str, int], rank: int) -> None:
         from minato.observe.monitor.endpoint import serve
         from minato.observe.monitor.metrics import Exported
 
-        host, port = metrics_address(address)
+        host, port = address
         port += rank if port else 0
         journal = self._measured()
         exported = Exported(journal, type(self._spec.dataset).__name__, self._stages)
@@ -174,9 +170,9 @@ class Inspector:
             journal.watchers.remove(exported)
             text = (
                 f"the metrics of a loader cannot be told at {host}:{port}: {error.strerror}; use another port, or "
-                "metrics_port=0 for any that is free"
+                "metrics=0 for any that is free"
             )
-            if self._spec.options.metrics_port is not None:
+            if self._spec.options.metrics is not None:
                 raise OSError(error.errno, text) from None
             warnings.warn(text, stacklevel=4)
 
@@ -209,7 +205,7 @@ class Inspector:
         randomness = SampleRandomness(seed, owned=owned)
         with randomness.saved():
             fetcher = Fetcher(spec.dataset, spec.transforms, spec.sampling.batched)
-            if spec.options.rng != "sample":
+            if not spec.options.seeds_samples:
                 return fetcher.single(index)
             randomness.bind(epoch, index, occurrence)
             sample = fetcher.single(index)

@@ -13,17 +13,16 @@ from minato._core.limits import explaining_limits
 from minato._core.seeding import mix
 from minato._system import local_ranks, memory_of_late_bytes
 from minato.engine.spec import LoaderSpec
-from minato.fetching import Fetching
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.observe.trace.track import Tracks
-from minato.options import Options
+from minato.options import FetchOptions, Options
 from minato.sampling.epoch import Epoch
 from minato.sampling.samplers import largest_batch
 from minato.scheduling.batches import Order
 from minato.scheduling.dataset_state import Replicas
 from minato.scheduling.slow_threshold import TimeoutSettings
 from minato.transforms.chain import Chain
-from minato.workers.error_policy import ErrorPolicy, FailureLog
+from minato.workers.error_policy import FailureHandler, FailureLog
 
 __all__ = ["Pipeline", "Plan", "WorkerPlan"]
 
@@ -95,7 +94,7 @@ class WorkerPlan:
     round_robin: bool
     replicas: Replicas | None
     state_every: int | None
-    fetching: Fetching
+    fetching: FetchOptions
     measure: bool
     tracks: Tracks | None
 
@@ -190,7 +189,7 @@ class FailureSettings:
         sample_timeout_s: Limit of a sample's time.
     """
 
-    policy: ErrorPolicy | None
+    policy: FailureHandler | None
     budget: float | None
     log: str | None
     sample_timeout_s: float | None
@@ -235,31 +234,31 @@ class Plan:
         Raises:
             ValueError: The dataset's state would be that of copies in the cluster.
         """
-        options, replicas = spec.options, epoch.replicas
-        if replicas is not None and options.worker_method == "ray":
+        options, errors, replicas = spec.options, spec.options.errors, epoch.replicas
+        if replicas is not None and options.worker_kind == "ray":
             raise ValueError(
-                "the dataset has a state_dict() of its own, which worker_method='ray' does not bring back from the "
-                "cluster: use worker_method='process'"
+                "the dataset has a state_dict() of its own, which workers=RayWorkers(...) does not bring back from the "
+                "cluster: use workers='process'"
             )
         streams = spec.sampling.streams
-        round_robin = streams or options.schedule == "round_robin"
+        round_robin = streams or options.compat == "torch"
         base_seed = epoch.base_seed
         if options.seed is not None:
             base_seed = mix(options.seed, epoch.number, 0) >> 2
         worker = WorkerPlan(
             pipeline=Pipeline.of(spec),
-            method=options.worker_method,
+            method=options.worker_kind,
             in_line=spec.workers.count == 0,
             count=max(most_workers, 1),
             init_fn=spec.workers.init_fn,
             base_seed=base_seed,
-            seeds_samples=options.rng == "sample" and not streams,
+            seeds_samples=options.seeds_samples and not streams,
             order=_order(options),
             round_robin=round_robin,
             replicas=replicas,
             state_every=options.snapshot_every_n_steps or None,
-            fetching=Fetching.of(options.fetch_concurrency),
-            measure=bool(options.measure),
+            fetching=options.fetch_concurrency,
+            measure=bool(options.stats),
             tracks=tracks,
         )
         pool = PoolSettings(
@@ -267,22 +266,23 @@ class Plan:
             context=spec.workers.context or torch.multiprocessing.get_context(),
             persistent=spec.workers.persistent,
             # The state that a worker holds is lost with it.
-            restarts=options.on_worker_death == "restart" and not round_robin and replicas is None,
-            ray_options=options.ray_options or {},
+            restarts=errors.on_worker_death == "restart" and not round_robin and replicas is None,
+            ray_options=options.actor_options,
         )
-        policy: ErrorPolicy | None = None
-        if options.settles_failures:
+        policy: FailureHandler | None = None
+        if errors.handles_samples or errors.sample_timeout is not None:
             # A log of failures for each iterator.
-            policy = ErrorPolicy(options.on_error, options.retries, FailureLog(options.quarantine))
+            log = FailureLog(errors.log_path)
+            policy = FailureHandler(errors.outcome, errors.tries_again, log)
         return cls(
             worker=worker,
             pool=pool,
             prefetch=_prefetch(spec, num_workers, most_workers, round_robin),
             failures=FailureSettings(
-                policy, options.error_budget, options.quarantine, options.sample_timeout_s
+                policy, errors.max_failures, errors.log_path, errors.sample_timeout
             ),
-            slow=TimeoutSettings(options.slow_percentile / 100, options.slow_after_s),
-            profile=options.profile,
+            slow=TimeoutSettings(options.stragglers.share, options.stragglers.after_s),
+            profile=options.cost_history,
             timeout_s=spec.workers.timeout_s,
         )
 
@@ -340,8 +340,8 @@ def _prefetch(
         batches = most_workers * (workers.prefetch_factor or 0)
     return PrefetchSettings(
         batches=batches,
-        budget_bytes=options.memory_budget_bytes or _default_budget_bytes(options),
-        shares_budget=options.memory_budget_bytes is None and num_workers > 0,
+        budget_bytes=options.memory_budget or _default_budget_bytes(options),
+        shares_budget=options.memory_budget is None and num_workers > 0,
         largest_batch=largest_batch(spec.sampling.index_sampler, spec.sampling.batched),
         device=options.target,
         to_device=options.prefetch_to_device,

@@ -75,9 +75,10 @@ class LoaderSpec:
     @property
     def most_replicas(self) -> int:
         """Number of copies of the dataset that there can be."""
-        return max(self.options.max_workers or 0, self.workers.count, 1)
+        scale = self.options.autoscale
+        return max((scale and scale.max) or 0, self.workers.count, 1)
 
     @property
     def in_threads(self) -> bool:
         """Whether the workers are threads of this process, Ray's clients included."""
-        return self.workers.count > 0 and self.options.worker_method != "process"
+        return self.workers.count > 0 and self.options.worker_kind != "process"

@@ -24,7 +24,7 @@ from minato.transforms.owned import Owned
 from minato.transforms.rng import SampleRandomness
 from minato.workers.concurrent import ConcurrentWorker
 from minato.workers.deferral import Deferral
-from minato.workers.error_policy import ErrorPolicy
+from minato.workers.error_policy import FailureHandler
 from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.reads import Reads, reads_of
 from minato.workers.retry import Leniency
@@ -56,7 +56,7 @@ class WorkerContext:
     written_plan: tuple[int, int] | None = None
     stacks: StackFile | None = None
     habits: Habits | None = None
-    policy: ErrorPolicy | None = None
+    policy: FailureHandler | None = None
 
     def write_plan(self, arena: Arena) -> None:
         """Pickle the plan once for all workers, into a slot that stays theirs.
@@ -196,7 +196,7 @@ class WorkerContext:
         make: Callable[..., Worker] = Worker
         fetching = plan.fetching
         if (fetching.at_once or reads is not None) and failure is None:
-            traffic = state.read_limit(fetching.most)
+            traffic = state.read_limit(fetching.max_in_flight)
             reads = reads or reads_of(dataset, fetching.concurrency)
             make = functools.partial(
                 ConcurrentWorker, reads, chain, plan.seeds_samples, traffic, fetching

@@ -19,7 +19,7 @@ from minato.delivery.iterator import BatchSource
 from minato.engine.engine import Engine
 from minato.engine.history import History
 from minato.engine.spec import LoaderSpec
-from minato.options import Options
+from minato.options import Options, StartingWorkers
 from minato.sampling.coverage import Done, Tally
 from minato.sampling.distributed import InTurn, RankSampler, ranked
 from minato.sampling.epoch import Epoch
@@ -108,14 +108,15 @@ class Sharing:
         Raises:
             ValueError: The ranks cannot be told from the environment, or this is no Linux.
         """
-        place = Place.of_environment() if options.shared_pool else None
-        if place is None:
+        pool = options.shared_pool
+        place = None if pool is None else Place.of_environment()
+        if pool is None or place is None:
             return None
         if sys.platform != "linux":
             raise ValueError(
                 f"shared_pool=True needs sockets of Linux, and this is {sys.platform}: leave it out"
             )
-        return cls(place, options.on_rank_death)
+        return cls(place, pool.on_rank_death)
 
     @property
     def place(self) -> str:
@@ -176,7 +177,8 @@ class Sharing:
     def history(self, spec: LoaderSpec) -> History:
         """The history of a new loader: of the workers of all ranks or, where there are none, of nothing."""
         if not self.hosts:
-            options = replace(spec.options, measure=False, min_workers=None, max_workers=None)
+            first = int(spec.options.num_workers)
+            options = replace(spec.options, stats=False, num_workers=first)
             return History.of(replace(spec, options=options))
         history = History.of(self._scaled(spec))
         if history.staffing is not None:
@@ -186,11 +188,11 @@ class Sharing:
 
     def _scaled(self, spec: LoaderSpec) -> LoaderSpec:
         """The spec with the workers and the memory of all ranks of this node, and no device: each rank has its own."""
-        names = ("memory_budget_bytes", "min_workers", "max_workers")
-        values = {name: getattr(spec.options, name) for name in names}
         count = self._place.local_count
-        scaled: dict[str, Any] = {name: value and value * count for name, value in values.items()}
-        options = replace(spec.options, **scaled, device=None)
+        budget = spec.options.memory_budget and spec.options.memory_budget * count
+        first = spec.options.num_workers
+        pooled = first.times(count) if isinstance(first, StartingWorkers) else first * count
+        options = replace(spec.options, memory_budget=budget, num_workers=pooled, device=None)
         workers = replace(spec.workers, count=spec.workers.count * count)
         return replace(spec, workers=workers, options=options)
 
