@@ -1,4 +1,4 @@
-"""The stages wired together: from a loader's options to running workers and back to batches."""
+"""The stages wired together, from indices to batches."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ from minato.workers.scaler import Scaler, WatchedPool
 
 __all__ = ["Engine"]
 
-_LOOK_EVERY_NS = 10_000_000
-_LOOK_SHARE = 500
-"""Costs are looked at again after so long, and after so many times as long as the last look took."""
+_READ_COSTS_EVERY_NS = 10_000_000
+_READ_COSTS_SHARE = 500
+"""Costs are read again after this time, and after this multiple of the time that the last reading took."""
 _BATCH_RECORDS = 2048
 _BATCH_RECORDS_IN_LINE = 64
 _POSITIONS = 1 << 16
-"""Batches and samples that can be in flight: 4 MiB of ledger, of which only the batches' part is touched at once."""
+"""Samples that can be in flight: 4 MiB of ledger, whose pages are touched as they are used."""
 
 
 def _end(
@@ -195,7 +195,7 @@ class Engine:
             tracer=tracer,
             waiting="load" if worker.in_line else "wait",
         )
-        self._in_hand = functools.partial(
+        self._current_sample = functools.partial(
             sample_in_hand,
             self.ledger,
             functools.partial(context.read_keys, self.ledger),
@@ -205,7 +205,7 @@ class Engine:
         if plan.failures.policy is not None:
             failures = plan.failures
             self._failures = FailureCount(plan.failures.policy.log, failures.budget, failures.log)
-        self._late: Postponed | None = None
+        self._pending_error: Postponed | None = None
         self._taken: tuple[InFlight, int, Any] | None = None
         """A batch that was read, its bytes and itself, until ``next`` returns it."""
         self._started = False
@@ -213,7 +213,7 @@ class Engine:
         self.timeouts = TimeoutPolicy(plan.slow, history.costs)
         history.decision = self.timeouts.decision
         self.ledger.slow_ns = history.decision.threshold_ns
-        self._look_due_ns = self._started_ns + _LOOK_EVERY_NS
+        self._costs_due_ns = self._started_ns + _READ_COSTS_EVERY_NS
         self._metrics = EngineMetrics(
             self.ledger,
             self.meters,
@@ -225,7 +225,7 @@ class Engine:
             deaths,
             self._failures,
         )
-        self._parts_slow = (
+        self._uses_threshold = (
             self._early_start is not None or worker.order.name == "fast_first" or worker.defers
         )
         self._sends_plan = worker.in_processes and pool.context.get_start_method() != "fork"
@@ -250,7 +250,7 @@ class Engine:
         Returns:
             False if batches had been prefetched for this epoch and were not its own; they are dropped.
         """
-        self._late = None  # of an epoch that was abandoned
+        self._pending_error = None  # of an epoch that was abandoned
         if self._taken is not None:
             self._dispatcher.deliver(self._taken[0])
             self._taken = None
@@ -273,7 +273,12 @@ class Engine:
         return predicted
 
     def next(self) -> Any:
-        """The next batch. Raises StopIteration at the end of the pass, and what the batch's samples raised."""
+        """The next batch.
+
+        Raises:
+            StopIteration: The epoch is over.
+            Exception: Of the batch's samples; the next call goes on.
+        """
         for observer in self._observers:
             observer.enter()
         if self._taken is None:
@@ -291,23 +296,23 @@ class Engine:
                 try:
                     self._prepare(item)
                 finally:
-                    self._hand_over(item, used_bytes)
+                    self._returned(item, used_bytes)
                 raise
             self._dispatcher.done(item, used_bytes)
             self._taken = item, used_bytes, batch
-            # Functions of the user's may be interrupted in here: then the next call has the batch.
+            # User functions may be interrupted in here: then the next call returns the batch.
             self._prepare(item)
         item, used_bytes, batch = self._taken
         self._taken = None
-        self._hand_over(item, used_bytes)
+        self._returned(item, used_bytes)
         return batch
 
     def _find(self) -> InFlight:
         """Wait for the next batch."""
         try:
-            if self._late is not None:
-                late, self._late = self._late, None
-                late.reraise()
+            if self._pending_error is not None:
+                error, self._pending_error = self._pending_error, None
+                error.reraise()
             if self._failures is not None:
                 self._failures.check()
             item = self._dispatcher.next()
@@ -317,7 +322,7 @@ class Engine:
         except StopIteration:
             if self.plan.worker.replicas is not None:
                 self.plan.worker.replicas.present = (
-                    None  # the next pass begins with the dataset as it will be
+                    None  # the next epoch begins with the dataset as it is then
                 )
             if self._failures is not None:
                 self._failures.end()
@@ -331,25 +336,25 @@ class Engine:
         return item
 
     def _prepare(self, item: InFlight) -> None:
-        """Make ready for the calls to come before this one returns a batch."""
-        self._look_ahead(item)
+        """Start the work of later calls before this one returns a batch."""
+        self._prepare_workers(item)
         if self._staging is not None:
             self._staging.stage(self._dispatcher.upcoming(self._ahead))
         self.arena.trim(self._dispatcher.num_open)
 
-    def _hand_over(self, item: InFlight, used_bytes: int) -> None:
-        """Note that the program gets a batch, or its error."""
+    def _returned(self, item: InFlight, used_bytes: int) -> None:
+        """Record that ``next`` returns a batch, or raises its error."""
         self._dispatcher.deliver(item)
         if self._observers:
             samples = item.keys[0] if self.plan.worker.pipeline.streams else len(item.keys)
             for observer in self._observers:
-                observer.leave(samples, used_bytes, self._standing)
+                observer.leave(samples, used_bytes, self._snapshot)
 
-    def _look_ahead(self, item: InFlight) -> None:
-        """See to what the workers do next; what goes wrong is raised by the next call: this one has a batch."""
+    def _prepare_workers(self, item: InFlight) -> None:
+        """Give the workers their next work; an error is raised by the next call, because this one has a batch."""
         try:
-            if self._parts_slow:
-                self._mark_slow()
+            if self._uses_threshold:
+                self._update_threshold()
             if self._scaler is not None:
                 self._scaler.look()
             if not self.plan.worker.in_line:
@@ -359,14 +364,14 @@ class Engine:
             if self._early_start is not None:
                 self._early_start.learn(item.record)
         except Exception as error:
-            self._late = Postponed(error)
+            self._pending_error = Postponed(error)
 
-    def _standing(self) -> Standing:
+    def _snapshot(self) -> Standing:
         self._metrics.look(self._pool.usage)
         return self._metrics.standing(self._dispatcher.num_open, self._dispatcher.num_ready)
 
     def pinned(self, duration_ns: int) -> None:
-        """Learn how long it took to pin the batch that ``next`` returned."""
+        """Record how long it took to pin the batch that ``next`` returned."""
         for observer in self._observers:
             observer.pinned(duration_ns)
 
@@ -384,23 +389,23 @@ class Engine:
         return list(self._pool.processes)
 
     def profile(self) -> Profile:
-        """What samples have cost so far, and since this was last asked."""
+        """Costs of the samples so far, and since the last call."""
         self._profile.update(self.meters)
         return self._profile
 
     def running(self, least_ns: int) -> list[tuple[int, InHand, int]]:
-        """Number, sample and its time in ns so far of each worker that has been on a sample for so long."""
+        """Worker, sample and time in ns of each sample that has run for at least ``least_ns``."""
         if self.plan.worker.pipeline.streams:
             return []
         workers, now = range(len(self.meters)), now_ns()
-        held = ((worker, sample) for worker in workers if (sample := self._in_hand(worker)))
+        held = ((worker, sample) for worker in workers if (sample := self._current_sample(worker)))
         times = ((worker, sample, now - sample.started_ns) for worker, sample in held)
         return [each for each in times if each[2] >= least_ns]
 
-    def _mark_slow(self) -> None:
-        """Tell the workers from which cost on a sample is slow, when enough have run since the last time."""
+    def _update_threshold(self) -> None:
+        """Set from which cost on a sample is slow, when enough samples have run since the last time."""
         now = now_ns()
-        if now < self._look_due_ns:
+        if now < self._costs_due_ns:
             return
         elapsed_s = (now - self._started_ns) / 1e9
         if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
@@ -411,7 +416,7 @@ class Engine:
             self._history.costs = self.timeouts.recent
             if self._early_start is not None:
                 self._early_start.mean_ns = self.timeouts.recent.mean
-        self._look_due_ns = now + max(_LOOK_EVERY_NS, _LOOK_SHARE * (now_ns() - now))
+        self._costs_due_ns = now + max(_READ_COSTS_EVERY_NS, _READ_COSTS_SHARE * (now_ns() - now))
 
     def _start(self) -> None:
         self._started = True
@@ -430,7 +435,7 @@ class Engine:
             raise
 
     def reset(self) -> None:
-        """Let go of an epoch that is over and of the worker in line; ``begin`` may follow."""
+        """Drop an epoch that is over and the worker in the main process; ``begin`` may follow."""
         self._dispatcher.abandon()
         self._started = False
 

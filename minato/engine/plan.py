@@ -52,9 +52,9 @@ class Pipeline:
         """That of a loader, with its cache behind the dataset."""
         dataset, chain, sampling = spec.dataset, spec.transforms, spec.sampling
         if spec.cache is not None:
-            from minato.engine.caching import behind
+            from minato.engine.caching import wrap_dataset
 
-            dataset, chain = behind(spec.cache, dataset, chain)
+            dataset, chain = wrap_dataset(spec.cache, dataset, chain)
         return cls(
             dataset=dataset,
             chain=chain,

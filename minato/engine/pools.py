@@ -1,4 +1,4 @@
-"""The workers of an engine: in processes, in threads, in a Ray cluster, or in line."""
+"""The workers of an engine: processes, threads, Ray actors, or the main process itself."""
 
 from __future__ import annotations
 

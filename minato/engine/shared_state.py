@@ -1,4 +1,4 @@
-"""The segment that the training process and its workers share: who works on what, how long, and how many may."""
+"""The shared segment: ledger, meters, active set and limit of reads, for the training process and its workers."""
 
 from __future__ import annotations
 

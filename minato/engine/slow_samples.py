@@ -14,12 +14,12 @@ __all__ = ["RunningSample", "SlowSamples"]
 
 @dataclass(frozen=True)
 class RunningSample:
-    """A slow sample that a worker is still on.
+    """A slow sample that a worker is still loading.
 
     Attributes:
-        index: What the dataset is asked for.
+        index: Of the dataset.
         worker: Number of the worker.
-        running_s: How long it has been on it, in seconds; without the time before it was deferred, if it was.
+        running_s: Time that it has taken so far, in seconds; without the time before it was deferred, if it was.
         transform: Name of the transform that runs; None: the dataset itself.
     """
 
@@ -31,17 +31,17 @@ class RunningSample:
 
 @dataclass(frozen=True)
 class SlowSamples:
-    """Which samples are slow, and where they lay in the batches of one epoch.
+    """Which samples are slow, and where they are in the batches of one epoch.
 
     Attributes:
         threshold_s: A sample that takes longer, in seconds, is slow; 0: none is.
         why: ``warm-up``, ``uniform`` (costs differ too little), ``following`` (the threshold follows the costs) or
             ``fixed`` (by ``StragglerPolicy.after_s``).
         share: Of the latest samples, the share that was slow, from 0 to 1.
-        lags: How many samples of the newest iterator's epoch came so many batches later than in the sampler's order;
+        lags: Number of samples of the newest iterator's epoch by how many batches later they came than in strict order;
             negative: earlier. 0 for all of them in ``strict`` order.
         shares: Of each batch of that epoch, as they were delivered, the share of its samples that were slow.
-        running: Slow samples that are being worked on, the longest first; empty with iterable datasets.
+        running: Slow samples that are still being loaded, the longest first; empty with iterable datasets.
     """
 
     threshold_s: float
