@@ -22,7 +22,7 @@ from minato._compat import (
     is_constructed,
     is_iterable,
 )
-from minato._standin import StandIn, TorchDataLoader, is_made, made_only
+from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
 from minato.engine.spec import LoaderSpec, WorkerSpec
 from minato.options import (
     OPTION_NAMES,
@@ -175,9 +175,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
         session = None
         if options.shared_pool is not None:
-            from minato.shared_pool.session import Sharing
+            from minato.shared_pool.session import PoolSession
 
-            session = Sharing.of(options)
+            session = PoolSession.of(options)
         if session is not None:
             shuffle, sampler = session.divided(
                 dataset, shuffle, sampler, batch_sampler, drop_last, seed

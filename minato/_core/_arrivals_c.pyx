@@ -104,7 +104,7 @@ cdef class Arrivals:
         return self.dropped_.count, self.dropped_.total
 
     @property
-    def strays(self):
+    def unexpected(self):
         """How many arrived that were not waited for: never asked for, or arrived before."""
         return self.strays_
 

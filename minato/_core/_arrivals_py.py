@@ -75,7 +75,7 @@ class Arrivals:
         return self._tally(3)
 
     @property
-    def strays(self) -> int:
+    def unexpected(self) -> int:
         """How many arrived that were not waited for: never asked for, or arrived before."""
         return self._strays
 

@@ -107,12 +107,12 @@ cdef class Records:
         return &self.ledger.workers[worker]
 
     @property
-    def work_gate_offset(self):
+    def work_events_offset(self):
         """Where the gate lies that workers sleep on."""
         return offset_work
 
     @property
-    def ready_gate_offset(self):
+    def ready_events_offset(self):
         """Where the gate lies that the consumer sleeps on."""
         return offset_ready
 
@@ -168,7 +168,7 @@ cdef class Records:
         """What a worker must know of a batch.
 
         Returns:
-            ``(generation, first, count, bound, epoch, seed, keys_offset, keys_nbytes, pass_index)``; first is the
+            ``(generation, first, count, bound, epoch, seed, keys_offset, keys_nbytes, epoch_slot)``; first is the
             position of its sample 0, and generation tells one use of the record from the next.
         """
         cdef mn_batch *record = self.batch_at(batch)
@@ -181,7 +181,7 @@ cdef class Records:
             <int64_t>mn_load_relaxed_u64(&record.seed),
             mn_load_relaxed_u64(&record.keys),
             mn_load_relaxed_u64(&record.keys_nbytes),
-            mn_load_relaxed_u32(&record.pass_index),
+            mn_load_relaxed_u32(&record.epoch_slot),
         )
 
     @staticmethod

@@ -17,5 +17,5 @@ ENDED, SKIPPED, STATES = 1 << END_BLOB, 1 << SKIP_BLOB, 1 << STATE_BLOB
 STARTING = -2
 FIRST_COLLATED = -3
 
-NUM_PASSES = 8
-"""How many passes over the sampler a ledger can have open."""
+NUM_EPOCH_SLOTS = 8
+"""Epochs that a ledger can have open at the same time."""

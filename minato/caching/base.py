@@ -9,7 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
-from minato._counters import Counters
+from minato._support.counters import Counters
 
 __all__ = ["Cache", "CacheReport"]
 

@@ -12,7 +12,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from minato._files import PRIVATE, check_private, is_private, open_regular, write_all
+from minato._support.files import PRIVATE, check_private, is_private, open_regular, write_all
 from minato.caching.base import Cache
 
 __all__ = ["DiskCache"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minato._counters import Counters
+from minato._support.counters import Counters
 
 __all__ = ["fingerprint"]
 

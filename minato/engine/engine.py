@@ -7,11 +7,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from minato import _pickling
 from minato._core.clock import now_ns
 from minato._core.codes import FAILED, STATES
-from minato._postponed import Postponed, not_the_end
-from minato._signals import exiting, keep_raised
+from minato._support import pickling
+from minato._support.exceptions import Postponed, not_the_end
 from minato.batching.arena import Arena
 from minato.batching.page_locks import PageLocker
 from minato.batching.reader import BatchReader
@@ -47,6 +46,7 @@ from minato.workers.error_policy import FailureCount
 from minato.workers.oom import Shortage
 from minato.workers.restart_policy import Deaths
 from minato.workers.scaler import Scaler, WatchedPool
+from minato.workers.signals import exiting, keep_raised
 
 __all__ = ["Engine"]
 
@@ -427,11 +427,11 @@ class Engine:
             self.shut_down()
             if self._sends_plan:
                 worker = self.plan.worker
-                _pickling.advise(error)
-                _pickling.check_picklable("transforms", worker.pipeline.chain.steps)
-                _pickling.check_picklable("dataset", worker.pipeline.dataset)
-                _pickling.check_picklable("collate_fn", worker.pipeline.collate_fn)
-                _pickling.check_picklable("worker_init_fn", worker.init_fn)
+                pickling.advise(error)
+                pickling.check_picklable("transforms", worker.pipeline.chain.steps)
+                pickling.check_picklable("dataset", worker.pipeline.dataset)
+                pickling.check_picklable("collate_fn", worker.pipeline.collate_fn)
+                pickling.check_picklable("worker_init_fn", worker.init_fn)
             raise
 
     def reset(self) -> None:

@@ -94,21 +94,23 @@ def make_pool(
         work.tracer,
     )
     if work.method == "ray":
-        from minato.ray.actor import Work
-        from minato.ray.pool import ActorPool, Crew
+        from minato.ray.actor import ActorSpec
+        from minato.ray.pool import ActorGroup, ActorPool
 
-        samples = Work(
+        spec = ActorSpec(
             work.pipeline.dataset, work.pipeline.chain, work.count, work.base_seed, work.init_fn
         )
-        crew = Crew(samples, plan.pool.ray_options)
+        group = ActorGroup(spec, plan.pool.ray_options)
 
         def with_actor(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
             if not wanted(number, consumer_lives):
                 return None
             wrap = wrapped(f"Ray actor {number}")
-            return context.worker(number, state, wrap, None, Exception, hired=crew.hire(number))
+            return context.worker(
+                number, state, wrap, None, Exception, hired=group.start_actor(number)
+            )
 
-        return ActorPool(crew, buried, work.count, with_actor, ready, stop, may_leave)
+        return ActorPool(group, buried, work.count, with_actor, ready, stop, may_leave)
     if work.seeds_samples:
         rng_memory.examine()
     is_forked = plan.pool.context.get_start_method() == "fork"

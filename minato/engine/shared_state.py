@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
-from minato._core.wait import Gate
+from minato._core.wait import EventCount
 from minato.observe.stats.profile import Meters
 from minato.workers.active_workers import Roster
 from minato.workers.read_limit import Traffic
@@ -59,8 +59,8 @@ class SharedState:
         memory = layout.segment.array
         self.layout = layout
         self.ledger = ledger
-        self.ready = Gate(memory, ledger.ready_gate_offset)
-        self.work = Gate(memory, ledger.work_gate_offset)
+        self.ready = EventCount(memory, ledger.ready_events_offset)
+        self.work = EventCount(memory, ledger.work_events_offset)
         self.active = Roster(memory, layout.active_offset, self.work)
         self._meters: dict[int, Meters] = {}
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from minato._stateful import is_stateful
 from minato.options import Options
 from minato.sampling.spec import SamplingSpec
+from minato.sampling.state import is_stateful
 from minato.transforms.chain import Chain
 
 if TYPE_CHECKING:

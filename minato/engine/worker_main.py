@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minato._core.clock import now_ns
 from minato._core.codes import STARTING
-from minato._postponed import not_the_end
+from minato._support.exceptions import not_the_end
 from minato.engine.plan import WorkerPlan
 from minato.engine.shared_state import SharedState
 from minato.engine.worker_context import WorkerContext

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from minato._stateful import is_stateful
 from minato.observe.stats.reordering import Lateness
 from minato.sampling.coverage import Coverage, Done, Progress
 from minato.sampling.epoch import Epoch
@@ -13,7 +12,7 @@ from minato.sampling.rng_state import Draw
 from minato.sampling.sampler_epoch import epoch_of, nested, tell_epoch
 from minato.sampling.samplers import SEEDED
 from minato.sampling.spec import SamplingSpec
-from minato.sampling.state import checked, done_of, plain_done, signature
+from minato.sampling.state import checked, done_of, is_stateful, plain_done, signature
 
 __all__ = ["Position"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from minato._files import write_atomically
+from minato._support.files import write_atomically
 
 __all__ = ["folds", "load_splits", "save_splits", "split"]
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from minato import DataLoader
 from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
 from minato._core.ledger import Ledger
-from minato._core.wait import Gate
+from minato._core.wait import EventCount
 from minato.engine.engine import Engine
 from minato.observe.stats.profile import Meters
 from minato.transforms.chain import Chain
@@ -259,7 +259,7 @@ class Case:
         return Worker(
             number,
             ledger,
-            Gate(self.bench.segment.array, ledger.work_gate_offset),
+            EventCount(self.bench.segment.array, ledger.work_events_offset),
             Fetcher(Keyed(), chain, batched=True),
             runner,
             self.sink,  # type: ignore[arg-type]
@@ -467,7 +467,9 @@ def square(sample: Any) -> Any:
 @pytest.fixture
 def everything_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """After any stage, time is up."""
-    monkeypatch.setattr(Engine, "_update_threshold", lambda self: setattr(self.ledger, "slow_ns", 1))
+    monkeypatch.setattr(
+        Engine, "_update_threshold", lambda self: setattr(self.ledger, "slow_ns", 1)
+    )
 
 
 def samples_of(loader: DataLoader[Any], epochs: int = 1) -> list[list[Any]]:

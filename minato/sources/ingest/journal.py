@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minato._files import cut_torn_line, open_regular, write_all
+from minato._support.files import cut_torn_line, open_regular, write_all
 from minato.errors import MinatoError
 
 __all__ = ["Done", "Journal", "JournalError"]

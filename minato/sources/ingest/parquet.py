@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from minato._files import replacement
-from minato.ingest.encoding import as_row
-from minato.ingest.store import Items, Store
+from minato._support.files import replacement
+from minato.sources.ingest.encoding import as_row
+from minato.sources.ingest.store import Items, Store
 from minato.sources.settings import Env
 
 __all__ = ["ParquetStore", "from_url"]

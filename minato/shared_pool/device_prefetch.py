@@ -1,4 +1,4 @@
-"""Batches of a rank that shares its pool, on their way to that rank's own device."""
+"""Copies the batches of a rank that shares its pool to the rank's device, ahead of use."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from minato.batching.page_locks import Mark, PageLocker, PageLocks
 from minato.delivery.device import leaves_moved
 from minato.delivery.device_copy import Accelerator
 from minato.sampling.epoch import Epoch
-from minato.shared_pool.descriptors import Shipment
+from minato.shared_pool.descriptors import BatchHandle
 from minato.shared_pool.source import RankSource
 
-__all__ = ["Dock", "DockedSource"]
+__all__ = ["DevicePrefetcher", "DeviceSource"]
 
 
-class Dock:
-    """Sends batches from the memory of all ranks of the node to the device of one, and holds them until they are there.
+class DevicePrefetcher:
+    """Copies batches from the shared memory of the node to one rank's device.
 
-    Each rank locks the pages of its own mapping of that memory. A batch that is held is not told to be dropped, so that
-    nobody writes to its slot, whichever process that is; it is let go when the device has passed the event behind its
-    copy.
+    Each rank pins the pages of its own mapping. A batch stays held, so that no process reuses its slot, until the
+    device has passed the event recorded after its copy.
 
     Args:
         accelerator: The device.
-        ahead: How many batches are sent before their turn.
+        ahead: Number of batches to prefetch.
     """
 
     def __init__(self, accelerator: Accelerator, ahead: int) -> None:
@@ -38,31 +37,29 @@ class Dock:
         self.ahead = ahead
         self._locks: weakref.WeakKeyDictionary[Segment, PageLocks] = weakref.WeakKeyDictionary()
         self._held: deque[tuple[Mark, Any]] = deque()
-        # At the end of the process the device stops reading by itself.
-        weakref.finalize(self, _let_go, self._held, os.getpid()).atexit = False
+        # When the process exits, the driver ends all copies.
+        weakref.finalize(self, _finish_copies, self._held, os.getpid()).atexit = False
 
     def unlock(self, slots: Iterable[tuple[Segment, Slot]]) -> None:
-        """Let go of pages that are of no use: others have taken their place in the same memory."""
+        """Unpin pages that were returned to the system: other pages have replaced them."""
         for segment, slot in slots:
             if segment in self._locks:
                 self._locks[segment].unlock(slot)
 
-    def send(self, shipment: Shipment) -> tuple[Any, Mark]:
-        """A batch on the device, and the mark behind its copy.
+    def send(self, handle: BatchHandle) -> tuple[Any, Mark]:
+        """Return a batch on the device, and the event recorded after its copy.
 
         Raises:
-            Exception: What the batch's samples raised, or its copying.
+            Exception: The exception of a sample of the batch, or of the copy.
         """
         while self._held and self._held[0][0].query():
             self._held.popleft()
-        batch = shipment.open()
+        batch = handle.open()
         if self.accelerator.locks_pages:
-            locks = self._locks.get(shipment.segment)
+            locks = self._locks.get(handle.segment)
             if locks is None:
-                locks = self._locks[shipment.segment] = PageLocks(
-                    self.accelerator, shipment.segment
-                )
-            locks.lock(shipment.parcel.slot, shipment.parcel.nbytes)
+                locks = self._locks[handle.segment] = PageLocks(self.accelerator, handle.segment)
+            locks.lock(handle.descriptor.slot, handle.descriptor.nbytes)
         with self.accelerator.copying():
             try:
                 sent = leaves_moved(batch, self.accelerator.copy)
@@ -72,8 +69,8 @@ class Dock:
         return sent, mark
 
 
-def _let_go(held: deque[tuple[Mark, Any]], owner: int) -> None:
-    """End of the dock: the device may still be reading."""
+def _finish_copies(held: deque[tuple[Mark, Any]], owner: int) -> None:
+    """Wait for copies that are still running when the prefetcher is dropped."""
     while held and owner == os.getpid():
         mark, _ = held.popleft()
         mark.synchronize()
@@ -81,7 +78,7 @@ def _let_go(held: deque[tuple[Mark, Any]], owner: int) -> None:
 
 @dataclass
 class _Sent:
-    """A batch on the device, or what came of the attempt instead; and what is in it, for the account of this rank."""
+    """A batch on the device or its exception, and the part of the epoch that it covers."""
 
     portion: Any
     batch: Any = None
@@ -89,47 +86,47 @@ class _Sent:
     error: Exception | None = None
 
 
-class DockedSource:
-    """Gives the batches of another source on the device (see :class:`minato.delivery.iterator.BatchSource`)."""
+class DeviceSource:
+    """The batches of another source, on the device (see :class:`minato.delivery.iterator.BatchSource`)."""
 
-    def __init__(self, source: RankSource, dock: Dock) -> None:
+    def __init__(self, source: RankSource, prefetcher: DevicePrefetcher) -> None:
         self._source = source
-        self._dock = dock
+        self._prefetcher = prefetcher
         self._sent: deque[_Sent] = deque()
 
     def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
-        """Start an epoch; batches of the last one that were sent ahead are dropped."""
+        """Start an epoch, and drop the prefetched batches of the last one."""
         self._sent.clear()
         return self._source.begin(epoch, batches)
 
     def next(self) -> Any:
-        """The next batch; what the program asks of the device from now on waits for its copy."""
+        """Return the next batch; the current stream waits for its copy."""
         sent = self._sent.popleft() if self._sent else self._send(self._source.take())
         if sent.mark is not None:
-            self._dock.accelerator.wait(sent.mark)
-        while len(self._sent) < self._dock.ahead and self._source.has_next:
+            self._prefetcher.accelerator.wait(sent.mark)
+        while len(self._sent) < self._prefetcher.ahead and self._source.has_next:
             self._sent.append(self._send(self._source.take()))
         self._source.part.handed(sent.portion)
         if sent.error is not None:
             try:
                 raise sent.error
             finally:
-                sent.error = None  # it knows this frame, and would keep the source
+                sent.error = None  # its traceback holds this frame, and so the source
         return sent.batch
 
-    def _send(self, shipment: Shipment) -> _Sent:
-        self._dock.unlock(self._source.given_back())
+    def _send(self, handle: BatchHandle) -> _Sent:
+        self._prefetcher.unlock(self._source.given_back())
         try:
-            return _Sent(shipment.portion, *self._dock.send(shipment))
+            return _Sent(handle.portion, *self._prefetcher.send(handle))
         except Exception as error:
-            return _Sent(shipment.portion, error=error)
+            return _Sent(handle.portion, error=error)
 
     def pinned(self, duration_ns: int) -> None:
-        """Nothing is pinned."""
+        """Do nothing: this source pins no copies."""
 
     def lock_pages(self, locker: PageLocker) -> None:
-        """They are."""
+        """Do nothing: the prefetcher pins the pages."""
 
     def shut_down(self) -> None:
-        """Leave the pass."""
+        """Leave the epoch."""
         self._source.shut_down()
