@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from minato.engine.spec import LoaderSpec
+from minato.errors import MinatoWarning
 from minato.sampling.coverage import Done
 from minato.sampling.epoch import Epoch
 from minato.sampling.position import Position
@@ -205,7 +206,7 @@ class EngineFactory:
                 f"the dataset or its transforms hold random generators that cannot be bound to samples, as {cause}: "
                 f"{', '.join(unbound)}. Their numbers depend on which worker runs which sample, so a seeded run does "
                 "not repeat. Call minato.numpy_rng(), python_rng() or torch_rng() inside the sample instead",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )
 

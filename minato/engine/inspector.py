@@ -12,6 +12,7 @@ from minato._system import available_cores, local_rank
 from minato.engine.factory import RankSession
 from minato.engine.history import History
 from minato.engine.spec import LoaderSpec
+from minato.errors import MinatoWarning
 from minato.options import metrics_address
 from minato.sampling.coverage import Coverage
 from minato.sampling.position import Position
@@ -89,6 +90,7 @@ class Inspector:
             persistent_workers=workers.persistent,
             pin_memory=spec.pin_memory,
             cores=available_cores(whole_node=options.shared_pool is not None),
+            name=options.name,
         )
         return report_of(setup, spec.transforms.names, journal, labels)
 
@@ -97,7 +99,7 @@ class Inspector:
         from minato.observe.report.live import Live
 
         self.watch_gpus()
-        return Live(self._measured(), type(self._spec.dataset).__name__, self._stages)
+        return Live(self._measured(), self._spec.options.name, self._stages)
 
     @property
     def _stages(self) -> list[str]:
@@ -163,7 +165,7 @@ class Inspector:
         host, port = address
         port += rank if port else 0
         journal = self._measured()
-        exported = Exported(journal, type(self._spec.dataset).__name__, self._stages)
+        exported = Exported(journal, self._spec.options.name, self._stages)
         try:
             exported.url = serve(exported, host, port)
         except OSError as error:
@@ -174,7 +176,7 @@ class Inspector:
             )
             if self._spec.options.metrics is not None:
                 raise OSError(error.errno, text) from None
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, MinatoWarning, stacklevel=4)
 
     def slow_samples(self) -> SlowSamples:
         """See ``DataLoader.slow_samples``."""

@@ -6,6 +6,7 @@ import warnings
 
 from minato._core.histogram import Histogram
 from minato.engine.plan import Pipeline
+from minato.errors import MinatoWarning
 from minato.observe.stats.profile import Profile, fingerprint
 
 __all__ = ["ProfileStore"]
@@ -36,6 +37,6 @@ class ProfileStore:
         except OSError as error:
             warnings.warn(
                 f"profile={self._folder!r} cannot be written, so the next run begins without it: {error}",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )
