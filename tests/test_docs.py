@@ -166,3 +166,60 @@ def test_every_environment_variable_is_documented() -> None:
     }
     text = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == used
+
+
+OLD_WORDS = {
+    r"anew": "again, new",
+    r"burials?": "recovery",
+    r"dearer|dearest": "more expensive, most expensive",
+    r"(?:was|were|is|are) foretold|foretel\w*|foretold|foresight": "predict, prediction",
+    r"for ever": "forever, without limit",
+    r"in line": "in the main process",
+    r"lenien\w*": "retry",
+    r"main memory": "host memory",
+    r"of late": "recently",
+    r"page-locked": "pinned",
+    r"parcels?": "batch descriptor",
+    r"put(?:s|ting)? by|sets? aside|setting aside": "defer",
+    r"roster\w*": "active workers",
+    r"shall": "must, will, or the present tense",
+    r"so many": "that number of",
+    r"(?:is|are|was|were|been|be) told": "get, receive",
+    r"the least and the greatest": "minimum and maximum, range",
+    r"truth values?": "bool",
+    r"twins?": "compiled and pure backend",
+    r"under way": "in flight, running",
+    r"whoever": "the process that, the worker that",
+}
+"""Words and phrases that must not return, and what to write instead."""
+PLAIN = [
+    *(page for page in PAGES if page.name in ("README.md", "index.md", "order.md")),
+    *sorted((ROOT / "docs").rglob("*.py")),
+]
+"""Files whose prose follows the glossary."""
+
+
+def old_words(text: str) -> list[str]:
+    return [
+        f"line {text.count(chr(10), 0, match.start()) + 1}: {match[0]!r}; write {instead}"
+        for old, instead in OLD_WORDS.items()
+        for match in re.finditer(rf"\b(?:{old})\b", text.replace("\n", " "), re.IGNORECASE)
+    ]
+
+
+@pytest.mark.parametrize("page", PLAIN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_old_words_do_not_return(page: Path) -> None:
+    assert old_words(page.read_text(encoding="utf-8")) == []
+
+
+def test_old_words_are_found_across_lines() -> None:
+    assert old_words("It is\ntold anew.") != old_words("")
+    assert len(old_words("It is\ntold anew.")) == 2
+
+
+def test_glossary_defines_each_word_once() -> None:
+    text = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^(\S.*)\n: (.+(?:\n  .+)*)$", text, re.MULTILINE)
+    words = [word for word, _ in entries]
+    assert 40 <= len(words) == len(set(words))
+    assert [word for word, meaning in entries if not re.search(r"\]\(\S+\)$", meaning)] == []
