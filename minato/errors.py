@@ -32,11 +32,11 @@ class CoverageError(MinatoError, RuntimeError):
 
 
 class ErrorBudgetError(MinatoError, RuntimeError):
-    """More samples of an epoch failed than ``error_budget`` allows."""
+    """More samples of an epoch failed than ``ErrorPolicy.max_failures`` allows."""
 
 
 class SampleTimeoutError(MinatoError, TimeoutError):
-    """A sample took longer than ``sample_timeout_s``; the text holds the stack of the worker that ran it."""
+    """A sample took longer than ``ErrorPolicy.sample_timeout``; the text holds the stack of the worker that ran it."""
 
 
 class WorkerDiedError(MinatoError, RuntimeError):

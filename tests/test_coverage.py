@@ -18,7 +18,7 @@ NOTHING = Tally(0, 0)
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    "workers", [{}, {"num_workers": 2}, {"num_workers": 3, "worker_method": "thread"}]
+    "workers", [{}, {"num_workers": 2}, {"num_workers": 3, "workers": "thread"}]
 )
 def test_a_whole_epoch_is_covered_in_every_order(order: str, workers: dict[str, Any]) -> None:
     loader = DataLoader(Sleepy(41, 0.0002, {5: 0.02}), 4, shuffle=True, order=order, **workers)

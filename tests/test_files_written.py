@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minato import DataLoader
+from minato import DataLoader, ErrorPolicy
 from minato._files import replacement, write_atomically
 from minato._occurrences import Again
 from minato.ingest.job import ingest
@@ -42,7 +42,7 @@ def record(path: Path) -> None:
 
 
 def quarantine(path: Path) -> None:
-    assert len(list(DataLoader(Numbers(4), 2, quarantine=path))) == 2
+    assert len(list(DataLoader(Numbers(4), 2, errors=ErrorPolicy(log=path)))) == 2
 
 
 def trace(path: Path) -> None:

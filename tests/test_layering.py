@@ -22,7 +22,7 @@ STAGES = ["sampling", "transforms", "scheduling", "workers", "batching", "delive
 COMMON = {
     "checks",
     "errors",
-    "fetching",
+    "options",
     *(path.stem for path in PACKAGE.glob("_*.py") if path.stem != "__init__"),
 }
 """Top-level modules below everything; they import only each other."""
@@ -81,12 +81,12 @@ def allowed(part: str) -> set[str] | None:
     if part == "ray":
         return {"ray", "workers", "transforms", "observe", "_core", *COMMON}
     if part == "shared_pool":
-        return {"shared_pool", *STAGES, "engine", "options", "observe", "_core", *COMMON}
+        return {"shared_pool", *STAGES, "engine", "observe", "_core", *COMMON}
     if part == "ingest":
         return {"ingest", "sources", "loader", *COMMON}
     if part in ("caching", "integrations", "sources"):
         return {part, *COMMON}
-    return {"options", *COMMON}
+    return {*COMMON}
 
 
 OBSERVERS = {

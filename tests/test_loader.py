@@ -41,9 +41,9 @@ WORKERS = {
     "1-process": {"num_workers": 1},
     "2-processes": {"num_workers": 2},
     "7-processes": {"num_workers": 7},
-    "1-thread": {"num_workers": 1, "worker_method": "thread"},
-    "2-threads": {"num_workers": 2, "worker_method": "thread"},
-    "7-threads": {"num_workers": 7, "worker_method": "thread"},
+    "1-thread": {"num_workers": 1, "workers": "thread"},
+    "2-threads": {"num_workers": 2, "workers": "thread"},
+    "7-threads": {"num_workers": 7, "workers": "thread"},
 }
 FEW = {name: WORKERS[name] for name in ("inline", "2-processes", "2-threads")}
 
@@ -65,7 +65,7 @@ THOROUGHLY = [
 @each(WORKERS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_sample_once_per_epoch(order: str, workers: dict[str, Any]) -> None:
-    processes = workers["num_workers"] if "worker_method" not in workers else 0
+    processes = workers["num_workers"] if "workers" not in workers else 0
     for size, drop_last, persistent in ROUGHLY if processes == 7 else THOROUGHLY:
         persistent = persistent and workers["num_workers"] > 0
         loader = DataLoader(
@@ -419,6 +419,6 @@ def test_workers_are_started_until_there_is_a_batch_and_then_as_the_consumer_wai
 
 def test_round_robin_starts_all_workers_as_torch_does(later: Counting) -> None:
     later.times.fill_(1)
-    iterator = iter(DataLoader(later, 2, num_workers=3, schedule="round_robin"))
+    iterator = iter(DataLoader(later, 2, num_workers=3, compat="torch"))
     assert len(multiprocessing.active_children()) == 3
     assert flat(iterator) == [*range(12)]

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 import minato
-from minato import DataLoader
+from minato import DataLoader, ErrorPolicy
 from minato.sampling.coverage import number_of
 from minato.sampling.samplers import SeededSampler, counted
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Numbers
@@ -34,7 +34,7 @@ TorchLoader = torch.utils.data.DataLoader
 WORKERS: dict[str, dict[str, Any]] = {
     "inline": {"num_workers": 0},
     "2-processes": {"num_workers": 2},
-    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "threads": {"num_workers": 2, "workers": "thread"},
     "reads": {"num_workers": 1, "fetch_concurrency": 3},
 }
 each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
@@ -233,7 +233,9 @@ def test_what_fails_is_tried_and_told_as_the_same_occurrence(
     expected = samples_of(make())
     third = [sample for sample in expected if sample[0] == 3][2]
     quarantine = tmp_path / "quarantine"
-    loader = make(Torn(third[1]), on_error="skip", retries=2, quarantine=quarantine, **workers)
+    loader = make(
+        Torn(third[1]), errors=ErrorPolicy(on_error="skip", retries=2, log=quarantine), **workers
+    )
     with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
         assert sorted(samples_of(loader)) == sorted({*expected} - {third})
     (record,) = [json.loads(line) for line in quarantine.read_text().splitlines()]

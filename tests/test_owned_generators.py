@@ -268,9 +268,9 @@ def test_with_torchs_streams_they_are_torchs(num_workers: int) -> None:
         return [batch for _ in range(2) for batch in loader]
 
     torchs = found(TorchLoader)
-    assert found(DataLoader, schedule="round_robin") == torchs
+    assert found(DataLoader, compat="torch") == torchs
     if num_workers == 0:
-        assert found(DataLoader, rng="worker") == torchs
+        assert found(DataLoader, compat="torch") == torchs
     assert found(DataLoader, seed=1) != torchs
 
 
@@ -301,12 +301,12 @@ def test_what_cannot_be_bound_is_named_once(num_workers: int) -> None:
     (words,) = warned(DataLoader(Foreign(), num_workers=num_workers))
     assert f"dataset.engine ({__name__}.CoreRandom)" in words
     assert "minato.numpy_rng()" in words
-    assert warned(DataLoader(Foreign(), num_workers=num_workers, rng="worker")) == []
+    assert warned(DataLoader(Foreign(), num_workers=num_workers, compat="torch")) == []
     assert warned(DataLoader(Augmented(4), 2, num_workers=num_workers)) == []
 
 
 def test_generators_that_threads_share_are_named() -> None:
-    threads = {"num_workers": 2, "worker_method": "thread"}
+    threads = {"num_workers": 2, "workers": "thread"}
     (words,) = warned(DataLoader(Draws(4), **threads))
     assert "worker threads share them: dataset.rng (numpy" in words
     (words,) = warned(

@@ -1,4 +1,4 @@
-"""``worker_method="ray"``: the workers are actors in a cluster, here of one node and then two on this machine."""
+"""``workers=RayWorkers(...)``: the workers are actors in a cluster, here of one node and then two on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 from torch.utils.data import Sampler, get_worker_info
 
 import minato
-from minato import DataLoader
+from minato import AutoScale, DataLoader, ErrorPolicy, RayWorkers
 from minato.ray.actor import _packed, _packed_error, unpacked
 from minato.workers.current_sample import InHand
 from minato.workers.restart_policy import Deaths, Loss
@@ -239,9 +239,8 @@ def rig(mark: str, from_processes: list[Any]) -> Iterator[Rig]:
             loader = loader_of(
                 mark,
                 keys,
-                worker_method="ray",
-                on_error=treatment,
-                retries=1,
+                workers=RayWorkers(),
+                errors=ErrorPolicy(on_error=treatment, retries=1),
                 trace=f"{mark}.trace",
             )
             servers.THREADS.update({"minato-0", "minato-1"})  # new ones, where actors are replaced
@@ -364,8 +363,7 @@ def test_an_early_end_leaves_no_actor(rig: Rig) -> None:
         Points(100),
         batch_size=2,
         num_workers=1,
-        worker_method="ray",
-        ray_options={"num_cpus": 0},
+        workers=RayWorkers({"num_cpus": 0}),
         collate_fn=collate,
         worker_init_fn=print,
     )
@@ -401,7 +399,7 @@ def _fails() -> Any:
 @needs_ray
 def test_a_dataset_that_cannot_be_made_there_is_an_error(rig: Rig) -> None:
     loader: DataLoader[Any] = DataLoader(
-        Unable(4), num_workers=1, worker_method="ray", ray_options={"num_cpus": 0}
+        Unable(4), num_workers=1, workers=RayWorkers({"num_cpus": 0})
     )
     with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
         next(iter(loader))
@@ -447,26 +445,31 @@ def test_a_connection_that_is_closed_is_an_error(rig: Rig) -> None:
     [
         ({"num_workers": 0}, "num_workers=0"),
         ({"num_workers": "auto"}, "num_workers at most"),
-        ({"max_workers": 4}, "num_workers at most"),
-        ({"schedule": "round_robin"}, "schedule='round_robin'"),
+        ({"num_workers": AutoScale(max=4)}, "num_workers at most"),
+        ({"compat": "torch"}, "compat='torch'"),
         ({"fetch_concurrency": 2}, "fetch_concurrency=2"),
-        ({"sample_timeout_s": 1.0}, "sample_timeout_s=1.0"),
+        ({"errors": ErrorPolicy(sample_timeout=1.0)}, "sample_timeout=1.0"),
         ({"cache": minato.caching.MemoryCache(1000)}, "MemoryCache"),
-        ({"ray_options": {"max_restarts": 1}}, "max_restarts"),
-        ({"worker_method": "thread", "ray_options": {"num_cpus": 1}}, "ray_options"),
     ],
     ids=lambda given: str(next(iter(given))) if isinstance(given, dict) else "",
 )
 def test_what_actors_cannot_do_is_refused(given: dict[str, Any], named: str) -> None:
-    arguments: dict[str, Any] = {"num_workers": 2, "worker_method": "ray", **given}
+    arguments: dict[str, Any] = {"num_workers": 2, "workers": RayWorkers(), **given}
     with pytest.raises(ValueError, match=named):
         DataLoader(Numbers(8), **arguments)
+
+
+def test_what_the_loader_decides_of_an_actor_is_refused() -> None:
+    with pytest.raises(ValueError, match="actor_options cannot set max_restarts"):
+        RayWorkers({"max_restarts": 1})
+    with pytest.raises(TypeError, match="actor_options=3 is a int: give a dictionary"):
+        RayWorkers(3)  # type: ignore[arg-type]
 
 
 def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'minatoloader\[ray\]'"):
-        DataLoader(Numbers(8), num_workers=1, worker_method="ray")
+        DataLoader(Numbers(8), num_workers=1, workers=RayWorkers())
 
 
 @needs_ray

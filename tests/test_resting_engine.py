@@ -28,9 +28,7 @@ def times_ten(samples: list[int]) -> torch.Tensor:
     return torch.tensor(samples) * 10
 
 
-@pytest.mark.parametrize(
-    "options", [*({"order": order} for order in ORDERS), {"schedule": "round_robin"}]
-)
+@pytest.mark.parametrize("options", [*({"order": order} for order in ORDERS), {"compat": "torch"}])
 def test_epochs_follow_one_another_on_one_engine(options: dict[str, Any]) -> None:
     loader = DataLoader(Numbers(50), 4, **options)
     seen = set()

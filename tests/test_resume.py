@@ -180,7 +180,7 @@ def test_every_order_with_other_workers(order: str, drop_last: bool) -> None:
     loader = DataLoader(dataset, BATCH, num_workers=3, **options)
     got, state = begun(loader, 2)
     total = len(loader)
-    for workers in ({"num_workers": 0}, {"num_workers": 2, "worker_method": "thread"}):
+    for workers in ({"num_workers": 0}, {"num_workers": 2, "workers": "thread"}):
         later = resumed(state, DataLoader(dataset, BATCH, **options, **workers))
         rest = indices(later)
         assert len(got) + len(rest) == total
@@ -341,7 +341,7 @@ def test_a_batch_that_raised_is_done(num_workers: int) -> None:
 @pytest.mark.filterwarnings("ignore:.*samples of this epoch were skipped:RuntimeWarning")
 def test_skipped_samples_are_accounted_for(order: str) -> None:
     def loader() -> Any:
-        return DataLoader(Broken(22), 4, num_workers=1, order=order, on_error="skip")
+        return DataLoader(Broken(22), 4, num_workers=1, order=order, errors="skip")
 
     iterator = iter(loader_ := loader())
     got = [next(iterator).tolist() for _ in range(2)]
@@ -542,9 +542,7 @@ class Counting(Numbers):
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_a_map_style_dataset_with_a_state(num_workers: int) -> None:
     def loader() -> Any:
-        return DataLoader(
-            Counting(20), 3, num_workers=num_workers, schedule="round_robin", shuffle=False
-        )
+        return DataLoader(Counting(20), 3, num_workers=num_workers, compat="torch", shuffle=False)
 
     expected = indices(loader())
     for batches in range(len(expected) + 1):
@@ -563,7 +561,7 @@ def test_a_map_style_dataset_keeps_its_state_when_a_sample_raises() -> None:
     assert indices(resumed(saved(loader), later)) == [[304, 405]]
 
 
-@pytest.mark.parametrize("options", [{"order": "arrival"}, {"worker_method": "thread"}])
+@pytest.mark.parametrize("options", [{"order": "arrival"}, {"workers": "thread"}])
 def test_where_a_datasets_state_means_nothing_it_is_refused(options: dict[str, Any]) -> None:
     loader = DataLoader(Counting(8), 2, num_workers=1, **options)
     assert len(flat(indices(loader))) == 8

@@ -333,7 +333,7 @@ def _out_of_memory() -> Finding:
     return _finding(
         "ended for memory",
         f"{kills} processes" if kills else "none",
-        "raise the container's limit (memory.max), use fewer workers, or give memory_budget_bytes=",
+        "raise the container's limit (memory.max), use fewer workers, or give memory_budget=",
         limits=kills > 0,
     )
 

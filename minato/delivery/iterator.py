@@ -14,9 +14,9 @@ from minato._core.clock import now_ns
 from minato._postponed import not_the_end
 from minato._ranges import in_profile
 from minato.batching.page_locks import PageLocker
-from minato.checks import IN_PLACE
 from minato.delivery.device_copy import page_locker
 from minato.delivery.pinning import Pin
+from minato.options import IN_PLACE
 
 __all__ = ["BatchIterator", "BatchSource", "Pass"]
 

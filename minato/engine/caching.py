@@ -43,15 +43,15 @@ def check_cache(
             "cache= keeps samples that are always the same, and those of a dataset with a state_dict() depend on its "
             "state: leave it out"
         )
-    if options.worker_method == "ray":
+    if options.worker_kind == "ray":
         raise ValueError(
-            f"{cache!r} keeps samples on this machine, and worker_method='ray' reads them on others: leave it out"
+            f"{cache!r} keeps samples on this machine, and workers=RayWorkers(...) reads them on others: leave it out"
         )
     workers_end = num_workers > 0 and not persistent_workers
-    if workers_end and options.worker_method == "process" and not cache.shared:
+    if workers_end and options.worker_kind == "process" and not cache.shared:
         raise ValueError(
             f"{cache!r} belongs to one process, and the worker processes of each epoch are new ones: use a DiskCache, "
-            "persistent_workers=True or worker_method='thread'"
+            "persistent_workers=True or workers='thread'"
         )
     if cache.after is not None and cache.after > len(chain):
         raise ValueError(

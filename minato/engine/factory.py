@@ -116,11 +116,12 @@ class Opening:
     @property
     def _most_replicas(self) -> int:
         """How many copies of the dataset there can be."""
-        return max(self._options.max_workers or 0, self.num_workers, 1)
+        scale = self._options.autoscale
+        return max((scale and scale.max) or 0, self.num_workers, 1)
 
     @property
     def _in_threads(self) -> bool:
-        return self.num_workers > 0 and self._options.worker_method != "process"
+        return self.num_workers > 0 and self._options.worker_kind != "process"
 
     def _make_engine(
         self, base_seed: int, reader: type[BatchReader] | None = None, pin: Pin | None = None

@@ -49,6 +49,8 @@ class Experience:
     @classmethod
     def of(cls, options: Options, num_workers: int) -> Experience:
         """What a new loader knows."""
-        limits = options.min_workers, options.max_workers
-        staffing = Staffing.of(options.controller, num_workers, *limits)
-        return cls(staffing=staffing, journal=Journal() if options.measure else None)
+        scale = options.autoscale
+        staffing = None
+        if scale is not None:
+            staffing = Staffing.of(scale.controller, num_workers, scale.min, scale.max)
+        return cls(staffing=staffing, journal=Journal() if options.stats else None)

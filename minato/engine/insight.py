@@ -14,10 +14,8 @@ from torch.utils.data import get_worker_info
 from minato._compat import is_batched
 from minato._standin import made_only
 from minato._system import local_rank
-from minato.checks import metrics_address
 from minato.engine.factory import Opening
-from minato.fetching import Fetching
-from minato.options import Unbound
+from minato.options import Unbound, metrics_address
 from minato.sampling.coverage import Coverage
 from minato.sampling.epoch import is_stream
 from minato.transforms.owned import Owned
@@ -55,19 +53,16 @@ class Insight(Opening):
                 others are classes.
 
         Raises:
-            ValueError: The loader was made with ``measure=False``, or a sample has no label.
+            ValueError: The loader was made with ``stats=False``, or a sample has no label.
         """
         from minato.observe.report.build import report_of, setup_of
 
         journal = self._measured()
         options = self._options
         may_fetch_more = not (
-            is_stream(self)
-            or options.schedule == "round_robin"
-            or options.rng == "worker"
-            or options.worker_method == "ray"
+            is_stream(self) or options.compat == "torch" or options.worker_kind == "ray"
         )
-        concurrency = Fetching.of(options.fetch_concurrency).concurrency
+        concurrency = options.fetch_concurrency.concurrency
         bounded = self.num_workers > 0 and not isinstance(self.prefetch_factor, Unbound)
         return report_of(
             setup_of(self._whole, concurrency, may_fetch_more, bounded),
@@ -88,7 +83,7 @@ class Insight(Opening):
             Ends the view by ``close()``, or at the end of a ``with`` block.
 
         Raises:
-            ValueError: The loader was made with ``measure=False``.
+            ValueError: The loader was made with ``stats=False``.
         """
         from minato.observe.report.live import Live
 
@@ -98,12 +93,12 @@ class Insight(Opening):
     def _measured(self) -> Journal:
         self._refuse_attached("a report")
         if self._experience.journal is None:
-            raise ValueError("measure=False: nothing was measured; leave it out to have a report")
+            raise ValueError("stats=False: nothing was measured; leave it out to have a report")
         return self._experience.journal
 
     @property
     def metrics_url(self) -> str | None:
-        """Where the loader's figures are told; None without ``metrics_port``, and before the first iteration."""
+        """Where the loader's figures are told; None without ``metrics``, and before the first iteration."""
         from minato.observe.monitor.metrics import Exported
 
         journal = self._experience.journal
@@ -124,12 +119,12 @@ class Insight(Opening):
             watchers = self._experience.journal.watchers
             if not any(isinstance(watcher, Live) for watcher in watchers):
                 self.live()
-        place = self._options.metrics_port
-        if place is None:
-            place = _wished("MINATO_METRICS_PORT")
+        place = self._options.metrics
+        if place is None and (wished := _wished("MINATO_METRICS_PORT")) is not None:
+            place = metrics_address(wished, "MINATO_METRICS_PORT")
         if place is not None and self.metrics_url is None:
             self._tell_figures(place, rank)
-        if place is not None or self._options.measure == "gpu":
+        if place is not None or self._options.stats == "gpu":
             self._watch_gpus()
 
     def _watch_machine(self, journal: Journal) -> MachineLook:
@@ -139,7 +134,7 @@ class Insight(Opening):
 
         if not isinstance(journal.machine, MachineLook):
             journal.machine = MachineLook()
-            reads = Fetching.of(self._options.fetch_concurrency).counters
+            reads = self._options.fetch_concurrency.counters
             journal.storage = Storage(self.dataset, self.cache, reads).counts
         return journal.machine
 
@@ -151,11 +146,11 @@ class Insight(Opening):
 
             machine.gpus = gpu_watch()
 
-    def _tell_figures(self, place: int | str, rank: int) -> None:
+    def _tell_figures(self, place: tuple[str, int], rank: int) -> None:
         from minato.observe.monitor.endpoint import serve
         from minato.observe.monitor.metrics import Exported
 
-        host, port = metrics_address(place)
+        host, port = place
         port += rank if port else 0
         stages = ["dataset", *self._chain.names]
         exported = Exported(self._measured(), type(self.dataset).__name__, stages)
@@ -165,9 +160,9 @@ class Insight(Opening):
             self._measured().watchers.remove(exported)
             words = (
                 f"the metrics of a loader cannot be told at {host}:{port}: {error.strerror}; use another port, or "
-                "metrics_port=0 for any that is free"
+                "metrics=0 for any that is free"
             )
-            if self._options.metrics_port is not None:
+            if self._options.metrics is not None:
                 raise OSError(error.errno, words) from None
             warnings.warn(words, stacklevel=4)
 
@@ -262,7 +257,7 @@ class Insight(Opening):
         )
         with randomness.saved():
             fetcher = Fetcher(self.dataset, self._chain, is_batched(self))
-            if self._options.rng != "sample":
+            if not self._options.seeds_samples:
                 return fetcher.single(index)
             randomness.bind(epoch, index, occurrence)
             sample = fetcher.single(index)

@@ -13,17 +13,16 @@ from minato._compat import index_sampler, is_batched
 from minato._core.limits import explaining_limits
 from minato._core.seeding import mix
 from minato._system import local_ranks, memory_of_late_bytes
-from minato.fetching import Fetching
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.observe.trace.track import Tracks
-from minato.options import Options, Unbound
+from minato.options import FetchOptions, Options, Unbound
 from minato.sampling.epoch import Standing, is_stream
 from minato.sampling.samplers import largest_batch
 from minato.scheduling.batches import Order
 from minato.scheduling.dataset_state import Replicas
 from minato.scheduling.slow_threshold import TimeoutSettings
 from minato.transforms.chain import Chain
-from minato.workers.error_policy import ErrorPolicy, FailureLog
+from minato.workers.error_policy import FailureHandler, FailureLog
 
 __all__ = ["Plan"]
 
@@ -87,7 +86,7 @@ class Plan:
     round_robin: bool
     drop_last: bool
     restarts: bool
-    policy: ErrorPolicy | None
+    policy: FailureHandler | None
     error_budget: float | None
     quarantine: str | None
     sample_timeout_s: float | None
@@ -95,7 +94,7 @@ class Plan:
     state_every: int | None
     slow: TimeoutSettings
     profile: str | None
-    fetching: Fetching
+    fetching: FetchOptions
     measure: bool
     tracks: Tracks | None
     device: torch.device | None
@@ -117,22 +116,23 @@ class Plan:
         """
         options: Options = loader._options
         run: Standing = loader._course.last
-        if run.replicas is not None and options.worker_method == "ray":
+        if run.replicas is not None and options.worker_kind == "ray":
             raise ValueError(
-                "the dataset has a state_dict() of its own, which worker_method='ray' does not bring back from the "
-                "cluster: use worker_method='process'"
+                "the dataset has a state_dict() of its own, which workers=RayWorkers(...) does not bring back from the "
+                "cluster: use workers='process'"
             )
         streams = is_stream(loader)
-        round_robin = streams or options.schedule == "round_robin"
+        round_robin = streams or options.compat == "torch"
         window: int | None = None
         if loader.num_workers == 0:
             window = 1
         elif round_robin or not isinstance(loader.prefetch_factor, Unbound):
             window = most_workers * loader.prefetch_factor
-        policy: ErrorPolicy | None = None
-        if options.settles_failures:
+        policy: FailureHandler | None = None
+        if options.errors.handles_samples or options.errors.sample_timeout is not None:
             # A log of failures for each iterator.
-            policy = ErrorPolicy(options.on_error, options.retries, FailureLog(options.quarantine))
+            log = FailureLog(options.errors.log_path)
+            policy = FailureHandler(options.errors.outcome, options.errors.tries_again, log)
         dataset, chain = loader.dataset, loader._chain
         if loader.cache is not None:
             from minato.engine.caching import behind
@@ -147,15 +147,15 @@ class Plan:
             batched=is_batched(loader),
             num_workers=num_workers,
             most_workers=most_workers,
-            worker_method=options.worker_method,
+            worker_method=options.worker_kind,
             context=loader.multiprocessing_context or torch.multiprocessing.get_context(),
             worker_init_fn=loader.worker_init_fn,
             base_seed=base_seed,
-            seeds_samples=options.rng == "sample" and not streams,
+            seeds_samples=options.seeds_samples and not streams,
             order=Order(options.order, options.max_lag),
             window_batches=window,
-            budget_bytes=options.memory_budget_bytes or _default_budget_bytes(options),
-            shares_budget=options.memory_budget_bytes is None and num_workers > 0,
+            budget_bytes=options.memory_budget or _default_budget_bytes(options),
+            shares_budget=options.memory_budget is None and num_workers > 0,
             largest_batch=largest_batch(index_sampler(loader), is_batched(loader)),
             timeout_s=loader.timeout,
             persistent=loader.persistent_workers,
@@ -163,23 +163,23 @@ class Plan:
             round_robin=round_robin,
             drop_last=loader.drop_last,
             # State that workers hold would be lost with them.
-            restarts=options.on_worker_death == "restart"
+            restarts=options.errors.on_worker_death == "restart"
             and not round_robin
             and run.replicas is None,
             policy=policy,
-            error_budget=options.error_budget,
-            quarantine=options.quarantine,
-            sample_timeout_s=options.sample_timeout_s,
+            error_budget=options.errors.max_failures,
+            quarantine=options.errors.log_path,
+            sample_timeout_s=options.errors.sample_timeout,
             replicas=run.replicas,
             state_every=options.snapshot_every_n_steps or None,
-            slow=TimeoutSettings(options.slow_percentile / 100, options.slow_after_s),
-            profile=options.profile,
-            fetching=Fetching.of(options.fetch_concurrency),
-            measure=bool(options.measure),
+            slow=TimeoutSettings(options.stragglers.share, options.stragglers.after_s),
+            profile=options.cost_history,
+            fetching=options.fetch_concurrency,
+            measure=bool(options.stats),
             tracks=None if loader._trace is None else loader._trace.take(),
             device=options.target,
             prefetch_to_device=options.prefetch_to_device,
-            ray_options=options.ray_options or {},
+            ray_options=options.actor_options,
         )
 
     def worker_tracer(self, number: int) -> Tracer:

@@ -36,7 +36,7 @@ class SlowSamples:
     Attributes:
         threshold_s: A sample that takes longer, in seconds, is slow; 0: none is.
         why: ``warm-up``, ``uniform`` (costs differ too little), ``following`` (the threshold follows the costs) or
-            ``fixed`` (by ``slow_after_s``).
+            ``fixed`` (by ``StragglerPolicy.after_s``).
         share: Of the latest samples, the share that was slow, from 0 to 1.
         lags: How many samples of the newest iterator's epoch came so many batches later than in the sampler's order;
             negative: earlier. 0 for all of them in ``strict`` order.

@@ -27,7 +27,7 @@ from minato.transforms.rng import SampleRandomness
 from minato.workers.active_workers import Roster
 from minato.workers.concurrent import ConcurrentWorker
 from minato.workers.deferral import Deferral
-from minato.workers.error_policy import ErrorPolicy
+from minato.workers.error_policy import FailureHandler
 from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.read_limit import Traffic
 from minato.workers.reads import Reads, reads_of
@@ -65,7 +65,7 @@ class Workplace:
     written_plan: tuple[int, int] | None = None
     stacks: StackFile | None = None
     habits: Habits | None = None
-    policy: ErrorPolicy | None = None
+    policy: FailureHandler | None = None
     _meters: dict[int, Meters] = field(default_factory=dict)
 
     def write_plan(self, arena: Arena) -> None:
@@ -224,7 +224,9 @@ class Workplace:
         fetching = plan.fetching
         if (fetching.at_once or reads is not None) and failure is None:
             workers = max(plan.most_workers, 1)
-            traffic = Traffic(self.segment.array, self.traffic_offset, workers, fetching.most)
+            traffic = Traffic(
+                self.segment.array, self.traffic_offset, workers, fetching.max_in_flight
+            )
             reads = reads or reads_of(dataset, fetching.concurrency)
             make = functools.partial(
                 ConcurrentWorker, reads, chain, plan.seeds_samples, traffic, fetching

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import Dataset
 
@@ -29,7 +29,9 @@ class _Tasks(Dataset[Any]):
         return [self._tasks[index]()]
 
 
-def in_processes(tasks: Iterable[Task], workers: int, worker_method: str) -> Iterator[Any]:
+def in_processes(
+    tasks: Iterable[Task], workers: int, worker_method: Literal["process", "thread"]
+) -> Iterator[Any]:
     """Results of tasks, as they come; a task whose worker dies is done again by another."""
     them = list(tasks)
     if not them:
@@ -44,7 +46,7 @@ def in_processes(tasks: Iterable[Task], workers: int, worker_method: str) -> Ite
                 num_workers=min(workers, len(them)),
                 order="arrival",
                 collate_fn=_as_it_is,
-                worker_method=worker_method,
+                workers=worker_method,
             )
         )
     for (result,) in results:

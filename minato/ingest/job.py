@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from minato.errors import MinatoError
 from minato.ingest.crews import in_processes, in_threads
@@ -59,7 +59,7 @@ def ingest(
     verify: bool = False,
     journal: str | Path | None = None,
     progress: bool = False,
-    worker_method: str = "process",
+    worker_method: Literal["process", "thread"] = "process",
     name: str | None = None,
 ) -> Ingested:
     """Write samples into a store, several chunks at a time.

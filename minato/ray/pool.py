@@ -48,7 +48,7 @@ class Crew:
         """Raise if the actors cannot be reached any more."""
         if not self._connected():
             raise RuntimeError(
-                "Ray was shut down while a loader with worker_method='ray' was in use"
+                "Ray was shut down while a loader with workers=RayWorkers(...) was in use"
             )
 
     def _connected(self) -> bool:

@@ -241,7 +241,7 @@ class Run:
         if not (
             given.persistent
             and given.course.foretells
-            and given.options.rng == "sample"
+            and given.options.seeds_samples
             and self._replay is None
         ):
             return None

@@ -212,7 +212,7 @@ def refusal(seats: list[Seat], host: Greeting, who: Greeting, waits: bool) -> st
         )
     if seats[who.local_rank].gone is not None and not waits:
         return (
-            f"{seats[who.local_rank].gone}, and the others do without it: on_rank_death='wait' lets another process "
+            f"{seats[who.local_rank].gone}, and the others do without it: SharedPool('wait') lets another process "
             "take its place"
         )
     return None

@@ -152,7 +152,7 @@ class Reception:
             if unexpected and self._raises and not self._closing:
                 self._break(
                     f"{seat.gone}, which shares the workers of this loader: the others cannot go on "
-                    "(on_rank_death='continue' lets them)"
+                    "(SharedPool('continue') lets them)"
                 )
             self._news.notify_all()
 

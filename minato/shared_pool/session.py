@@ -18,7 +18,7 @@ from minato.delivery.device_copy import accelerator_of
 from minato.delivery.iterator import BatchSource
 from minato.engine.engine import Engine
 from minato.engine.history import Experience
-from minato.options import Options
+from minato.options import Options, StartingWorkers
 from minato.sampling.coverage import Done, Tally
 from minato.sampling.distributed import InTurn, RankSampler, ranked
 from minato.sampling.rank_progress import united
@@ -106,14 +106,15 @@ class Sharing:
         Raises:
             ValueError: The ranks cannot be told from the environment, or this is no Linux.
         """
-        place = Place.of_environment() if options.shared_pool else None
-        if place is None:
+        pool = options.shared_pool
+        place = None if pool is None else Place.of_environment()
+        if pool is None or place is None:
             return None
         if sys.platform != "linux":
             raise ValueError(
                 f"shared_pool=True needs sockets of Linux, and this is {sys.platform}: leave it out"
             )
-        return cls(place, options.on_rank_death)
+        return cls(place, pool.on_rank_death)
 
     @property
     def place(self) -> str:
@@ -174,7 +175,7 @@ class Sharing:
     def experience(self, options: Options, num_workers: int) -> Experience:
         """What a new loader knows, of the workers of all ranks or, where there are none, of nothing."""
         if not self.hosts:
-            options = replace(options, measure=False, min_workers=None, max_workers=None)
+            options = replace(options, stats=False, num_workers=int(options.num_workers))
             return Experience.of(options, num_workers)
         ours = self._pooled_options(options)
         known = Experience.of(ours, num_workers * self._place.local_count)
@@ -184,11 +185,12 @@ class Sharing:
         return known
 
     def _pooled_options(self, options: Options) -> Options:
-        names = ("memory_budget_bytes", "min_workers", "max_workers")
-        values = {name: getattr(options, name) for name in names}
         count = self._place.local_count
-        scaled: dict[str, Any] = {name: value and value * count for name, value in values.items()}
-        return replace(options, **scaled, device=None)  # each rank brings its part to its own
+        budget = options.memory_budget and options.memory_budget * count
+        workers = options.num_workers
+        pooled = workers.times(count) if isinstance(workers, StartingWorkers) else workers * count
+        # Each rank copies its part to its own device.
+        return replace(options, memory_budget=budget, num_workers=pooled, device=None)
 
     def pooled(self, loader: Any) -> Any:
         """What stands for a loader where all ranks of the node are meant; itself, if it provides for no other."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minato._core.clock import now_ns
-from minato.fetching import Fetching
+from minato.options import FetchOptions
 from minato.transforms.chain import Chain
 from minato.workers.fetch import Fetcher
 from minato.workers.hedging import Hedging
@@ -72,7 +72,7 @@ class ConcurrentWorker(Worker):
         chain: Chain,
         seeds: bool,
         traffic: Traffic,
-        fetching: Fetching,
+        fetching: FetchOptions,
         *args: Any,
         **kwargs: Any,
     ) -> None:

@@ -13,7 +13,7 @@ from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.protocols import Sink
 from minato.scheduling.wait_stats import Flow
 from minato.workers.current_sample import InHand, collation_in_hand, sample_in_hand
-from minato.workers.error_policy import SKIP, ErrorPolicy, SampleFailure
+from minato.workers.error_policy import SKIP, FailureHandler, SampleFailure
 from minato.workers.restart_policy import Deaths, Loss
 from minato.workers.sample_timeout import Overdue
 
@@ -40,7 +40,7 @@ class Burial:
     deaths: Deaths
     flow: Flow
     overdue: Overdue | None
-    policy: ErrorPolicy | None
+    policy: FailureHandler | None
     tracer_of: Callable[[int], Tracer] = lambda number: NULL_TRACER
 
     def __post_init__(self) -> None:

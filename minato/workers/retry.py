@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from minato.transforms.chain import Chain
-from minato.workers.error_policy import ErrorPolicy, SampleFailure
+from minato.workers.error_policy import FailureHandler, SampleFailure
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner
 
@@ -23,7 +23,7 @@ class Leniency:
     def __init__(
         self,
         worker: int,
-        policy: ErrorPolicy,
+        policy: FailureHandler,
         runner: Runner,
         fetcher: Fetcher,
         chain: Chain,

@@ -130,7 +130,7 @@ class Overdue:
         if lease[0] is None:
             what = "worker_init_fn" if lease[2] == STARTING else "collate_fn"
         self._ended[number] = (
-            f"{what} took more than sample_timeout_s={self._limit_s:g}, and its worker (pid {process.pid}) "
+            f"{what} took more than sample_timeout={self._limit_s:g}, and its worker (pid {process.pid}) "
             f"was ended. Its stack:\n{stack or '(none: the process did not answer)'}"
         )
         process.kill()

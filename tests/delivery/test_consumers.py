@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from minato import DataLoader
+from minato import DataLoader, ErrorPolicy
 from minato.delivery import consumers as module
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Numbers, Sleepy
 from tests.delivery.recorder import Recorder, watch_slots
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.filterwarnings(TOO_MANY_WORKERS), pytest.mark.timeout(
 WORKERS: dict[str, dict[str, Any]] = {
     "in line": {"num_workers": 0},
     "processes": {"num_workers": 2},
-    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "threads": {"num_workers": 2, "workers": "thread"},
 }
 each_method = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
 
@@ -256,7 +256,9 @@ def test_after_an_error_a_consumer_may_go_on() -> None:
 
 
 def test_the_death_of_a_worker_ends_all_of_them() -> None:
-    loader = DataLoader(Sleepy(400, 0.005), 2, num_workers=1, on_worker_death="raise")
+    loader = DataLoader(
+        Sleepy(400, 0.005), 2, num_workers=1, errors=ErrorPolicy(on_worker_death="raise")
+    )
 
     def train(consumer: Any) -> str:
         try:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 WORKERS: dict[str, dict[str, Any]] = {
     "in line": {"num_workers": 0},
     "processes": {"num_workers": 2, "prefetch_factor": 2},
-    "threads": {"num_workers": 2, "prefetch_factor": 2, "worker_method": "thread"},
+    "threads": {"num_workers": 2, "prefetch_factor": 2, "workers": "thread"},
 }
 each_method = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
 each_order = pytest.mark.parametrize("order", ORDERS)
@@ -219,7 +219,7 @@ def test_batches_on_the_device_count_for_the_memory_budget(recorder: Recorder) -
     loader = make(
         Filled(60, 64, 64),
         num_workers=2,
-        memory_budget_bytes=3 * nbytes + nbytes // 2,
+        memory_budget=3 * nbytes + nbytes // 2,
         prefetch_to_device=8,
     )
     iterator = iter(loader)

@@ -42,7 +42,7 @@ def accelerated(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder
     [
         {"num_workers": 0},
         {"num_workers": 2, "prefetch_factor": 2},
-        {"num_workers": 2, "worker_method": "thread"},
+        {"num_workers": 2, "workers": "thread"},
         {"num_workers": 1, "persistent_workers": True},
     ],
     ids=str,

@@ -99,7 +99,7 @@ def _without_one(on_rank_death: str) -> dict[str, Any]:
     rank, count = rank_and_count()
     dist.init_process_group("gloo")
     loader = minato.DataLoader(
-        Indexed(160, 0.01), 4, num_workers=1, shared_pool=True, on_rank_death=on_rank_death
+        Indexed(160, 0.01), 4, num_workers=1, shared_pool=minato.SharedPool(on_rank_death)
     )
     batches, kept = iter(loader), []
     while True:

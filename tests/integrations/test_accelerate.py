@@ -26,9 +26,9 @@ OPTIONS: dict[str, Any] = {
     "order": "fast_first",
     "max_lag": 3,
     "seed": 5,
-    "memory_budget_bytes": 1 << 20,
-    "worker_method": "thread",
-    "on_worker_death": "raise",
+    "memory_budget": 1 << 20,
+    "workers": "thread",
+    "errors": minato.ErrorPolicy(on_worker_death="raise"),
     "fetch_concurrency": 3,
 }
 

@@ -26,14 +26,14 @@ GIVEN: dict[str, Any] = {
     "order": "arrival",
     "max_lag": 3,
     "seed": 5,
-    "memory_budget_bytes": 1 << 20,
-    "worker_method": "thread",
-    "rng": "worker",
-    "on_worker_death": "raise",
+    "memory_budget": 1 << 20,
+    "workers": "thread",
+    "compat": "torch",
+    "errors": minato.ErrorPolicy(on_worker_death="raise"),
 }
 DEVICE = {"device": torch.device("meta"), "prefetch_to_device": 3}
-SHARED = {"shared_pool": True, "on_rank_death": "continue"}
-READS = {"fetch_concurrency": 3, "cache": MemoryCache(1000), "worker_method": "thread"}
+SHARED = {"shared_pool": minato.SharedPool("continue")}
+READS = {"fetch_concurrency": 3, "cache": MemoryCache(1000), "workers": "thread"}
 
 
 def of(loader: Any) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def of(loader: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "given",
-    [{}, GIVEN, READS, {"in_order": False}, {"schedule": "round_robin"}, DEVICE, SHARED],
+    [{}, GIVEN, READS, {"in_order": False}, {"compat": "torch"}, DEVICE, SHARED],
 )
 def test_a_loader_can_be_built_from_the_attributes_of_another(given: dict[str, Any]) -> None:
     loader = minato.DataLoader(Numbers(8), 4, num_workers=2, **given)

@@ -121,7 +121,7 @@ class Nested(Numbers):
 def test_loader_within_a_sample(outer: int) -> None:
     same_for_both(
         lambda make: [*make(Nested(3, make, 0), 2, num_workers=outer, collate_fn=list)],
-        rng="worker",
+        compat="torch",
     )
 
 

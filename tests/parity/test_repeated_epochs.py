@@ -134,7 +134,7 @@ def test_a_failures_seed_is_that_of_its_own_epoch() -> None:
         failures.append(failure)
         return minato.SKIP
 
-    loader = minato.DataLoader(Torn(2), 2, on_error=note)
+    loader = minato.DataLoader(Torn(2), 2, errors=note)
     with pytest.warns(RuntimeWarning, match="2 samples of this epoch were skipped"):
         plain(loader), plain(loader)
     assert [failure.epoch for failure in failures] == [0, 0, 1, 1]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from minato import DataLoader
+from minato import DataLoader, SharedPool
 from minato.batching.arena import Slot
 from minato.shared_pool.channel import connected
 from minato.shared_pool.client import Link
@@ -66,7 +66,7 @@ def test_a_rank_that_comes_again_is_told_of_no_memory_it_has_not(tmp_path: Path)
     place = Slot(4096, 8192)
 
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(40), on_rank_death="wait")
+        loader = loader_of(Numbers(40), shared_pool=SharedPool("wait"))
         if (tmp_path / "ended").exists():
             loader.set_epoch(1)
             found = indices(loader)

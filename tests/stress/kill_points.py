@@ -204,7 +204,7 @@ ARRIVAL: dict[str, Any] = {
     "max_lag": 2,
 }  # with 1, each sample has its own place
 COLLATE: dict[str, Any] = {"collate_fn": collate}
-SKIP: dict[str, Any] = {"on_error": "skip"}
+SKIP: dict[str, Any] = {"errors": "skip"}
 DEFER: dict[str, Any] = {**ARRIVAL, "transforms": [same]}
 SCENES = (
     Scene("single"),

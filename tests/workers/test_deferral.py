@@ -425,7 +425,7 @@ def test_a_deferred_sample_is_completed_before_the_next_epoch_begins() -> None:
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
 LENGTH = 60
-METHODS = {"processes": {}, "threads": {"worker_method": "thread"}}
+METHODS = {"processes": {}, "threads": {"workers": "thread"}}
 
 
 class Arrays(Numbers):

@@ -88,7 +88,7 @@ def setup_of(loader: Any, fetch_concurrency: int, may_fetch_more: bool, bounded:
     """
     return Setup(
         loader.num_workers,
-        loader._options.worker_method,
+        loader._options.worker_kind,
         loader._options.order,
         loader.batch_size,
         fetch_concurrency,

@@ -119,7 +119,7 @@ class Room:
         "batches", "that may be; equal to what is in flight while you wait: too little room"
     )
     memory_bytes: int = figure("bytes", "of the batches in flight, at most")
-    budget_bytes: int = figure("bytes", "memory_budget_bytes")
+    budget_bytes: int = figure("bytes", "memory_budget")
     held_by_budget: bool = figure(
         "yes or no", "yes: the budget keeps further batches from being loaded ahead"
     )
@@ -131,13 +131,13 @@ class Host:
 
     gpus: int = figure(
         "GPUs",
-        'that are watched, as measure="gpu" has it; 0: nobody asked, none was found, or its driver does not tell',
+        'that are watched, as stats="gpu" has it; 0: nobody asked, none was found, or its driver does not tell',
     )
     disk_bytes_per_s: float = figure(
         "bytes per s", "read from local disks; near what they can do: the disk is the limit"
     )
     available_bytes: int = figure(
-        "bytes", "of memory, at the end; near 0: fewer workers, or a smaller memory_budget_bytes"
+        "bytes", "of memory, at the end; near 0: fewer workers, or a smaller memory_budget"
     )
     limit_bytes: int = figure("bytes", "of memory that there are, for this container")
 
@@ -165,7 +165,7 @@ class Slowness:
     )
     threshold_s: float = figure("s", "samples that take longer are slow; 0: none is")
     percentile: float = figure(
-        "share", "in force; above slow_percentile: too many samples were slow"
+        "share", "in force; above StragglerPolicy.percentile: too many samples were slow"
     )
     slow_share: float = figure(
         "share", "of the latest samples; far above 1 - percentile: costs are rising"
@@ -209,14 +209,16 @@ class Bias:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Samples that failed; counted where on_error, retries or quarantine is in use."""
+    """Samples that failed; counted where an ErrorPolicy handles them."""
 
     retries: int = figure("times", "a sample was tried again; many: the source is unreliable")
     recovered: int = figure("samples", "that a further try gave")
     skipped: int = figure("samples", "left out; each is missing in the epoch")
     substituted: int = figure("samples", "replaced by on_error")
     raised: int = figure("samples", "whose error came out of next()")
-    unrecorded: int = figure("failures", "that quarantine= misses; any: its disk is full or broken")
+    unrecorded: int = figure(
+        "failures", "that ErrorPolicy.log misses; any: its disk is full or broken"
+    )
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,7 @@ class Reads:
     retries: int = figure(
         "times", "a source tried a read again; many: its network or its server is unreliable"
     )
-    hedged: int = figure("reads", "that were late and asked for a second time, with a Fetching")
+    hedged: int = figure("reads", "that were late and asked for a second time, with FetchOptions")
     hedges_won: int = figure(
         "reads", "of these whose second answer was first; few: asking again is no use"
     )

@@ -266,8 +266,8 @@ def _held_up(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
             "",
             "Too little memory for batches that are loaded ahead limits the run.",
             evidence,
-            f"memory_budget_bytes={wanted}.",
-            {"memory_budget_bytes": wanted},
+            f"memory_budget={wanted}.",
+            {"memory_budget": wanted},
             gain,
         )
     if setup.prefetch_factor is not None:

@@ -196,7 +196,7 @@ def test_one_that_cannot_be_ended_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_report_tells_of_them(driver: Path) -> None:
-    loader = minato.DataLoader(Numbers(60), 2, num_workers=1, measure="gpu")
+    loader = minato.DataLoader(Numbers(60), 2, num_workers=1, stats="gpu")
     for number, _ in enumerate(loader):
         if number == 3:
             watch = gpu_watch()
@@ -223,7 +223,7 @@ def test_without_a_driver_nobody_watches_and_the_report_says_so(
 ) -> None:
     monkeypatch.setattr(gpus, "_DRIVER", (tmp_path / "none",))
     assert gpu_watch() is None
-    loader = minato.DataLoader(Numbers(4), 2, measure="gpu")
+    loader = minato.DataLoader(Numbers(4), 2, stats="gpu")
     list(loader)
     report = loader.report()
     assert report.run.gpus == ()
@@ -234,19 +234,19 @@ def test_without_a_driver_nobody_watches_and_the_report_says_so(
 
 @pytest.mark.parametrize("measure", [False, True])
 def test_gpus_are_not_watched_unasked(driver: Path, measure: bool) -> None:
-    loader = minato.DataLoader(Numbers(4), 2, measure=measure)
+    loader = minato.DataLoader(Numbers(4), 2, stats=measure)
     list(loader)
     assert side_processes() == []
     assert not measure or loader.report().run.host.gpus == 0
 
 
-@pytest.mark.parametrize("asked", ["measure", "live", "MINATO_LIVE", "metrics_port"])
+@pytest.mark.parametrize("asked", ["stats", "live", "MINATO_LIVE", "metrics"])
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_one_process_of_the_node_watches_where_somebody_reads_it(
     driver: Path, monkeypatch: pytest.MonkeyPatch, asked: str, local_rank: int
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    options: dict[str, Any] = {"measure": {"measure": "gpu"}, "metrics_port": {"metrics_port": 0}}
+    options: dict[str, Any] = {"stats": {"stats": "gpu"}, "metrics": {"metrics": 0}}
     loaders = [minato.DataLoader(Numbers(4), 2, **options.get(asked, {})) for _ in range(2)]
     if asked == "MINATO_LIVE":
         monkeypatch.setenv("MINATO_LIVE", "1")

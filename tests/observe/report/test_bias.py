@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from minato import DataLoader
+from minato import DataLoader, StragglerPolicy
 from minato._core.histogram import Histogram
 from minato.observe.report.bias import bias_of
 from minato.observe.stats.reservoir import Arrived
@@ -80,7 +80,7 @@ def test_a_loader_that_skips_one_class() -> None:
                 raise ValueError
             return index
 
-    loader = DataLoader(Broken(240), 4, on_error="skip")
+    loader = DataLoader(Broken(240), 4, errors="skip")
     with pytest.warns(RuntimeWarning, match="20 samples of this epoch were skipped"):
         list(loader)
     report = loader.report(labels=[int(index in SLOW) for index in range(240)])
@@ -102,7 +102,12 @@ def test_sizes_are_unknown_where_all_samples_have_one_layout() -> None:
 @pytest.mark.parametrize("order", ["arrival", "fast_first"])
 def test_a_loader_whose_slow_samples_are_of_one_class(order: str) -> None:
     loader = DataLoader(
-        Sleepy(240, 0.001, SLOW), 4, num_workers=2, order=order, max_lag=16, slow_after_s=0.03
+        Sleepy(240, 0.001, SLOW),
+        4,
+        num_workers=2,
+        order=order,
+        max_lag=16,
+        stragglers=StragglerPolicy(after_s=0.03),
     )
     list(loader)
     report = loader.report(labels=[int(index in SLOW) for index in range(240)])
@@ -135,7 +140,7 @@ def test_a_loader_whose_slow_samples_are_large() -> None:
         4,
         num_workers=2,
         order="arrival",
-        slow_after_s=0.03,
+        stragglers=StragglerPolicy(after_s=0.03),
         collate_fn=list,
     )
     list(loader)
@@ -145,7 +150,7 @@ def test_a_loader_whose_slow_samples_are_large() -> None:
     assert any("larger a sample" in words for words in report.warnings)
 
 
-@pytest.mark.parametrize("options", [{}, {"order": "batch"}, {"schedule": "round_robin"}])
+@pytest.mark.parametrize("options", [{}, {"order": "batch"}, {"compat": "torch"}])
 def test_nothing_is_looked_at_where_samples_keep_their_batches(options: dict[str, Any]) -> None:
     loader = DataLoader(Numbers(40), 4, num_workers=1, **options)
     list(loader)

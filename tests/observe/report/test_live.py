@@ -160,13 +160,13 @@ def test_the_environment_decides(
     loader = loader_of(4)
     for _ in range(2):
         list(loader)
-    list(loader_of(4, measure=False))
+    list(loader_of(4, stats=False))
     assert capsys.readouterr().err.count("Numbers, epoch") == lines
 
 
 def test_what_is_not_measured_cannot_be_shown() -> None:
-    with pytest.raises(ValueError, match="measure=False"):
-        loader_of(measure=False).live()
+    with pytest.raises(ValueError, match="stats=False"):
+        loader_of(stats=False).live()
 
 
 def test_a_stream_has_no_end_to_foretell(capsys: pytest.CaptureFixture[str]) -> None:

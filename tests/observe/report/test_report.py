@@ -15,7 +15,7 @@ import pytest
 import rich.console
 import torch
 
-from minato import DataLoader, Fetching
+from minato import DataLoader, ErrorPolicy, FetchOptions, StragglerPolicy
 from minato.caching import MemoryCache
 from minato.observe.report.figures import PARTS, Report, legend
 from minato.sources.base import KeyedSource
@@ -173,12 +173,12 @@ class Stream(torch.utils.data.IterableDataset[int]):
     ("dataset", "arguments"),
     [
         (Numbers(40), {"num_workers": 0}),
-        (Numbers(40), {"num_workers": 2, "worker_method": "thread"}),
+        (Numbers(40), {"num_workers": 2, "workers": "thread"}),
         (Filled(40, 8), {"num_workers": 2, "order": "fast_first"}),
         (Filled(40, 8), {"num_workers": 2, "persistent_workers": True, "seed": 1}),
         (Lists(40), {"num_workers": 1}),
         (Stream(), {"num_workers": 1}),
-        (Numbers(40), {"num_workers": 1, "schedule": "round_robin"}),
+        (Numbers(40), {"num_workers": 1, "compat": "torch"}),
         (Sleepy(40, 0.001), {"num_workers": 1, "fetch_concurrency": 8, "transforms": [pause]}),
     ],
 )
@@ -220,7 +220,7 @@ def test_failures_are_counted() -> None:
                 raise ValueError
             return index
 
-    loader = DataLoader(Bad(40), 4, on_error="skip", retries=2)
+    loader = DataLoader(Bad(40), 4, errors=ErrorPolicy(on_error="skip", retries=2))
     with pytest.warns(RuntimeWarning, match="4 samples of this epoch were skipped"):
         report = run(loader)
     assert report.run.trouble.skipped == 4
@@ -237,9 +237,9 @@ def test_deferrals_and_lag_are_counted() -> None:
         Sleepy(80, 0.001),
         2,
         num_workers=2,
-        worker_method="thread",
+        workers="thread",
         order="fast_first",
-        slow_after_s=0.01,
+        stragglers=StragglerPolicy(after_s=0.01),
         transforms=[sometimes_slow, pause],
     )
     slowness = run(loader).run.slowness
@@ -297,7 +297,7 @@ class Holding(Numbers):
 
 
 def test_what_sources_reads_and_the_cache_did() -> None:
-    fetching = Fetching(2, hedge_percentile=95)
+    fetching = FetchOptions(2, hedge_percentile=95)
     dataset, cache = Holding(8), MemoryCache(1 << 20, version="1")
     loader = DataLoader(dataset, 4, cache=cache, fetch_concurrency=fetching)
     report = run(loader, 2)
@@ -318,9 +318,9 @@ def test_what_sources_reads_and_the_cache_did() -> None:
 
 
 def test_nothing_is_measured_on_request() -> None:
-    loader = DataLoader(Numbers(8), 4, measure=False)
+    loader = DataLoader(Numbers(8), 4, stats=False)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(ValueError, match="measure=False"):
+    with pytest.raises(ValueError, match="stats=False"):
         loader.report()
 
 

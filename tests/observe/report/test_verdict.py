@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minato import DataLoader
+from minato import DataLoader, RayWorkers
 from minato.observe.report.figures import (
     Batches,
     Host,
@@ -102,10 +102,10 @@ def test_workers_that_need_cores_are_no_more_than_these() -> None:
 
 
 def test_workers_in_a_cluster_do_not_take_the_cores_of_this_machine() -> None:
-    found = verdict({"worker_method": "ray"}, on_core=0.9, cores=0.95)
+    found = verdict({"workers": RayWorkers()}, on_core=0.9, cores=0.95)
     assert found.change == {"num_workers": 24}
     assert "cluster" in found.evidence[-1]
-    full = verdict({"worker_method": "ray", "num_workers": 24}, workers=24, cores=0.95)
+    full = verdict({"workers": RayWorkers(), "num_workers": 24}, workers=24, cores=0.95)
     assert full.limit == "transform"
     assert not any("cores" in each for each in full.evidence)
 
@@ -155,7 +155,7 @@ def test_too_little_memory() -> None:
     found = verdict(busy_s=10.0, busy_share=0.5, held=True)
     assert found.limit == "memory"
     assert found.change is not None
-    assert found.change["memory_budget_bytes"] > 1000
+    assert found.change["memory_budget"] > 1000
     assert found.gain == pytest.approx(0.1 / 0.05)
     found = verdict({"prefetch_factor": 1}, busy_s=10.0, busy_share=0.5)
     assert (found.limit, found.change) == ("memory", {"prefetch_factor": None})
@@ -285,12 +285,10 @@ def test_batches_that_take_long_to_unpickle() -> None:
 
 
 def test_a_budget_for_one_batch() -> None:
-    found = judged(
-        Held(80, 100_000), 1, num_workers=4, memory_budget_bytes=500_000, worker_method="thread"
-    )
+    found = judged(Held(80, 100_000), 1, num_workers=4, memory_budget=500_000, workers="thread")
     assert found.limit == "memory"
     assert found.change is not None
-    assert found.change["memory_budget_bytes"] > 1_000_000
+    assert found.change["memory_budget"] > 1_000_000
 
 
 def slow_start(number: int) -> None:
@@ -298,5 +296,5 @@ def slow_start(number: int) -> None:
 
 
 def test_short_epochs_with_slow_starts() -> None:
-    arguments = {"num_workers": 1, "worker_init_fn": slow_start, "worker_method": "thread"}
+    arguments = {"num_workers": 1, "worker_init_fn": slow_start, "workers": "thread"}
     assert judged(Numbers(40), 4, epochs=3, **arguments).limit == "start"

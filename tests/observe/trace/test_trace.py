@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from minato import DataLoader
+from minato import DataLoader, ErrorPolicy, StragglerPolicy
 from minato._core.clock import now_ns
 from minato.delivery import device
 from minato.observe.stats.snapshot import Standing
@@ -120,7 +120,7 @@ def train_until_killed(path: Path) -> None:
 
 WORKERS = [
     pytest.param({}, id="none"),
-    pytest.param({"num_workers": 2, "worker_method": "thread"}, id="thread"),
+    pytest.param({"num_workers": 2, "workers": "thread"}, id="thread"),
     pytest.param({"num_workers": 2, "persistent_workers": True}, id="fork, persistent"),
     pytest.param({"num_workers": 2, "seed": 1, "order": "arrival"}, id="fork, arrival"),
     *(
@@ -187,7 +187,7 @@ def test_a_sample_that_was_deferred_is_told_once(order: str, tmp_path: Path) -> 
         BATCH,
         num_workers=2,
         order=order,
-        slow_after_s=0.01,
+        stragglers=StragglerPolicy(after_s=0.01),
         transforms=[slow_step, plus_one],
         trace=path,
     )
@@ -223,7 +223,9 @@ def test_samples_that_run_again_to_be_collated_count_once(tmp_path: Path) -> Non
 
 def test_what_raised_is_told_with_its_error(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    loader: Any = DataLoader(Failing(SIZE), BATCH, on_error="skip", retries=1, trace=path)
+    loader: Any = DataLoader(
+        Failing(SIZE), BATCH, errors=ErrorPolicy(on_error="skip", retries=1), trace=path
+    )
     with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
         run(loader)
     events = read(path)
@@ -386,14 +388,14 @@ def test_without_a_trace_no_call_is_made_for_single_samples(
     counts = []
     for batch_size in (4, 400):
         calls.clear()
-        run(DataLoader(Numbers(20 * batch_size), batch_size, schedule="round_robin"))
+        run(DataLoader(Numbers(20 * batch_size), batch_size, compat="torch"))
         counts.append(len(calls))
     assert counts[0] == counts[1] <= 20 * 8
 
 
 def test_without_measure(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    run(DataLoader(Numbers(SIZE), BATCH, measure=False, trace=path))
+    run(DataLoader(Numbers(SIZE), BATCH, stats=False, trace=path))
     assert samples(read(path)) == once(1)
 
 
@@ -463,7 +465,7 @@ def test_data_pipes_are_refused(tmp_path: Path) -> None:
     ("workers", "expected"),
     [
         ({}, "minato: load samples"),
-        ({"num_workers": 1, "worker_method": "thread"}, "minato: wait for workers"),
+        ({"num_workers": 1, "workers": "thread"}, "minato: wait for workers"),
         ({"num_workers": 1}, "minato: wait for workers"),
     ],
 )
