@@ -187,7 +187,7 @@ OLD_WORDS = {
     r"(?:is|are|was|were|been|be) told": "get, receive",
     r"the least and the greatest": "minimum and maximum, range",
     r"truth values?": "bool",
-    r"twins?": "compiled and pure backend",
+    r"(?-i:[Tt]wins?)": "compiled and pure backend",
     r"under way": "in flight, running",
     r"whoever": "the process that, the worker that",
 }
