@@ -9,6 +9,7 @@ __all__ = [
     "CoverageError",
     "ErrorBudgetError",
     "MinatoError",
+    "MinatoWarning",
     "NotPicklableError",
     "SampleTimeoutError",
     "WorkerDiedError",
@@ -18,6 +19,10 @@ __all__ = [
 
 class MinatoError(Exception):
     """Base of minato's own exceptions."""
+
+
+class MinatoWarning(RuntimeWarning):
+    """The category of all warnings of minato."""
 
 
 class NotPicklableError(MinatoError, TypeError, AttributeError, PicklingError):

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import replace
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minato._compat import TorchIterator, index_sampler, is_constructed
 from minato._standin import StandIn, TorchDataLoader, is_made, made_only
 from minato.engine.distribution import Distribution
 from minato.engine.insight import Insight
+from minato.errors import MinatoWarning
 from minato.options import (
+    DEFAULTS,
     OPTION_NAMES,
     OWN_NAMES,
     AutoScale,
@@ -41,9 +51,13 @@ from minato.transforms.chain import Chain
 from minato.workers.error_policy import FailureLog, SampleFailure
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from minato.caching.base import Cache
 
 __all__ = ["DataLoader"]
+
+_log = logging.getLogger("minato")
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -125,6 +139,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             warnings.warn(
                 "Lightning relates predictions to samples by the sequence of the batches, so that here they are "
                 "returned in strict order",
+                MinatoWarning,
                 stacklevel=2,
             )
             in_order = True
@@ -134,6 +149,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             has_batch_sampler=batch_sampler is not None,
             is_stream=isinstance(dataset, IterableDataset),
             in_threads=_starts_threads(multiprocessing_context),
+            dataset_name=type(dataset).__name__,
         )
         self._options = options = Options.of(given, torchs)
         # A plain number of torch's stays as it is, so that torch checks it.
@@ -145,13 +161,14 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             check_cache(cache, options, self._chain, dataset, first_workers, persistent_workers)
         vars(self).update({name: given[name] for name in OWN_NAMES})
         self._course = Course()
+        self._open_iterators: list[weakref.ref[Any]] = []
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._spare_arenas, self._resting_engine = self._fresh_memory()
         self._trace = None
         if trace is not None:
             from minato.observe.trace.track import Trace
 
-            self._trace = Trace(os.fspath(trace))
+            self._trace = Trace(os.fspath(trace), options.name)
         if options.errors.log_path is not None:
             FailureLog.check(options.errors.log_path)
         self._sharing = None
@@ -188,6 +205,65 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         self._experience = self._fresh_experience()
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = Unbound(self.prefetch_factor)
+        _log.debug("%r is made", self)
+
+    @classmethod
+    def from_torch(cls, loader: TorchDataLoader[T_co], /, **arguments: Any) -> DataLoader[T_co]:
+        """A loader with the arguments of one of torch's.
+
+        Args:
+            loader: Stays as it is; its dataset, samplers and generator are shared.
+            arguments: More arguments of this class, which go before those of ``loader``. Without ``prefetch_factor``,
+                torch's default of 2 does not bound the prefetch window.
+
+        Raises:
+            ValueError, TypeError: As the constructor.
+        """
+        return cls(**{**_torch_arguments(loader), **arguments})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __iter__(self) -> TorchIterator:
+        iterator = super().__iter__()
+        if is_made(self):
+            alive = [each for each in self._open_iterators if each() is not None]
+            self._open_iterators = [*alive, weakref.ref(iterator)]
+        return iterator
+
+    @made_only
+    def close(self) -> None:
+        """End all workers and free their memory, as the end of a ``with`` block does; a second call does nothing.
+
+        ``next()`` of an iterator whose epoch is not over raises RuntimeError afterwards. The loader itself can be used
+        again: ``iter()`` starts new workers. Reports stay available, and batches in use stay valid.
+        """
+        _log.debug("%r is closed", self)
+        for each in self._open_iterators:
+            iterator = each()
+            end = getattr(iterator, "close", None) or getattr(iterator, "_shutdown_workers", None)
+            if end is not None:  # torch's own iterator of a data pipe without workers has neither
+                end()
+        self._open_iterators = []
+        self._iterator = None
+        self._spare_arenas, self._resting_engine = self._fresh_memory()
+
+    def __repr__(self) -> str:
+        if not is_made(self):
+            return super().__repr__()
+        given = {name: vars(self)[name] for name in OWN_NAMES if name not in ("name", "order")}
+        named = {
+            "name": vars(self)["name"],
+            "batch_size": self.batch_size,
+            "num_workers": int(self.num_workers),
+            "order": self._options.order,
+            **{name: value for name, value in given.items() if value != DEFAULTS[name]},
+        }
+        shown = (f"{name}={value!r}" for name, value in named.items() if value is not None)
+        return f"{type(self).__name__}({', '.join([type(self.dataset).__name__, *shown])})"
 
     @made_only
     def set_epoch(self, epoch: int) -> None:
@@ -264,7 +340,11 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             return self.__dict__
         # A copy must not write to the same arenas; what was measured is not worth sending.
         arenas, engine = self._fresh_memory()
-        fresh = {"_spare_arenas": arenas, "_resting_engine": engine}
+        fresh = {
+            "_spare_arenas": arenas,
+            "_resting_engine": engine,
+            "_open_iterators": [],
+        }
         return {**self.__dict__, **fresh, "_experience": self._fresh_experience()}
 
     def _twin(self, **changed: Any) -> DataLoader[Any]:
@@ -328,6 +408,32 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             raise ValueError(
                 f"{what} is not for data pipes, which torch's own loader iterates: it keeps no account of them"
             )
+
+
+_ALIKE = (
+    *("dataset", "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout"),
+    *("worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor"),
+    *("persistent_workers", "pin_memory_device", "in_order"),
+)
+"""torch's arguments that are attributes of a loader."""
+
+
+def _torch_arguments(loader: TorchDataLoader[Any]) -> dict[str, Any]:
+    """The arguments with which torch's class makes a loader such as this one."""
+    given = {name: getattr(loader, name) for name in _ALIKE if hasattr(loader, name)}
+    if given["prefetch_factor"] == 2:  # torch's default
+        del given["prefetch_factor"]
+    if isinstance(loader.dataset, IterableDataset):
+        return given
+    sampler = loader.sampler
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        del given["batch_size"], given["drop_last"]
+        return {**given, "batch_sampler": loader.batch_sampler}
+    if type(sampler) is RandomSampler and vars(sampler) == vars(
+        RandomSampler(sampler.data_source, generator=loader.generator)
+    ):
+        return {**given, "shuffle": True}  # so that seed= decides it, where it is given
+    return given if type(sampler) is SequentialSampler else {**given, "sampler": sampler}
 
 
 def _starts_threads(context: Any) -> bool:

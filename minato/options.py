@@ -649,12 +649,14 @@ class TorchArguments(NamedTuple):
         has_batch_sampler: Whether one is given.
         is_stream: Whether the dataset is iterable.
         in_threads: Whether the processes of ``multiprocessing_context`` are threads.
+        dataset_name: The default of ``name``.
     """
 
     in_order: bool
     has_batch_sampler: bool
     is_stream: bool
     in_threads: bool = False
+    dataset_name: str = "dataset"
 
 
 @dataclass(frozen=True)
@@ -736,7 +738,7 @@ class Options:
         "transform them again.",
         values="`DiskCache(…)`, `MemoryCache(…)`",
     )
-    name: str | None = option(
+    name: str = option(
         None,
         "Labels the loader in reports, the live view, metrics and traces.",
         values="string",
@@ -854,6 +856,7 @@ class Options:
             ModuleNotFoundError: Ray is not installed.
         """
         options = cls(**given)
+        options = replace(options, name=options.name or torchs.dataset_name)
         if torchs.in_threads and options.workers == "process":
             options = replace(options, workers="thread")
         _check_replay(options, torchs.is_stream)
@@ -1078,6 +1081,7 @@ def _check_ray(options: Options, is_stream: bool) -> None:
 WIDENED = ("num_workers", "pin_memory")
 """Arguments of torch that take more values here."""
 OPTION_NAMES = tuple(each.name for each in fields(Options))
+DEFAULTS = {each.name: each.default for each in fields(Options)}
 OWN_NAMES = tuple(name for name in OPTION_NAMES if name not in WIDENED)
 GROUPS = (AutoScale, ErrorPolicy, FetchOptions, RayWorkers, SharedPool, StragglerPolicy)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from minato._core.segment import Segment
+from minato.errors import MinatoWarning
 
 __all__ = ["Mark", "PageLocker", "PageLocks", "Slot"]
 
@@ -89,7 +90,7 @@ class PageLocks:
             warnings.warn(
                 f"the memory of batches cannot be page-locked ({error}): as with torch, each batch is copied to "
                 "page-locked memory on its way to the device",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )
         else:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
 from minato._counters import Counters
+from minato.errors import MinatoWarning
 
 __all__ = ["Cache", "CacheReport"]
 
@@ -137,7 +138,7 @@ class Cache(ABC):
             warnings.warn(
                 f"{self!r} failed ({type(error).__name__}: {error}): samples that it cannot give or keep are read from "
                 "the dataset",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )
         self.counters.add(errors=1)

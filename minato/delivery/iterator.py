@@ -105,6 +105,7 @@ class BatchIterator(TorchIterator):
     ) -> None:
         self._turn = threading.RLock()
         self._in_turn = False
+        self._is_closed = False
         self._owner = os.getpid()
         self._put_by = put_by
         self._new_pass = new_pass
@@ -188,6 +189,11 @@ class BatchIterator(TorchIterator):
 
     def _next_data(self) -> Any:
         if self._source is None:
+            if self._is_closed:
+                raise RuntimeError(
+                    "the loader of this iterator was closed before the end of the epoch: call iter(loader) to start "
+                    "again"
+                )
             raise StopIteration
         try:
             batch = self._source.next()
@@ -206,6 +212,15 @@ class BatchIterator(TorchIterator):
                     raise not_the_end("pin_memory() of a batch", stop) from stop
             self._source.pinned(now_ns() - begun_ns)
         return batch
+
+    def close(self) -> None:
+        """End the workers; ``next()`` raises RuntimeError afterwards, unless the epoch is over."""
+        if os.getpid() != self._owner:
+            return  # a forked child has none of the workers
+        with self._turn:
+            if self._source is not None:
+                self._is_closed = True
+                self._shutdown_workers()
 
     def lock_pages(self, locker: PageLocker) -> None:
         """Keep the memory of batches in place, for a device that reads from there."""

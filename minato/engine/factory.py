@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from minato._compat import index_sampler
 from minato._stateful import is_stateful
+from minato.errors import MinatoWarning
 from minato.options import Options
 from minato.sampling.epoch import Course, Run, is_stream
 from minato.sampling.replay import RecordedOrder
@@ -162,7 +163,7 @@ class Opening:
                 f"the dataset or its transforms hold random generators that cannot be bound to samples, as {cause}: "
                 f"{', '.join(unbound)}. Their numbers depend on which worker runs which sample, so a seeded run does "
                 "not repeat. Call minato.numpy_rng(), python_rng() or torch_rng() inside the sample instead",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )
 

@@ -15,6 +15,7 @@ from minato._compat import is_batched
 from minato._standin import made_only
 from minato._system import local_rank
 from minato.engine.factory import Opening
+from minato.errors import MinatoWarning
 from minato.options import Unbound, metrics_address
 from minato.sampling.coverage import Coverage
 from minato.sampling.epoch import is_stream
@@ -88,7 +89,7 @@ class Insight(Opening):
         from minato.observe.report.live import Live
 
         self._watch_gpus()
-        return Live(self._measured(), type(self.dataset).__name__, ["dataset", *self._chain.names])
+        return Live(self._measured(), self._options.name, ["dataset", *self._chain.names])
 
     def _measured(self) -> Journal:
         self._refuse_attached("a report")
@@ -153,7 +154,7 @@ class Insight(Opening):
         host, port = place
         port += rank if port else 0
         stages = ["dataset", *self._chain.names]
-        exported = Exported(self._measured(), type(self.dataset).__name__, stages)
+        exported = Exported(self._measured(), self._options.name, stages)
         try:
             exported.url = serve(exported, host, port)
         except OSError as error:
@@ -164,7 +165,7 @@ class Insight(Opening):
             )
             if self._options.metrics is not None:
                 raise OSError(error.errno, words) from None
-            warnings.warn(words, stacklevel=4)
+            warnings.warn(words, MinatoWarning, stacklevel=4)
 
     @made_only
     def slow_samples(self) -> SlowSamples:

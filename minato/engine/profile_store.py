@@ -6,6 +6,7 @@ import warnings
 
 from minato._core.histogram import Histogram
 from minato.engine.plan import Plan
+from minato.errors import MinatoWarning
 from minato.observe.stats.profile import Profile, fingerprint
 
 __all__ = ["Memory"]
@@ -36,6 +37,6 @@ class Memory:
         except OSError as error:
             warnings.warn(
                 f"profile={self._folder!r} cannot be written, so the next run begins without it: {error}",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from minato._rebinding import rebind
+from minato.errors import MinatoWarning
 
 __all__ = ["install"]
 
@@ -47,6 +48,7 @@ def install(module: Any) -> None:
         warnings.warn(
             f"minato does not know this version of accelerate ({module.__name__} has no {', '.join(missing)}): "
             "what accelerator.prepare() makes of a minato.DataLoader will load with torch's engine",
+            MinatoWarning,
             stacklevel=2,
         )
         return
@@ -91,6 +93,7 @@ def _like_the_given(rebuild: Callable[..., Any]) -> Callable[..., Any]:
             warnings.warn(
                 f"accelerate's {rebuild.__name__} made a loader of another kind from a minato.DataLoader, so it loads "
                 "without minato; leave use_stateful_dataloader out to keep it",
+                MinatoWarning,
                 stacklevel=2,
             )
         return result

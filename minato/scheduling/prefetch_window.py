@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+from minato.errors import MinatoWarning
+
 __all__ = ["Window"]
 
 _DEPTH = 2
@@ -123,7 +125,7 @@ class Window:
                 f"one batch takes {batch_bytes} bytes, more than memory_budget="
                 f"{self.budget_bytes}: batches are loaded one at a time. Raise memory_budget to at "
                 "least twice the size of a batch.",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )
         self._batch_bytes = max(float(batch_bytes), 0.9 * self._batch_bytes)

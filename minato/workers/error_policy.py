@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from minato._counters import Counters
 from minato._files import anonymous_log, open_lines
-from minato.errors import ErrorBudgetError
+from minato.errors import ErrorBudgetError, MinatoWarning
 
 __all__ = ["SKIP", "FailureCount", "FailureHandler", "FailureLog", "SampleFailure"]
 
@@ -109,7 +109,7 @@ class FailureLog:
                 raise
             warnings.warn(
                 f"ErrorPolicy(log={path!r}) cannot be opened any more: {error.strerror}; failures are only counted",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )
             path, descriptor = None, anonymous_log()
@@ -141,7 +141,7 @@ class FailureLog:
                 warnings.warn(
                     f"a failed sample could not be recorded in ErrorPolicy(log={self._path!r}): {error.strerror}; "
                     "samples are delivered and failures counted as before, and their records are missing there",
-                    RuntimeWarning,
+                    MinatoWarning,
                     stacklevel=2,
                 )
             self._counters.add(unrecorded=1)
@@ -327,7 +327,7 @@ class FailureCount:
             warnings.warn(
                 f"{skipped} samples of this epoch were skipped and {substituted} substituted, because they could not "
                 f"be loaded{self._where()}",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )
 

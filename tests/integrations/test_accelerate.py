@@ -188,5 +188,5 @@ def test_losing_the_engine_is_told(make_accelerator: Callable[..., Any]) -> None
     pytest.importorskip("torchdata.stateful_dataloader")
     accelerator = make_accelerator(use_stateful_dataloader=True)
     accelerator.prepare(torch.utils.data.DataLoader(Indexed(8), 4))
-    with pytest.warns(UserWarning, match="loads without minato"):
+    with pytest.warns(minato.MinatoWarning, match="loads without minato"):
         accelerator.prepare(minato.DataLoader(Indexed(8), 4))

@@ -281,9 +281,9 @@ def compare_in_processes(configuration: Configuration) -> None:
     if configuration.dataset in STREAMS:
         compare(configuration)
         return
-    if configuration.num_workers > 1 and configuration.dataset == "drawing":
+    if configuration.dataset == "drawing":
         configuration = replace(configuration, dataset="mixed")
-    compare(configuration, compat="torch")
+    compare(configuration)
 
 
 def compare_round_robin(configuration: Configuration) -> None:
@@ -296,7 +296,7 @@ def compare_in_threads(configuration: Configuration) -> None:
     assume(configuration.dataset not in ("drawing", *STREAMS))
     assume(configuration.worker_init_fn != "draws")
     expected = observed(TorchLoader, configuration)
-    found = observed(minato.DataLoader, configuration, workers="thread", compat="torch")
+    found = observed(minato.DataLoader, configuration, workers="thread")
     assert found == expected, where_they_part(found, expected)
 
 

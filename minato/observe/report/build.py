@@ -96,7 +96,8 @@ def setup_of(loader: Any, fetch_concurrency: int, may_fetch_more: bool, bounded:
         int(loader.prefetch_factor) if bounded and loader.prefetch_factor else None,
         loader.persistent_workers,
         bool(loader.pin_memory),
-        available_cores(whole_node=loader.shared_pool),
+        available_cores(whole_node=bool(loader.shared_pool)),
+        loader._options.name,
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from minato._compat import active_progress_bars
 from minato._files import printable
+from minato.errors import MinatoWarning
 from minato.observe.report.live_rates import Pace
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def screen_for(stream: TextIO) -> Screen:
         warnings.warn(
             "the live view is a line every few seconds, because rich is not installed: for a panel, "
             'pip install "minatoloader[report]"',
+            MinatoWarning,
             stacklevel=2,
         )
         return Lines(stream)

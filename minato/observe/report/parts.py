@@ -304,3 +304,4 @@ class Setup:
     persistent_workers: bool = figure("yes or no", "whether workers outlive an epoch")
     pin_memory: bool = figure("yes or no", "whether batches are copied to page-locked memory")
     cores: float = figure("cores", "that this process may use")
+    name: str = figure("name", "of the loader")

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 
 from minato._core.clock import now_ns
+from minato.errors import MinatoWarning
 from minato.observe.stats.snapshot import Standing
 from minato.observe.trace.track import Track
 
@@ -77,4 +78,4 @@ class LoopTrack:
         error = self._track.file.error
         if error is not None and not self._warned:
             self._warned = True
-            warnings.warn(f"the trace ends here: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"the trace ends here: {error}", MinatoWarning, stacklevel=2)

@@ -25,14 +25,16 @@ class Trace:
 
     Args:
         path: The file; made anew when the loader is first iterated over, and only opened before.
+        name: Of the loader.
 
     Raises:
         ValueError: The file holds something else, which is untouched.
         OSError: It cannot be written.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, name: str) -> None:
         self._path = os.path.abspath(path)
+        self._name = name
         self._begun = False
         self._taken: set[int] = set()
         try:
@@ -52,7 +54,7 @@ class Trace:
                 self._begun = True
         number = next(each for each in range(len(self._taken) + 1) if each not in self._taken)
         self._taken.add(number)
-        return Tracks(self._path, LIMIT_BYTES, os.getpid(), number)
+        return Tracks(self._path, LIMIT_BYTES, os.getpid(), number, self._name)
 
     def give_back(self, tracks: Tracks) -> None:
         """An engine has ended."""
@@ -69,12 +71,14 @@ class Tracks:
     Attributes:
         pid: Of the training process, under which all tracks are shown.
         number: 0, unless several iterators of the loader live at once.
+        name: Of the loader.
     """
 
     path: str
     limit_bytes: int
     pid: int
     number: int
+    name: str
 
     def loop(self) -> Track:
         """The track of the training loop."""
@@ -87,7 +91,7 @@ class Tracks:
     def _track(self, number: int, name: str) -> Track:
         suffix = f" of iterator {self.number}" if self.number else ""
         file = EventFile(self.path, self.limit_bytes)
-        return Track(file, self.pid, self.number * _TRACKS + number, name, suffix)
+        return Track(file, self.pid, self.number * _TRACKS + number, name, suffix, self.name)
 
 
 class Track:
@@ -100,7 +104,15 @@ class Track:
     enabled = True
     now = staticmethod(now_ns)
 
-    def __init__(self, file: EventFile, pid: int, number: int, name: str, suffix: str = "") -> None:
+    def __init__(
+        self,
+        file: EventFile,
+        pid: int,
+        number: int,
+        name: str,
+        suffix: str = "",
+        loader: str = "loader",
+    ) -> None:
         self.file = file
         self._suffix = suffix
         self._where = f'"pid":{pid},"tid":{number}'
@@ -108,7 +120,7 @@ class Track:
         self._samples: dict[int, int] = {}  # event of the sample at each position
         self._count = 0
         named = (
-            self._meta("process_name", name=f"minato, process {pid}")
+            self._meta("process_name", name=f"minato, {loader}, process {pid}")
             + self._meta("thread_name", name=name + suffix)
             + self._meta("thread_sort_index", sort_index=number)
         )

@@ -123,7 +123,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             list(loader_of(metrics=port))
         monkeypatch.setenv("MINATO_METRICS_PORT", str(port))
         loader = loader_of()
-        with pytest.warns(UserWarning, match=f"127.0.0.1:{port}"):
+        with pytest.warns(minato.MinatoWarning, match=f"127.0.0.1:{port}"):
             assert len(list(loader)) == 6
         assert loader.metrics_url is None
 

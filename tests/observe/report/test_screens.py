@@ -17,7 +17,7 @@ import rich.console
 import torch
 import tqdm
 
-from minato import DataLoader
+from minato import DataLoader, MinatoWarning
 from minato.cli.main import main
 from minato.observe.report.live_display import Lines, Notebook, Panel, html_of, screen_for
 from minato.observe.report.live_rates import Pace
@@ -168,7 +168,7 @@ def test_without_a_capable_terminal_there_are_lines(
             return real(name, *args, **kwargs)
 
         monkeypatch.setattr(builtins, "__import__", without_rich)
-        with pytest.warns(UserWarning, match=r'pip install "minatoloader\[report\]"'):
+        with pytest.warns(MinatoWarning, match=r'pip install "minatoloader\[report\]"'):
             assert type(screen_for(term.stream)) is Lines
 
 

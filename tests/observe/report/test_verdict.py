@@ -25,7 +25,7 @@ from minato.observe.report.figures import (
 from minato.observe.report.verdict import Verdict, judge
 from tests.datasets import Filled, Numbers, Sleepy
 
-SETUP = Setup(2, "process", "strict", 8, 1, True, None, False, False, 8.0)
+SETUP = Setup(2, "process", "strict", 8, 1, True, None, False, False, 8.0, "numbers")
 
 
 def stages(**shares: float) -> tuple[Stage, ...]:
