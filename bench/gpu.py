@@ -96,7 +96,7 @@ class Utilisation:
 
 
 class Copies(NamedTuple):
-    """Copies from main memory to the GPU, by a trace; NaN without any.
+    """Copies from host memory to the GPU, by a trace; NaN without any.
 
     Attributes:
         beside: Share of their time in which a kernel was running.
@@ -141,7 +141,7 @@ def copies_among(events: Iterable[dict[str, Any]]) -> Copies:
 
 
 def plain_copies(nbytes: int, device: torch.device) -> Copies:
-    """Copies of so many bytes from memory that torch has pinned, one after the other."""
+    """Copies of ``nbytes`` from memory that torch has pinned, one after the other."""
     pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def run() -> None:

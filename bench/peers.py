@@ -204,7 +204,7 @@ def _torchdata(
 
 @dataclass
 class _Orders:
-    """The indices of one epoch after the other; SPDL iterates over it anew for each."""
+    """The indices of one epoch after the other; SPDL iterates over it again for each."""
 
     work: Any
     shuffle: bool
@@ -274,8 +274,8 @@ def _grain(work: Any, arguments: dict[str, Any], seed: int, *, threads: bool) ->
     import grain
 
     workers = arguments["num_workers"]
-    # What lies in memory is best read without threads, says its documentation; and in processes no more samples shall
-    # run at once than elsewhere.
+    # What lies in memory is best read without threads, says its documentation; and in processes no more samples may
+    # run concurrently than elsewhere.
     num_threads = (workers if threads else 1) if isinstance(work, SleepingWork) else 0
 
     def begin(epoch: int) -> Any:
@@ -543,7 +543,7 @@ PEERS = {
         ("webdataset",),
         (SHARDS.name,),
     ),
-    # It starts a process per worker that imports torch and pyarrow anew: minutes a row, on two cores.
+    # It starts a process per worker that imports torch and pyarrow again: minutes a row, on two cores.
     "ray": Peer(
         (_one("ray", "Ray Data", _ray, keeps_order=False),),
         ("ray[data]==2.60.0", "pydantic==2.12.3"),

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minato._compat import TorchIterator, index_sampler, is_constructed
-from minato._standin import StandIn, TorchDataLoader, is_made, made_only
+from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
 from minato.engine.distribution import Distribution
 from minato.engine.insight import Insight
 from minato.errors import MinatoWarning
@@ -173,9 +173,9 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             FailureLog.check(options.errors.log_path)
         self._sharing = None
         if options.shared_pool is not None:
-            from minato.shared_pool.session import Sharing
+            from minato.shared_pool.session import PoolSession
 
-            self._sharing = Sharing.of(options)
+            self._sharing = PoolSession.of(options)
         if self._sharing is not None:
             shuffle, sampler = self._sharing.divided(
                 dataset, shuffle, sampler, batch_sampler, drop_last, seed

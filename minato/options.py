@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from minato._counters import Counters
+from minato._support.counters import Counters
 from minato._system import available_cores
 from minato.checks import as_path, check_choice, check_device, check_number, check_whole
 

@@ -14,12 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minato import DataLoader, ErrorPolicy
-from minato._files import replacement, write_atomically
-from minato._occurrences import Again
-from minato.ingest.job import ingest
-from minato.ingest.journal import Done, Journal, JournalError
-from minato.ingest.store import open_store
+from minato._support.files import replacement, write_atomically
+from minato.sampling.occurrences import Again
 from minato.sampling.replay import OrderRecord, RecordedOrder
+from minato.sources.ingest.job import ingest
+from minato.sources.ingest.journal import Done, Journal, JournalError
+from minato.sources.ingest.store import open_store
 from minato.sources.splits import load_splits, save_splits
 from tests.datasets import Numbers, indices
 from tests.disks import file_size_limit, small_disk

@@ -91,7 +91,7 @@ ON_DEMAND = [
         "minato.caching",
         "minato.engine.caching",
         "minato.sources",
-        "minato.ingest",
+        "minato.sources.ingest",
         "minato.cli.main",
     ),
     *("minato.patching", "minato.batching.padding", "minato.integrations.accelerate", "accelerate"),

@@ -22,7 +22,7 @@ from torch.utils.data import Sampler, get_worker_info
 
 import minato
 from minato import AutoScale, DataLoader, ErrorPolicy, RayWorkers
-from minato.ray.actor import _packed, _packed_error, unpacked
+from minato.ray.actor import _pack, _pack_error, unpack
 from minato.workers.current_sample import InHand
 from minato.workers.restart_policy import Deaths, Loss
 from tests.datasets import Numbers, add_draws, three_draws
@@ -480,7 +480,7 @@ def test_what_is_packed_is_unpacked_and_may_be_written_to() -> None:
 
     array = np.arange(6).reshape(2, 3)
     array.flags.writeable = False
-    sample = unpacked(*_packed(Local(array, np.empty(0))))
+    sample = unpack(*_pack(Local(array, np.empty(0))))
     assert type(sample) is Local
     sample.array[0, 0] = 7
     assert sample.array.tolist() == [[7, 1, 2], [3, 4, 5]]
@@ -491,7 +491,7 @@ def test_an_exception_keeps_its_traceback_on_the_way() -> None:
     try:
         _fails()
     except OSError as error:
-        arrived = unpacked(*_packed_error(error))
+        arrived = unpack(*_pack_error(error))
     assert type(arrived) is OSError
     assert "in _fails" in str(arrived.__cause__)
 

@@ -15,7 +15,7 @@ import numpy as np
 from minato._core.codes import ERROR_BLOB, KIND_MASK, STATE_BLOB
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
-from minato._pickling import Purpose, dumps
+from minato._support.pickling import Purpose, dumps
 
 __all__ = ["DamagedError", "LocalStore", "SharedStore", "Store", "damaged", "keys_of"]
 

@@ -26,8 +26,8 @@ from minato._core.codes import (
 from minato._core.copy import Packer
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
-from minato._pickling import Purpose
-from minato._postponed import not_the_end
+from minato._support.exceptions import not_the_end
+from minato._support.pickling import Purpose
 from minato.batching.layout import Layout
 from minato.batching.page_locks import Slot
 from minato.batching.serialization import DamagedError, Store, damaged, keys_of

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from minato.cli.loading import Refused, made
-from minato.ingest.job import ingest
-from minato.ingest.journal import JournalError
-from minato.ingest.store import Unknown, open_store
+from minato.sources.ingest.job import ingest
+from minato.sources.ingest.journal import JournalError
+from minato.sources.ingest.store import Unknown, open_store
 from minato.sources.settings import Env
 
 __all__ = ["add_to"]

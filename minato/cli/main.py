@@ -21,8 +21,9 @@ import torch.utils.data
 
 from minato import _core
 from minato._core.clock import now_ns
-from minato._files import open_lines, printable, write_atomically
-from minato._standin import TorchDataLoader
+from minato._support.files import open_lines, write_atomically
+from minato._support.loader_class import TorchDataLoader
+from minato._support.text import printable
 from minato._version import __version__
 from minato.cli import doctor, ingest
 from minato.cli.loading import Refused, made

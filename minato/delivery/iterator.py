@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from minato._compat import TorchIterator, is_iterable, is_profiling, pin_batch
 from minato._core.clock import now_ns
-from minato._postponed import not_the_end
-from minato._ranges import in_profile
+from minato._support.exceptions import not_the_end
 from minato.batching.page_locks import PageLocker
 from minato.delivery.device_copy import page_locker
 from minato.delivery.pinning import Pin
+from minato.observe.trace.torch_profiler import in_profile
 from minato.options import IN_PLACE
 
 __all__ = ["BatchIterator", "BatchSource", "Pass"]

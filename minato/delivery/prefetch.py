@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from minato._core.codes import ENDED, ERROR_BLOB, FAILED, KIND_MASK, SKIPPED, STATES
 from minato._core.ledger import Ledger
-from minato._postponed import Postponed
+from minato._support.exceptions import Postponed
 from minato.batching.arena import Slot
 from minato.batching.reader import BatchReader
 

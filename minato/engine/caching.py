@@ -6,10 +6,10 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, MapDataPipe
 
-from minato._stateful import is_stateful
 from minato.caching.base import Cache
 from minato.caching.dataset import CachedDataset
 from minato.options import Options
+from minato.sampling.state import is_stateful
 from minato.transforms.chain import Chain
 from minato.transforms.rng import generators_asked
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from minato._standin import made_only
+from minato._support.loader_class import made_only
 from minato.checks import check_device, check_whole
 from minato.options import Options
 

@@ -7,14 +7,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from minato import _pickling
 from minato._core.clock import now_ns
 from minato._core.codes import FAILED, STATES
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
-from minato._core.wait import Gate
-from minato._postponed import Postponed, not_the_end
-from minato._signals import exiting, keep_raised
+from minato._core.wait import EventCount
+from minato._support import pickling
+from minato._support.exceptions import Postponed, not_the_end
 from minato.batching.arena import Arena
 from minato.batching.page_locks import PageLocker
 from minato.batching.reader import BatchReader
@@ -51,6 +50,7 @@ from minato.workers.oom import Shortage
 from minato.workers.read_limit import Traffic
 from minato.workers.restart_policy import Deaths
 from minato.workers.scaler import Scaler, WatchedPool
+from minato.workers.signals import exiting, keep_raised
 
 __all__ = ["Engine"]
 
@@ -107,7 +107,7 @@ class Engine:
         traffic_offset = roster_offset + Roster.NBYTES
         segment = Segment(traffic_offset + Traffic.nbytes(sizes[0]), shared=in_processes)
         self.ledger = Ledger(segment.array, sizes, segment.descriptor)
-        ready = Gate(segment.array, self.ledger.ready_gate_offset)
+        ready = EventCount(segment.array, self.ledger.ready_events_offset)
         store = SharedStore(self.arena.segment) if in_processes else LocalStore()
         workplace = Workplace(
             plan,
@@ -438,10 +438,10 @@ class Engine:
         except Exception as error:
             self.shut_down()
             if self._sent is not None:
-                _pickling.advise(error)
-                _pickling.check_picklable("transforms", self._sent.chain.steps)
+                pickling.advise(error)
+                pickling.check_picklable("transforms", self._sent.chain.steps)
                 for name in ("dataset", "collate_fn", "worker_init_fn"):
-                    _pickling.check_picklable(name, getattr(self._sent, name))
+                    pickling.check_picklable(name, getattr(self._sent, name))
             raise
 
     def rest(self) -> None:

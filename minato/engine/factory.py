@@ -9,11 +9,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from minato._compat import index_sampler
-from minato._stateful import is_stateful
 from minato.errors import MinatoWarning
 from minato.options import Options
 from minato.sampling.epoch import Course, Run, is_stream
 from minato.sampling.replay import RecordedOrder
+from minato.sampling.state import is_stateful
 from minato.transforms.chain import Chain
 from minato.transforms.owned import Owned
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from minato.engine.history import Experience
     from minato.engine.plan import Plan
     from minato.observe.trace.track import Trace
-    from minato.shared_pool.session import Sharing
+    from minato.shared_pool.session import PoolSession
 
 __all__ = ["Opening", "RestingEngine"]
 
@@ -74,7 +74,7 @@ class Opening:
     _spare_arenas: SpareArenas
     _resting_engine: RestingEngine
     _trace: Trace | None
-    _sharing: Sharing | None
+    _sharing: PoolSession | None
     _warned_of_generators = False
 
     @property

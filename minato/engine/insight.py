@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from minato._compat import is_batched
-from minato._standin import made_only
+from minato._support.loader_class import made_only
 from minato._system import local_rank
 from minato.engine.factory import Opening
 from minato.errors import MinatoWarning

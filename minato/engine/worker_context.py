@@ -12,7 +12,7 @@ from typing import Any
 from minato._compat import ExceptionWrapper
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
-from minato._core.wait import Gate
+from minato._core.wait import EventCount
 from minato.batching.arena import Arena
 from minato.batching.serialization import Store, keys_of
 from minato.batching.writer import BatchWriter
@@ -114,7 +114,7 @@ class Workplace:
 
     def roster(self, ledger: Ledger) -> Roster:
         """Which workers work."""
-        work = Gate(self.segment.array, ledger.work_gate_offset)
+        work = EventCount(self.segment.array, ledger.work_events_offset)
         return Roster(self.segment.array, self.roster_offset, work)
 
     def writer(
@@ -234,7 +234,7 @@ class Workplace:
         return make(
             number,
             ledger,
-            Gate(self.segment.array, ledger.work_gate_offset),
+            EventCount(self.segment.array, ledger.work_events_offset),
             fetcher,
             runner,
             self.writer(number, ledger, describe_error, catches, tracer),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from minato._core.clock import now_ns
 from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
-from minato._postponed import not_the_end
+from minato._support.exceptions import not_the_end
 from minato.engine.plan import Plan
 from minato.engine.worker_context import Workplace
 from minato.workers.exceptions import wrapped

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from minato._rebinding import rebind
+from minato._support.loader_class import rebind
 from minato.errors import MinatoWarning
 
 __all__ = ["install"]

@@ -12,9 +12,9 @@ from operator import index as as_integer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minato._core.arrivals import Arrivals, sum_of_hashes
-from minato._occurrences import Again, keys_of
 from minato.errors import CoverageError
 from minato.observe.stats.reordering import Lateness
+from minato.sampling.occurrences import Again, keys_of
 from minato.sampling.replay import OrderRecord
 
 if TYPE_CHECKING:
@@ -224,11 +224,11 @@ class Progress:
         if dropped:
             self._arrivals.drop()
         coverage = self.coverage()
-        if not coverage.complete or self._arrivals.strays:
+        if not coverage.complete or self._arrivals.unexpected:
             raise CoverageError(
                 f"epoch {self.epoch} has ended, and what was delivered is not what the sampler asked for: asked for "
                 f"{coverage.asked.samples} samples, delivered {coverage.delivered.samples}, skipped "
-                f"{coverage.skipped.samples}, repeated {self._arrivals.strays}, and the hash of what is missing is "
+                f"{coverage.skipped.samples}, repeated {self._arrivals.unexpected}, and the hash of what is missing is "
                 f"{coverage.outstanding.hash:#018x}. This is a fault of minato: please report it."
             )
         self.finished = True

@@ -14,7 +14,6 @@ from torch.utils.data import BatchSampler
 
 from minato._compat import index_sampler, is_batched, is_iterable
 from minato._core.epochs import seed_of_epoch
-from minato._stateful import is_stateful
 from minato.observe.stats.reordering import Lateness
 from minato.observe.stats.size import length_of
 from minato.sampling.coverage import Coverage, Done, Progress, number_of, rest_of
@@ -23,7 +22,7 @@ from minato.sampling.replay import OrderRecord, RecordedOrder
 from minato.sampling.rng_state import Draw
 from minato.sampling.sampler_epoch import epoch_of, nested, tell_epoch
 from minato.sampling.samplers import SEEDED, batches_of, counted, next_sampler, sizes_of
-from minato.sampling.state import checked, done_of, plain_done, signature
+from minato.sampling.state import checked, done_of, is_stateful, plain_done, signature
 
 __all__ = ["Course", "Run", "Standing", "is_stream"]
 

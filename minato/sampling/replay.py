@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from operator import index as as_integer
 from typing import Any, BinaryIO
 
-from minato._files import cut_torn_line, open_lines, open_regular, write_all
-from minato._occurrences import Again
+from minato._support.files import cut_torn_line, open_lines, open_regular, write_all
+from minato.sampling.occurrences import Again
 
 __all__ = ["OrderRecord", "RecordedOrder"]
 

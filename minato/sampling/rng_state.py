@@ -22,10 +22,10 @@ from torch.utils.data import (
 )
 
 from minato._compat import EndlessSampler, ExceptionWrapper
-from minato._stateful import is_stateful
 from minato.sampling.distributed import InTurn
 from minato.sampling.sampler_epoch import epoch_of, nested
 from minato.sampling.samplers import SEEDED
+from minato.sampling.state import is_stateful
 
 __all__ = ["Draw"]
 

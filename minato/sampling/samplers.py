@@ -13,9 +13,9 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from minato._core.arrivals import Occurrences
 from minato._core.seeding import mix
-from minato._occurrences import Recurring
 from minato.sampling.cost_batches import CostBatchSampler
 from minato.sampling.distributed import InTurn, RankSampler
+from minato.sampling.occurrences import Recurring
 
 __all__ = [
     "SEEDED",

@@ -1,19 +1,22 @@
-"""The state of a loader as plain data, and whether it fits the loader that gets it."""
+"""The state of a loader as plain data, and whether it fits the loader that gets it; which objects have a state."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import reprlib
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from minato._compat import index_sampler
 from minato.observe.stats.size import length_of
 from minato.sampling.coverage import Done, Tally
 from minato.sampling.sampler_epoch import nested
 
-__all__ = ["checked", "done_of", "plain_done", "signature"]
+__all__ = ["checked", "done_of", "is_stateful", "plain_done", "signature"]
 
 _VERSION = 1
 _INT64 = 1 << 63
@@ -168,3 +171,22 @@ def done_of(plain: dict[str, Any]) -> Done:
         Tally(*plain["delivered"]),
         Tally(*plain["skipped"]),
     )
+
+
+def is_stateful(thing: Any) -> bool:
+    """Whether an object has ``state_dict()``, which takes no arguments, and ``load_state_dict``.
+
+    The weights of a module are not the state of its data, and a class has no state.
+    """
+    if isinstance(thing, (type, torch.nn.Module)):
+        return False
+    state_dict = getattr(thing, "state_dict", None)
+    if not callable(state_dict) or not callable(getattr(thing, "load_state_dict", None)):
+        return False
+    try:
+        inspect.signature(state_dict).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a compiled function does not say what it takes
+        pass
+    return True

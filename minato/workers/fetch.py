@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, cast
 
-from minato._stateful import is_stateful
+from minato.sampling.state import is_stateful
 from minato.scheduling.dataset_state import Replica
 from minato.transforms.chain import Chain
 

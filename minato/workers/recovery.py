@@ -83,7 +83,7 @@ class Burial:
             error = self.deaths.report(number, pid, exit_code, sample, progress, collation)
             attempts = 0 if sample is None else self.deaths.at(sample)
         # It may have delivered that sample: then it died, or was ended, too late to lose it.
-        if error and sample and self.ledger.undecided(number, sample.position):
+        if error and sample and self.ledger.is_unfinished(number, sample.position):
             self._give_up(number, sample, error, attempts)
         self.ledger.release(number)
         self.ledger.lease_words(number)[2] = -1  # another worker has not begun

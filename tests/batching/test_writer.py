@@ -38,7 +38,7 @@ class Desk:
         self.arena = arena
         self.segment = Segment(Ledger.nbytes(*sizes))
         self.ledger = Ledger(self.segment.array, sizes, self.segment.descriptor)
-        self.ledger.open_pass(0)
+        self.ledger.open_epoch(0)
         self.reader = BatchReader(self.ledger, arena, store)
         self.store = store
         self.writers = [

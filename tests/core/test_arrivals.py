@@ -24,7 +24,7 @@ def test_keys_arrive_in_any_order(twin: ModuleType) -> None:
     arrivals.deliver([14, 11], 10)
     assert (arrivals.prefix, arrivals.beyond) == (0, [1, 4])
     arrivals.deliver([10, 12, 13], 10)
-    assert (arrivals.prefix, arrivals.beyond, arrivals.strays) == (5, [], 0)
+    assert (arrivals.prefix, arrivals.beyond, arrivals.unexpected) == (5, [], 0)
     assert arrivals.delivered == arrivals.asked
     assert arrivals.asked[1] == twin.sum_of_hashes([1 << 80, 3, "abc", 5, -1], number_of)
     assert arrivals.asked[1] == twin.sum_of_hashes([5, 3, -1, 3, 0], number_of)  # modulo 2**64
@@ -34,11 +34,11 @@ def test_what_was_not_waited_for_is_a_stray(twin: ModuleType) -> None:
     arrivals = twin.Arrivals(number_of)
     arrivals.ask([7, 8])
     arrivals.deliver([0, 0, 2], 0)
-    assert (arrivals.strays, arrivals.delivered[0]) == (2, 1)
+    assert (arrivals.unexpected, arrivals.delivered[0]) == (2, 1)
     arrivals.deliver([0], 0)
-    assert arrivals.strays == 3
+    assert arrivals.unexpected == 3
     arrivals.deliver([-1], -5)
-    assert arrivals.strays == 3  # a place where nothing lies
+    assert arrivals.unexpected == 3  # a place where nothing lies
 
 
 def test_skipped_keys_may_lie_in_a_batch(twin: ModuleType) -> None:
@@ -46,7 +46,7 @@ def test_skipped_keys_may_lie_in_a_batch(twin: ModuleType) -> None:
     arrivals.ask([7, 8, 9])
     arrivals.skip([1, 1, 99], 0)
     arrivals.deliver([0, 1, 2], 0)
-    assert (arrivals.strays, arrivals.prefix) == (0, 3)
+    assert (arrivals.unexpected, arrivals.prefix) == (0, 3)
     assert arrivals.skipped == (1, twin.sum_of_hashes([8], number_of))
     assert arrivals.delivered == (2, twin.sum_of_hashes([7, 9], number_of))
 
@@ -58,7 +58,7 @@ def test_empty_batches_take_a_number_and_do_not_count(twin: ModuleType) -> None:
     arrivals.deliver([1], 0)
     assert (arrivals.prefix, arrivals.beyond, arrivals.asked[0]) == (0, [1], 1)
     arrivals.deliver([0], 0)
-    assert (arrivals.prefix, arrivals.delivered, arrivals.strays) == (2, arrivals.asked, 0)
+    assert (arrivals.prefix, arrivals.delivered, arrivals.unexpected) == (2, arrivals.asked, 0)
 
 
 def test_the_rest_can_be_dropped(twin: ModuleType) -> None:
@@ -104,7 +104,7 @@ def test_twins_agree(twins: tuple[ModuleType, ModuleType], batches: Any, random:
             one.skip([3 + number for number in settled[: cut // 4]], 3)
             one.deliver([3 + number for number in settled], 3)
         first, second = (
-            (one.asked, one.delivered, one.skipped, one.strays, one.prefix, one.beyond)
+            (one.asked, one.delivered, one.skipped, one.unexpected, one.prefix, one.beyond)
             for one in both
         )
         assert first == second

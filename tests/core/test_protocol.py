@@ -45,7 +45,7 @@ class Words:
         self.batches = np.frombuffer(self.memory, spec._BATCH, SIZES[1], offset)
         offset += self.batches.nbytes
         self.positions = np.frombuffer(self.memory, spec._POSITION, SIZES[2], offset)
-        self.ledger.open_pass(0)
+        self.ledger.open_epoch(0)
         self.batch = self.ledger.publish([7, 8], 2, SLOT, 0, 0, 0, bound)
         self.before = self.now()
         self.changed: list[str] = []
@@ -209,7 +209,7 @@ def modelled(name: str) -> tuple[str, ...]:
     if name in ("skip", "set_ready"):
         model = Ledger(Setting(((2,),), max_run=2, collated="yes"))
     run = Alone(model)
-    run(model.open_pass(0))
+    run(model.open_epoch(0))
     run(model.publish(2, 0, 0))
 
     def attach(kind: int) -> Iterator[explore.Op]:
@@ -305,7 +305,7 @@ def test_a_worker_delivers_as_is_described(
     arena = Arena(shared=False)
     slot = arena.acquire()
     ledger: Any = Recorder(twin.Ledger(bytearray(1 << 16), (2, 4, 16)))
-    ledger.open_pass(0)
+    ledger.open_epoch(0)
     whole = path.startswith("whole")
     size = count if whole else count + 1
     batch = ledger.publish(

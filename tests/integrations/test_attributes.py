@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 import minato
-from minato._standin import TorchDataLoader
+from minato._support.loader_class import TorchDataLoader
 from minato.caching import MemoryCache
 from tests.datasets import Numbers
 

@@ -26,12 +26,12 @@ from hypothesis import strategies as st
 import minato
 from minato.cli.main import main
 from minato.errors import MinatoError
-from minato.ingest import IngestError, decoded, ingest, open_store
-from minato.ingest.encoding import as_bytes, as_row, digest
-from minato.ingest.journal import Done, Journal, JournalError
-from minato.ingest.sqlite import SQLiteStore
-from minato.ingest.store import Store, Unknown
 from minato.sources.base import SourceError
+from minato.sources.ingest import IngestError, decoded, ingest, open_store
+from minato.sources.ingest.encoding import as_bytes, as_row, digest
+from minato.sources.ingest.journal import Done, Journal, JournalError
+from minato.sources.ingest.sqlite import SQLiteStore
+from minato.sources.ingest.store import Store, Unknown
 from minato.sources.sqlite import SQLite
 from tests.sources import servers
 from tests.sources.kinds import Kind
@@ -104,7 +104,7 @@ def tar(folder: Path, _: Any) -> Target:
 
 
 def redis(_: Path, kind_named: Callable[[str], Kind]) -> Target:
-    from minato.ingest.redis import RedisStore
+    from minato.sources.ingest.redis import RedisStore
 
     given = kind_named("redis").source(decode=decoded)
     store = RedisStore(given._place.url, "ingested/", **given._settings.values())
@@ -114,7 +114,7 @@ def redis(_: Path, kind_named: Callable[[str], Kind]) -> Target:
 
 
 def postgres(_: Path, kind_named: Callable[[str], Kind]) -> Target:
-    from minato.ingest.postgres import PostgresStore
+    from minato.sources.ingest.postgres import PostgresStore
     from minato.sources.postgres import Postgres
 
     settings = kind_named("postgres").source()._settings.values()
@@ -123,8 +123,8 @@ def postgres(_: Path, kind_named: Callable[[str], Kind]) -> Target:
 
 
 def cassandra_stub(_: Path, kind_named: Callable[[str], Kind]) -> Target:
-    from minato.ingest.cassandra import CassandraStore
     from minato.sources.cassandra import Cassandra
+    from minato.sources.ingest.cassandra import CassandraStore
 
     settings = kind_named("cassandra_stub").source()._settings.values()
     place = ["127.0.0.1"], "minato.ingested"
@@ -133,7 +133,7 @@ def cassandra_stub(_: Path, kind_named: Callable[[str], Kind]) -> Target:
 
 
 def s3(_: Path, kind_named: Callable[[str], Kind]) -> Target:
-    from minato.ingest.objects import ObjectStore
+    from minato.sources.ingest.objects import ObjectStore
 
     given = kind_named("s3").source()
     settings = {"client_options": given._client_options.values(), **given._settings.values()}
@@ -304,7 +304,7 @@ def test_what_went_wrong_in_the_store_is_found(tmp_path: Path) -> None:
     with pytest.raises(IngestError, match=r"what was written: (23, 31|31, 23);"):
         ingest(Numbers(), store, **given, verify=True)
     (tmp_path / "samples.db").unlink()
-    with pytest.raises(IngestError, match="to begin anew"):
+    with pytest.raises(IngestError, match="to start again"):
         ingest(Numbers(), store, **given)
 
 
@@ -447,7 +447,7 @@ NAMES = ["image.png", "50%", "100%s", 'a"b', "%(x)s", "a.b.c", "; DROP TABLE sam
 
 
 def postgres_table(_: Path, kind_named: Callable[[str], Kind]) -> tuple[Any, Callable[..., Any]]:
-    from minato.ingest.postgres import PostgresStore
+    from minato.sources.ingest.postgres import PostgresStore
     from minato.sources.postgres import Postgres
 
     settings = kind_named("postgres").source()._settings.values()

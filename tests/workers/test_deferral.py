@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from minato import DataLoader
 from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
 from minato._core.ledger import Ledger
-from minato._core.wait import Gate
+from minato._core.wait import EventCount
 from minato.engine.engine import Engine
 from minato.observe.stats.profile import Meters
 from minato.transforms.chain import Chain
@@ -259,7 +259,7 @@ class Case:
         return Worker(
             number,
             ledger,
-            Gate(self.bench.segment.array, ledger.work_gate_offset),
+            EventCount(self.bench.segment.array, ledger.work_events_offset),
             Fetcher(Keyed(), chain, batched=True),
             runner,
             self.sink,  # type: ignore[arg-type]

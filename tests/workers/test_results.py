@@ -24,7 +24,7 @@ class Case:
     def __init__(self, bound: bool, collate_fn: Callable[[Any], Any] = list) -> None:
         arena = Arena(shared=False)
         self.ledger = Ledger(bytearray(1 << 16), (2, 4, 16))
-        self.ledger.open_pass(0)
+        self.ledger.open_epoch(0)
         self.bound = bound
         self.store = LocalStore()
         self.acquire = arena.acquire

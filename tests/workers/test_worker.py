@@ -15,7 +15,7 @@ from minato._core.codes import (
     SKIP_BLOB,
     STATE_BLOB,
 )
-from minato._core.wait import Gate
+from minato._core.wait import EventCount
 from minato.observe.stats.profile import Meters
 from minato.transforms.chain import Chain
 from minato.workers.fetch import Fetcher
@@ -119,7 +119,7 @@ class Setting:
         self.worker = Worker(
             0,
             ledger,
-            Gate(self.bench.segment.array, ledger.work_gate_offset),
+            EventCount(self.bench.segment.array, ledger.work_events_offset),
             fetcher,
             self.runner,
             self.sink,

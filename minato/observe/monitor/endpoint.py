@@ -9,7 +9,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from minato._fork_safety import forget_in_children
-from minato._serving import Client, Server
+from minato._support.socket_server import Client, Server
 from minato.observe.monitor.metrics import Exported, text_of
 
 __all__ = ["Endpoint", "serve"]

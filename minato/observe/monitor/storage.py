@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from minato._counters import Counters
+from minato._support.counters import Counters
 
 __all__ = ["Storage"]
 

@@ -11,7 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from minato._compat import active_progress_bars
-from minato._files import printable
+from minato._support.text import printable
 from minato.errors import MinatoWarning
 from minato.observe.report.live_rates import Pace
 

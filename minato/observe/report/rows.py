@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minato._files import printable
+from minato._support.text import printable
 
 if TYPE_CHECKING:
     from minato.observe.report.figures import Report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minato._files import printable
+from minato._support.text import printable
 from minato.observe.report.rows import Section, sections
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minato._core.histogram import NBYTES, Histogram
-from minato._files import open_regular, write_atomically
+from minato._support.files import open_regular, write_atomically
 from minato.observe.stats.size import length_of
 from minato.observe.stats.slowest import NBYTES as SLOWEST_NBYTES
 from minato.observe.stats.slowest import Slowest

@@ -6,7 +6,7 @@ import errno
 import os
 import weakref
 
-from minato._files import open_lines, open_regular, write_all
+from minato._support.files import open_lines, open_regular, write_all
 
 __all__ = ["LIMIT_BYTES", "EventFile", "begin", "check"]
 

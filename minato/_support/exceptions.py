@@ -1,4 +1,4 @@
-"""Exceptions that are raised later than they came."""
+"""Exceptions that are raised later than they occur."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["Postponed", "not_the_end"]
 
 
 def not_the_end(source: str, error: StopIteration) -> RuntimeError:
-    """What to raise where code of the user's raised StopIteration, which would end the epoch early (as by PEP 479)."""
+    """Return the RuntimeError that replaces a StopIteration of user code, which would end the epoch (PEP 479)."""
     stopped = RuntimeError(f"{source} raised StopIteration")
     stopped.__cause__ = error
     return stopped
 
 
 class Postponed:
-    """An exception that waits for its turn, without the frames it passed: they would keep alive all that they hold.
+    """An exception that is raised later, without its frames, which would keep their objects alive.
 
-    What they would have shown becomes a note of the exception.
+    The traceback becomes a note of the exception, as text.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -28,7 +28,7 @@ class Postponed:
         self._error = error.with_traceback(None)
 
     def reraise(self) -> NoReturn:
-        """Raise it, once."""
+        """Raise the exception; call this once."""
         error = self._error
         del self._error
         try:

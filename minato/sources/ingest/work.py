@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minato._files import printable
+from minato._support.text import printable
 from minato.errors import MinatoError
-from minato.ingest.encoding import as_bytes, as_row, digest
-from minato.ingest.journal import Done
-from minato.ingest.store import Store
+from minato.sources.ingest.encoding import as_bytes, as_row, digest
+from minato.sources.ingest.journal import Done
+from minato.sources.ingest.store import Store
 
 __all__ = ["Work"]
 

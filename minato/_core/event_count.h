@@ -5,8 +5,8 @@
  * the other: no wake-up is lost, and a notifier without sleepers pays no system call. A sleeper that is
  * killed stays registered for ever; that costs a needless system call per event, never a hang.
  */
-#ifndef MINATO_GATE_H
-#define MINATO_GATE_H
+#ifndef MINATO_EVENT_COUNT_H
+#define MINATO_EVENT_COUNT_H
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -23,9 +23,9 @@
 typedef struct {
     mn_u32 events;
     mn_u32 sleepers;
-} mn_gate;
+} mn_event_count;
 
-_Static_assert(sizeof(mn_gate) == 8, "a gate is two 32-bit words");
+_Static_assert(sizeof(mn_event_count) == 8, "a gate is two 32-bit words");
 
 enum {
     MN_SPINS = 64,                /* about 2 us: longer than a hand-over, shorter than a sleep */
@@ -40,11 +40,11 @@ static inline void mn_pause(void) {
 #endif
 }
 
-static inline uint32_t mn_gate_events(mn_gate *gate) {
+static inline uint32_t mn_event_count_read(mn_event_count *gate) {
     return mn_load_seq_cst_u32(&gate->events);
 }
 
-static inline void mn_gate_notify(mn_gate *gate, int sleepers) {
+static inline void mn_event_count_notify(mn_event_count *gate, int sleepers) {
     mn_fetch_add_seq_cst_u32(&gate->events, 1);
     if (mn_load_seq_cst_u32(&gate->sleepers) != 0) {
 #if defined(__linux__)
@@ -54,7 +54,7 @@ static inline void mn_gate_notify(mn_gate *gate, int sleepers) {
 }
 
 /* Returns 1 if the event count differs from `seen`, 0 after the time-out or a signal. */
-static inline int mn_gate_wait(mn_gate *gate, uint32_t seen, int64_t timeout_ns) {
+static inline int mn_event_count_wait(mn_event_count *gate, uint32_t seen, int64_t timeout_ns) {
     for (int i = 0; i < MN_SPINS; i++) {
         if (mn_load_acquire_u32(&gate->events) != seen)
             return 1;

@@ -1,4 +1,4 @@
-"""Where the ranks of a node meet: a socket in a directory that no other user can enter, and a key beside it."""
+"""Where the ranks of a node find each other: a socket and a key in a directory that no other user can enter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KEY_BYTES", "Meeting"]
+__all__ = ["KEY_BYTES", "Rendezvous"]
 
 KEY_BYTES = 32
 _JOB = (
@@ -25,44 +25,43 @@ _JOB = (
     "TORCHELASTIC_RESTART_COUNT",
     "GROUP_RANK",
 )
-"""Variables that tell jobs, their restarts, and their nodes apart; torchrun sets them."""
+"""Variables that identify the job, its restart and its node; torchrun sets them."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _BACKLOG = 64
 _LEFT_S = 60.0
-"""Files of this age, of which nobody listens to the socket, were left by processes that were killed."""
+"""Files older than this whose socket has no listener were left by killed processes."""
 
 
-class Meeting:
-    """A name by which the ranks of this job on this node find each other for one loader.
+class Rendezvous:
+    """A name under which the ranks of this job on this node find each other for one loader.
 
-    The host leaves two files, with mode 0600 in a directory with mode 0700: the socket, and a random key, by which both
-    ends of a connection prove that they may read there. Other users and containers with another file system reach
-    neither.
+    The server writes two files with mode 0600 into a directory with mode 0700: a socket and a random key. Both ends of
+    a connection prove that they know the key. Other users, and containers with another file system, reach neither.
 
     Args:
-        number: Which of the program's loaders it is.
-        job: What else tells this meeting from others; by default what the launcher sets.
+        number: Number of the loader in the program.
+        job: Identifies the job; None: the variables that the launcher sets.
     """
 
     def __init__(self, number: int, job: str | None = None) -> None:
         if job is None:
             job = "\0".join(os.environ.get(name, "") for name in _JOB)
-        # The directory may be on a network, where other machines' sockets lie, too.
+        # The directory may be on a network file system that also holds sockets of other machines.
         self._prefix = _digest(_machine())
         self._stem = f"{self._prefix}-{_digest(job)}-{number}"
         self._finalizer: Any = None
 
     @property
     def directory(self) -> str:
-        """Where the files are."""
+        """Directory of the files."""
         return os.path.join(_temporary(), f"minato-{os.geteuid()}")
 
     def listen(self) -> tuple[socket.socket, bytes]:
-        """The host's end: a socket that others can connect to, and its key.
+        """Return the server's listening socket and its key.
 
         Raises:
             OSError: The name is in use, or the files cannot be written.
-            RuntimeError: The directory is not this user's own, or cannot be had.
+            RuntimeError: The directory belongs to another user, or cannot be created.
         """
         key, token = secrets.token_bytes(KEY_BYTES), f"{self._prefix}-{secrets.token_hex(8)}"
         with self._opened() as folder:
@@ -75,7 +74,7 @@ class Meeting:
                 listener.bind(_address(folder, token))
                 os.chmod(f"{token}.sock", 0o600, dir_fd=folder)
                 listener.listen(_BACKLOG)
-                # Under these names there is nothing that is only half there, and what a killed host left is replaced.
+                # Files appear complete under their names, and replace those of a killed server.
                 for kind in ("key", "sock"):
                     _rename(folder, f"{token}.{kind}", f"{self._stem}.{kind}")
             except BaseException:
@@ -83,15 +82,15 @@ class Meeting:
                 for name in (f"{token}.key", f"{token}.sock"):
                     _unlink(folder, name)
                 raise
-        # Unlike atexit, it is called at the end of a process of multiprocessing too, and not in forked children.
+        # Unlike atexit, this also runs at the end of a multiprocessing process, and not in forked children.
         self._finalizer = util.Finalize(None, self._remove, exitpriority=0)
         return listener, key
 
     def call(self) -> tuple[socket.socket, bytes] | None:
-        """A rank's end: a connection, and the key; None if nobody listens at present.
+        """Return a client's connection and the key; None if no server listens.
 
         Raises:
-            RuntimeError: The directory is not this user's own, or cannot be had.
+            RuntimeError: The directory belongs to another user, or cannot be created.
         """
         with self._opened() as folder:
             key = _read(folder, f"{self._stem}.key")
@@ -99,7 +98,7 @@ class Meeting:
         return None if key is None or caller is None else (caller, key)
 
     def end(self) -> None:
-        """Remove the files, in the process that made them."""
+        """Remove the files, in the process that created them."""
         if self._finalizer is not None:
             self._finalizer()
 
@@ -110,7 +109,7 @@ class Meeting:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """The directory, as a descriptor that stays what was checked."""
+        """Open the checked directory as a descriptor, so that it cannot be exchanged afterwards."""
         path = self.directory
         remedy = "remove it, or set TMPDIR, in all ranks, to a directory of your own"
         try:
@@ -133,7 +132,7 @@ class Meeting:
             os.close(folder)
 
     def _sweep(self, folder: int) -> None:
-        """Remove what processes on this machine have left that were killed."""
+        """Remove files of killed processes of this machine."""
         for name in os.listdir(folder):
             stem, _, kind = name.rpartition(".")
             ours = kind in ("key", "sock") and name.startswith(self._prefix)
@@ -144,7 +143,7 @@ class Meeting:
 
 
 def _machine() -> str:
-    """What tells this machine from others, and from itself before it was started anew."""
+    """Return an identifier of this machine and its boot."""
     try:
         return _BOOT_ID.read_text()
     except OSError:
@@ -166,7 +165,7 @@ def _digest(text: str) -> str:
 
 
 def _address(folder: int, stem: str) -> str:
-    """Of a socket, however long the directory's path is: the address itself may have 107 bytes."""
+    """Return a socket's address, independent of the length of the path: an address has at most 107 bytes."""
     return f"/proc/self/fd/{folder}/{stem}.sock"
 
 
@@ -185,7 +184,7 @@ def _connected(folder: int, stem: str) -> socket.socket | None:
 
 
 def _is_heard(folder: int, stem: str) -> bool:
-    """Whether somebody listens to a socket."""
+    """Whether a process listens to a socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
         caller.setblocking(False)
         try:
@@ -204,7 +203,7 @@ def _write(folder: int, name: str, data: bytes) -> None:
 
 
 def _read(folder: int, name: str) -> bytes | None:
-    """A key; None if there is none."""
+    """Return the key; None if there is none."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as file:

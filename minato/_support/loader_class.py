@@ -1,22 +1,26 @@
-"""torch's own loader class, whatever its name stands for, and what lets ours pass for it."""
+"""torch's loader class, and the tools that put another class in its place."""
 
 from __future__ import annotations
 
+import sys
 from abc import ABCMeta
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-__all__ = ["StandIn", "TorchDataLoader", "is_made", "made_only", "stand_in"]
+__all__ = ["Name", "StandIn", "TorchDataLoader", "is_made", "made_only", "rebind", "stand_in"]
 
+Name = tuple[ModuleType, str]
+"""A module, and a name in it."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 _standing_in: type | None = None
 
 
 def stand_in(cls: type | None) -> None:
-    """Say which class has taken the name of torch's, None for no one."""
+    """Set the class that replaces torch's loader class; None: no class does."""
     global _standing_in
     _standing_in = cls
 
@@ -49,12 +53,12 @@ def is_made(loader: Any) -> bool:
 
 
 def made_only(method: F) -> F:
-    """Give a method that torch's class lacks to those loaders only that our ``__init__`` made."""
+    """Decorator: only loaders that our ``__init__`` made have this method, which torch's class lacks."""
     return cast(F, _MadeOnly(method))
 
 
 class _MadeOnly:
-    """A method that an instance may lack, so that ``hasattr`` tells."""
+    """A method that some instances lack, so that ``hasattr`` returns False for them."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self.__wrapped__ = method
@@ -67,3 +71,22 @@ class _MadeOnly:
                 f"{type(instance).__name__!r} object has no attribute {self._name!r}"
             )
         return self.__wrapped__.__get__(instance, owner)
+
+
+def rebind(old: object, new: object) -> list[Name]:
+    """Bind all names of ``old`` in imported modules to ``new``; minato's own modules keep theirs.
+
+    Returns:
+        The names that were rebound.
+    """
+    found = []
+    modules: list[tuple[str, Any]] = list(sys.modules.items())
+    for module_name, module in modules:
+        # Others put all kinds of objects there; asking those for attributes might import something.
+        if not isinstance(module, ModuleType) or module_name.partition(".")[0] == "minato":
+            continue
+        names = vars(module)
+        for name in [name for name, value in list(names.items()) if value is old]:
+            names[name] = new
+            found.append((module, name))
+    return found

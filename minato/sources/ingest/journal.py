@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minato._files import cut_torn_line, open_regular, write_all
+from minato._support.files import cut_torn_line, open_regular, write_all
 from minato.errors import MinatoError
 
 __all__ = ["Done", "Journal", "JournalError"]
@@ -86,8 +86,8 @@ class Journal:
         found = _parsed(head.partition(b"\n")[0])
         if isinstance(found, dict) and found.keys() == about.keys():
             raise JournalError(
-                f"{self._path} is about something else, {found}, and this is {about}: delete it to begin anew, or name "
-                "another journal"
+                f"{self._path} is about something else, {found}, and this is {about}: delete it to start again, or "
+                "name another journal"
             )
         raise JournalError(
             f"{self._path} holds something else than a journal of an ingest, and is left as it is: name another file"
@@ -102,7 +102,7 @@ class Journal:
                 done = _done(_parsed(line))
                 if done is None:
                     raise JournalError(
-                        f"{self._path}, line {number}: it is no chunk that was written; delete the file to begin anew"
+                        f"{self._path}, line {number}: it is no chunk that was written; delete the file to start again"
                     )
                 self.done[done.chunk] = done
         if not os.fstat(self._descriptor).st_size:

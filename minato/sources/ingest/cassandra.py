@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 
 from cassandra.concurrent import execute_concurrent_with_args
 
-from minato.ingest.store import Items, Unknown
-from minato.ingest.tables import TableStore
 from minato.sources.cassandra import Cassandra
 from minato.sources.connections import Connections
+from minato.sources.ingest.store import Items, Unknown
+from minato.sources.ingest.tables import TableStore
 from minato.sources.settings import Env
 
 __all__ = ["CassandraStore", "from_url"]

@@ -118,7 +118,7 @@ def open_store(url: str, table: str = "samples", password: Env | None = None) ->
         raise Unknown(f"{shown!r} names no store: begin it with one of {', '.join(_MODULES)}")
     name = _MODULES[scheme]
     try:
-        module = importlib.import_module(f"minato.ingest.{name}")
+        module = importlib.import_module(f"minato.sources.ingest.{name}")
     except ModuleNotFoundError as error:
         raise Unknown(
             f"{shown!r} needs the package {error.name!r}: pip install 'minatoloader[{name}]'"

@@ -13,7 +13,7 @@ class Progress:
 
     Args:
         shown: Whether it is wanted.
-        samples: How many there are; None if nobody knows.
+        samples: Number of samples; None if unknown.
     """
 
     def __init__(self, shown: bool, samples: int | None) -> None:

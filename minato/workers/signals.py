@@ -34,7 +34,7 @@ atexit.register(_exit_began.set)
 
 
 def exiting() -> bool:
-    """Whether the interpreter has begun to exit."""
+    """Whether the interpreter is exiting."""
     return _exit_began.is_set()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minato.ingest.store import Items, SourceStore
+from minato.sources.ingest.store import Items, SourceStore
 from minato.sources.redis import Redis
 from minato.sources.settings import Env
 

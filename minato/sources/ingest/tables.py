@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from minato.ingest.store import Items, SourceStore
+from minato.sources.ingest.store import Items, SourceStore
 from minato.sources.sql import quoted, quoted_column
 
 __all__ = ["TableStore"]

@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from minato._files import replacement
-from minato.ingest.encoding import as_row
-from minato.ingest.store import Items, Store
+from minato._support.files import replacement
+from minato.sources.ingest.encoding import as_row
+from minato.sources.ingest.store import Items, Store
 from minato.sources.settings import Env
 
 __all__ = ["ParquetStore", "from_url"]
@@ -42,7 +42,7 @@ class ParquetStore(Store):
         self._folder.mkdir(parents=True, exist_ok=True)
         table = pa.Table.from_pylist([{self._key: key, **row} for key, row in items])
         path = self._path(chunk)
-        # Others may read what is ingested, if the umask lets them; the journal counts on what it was told is there.
+        # Others may read what is ingested, if the umask lets them; the journal relies on files being on the disk.
         with replacement(path, mode=0o666, sync=True) as file:
             pq.write_table(table, file, row_group_size=max(len(items), 1))
 

@@ -55,7 +55,7 @@ def as_row(sample: Any) -> dict[str, Any]:
 
 
 def decoded(value: Any) -> Any:
-    """Make the sample of what :func:`minato.ingest.ingest` has written without ``encode``: a source's ``decode``.
+    """Make the sample of what :func:`minato.sources.ingest.ingest` wrote without ``encode``; for a source's ``decode``.
 
     Numbers come as NumPy scalars, tensors as arrays, lists as tuples.
     """

@@ -8,8 +8,8 @@ from typing import Any
 
 import lmdb
 
-from minato.ingest.store import Items, SourceStore
 from minato.sources.connections import Connections
+from minato.sources.ingest.store import Items, SourceStore
 from minato.sources.lmdb import LMDB
 from minato.sources.settings import Env
 

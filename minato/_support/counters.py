@@ -1,4 +1,4 @@
-"""Counts that several processes add to."""
+"""Counters in shared memory that several processes increment."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _unnamed_storage(nbytes: int) -> torch.UntypedStorage | None:
 
 
 class Counters:
-    """Named counts, each worker's in a row of its own, so that none is lost.
+    """Named counters; each worker increments its own row, so that no increment is lost.
 
     They are shared with forked children, and with processes that are given them when they are started.
     """
@@ -68,11 +68,11 @@ class Counters:
         self._rows, self._marks = self._counts.numpy(), self._used.numpy()  # quicker than tensors
 
     def add(self, **by: int) -> None:
-        """Add to some of them."""
+        """Increment counters by name."""
         worker = get_worker_info()
         block, row_number = divmod(0 if worker is None else 1 + worker.id, _ROWS)
         row = self._rows[block, row_number]
-        self._marks[block] = 1  # whoever stores this stores the same
+        self._marks[block] = 1  # every writer stores the same value
         with self._lock:
             for name, number in by.items():
                 row[self._names.index(name)] += number
@@ -82,11 +82,11 @@ class Counters:
         return self._counts.numpy().tobytes()
 
     def by_name(self) -> dict[str, int]:
-        """What all processes have counted."""
+        """Return the totals of all processes by name."""
         return dict(zip(self._names, self.totals(), strict=True))
 
     def totals(self) -> list[int]:
-        """What all processes have counted, in the order of the names."""
+        """Return the totals of all processes, in the order of the names."""
         used = self._rows[self._marks.nonzero()[0]]
         totals: list[int] = used.sum((0, 1)).tolist()
         return totals

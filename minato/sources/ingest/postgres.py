@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from minato.ingest.store import Items
-from minato.ingest.tables import TableStore
+from minato.sources.ingest.store import Items
+from minato.sources.ingest.tables import TableStore
 from minato.sources.postgres import Postgres
 from minato.sources.settings import Env
 from minato.sources.sql import quoted_column

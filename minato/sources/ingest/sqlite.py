@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from minato.ingest.store import Items
-from minato.ingest.tables import TableStore
+from minato.sources.ingest.store import Items
+from minato.sources.ingest.tables import TableStore
 from minato.sources.settings import Env
 from minato.sources.sqlite import SQLite
 

@@ -18,8 +18,8 @@ from minato import DataLoader
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
 from minato.shared_pool import session
-from minato.shared_pool.descriptors import Parcel, Shipment
-from minato.shared_pool.device_dock import Dock
+from minato.shared_pool.descriptors import BatchDescriptor, BatchHandle
+from minato.shared_pool.device_prefetch import DevicePrefetcher
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Pair, flat
 from tests.delivery.recorder import Mark, Recorder
 from tests.shared_pool.jobs import run, until
@@ -126,12 +126,12 @@ def test_what_a_rank_holds_is_read_before_it_lets_go_at_the_end() -> None:
 def test_a_dock_ends_when_the_device_has_read() -> None:
     recorder, segment, slot = Recorder(), Segment(1 << 20), Slot(mmap.PAGESIZE, 3 * mmap.PAGESIZE)
     values = torch.from_numpy(segment.array[slot.start : slot.start + 100])
-    parcel = Parcel(slot, 0, (0, 0), False, (), 100)
-    dock = Dock(recorder, 2)
-    sent, _ = dock.send(Shipment(segment, parcel, None, lambda: values))
+    descriptor = BatchDescriptor(slot, 0, (0, 0), False, (), 100)
+    prefetcher = DevicePrefetcher(recorder, 2)
+    sent, _ = prefetcher.send(BatchHandle(segment, descriptor, None, lambda: values))
     values[:] = 5
     assert recorder.ran == 0
-    del dock
+    del prefetcher
     assert sent.tolist() == [5] * 100
 
 

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 import obstore
 
-from minato.ingest.store import Items, SourceStore
+from minato.sources.ingest.store import Items, SourceStore
 from minato.sources.objects import Objects
 from minato.sources.settings import Env
 

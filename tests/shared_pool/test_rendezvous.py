@@ -25,39 +25,41 @@ import pytest
 from minato.shared_pool import handshake, listener
 from minato.shared_pool.channel import Channel, connected
 from minato.shared_pool.handshake import WrongKeyError, peer_of, prove
-from minato.shared_pool.listener import Switchboard
-from minato.shared_pool.meeting import KEY_BYTES, Meeting, _address
+from minato.shared_pool.listener import RankListener
 from minato.shared_pool.messages import from_host
+from minato.shared_pool.rendezvous import KEY_BYTES, Rendezvous, _address
 from tests.shared_pool.jobs import until
 
 NEXT = ("next", 0, (), None)
 
 
 @pytest.fixture
-def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Meeting:
+def rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rendezvous:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return Meeting(0, "a job")
+    return Rendezvous(0, "a job")
 
 
-class Host(Switchboard):
+class Host(RankListener):
     """Keeps what it hears."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         self.heard: list[Any] = []
         self.gone: list[Channel] = []
-        super().__init__(meeting, lambda _, message: self.heard.append(message), self.gone.append)
+        super().__init__(
+            rendezvous, lambda _, message: self.heard.append(message), self.gone.append
+        )
 
 
 @pytest.fixture
-def host(meeting: Meeting) -> Iterator[Host]:
-    one = Host(meeting)
+def host(rendezvous: Rendezvous) -> Iterator[Host]:
+    one = Host(rendezvous)
     yield one
     one.close()
     assert not one.works
 
 
-def called(meeting: Meeting) -> tuple[socket.socket, bytes]:
-    found = meeting.call()
+def called(rendezvous: Rendezvous) -> tuple[socket.socket, bytes]:
+    found = rendezvous.call()
     assert found is not None
     found[0].settimeout(20)
     return found
@@ -71,10 +73,10 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def check_served(host: Host, meeting: Meeting) -> None:
+def check_served(host: Host, rendezvous: Rendezvous) -> None:
     """A rank that knows the key is heard."""
     before = len(host.heard)
-    channel = connected(meeting, 20, from_host)
+    channel = connected(rendezvous, 20, from_host)
     channel.send(NEXT)
     until(lambda: len(host.heard) > before)
     assert host.heard[-1] == NEXT
@@ -85,11 +87,11 @@ def check_served(host: Host, meeting: Meeting) -> None:
 # ---- the directory --------------------------------------------------------------------------
 
 
-def test_the_files_are_for_this_user_alone_and_go_with_the_host(meeting: Meeting) -> None:
+def test_the_files_are_for_this_user_alone_and_go_with_the_host(rendezvous: Rendezvous) -> None:
     keys = []
     for _ in range(2):
-        listener, key = meeting.listen()
-        folder = Path(meeting.directory)
+        listener, key = rendezvous.listen()
+        folder = Path(rendezvous.directory)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert {(path.suffix, stat.S_IMODE(path.stat().st_mode)) for path in folder.iterdir()} == {
             (".key", 0o600),
@@ -98,7 +100,7 @@ def test_the_files_are_for_this_user_alone_and_go_with_the_host(meeting: Meeting
         assert len(key) == KEY_BYTES
         keys.append(key)
         listener.close()
-        meeting.end()
+        rendezvous.end()
         assert list(folder.iterdir()) == []
     assert keys[0] != keys[1]
 
@@ -128,47 +130,49 @@ def a_link(path: Path) -> None:
 
 @pytest.mark.parametrize("squat", [open_to_others, of_another_user, a_link, Path.touch])
 def test_a_directory_that_is_not_its_own_is_refused(
-    meeting: Meeting, squat: Callable[[Path], None]
+    rendezvous: Rendezvous, squat: Callable[[Path], None]
 ) -> None:
-    squat(Path(meeting.directory))
-    for attempt in (meeting.listen, meeting.call):
+    squat(Path(rendezvous.directory))
+    for attempt in (rendezvous.listen, rendezvous.call):
         with pytest.raises(RuntimeError, match=r"cannot meet in .*minato-\d+.*TMPDIR"):
             attempt()
 
 
 def test_without_a_directory_for_temporary_files(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
     with pytest.raises(RuntimeError, match="cannot meet: .*set TMPDIR"):
-        meeting.listen()
+        rendezvous.listen()
 
 
-def test_a_long_path(meeting: Meeting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_path(
+    rendezvous: Rendezvous, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / ("x" * 200)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    host = Host(meeting)
-    check_served(host, meeting)
+    host = Host(rendezvous)
+    check_served(host, rendezvous)
     host.close()
 
 
-def test_one_host_at_a_time(host: Host, meeting: Meeting) -> None:
+def test_one_host_at_a_time(host: Host, rendezvous: Rendezvous) -> None:
     with pytest.raises(OSError, match="in use") as found:
-        Host(Meeting(0, "a job"))
+        Host(Rendezvous(0, "a job"))
     assert found.value.errno == errno.EADDRINUSE
-    check_served(host, meeting)
-    other = Host(Meeting(1, "a job"))
-    check_served(other, Meeting(1, "a job"))
+    check_served(host, rendezvous)
+    other = Host(Rendezvous(1, "a job"))
+    check_served(other, Rendezvous(1, "a job"))
     other.close()
 
 
-def killed(meeting: Meeting) -> None:
+def killed(rendezvous: Rendezvous) -> None:
     """A host that leaves its files."""
 
     def listen() -> None:
-        meeting.listen()
+        rendezvous.listen()
         os.kill(os.getpid(), signal.SIGKILL)
 
     process = multiprocessing.get_context("fork").Process(target=listen)
@@ -177,22 +181,22 @@ def killed(meeting: Meeting) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_what_a_killed_host_left_is_replaced(meeting: Meeting) -> None:
-    killed(meeting)
-    assert len(list(Path(meeting.directory).iterdir())) == 2
-    assert meeting.call() is None
-    host = Host(meeting)
-    check_served(host, meeting)
+def test_what_a_killed_host_left_is_replaced(rendezvous: Rendezvous) -> None:
+    killed(rendezvous)
+    assert len(list(Path(rendezvous.directory).iterdir())) == 2
+    assert rendezvous.call() is None
+    host = Host(rendezvous)
+    check_served(host, rendezvous)
     host.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_what_killed_hosts_left_is_swept(host: Host, meeting: Meeting) -> None:
-    folder = Path(meeting.directory)
+def test_what_killed_hosts_left_is_swept(host: Host, rendezvous: Rendezvous) -> None:
+    folder = Path(rendezvous.directory)
     alive = set(folder.iterdir())
-    killed(Meeting(0, "another job"))
+    killed(Rendezvous(0, "another job"))
     young = set(folder.iterdir()) - alive
-    killed(Meeting(0, "a third job"))
+    killed(Rendezvous(0, "a third job"))
     old = set(folder.iterdir()) - alive - young
     elsewhere = folder / f"{'0' * 20}-{'1' * 20}-0.key"
     elsewhere.touch()
@@ -200,7 +204,7 @@ def test_what_killed_hosts_left_is_swept(host: Host, meeting: Meeting) -> None:
     foreign.touch()
     for path in {*alive, *old, elsewhere, foreign}:
         os.utime(path, (1, 1), follow_symlinks=False)
-    third = Host(Meeting(1, "a fourth job"))
+    third = Host(Rendezvous(1, "a fourth job"))
     assert {*alive, *young, elsewhere, foreign} < set(folder.iterdir())
     assert not old & set(folder.iterdir())
     third.close()
@@ -220,11 +224,11 @@ class Executed:
 
 
 def test_whoever_does_not_know_the_key_is_not_heard(
-    host: Host, meeting: Meeting, tmp_path: Path
+    host: Host, rendezvous: Rendezvous, tmp_path: Path
 ) -> None:
     data = pickle.dumps(Executed(tmp_path / "executed"))
     for sent in (struct.pack("<IB", len(data), 0) + data, b"\0" * 64, os.urandom(1000), b"x" * 63):
-        connection, _ = called(meeting)
+        connection, _ = called(rendezvous)
         with connection:
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
@@ -234,29 +238,29 @@ def test_whoever_does_not_know_the_key_is_not_heard(
                     answer += part
             assert len(answer) in (0, 64)  # a challenge and a proof, whatever was sent
     assert host.heard == []
-    check_served(host, meeting)
+    check_served(host, rendezvous)
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_wrong_key_is_refused(host: Host, meeting: Meeting) -> None:
-    connection, key = called(meeting)
+def test_a_wrong_key_is_refused(host: Host, rendezvous: Rendezvous) -> None:
+    connection, key = called(rendezvous)
     with connection, pytest.raises(WrongKeyError):
         prove(connection, b"\0" + key[1:], time.monotonic() + 20)
 
 
-def test_a_proof_of_the_host_is_none_of_a_rank(host: Host, meeting: Meeting) -> None:
-    connection, _ = called(meeting)
+def test_a_proof_of_the_host_is_none_of_a_rank(host: Host, rendezvous: Rendezvous) -> None:
+    connection, _ = called(rendezvous)
     with connection:
         connection.sendall(b"c" * 32)
         answer = connection.recv(64, socket.MSG_WAITALL)
         connection.sendall(answer[32:])
         assert is_closed(connection)
-    check_served(host, meeting)
+    check_served(host, rendezvous)
 
 
-def test_a_host_that_does_not_know_the_key_hears_nothing(meeting: Meeting) -> None:
+def test_a_host_that_does_not_know_the_key_hears_nothing(rendezvous: Rendezvous) -> None:
     """Somebody listens in the place of a host."""
-    listener, _ = meeting.listen()
+    listener, _ = rendezvous.listen()
     heard = []
 
     def pretend() -> None:
@@ -269,16 +273,16 @@ def test_a_host_that_does_not_know_the_key_hears_nothing(meeting: Meeting) -> No
     thread = threading.Thread(target=pretend)
     thread.start()
     with pytest.raises(WrongKeyError, match="does not know the key"):
-        connected(meeting, 0.0, from_host)
+        connected(rendezvous, 0.0, from_host)
     thread.join()
     listener.close()
     assert [len(data) for data in heard] == [32, 0]
 
 
-def test_a_host_that_takes_the_place_of_another_is_found(meeting: Meeting) -> None:
+def test_a_host_that_takes_the_place_of_another_is_found(rendezvous: Rendezvous) -> None:
     """The key of the first one is read, and then the second one's socket is called."""
-    first, wrong = Host(meeting), [True]
-    call = meeting.call
+    first, wrong = Host(rendezvous), [True]
+    call = rendezvous.call
 
     def late() -> Any:
         found = call()
@@ -287,19 +291,19 @@ def test_a_host_that_takes_the_place_of_another_is_found(meeting: Meeting) -> No
         return found
 
     wrong.insert(0, False)
-    meeting.call = late  # type: ignore[method-assign]
-    connected(meeting, 20, from_host).close()
+    rendezvous.call = late  # type: ignore[method-assign]
+    connected(rendezvous, 20, from_host).close()
     first.close()
 
 
 def test_strangers_that_say_nothing_are_dropped_and_delay_no_rank(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "_HANDSHAKE_S", 0.5)
-    host = Host(meeting)
-    idle = [called(meeting)[0] for _ in range(listener._MOST_NEWCOMERS - 1)]
+    host = Host(rendezvous)
+    idle = [called(rendezvous)[0] for _ in range(listener._MAX_PENDING - 1)]
     begun = time.monotonic()
-    check_served(host, meeting)
+    check_served(host, rendezvous)
     for number in range(200):
         if not host._server._clients:
             break
@@ -313,30 +317,34 @@ def test_strangers_that_say_nothing_are_dropped_and_delay_no_rank(
     host.close()
 
 
-def test_without_descriptors_the_host_pauses_and_goes_on(host: Host, meeting: Meeting) -> None:
-    with meeting._opened() as folder, socket.socket(socket.AF_UNIX) as caller:
+def test_without_descriptors_the_host_pauses_and_goes_on(
+    host: Host, rendezvous: Rendezvous
+) -> None:
+    with rendezvous._opened() as folder, socket.socket(socket.AF_UNIX) as caller:
         caller.settimeout(20)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         lowest_free = os.dup(0)
         os.close(lowest_free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
         try:
-            caller.connect(_address(folder, meeting._stem))
+            caller.connect(_address(folder, rendezvous._stem))
             time.sleep(0.3)
             assert host.works
             assert not host._server._clients
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         until(lambda: bool(host._server._clients))
-    check_served(host, meeting)
+    check_served(host, rendezvous)
 
 
-def test_descriptors_of_strangers_and_ranks_do_not_arrive(host: Host, meeting: Meeting) -> None:
-    channel = connected(meeting, 20, from_host)
+def test_descriptors_of_strangers_and_ranks_do_not_arrive(
+    host: Host, rendezvous: Rendezvous
+) -> None:
+    channel = connected(rendezvous, 20, from_host)
     channel.send(NEXT)
     until(lambda: bool(host.heard))
     before = len(os.listdir("/proc/self/fd"))
-    with called(meeting)[0] as stranger:
+    with called(rendezvous)[0] as stranger:
         socket.send_fds(stranger, [b"x"], [0, 1])
         until(lambda: bool(host._server._clients))
         assert len(os.listdir("/proc/self/fd")) == before + 2  # both ends of the connection
@@ -344,17 +352,19 @@ def test_descriptors_of_strangers_and_ranks_do_not_arrive(host: Host, meeting: M
         channel.send(NEXT, 0)  # its head says so: that is no message of a rank
     until(lambda: bool(host.gone))
     assert "no head of a message" in str(host.gone[0].fault)
-    check_served(host, meeting)
+    check_served(host, rendezvous)
     channel.close()
     until(lambda: len(os.listdir("/proc/self/fd")) < before)
 
 
-def test_what_a_rank_sends_can_end_its_own_channel_alone(host: Host, meeting: Meeting) -> None:
-    good = connected(meeting, 20, from_host)
+def test_what_a_rank_sends_can_end_its_own_channel_alone(
+    host: Host, rendezvous: Rendezvous
+) -> None:
+    good = connected(rendezvous, 20, from_host)
     for number, sent in enumerate(
         [b"\xff" * 64, struct.pack("<IB", 2, 0) + b"{}", struct.pack("<IB", 1 << 31, 0)]
     ):
-        bad = connected(meeting, 20, from_host)
+        bad = connected(rendezvous, 20, from_host)
         bad._connection.sendall(sent)
         until(lambda number=number: len(host.gone) > number)
         assert "no message" in str(host.gone[-1].fault)
@@ -365,10 +375,10 @@ def test_what_a_rank_sends_can_end_its_own_channel_alone(host: Host, meeting: Me
 
 
 def test_an_error_where_a_message_is_handled_ends_its_channel_alone(
-    host: Host, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+    host: Host, rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad = connected(meeting, 20, from_host)
-    monkeypatch.setattr(host, "_said", lambda channel, message: 1 // 0)
+    bad = connected(rendezvous, 20, from_host)
+    monkeypatch.setattr(host, "_on_message", lambda channel, message: 1 // 0)
     bad.send(NEXT)
     until(lambda: bool(host.gone))
     assert host.gone[0].fault == "ZeroDivisionError: integer division or modulo by zero"
@@ -400,7 +410,7 @@ def test_a_user_that_stands_for_others_is_refused(
     one, other = socket.socketpair()
     with one, other:
         if refused:
-            with pytest.raises(PermissionError, match="all users without a number"):
+            with pytest.raises(PermissionError, match="all users without a mapping"):
                 peer_of(one)
         else:
             assert peer_of(one) == os.getpid()
@@ -430,4 +440,4 @@ def test_in_a_namespace_without_users_it_is_refused() -> None:
     sent.close()
     if found == "no user namespaces here":
         pytest.skip(found)
-    assert "stands for all users without a number" in found
+    assert "represents all users without a mapping" in found

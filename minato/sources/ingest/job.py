@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from minato.errors import MinatoError
-from minato.ingest.crews import in_processes, in_threads
-from minato.ingest.feed import Folder, chunks_of
-from minato.ingest.journal import Done, Journal, JournalError
-from minato.ingest.progress import Progress
-from minato.ingest.store import Store
-from minato.ingest.work import Work
+from minato.sources.ingest.feed import Folder, chunks_of
+from minato.sources.ingest.journal import Done, Journal, JournalError
+from minato.sources.ingest.parallel import in_processes, in_threads
+from minato.sources.ingest.progress import Progress
+from minato.sources.ingest.store import Store
+from minato.sources.ingest.work import Work
 
 __all__ = ["IngestError", "Ingested", "ingest"]
 
@@ -72,7 +72,7 @@ def ingest(
         what: A folder, whose files are the samples and whose paths are their keys; a map-style dataset, read by the
             workers, with ``keys`` of its own or else numbers as keys; or any other iterable, which is iterated here,
             and again from its beginning when the call goes on.
-        store: Of :mod:`minato.ingest`, for instance from :func:`open_store`.
+        store: Of :mod:`minato.sources.ingest`, for instance from :func:`open_store`.
         workers: How many chunks are read and written at a time.
         chunk_samples: How many samples are written together: a transaction, a Parquet or a tar file.
         encode: Makes bytes of a sample, or for a table a dict of columns. None: bytes as they are, arrays, tensors,
@@ -114,14 +114,14 @@ def ingest(
             before = _samples(notes.done.values())
             bar.add(before)
             # A store that was emptied meanwhile would otherwise keep gaps.
-            _compare(run, work, list(notes.done.values())[:1], f"delete {path} to begin anew")
+            _compare(run, work, list(notes.done.values())[:1], f"delete {path} to start again")
             for done in _written(run, work, what, by_number, chunk_samples, notes.done):
                 notes.add(done)
                 bar.add(len(done.digests))
             verified = 0
             if verify:
                 bar.phase("verifying", _samples(notes.done.values()))
-                again = f"delete {path} to write all anew"
+                again = f"delete {path} to write everything again"
                 verified = _compare(run, work, notes.done.values(), again, bar)
         finally:
             store.close()

@@ -24,7 +24,6 @@ __all__ = [
     "is_private",
     "open_lines",
     "open_regular",
-    "printable",
     "replacement",
     "write_all",
     "write_atomically",
@@ -48,7 +47,7 @@ def open_regular(path: _Path, flags: int, mode: int = PRIVATE) -> int:
     if writes:
         flags |= os.O_NOFOLLOW
     try:
-        # Without O_NONBLOCK, a pipe that nobody writes to would block here for ever.
+        # Without O_NONBLOCK, opening a pipe without a writer would block forever.
         descriptor = os.open(name, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
     except OSError as error:
         if writes and os.path.islink(name):
@@ -273,18 +272,3 @@ def _is_own_group(number: int) -> bool:
     except KeyError:
         return False
     return group.gr_name == user and set(group.gr_mem) <= {user}
-
-
-def printable(text: str, *, lines: bool = False) -> str:
-    """The text without control characters, which a terminal would obey.
-
-    Args:
-        lines: Whether line breaks and tabs stay; otherwise they become spaces.
-    """
-    return text if text.isprintable() else text.translate(_IN_LINES if lines else _IN_A_LINE)
-
-
-_IN_LINES = dict.fromkeys(
-    [*range(9), *range(0xB, 0x20), *range(0x7F, 0xA0)], "\N{REPLACEMENT CHARACTER}"
-)
-_IN_A_LINE = {**_IN_LINES, **dict.fromkeys([9, 10, 13], " ")}
