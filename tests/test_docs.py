@@ -194,10 +194,10 @@ OLD_WORDS = {
     r"whoever": "the process that, the worker that",
 }
 """Words and phrases that must not return, and what to write instead."""
-PLAIN_FOLDERS: tuple[str, ...] = ("_support", "caching", "ray")
+PLAIN_FOLDERS = ("_support", "batching", "caching", "cli", "integrations", "ray", "transforms")
 """Folders of the package whose docstrings, comments and strings follow the glossary."""
 PLAIN = [
-    *(page for page in PAGES if page.name not in ("glossary.md", "report.md")),
+    *(page for page in PAGES if page.name != "glossary.md"),
     *(
         path
         for folder in ("bench", "demo", "docs")

@@ -77,7 +77,7 @@ ON_DEMAND = [
     *(
         "minato.observe.report",
         "minato.observe.monitor.endpoint",
-        "minato.observe.monitor.metrics",
+        "minato.observe.monitor.prometheus",
         "minato.observe.monitor.gpus",
     ),
     *(

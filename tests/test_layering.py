@@ -161,7 +161,7 @@ def test_every_folder_is_a_known_part() -> None:
     [
         ("minato._core.wait", "from minato import errors"),
         ("minato._core.wait", "from minato.observe.stats import clock"),
-        ("minato.observe.stats.report", "from minato.transforms import chain"),
+        ("minato.observe.stats.report", "from minato.transforms import compose"),
         ("minato.observe.stats.journal", "from minato.observe.report import figures"),
         ("minato.observe.stats.journal", "from minato.observe.trace import tracks"),
         ("minato.observe.trace.tracks", "from minato.workers import worker"),
@@ -178,8 +178,8 @@ def test_every_folder_is_a_known_part() -> None:
         ("minato.sources.sql", "from minato import loader"),
         ("minato.errors", "from minato.transforms import chain"),
         ("minato._support.files", "from minato.loader import DataLoader"),
-        ("minato.transforms.chain", "def f():\n    from minato.sampling import keys"),
-        ("minato.transforms.chain", "def f():\n    import torch"),
+        ("minato.transforms.compose", "def f():\n    from minato.sampling import keys"),
+        ("minato.transforms.compose", "def f():\n    import torch"),
     ],
 )
 def test_the_checker_sees_what_is_forbidden(module: str, line: str) -> None:
@@ -190,7 +190,7 @@ def test_the_checker_sees_what_is_forbidden(module: str, line: str) -> None:
     ("module", "line"),
     [
         ("minato._core.wait", "from minato._core import USE_EXTENSIONS"),
-        ("minato.workers.worker", "from minato.transforms.chain import Chain\nimport torch"),
+        ("minato.workers.worker", "from minato.transforms.compose import Transforms\nimport torch"),
         ("minato.workers.worker", "from . import pool\nfrom .._core import ledger"),
         ("minato.workers.worker", "from minato.observe.trace import tracks"),
         (

@@ -324,7 +324,7 @@ def test_a_sample_is_tried_again_with_the_same_random_numbers(rig: Rig, mark: st
         found.append(content(list(rig.loader)))
     assert os.path.exists(mark)
     assert found[0] == found[1]
-    assert rig.loader.report().run.trouble.recovered == 1
+    assert rig.loader.report().run.errors.recovered == 1
 
 
 @needs_ray
@@ -340,21 +340,21 @@ def test_an_actor_that_is_killed_is_replaced_and_nothing_is_lost(rig: Rig, mark:
     assert "has died (lost)" in trace
 
 
-class Point(NamedTuple):
+class TimelinePoint(NamedTuple):
     index: int
     values: Any
 
 
 class Points(Numbers):
-    def __getitem__(self, index: int) -> Point:
-        return Point(index, np.full(3, index))
+    def __getitem__(self, index: int) -> TimelinePoint:
+        return TimelinePoint(index, np.full(3, index))
 
 
 @needs_ray
 def test_an_early_end_leaves_no_actor(rig: Rig) -> None:
     """And a ``collate_fn`` of one's own gets arrays that it may write to."""
 
-    def collate(samples: list[Point]) -> list[Point]:
+    def collate(samples: list[TimelinePoint]) -> list[TimelinePoint]:
         for sample in samples:
             sample.values[0] += 1
         return samples
@@ -372,7 +372,7 @@ def test_an_early_end_leaves_no_actor(rig: Rig) -> None:
     before = _actors()
     batches = iter(loader)
     batch = next(batches)
-    assert type(batch[0]) is Point
+    assert type(batch[0]) is TimelinePoint
     assert [point.values.tolist() for point in batch] == [[1, 0, 0], [2, 1, 1]]
     [actor] = _actors() - before
     del batch, batches

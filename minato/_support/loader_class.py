@@ -49,7 +49,7 @@ def is_made(loader: Any) -> bool:
 
     A subclass that takes torch's name for its base may set torch's attributes itself. It is a loader of torch's then.
     """
-    return getattr(loader, "_course", None) is not None
+    return getattr(loader, "_position", None) is not None
 
 
 def made_only(method: F) -> F:

@@ -12,7 +12,7 @@ from minato._system import available_cores
 from minato.batching.serialization import LocalStore
 from minato.batching.writer import BatchWriter
 from minato.engine.plan import Plan
-from minato.engine.worker_context import Workplace
+from minato.engine.worker_context import WorkerContext
 from minato.engine.worker_main import initialise, restore, run_worker_process
 from minato.scheduling.wait_stats import Flow
 from minato.transforms import rng_memory
@@ -32,7 +32,7 @@ __all__ = ["make_pool"]
 
 def make_pool(
     plan: Plan,
-    workplace: Workplace,
+    workplace: WorkerContext,
     ledger: Ledger,
     ready: EventCount,
     roster: Roster,
@@ -117,7 +117,7 @@ def make_pool(
 
         return ActorPool(group, buried, plan.most_workers, with_actor, ready, stop, may_leave)
     if plan.seeds_samples:
-        rng_memory.examine()
+        rng_memory.probe_generators()
     is_forked = plan.context.get_start_method() == "fork"
     return ProcessPool(
         plan.context,

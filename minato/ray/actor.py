@@ -21,8 +21,8 @@ from minato._core.clock import now_ns
 from minato._core.steps import run_steps
 from minato._support.pickling import SidePickler
 from minato.observe.stats.size import nbytes_of
-from minato.transforms.chain import Chain
-from minato.transforms.owned import Owned
+from minato.transforms.compose import Transforms
+from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 from minato.workers.process_pool import seed_worker
 
@@ -38,7 +38,7 @@ class ActorSpec:
     """
 
     dataset: Any
-    chain: Chain
+    chain: Transforms
     num_workers: int
     base_seed: int
     worker_init_fn: Callable[[int], None] | None
@@ -132,7 +132,7 @@ class SampleServer:
         if seed is None:
             return
         if self._randomness is None or self._randomness.base_seed != seed:
-            self._randomness = SampleRandomness(seed, owned=Owned(self._roots))
+            self._randomness = SampleRandomness(seed, owned=OwnedGenerators(self._roots))
         self._randomness.bind(epoch, key, occurrence)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minato._core.clock import now_ns
-from minato.observe.stats.profile import Meters
+from minato.observe.stats.costs import Meters
 from minato.ray.actor import SampleResult, unpack
 from minato.transforms.rng import current
 from minato.workers.reads import FinishedReads, Read

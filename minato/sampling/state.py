@@ -13,10 +13,10 @@ import torch
 
 from minato._compat import index_sampler
 from minato.observe.stats.size import length_of
-from minato.sampling.coverage import Done, Tally
+from minato.sampling.completed import Completed, Tally
 from minato.sampling.sampler_epoch import nested
 
-__all__ = ["checked", "done_of", "is_stateful", "plain_done", "signature"]
+__all__ = ["checked", "completed_from_plain", "completed_to_plain", "is_stateful", "signature"]
 
 _VERSION = 1
 _INT64 = 1 << 63
@@ -153,7 +153,7 @@ def _is_done(value: Any) -> bool:
     )
 
 
-def plain_done(done: Done) -> dict[str, Any]:
+def completed_to_plain(done: Completed) -> dict[str, Any]:
     """What is done of a pass as plain data."""
     return {
         "ranges": [list(pair) for pair in done.ranges],
@@ -163,9 +163,9 @@ def plain_done(done: Done) -> dict[str, Any]:
     }
 
 
-def done_of(plain: dict[str, Any]) -> Done:
+def completed_from_plain(plain: dict[str, Any]) -> Completed:
     """The other way round."""
-    return Done(
+    return Completed(
         tuple((first, end) for first, end in plain["ranges"]),
         plain["batches"],
         Tally(*plain["delivered"]),

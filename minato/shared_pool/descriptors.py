@@ -12,9 +12,10 @@ import numpy as np
 from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, SAMPLE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
-from minato.batching.reader import BatchReader, check_texts, raised, too_large
+from minato.batching.layout_record import read_layout
+from minato.batching.reader import BatchReader, check_texts
+from minato.batching.sample_error import raise_sample_error, slot_overflow_error
 from minato.batching.serialization import SharedStore, Store
-from minato.batching.writer import read_layout
 
 __all__ = [
     "BatchDescriptor",
@@ -101,8 +102,8 @@ def open_batch(descriptor: BatchDescriptor, segment: Segment, store: Store, leas
     """
     if descriptor.failed:
         if not descriptor.result[0]:
-            raised(too_large(descriptor.slot))
-        raised(store.get(*descriptor.result, None, ERROR_BLOB))
+            raise_sample_error(slot_overflow_error(descriptor.slot))
+        raise_sample_error(store.get(*descriptor.result, None, ERROR_BLOB))
     if descriptor.result[0]:
         return store.get(*descriptor.result, lease, SAMPLE_BLOB)
     fields, count, layout = read_layout(segment, descriptor.layout, descriptor.slot)

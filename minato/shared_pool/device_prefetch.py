@@ -11,9 +11,9 @@ from typing import Any
 
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
-from minato.batching.page_locks import Mark, PageLocker, PageLocks
-from minato.delivery.device import leaves_moved
-from minato.delivery.device_copy import Accelerator
+from minato.batching.pinned_slots import DeviceEvent, MemoryPinner, PinnedSlots
+from minato.delivery.accelerator import Accelerator
+from minato.delivery.device import copy_batch
 from minato.shared_pool.descriptors import BatchHandle
 from minato.shared_pool.source import RankSource
 
@@ -34,8 +34,8 @@ class DevicePrefetcher:
     def __init__(self, accelerator: Accelerator, ahead: int) -> None:
         self.accelerator = accelerator
         self.ahead = ahead
-        self._locks: weakref.WeakKeyDictionary[Segment, PageLocks] = weakref.WeakKeyDictionary()
-        self._held: deque[tuple[Mark, Any]] = deque()
+        self._locks: weakref.WeakKeyDictionary[Segment, PinnedSlots] = weakref.WeakKeyDictionary()
+        self._held: deque[tuple[DeviceEvent, Any]] = deque()
         # When the process exits, the driver ends all copies.
         weakref.finalize(self, _finish_copies, self._held, os.getpid()).atexit = False
 
@@ -45,7 +45,7 @@ class DevicePrefetcher:
             if segment in self._locks:
                 self._locks[segment].unlock(slot)
 
-    def send(self, handle: BatchHandle) -> tuple[Any, Mark]:
+    def send(self, handle: BatchHandle) -> tuple[Any, DeviceEvent]:
         """Return a batch on the device, and the event recorded after its copy.
 
         Raises:
@@ -54,21 +54,17 @@ class DevicePrefetcher:
         while self._held and self._held[0][0].query():
             self._held.popleft()
         batch = handle.open()
-        if self.accelerator.locks_pages:
+        if self.accelerator.pins_memory:
             locks = self._locks.get(handle.segment)
             if locks is None:
-                locks = self._locks[handle.segment] = PageLocks(self.accelerator, handle.segment)
+                locks = self._locks[handle.segment] = PinnedSlots(self.accelerator, handle.segment)
             locks.lock(handle.descriptor.slot, handle.descriptor.nbytes)
-        with self.accelerator.copying():
-            try:
-                sent = leaves_moved(batch, self.accelerator.copy)
-            finally:
-                mark = self.accelerator.mark()
-                self._held.append((mark, batch))
-        return sent, mark
+        return copy_batch(
+            self.accelerator, batch, keep=lambda event: self._held.append((event, batch))
+        )
 
 
-def _finish_copies(held: deque[tuple[Mark, Any]], owner: int) -> None:
+def _finish_copies(held: deque[tuple[DeviceEvent, Any]], owner: int) -> None:
     """Wait for copies that are still running when the prefetcher is dropped."""
     while held and owner == os.getpid():
         mark, _ = held.popleft()
@@ -81,7 +77,7 @@ class _Sent:
 
     portion: Any
     batch: Any = None
-    mark: Mark | None = None
+    mark: DeviceEvent | None = None
     error: Exception | None = None
 
 
@@ -102,7 +98,7 @@ class DeviceSource:
         """Return the next batch; the current stream waits for its copy."""
         sent = self._sent.popleft() if self._sent else self._send(self._source.take())
         if sent.mark is not None:
-            self._prefetcher.accelerator.wait(sent.mark)
+            self._prefetcher.accelerator.wait_event(sent.mark)
         while len(self._sent) < self._prefetcher.ahead and self._source.has_next:
             self._sent.append(self._send(self._source.take()))
         self._source.part.handed(sent.portion)
@@ -123,7 +119,7 @@ class DeviceSource:
     def pinned(self, duration_ns: int) -> None:
         """Do nothing: this source pins no copies."""
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Do nothing: the prefetcher pins the pages."""
 
     def shut_down(self) -> None:

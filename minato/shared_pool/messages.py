@@ -33,7 +33,7 @@ class Hello(NamedTuple):
 
 
 class RankCompleted(NamedTuple):
-    """The part of a resumed epoch that a rank has done (see :class:`minato.sampling.coverage.Done`).
+    """The part of a resumed epoch that a rank has done (see :class:`minato.sampling.completed.Completed`).
 
     Attributes:
         ranges: Ordinals ``[first, end)`` of the indices.

@@ -13,14 +13,14 @@ from typing import Any
 from minato._compat import index_sampler, is_batched
 from minato._system import available_cores
 from minato._version import __version__
-from minato.delivery.device_copy import accelerator_of
+from minato.delivery.accelerator import accelerator_of
 from minato.delivery.iterator import BatchSource
 from minato.engine.engine import Engine
 from minato.engine.history import Experience
 from minato.options import Options, StartingWorkers
-from minato.sampling.coverage import Done, Tally
-from minato.sampling.distributed import InTurn, RankSampler, ranked
-from minato.sampling.rank_progress import united
+from minato.sampling.completed import Completed, Tally
+from minato.sampling.distributed import InterleavedRanks, RankSampler, ranked
+from minato.sampling.rank_progress import merged_ranks
 from minato.sampling.state import is_stateful
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.descriptors import DescriptorReader
@@ -202,7 +202,7 @@ class PoolSession:
         return loader._twin(
             _options=self._pooled_options(loader._options),
             num_workers=loader.num_workers * place.local_count,
-            **{sampler: InTurn(index_sampler(loader), ranks)},
+            **{sampler: InterleavedRanks(index_sampler(loader), ranks)},
         )
 
     def source(self, loader: Any, base_seed: int) -> BatchSource:
@@ -238,7 +238,7 @@ class PoolSession:
         engine: Engine = self.pooled(loader)._make_engine(base_seed, DescriptorReader)
         return ServerSource(server, engine, index_sampler(loader))
 
-    def done_by_all(self, loader: Any, epoch: int, own: Done) -> Done:
+    def done_by_all(self, loader: Any, epoch: int, own: Completed) -> Completed:
         """What all ranks have had of the pass in the middle of which they begin, as far as this one has to know.
 
         Args:
@@ -248,13 +248,13 @@ class PoolSession:
             RuntimeError: The ranks do not find each other, or their states do not belong together.
         """
         if not self.hosts:
-            return Done()  # the host leaves out what is done
+            return Completed()  # the host leaves out what is done
         self._check_owner()
         server = self._pool_server(loader)
         parts = server.gather_progress(epoch, rank_completed(own))
         try:
-            return united(
-                Done(part.ranges, part.batches, Tally(*part.delivered), Tally(*part.skipped))
+            return merged_ranks(
+                Completed(part.ranges, part.batches, Tally(*part.delivered), Tally(*part.skipped))
                 for part in parts
             )
         except ValueError as error:
@@ -282,7 +282,7 @@ class PoolSession:
             "drop_last": loader.drop_last,
             "order": loader._options.order,
             "seed": loader._options.seed,
-            "transforms": loader._chain.names,
+            "transforms": loader._transforms.names,
             "collate_fn": _name_of(loader.collate_fn),
             "on_rank_death": self._on_rank_death,
         }

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
-from minato.batching.page_locks import PageLocker
+from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.serialization import SharedStore
 from minato.delivery.iterator import BatchSource
 from minato.shared_pool.client import PoolClient
@@ -147,7 +147,7 @@ class ServerSource(RankSource):
     def pinned(self, duration_ns: int) -> None:
         """Do nothing: times are measured for all ranks together."""
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Do nothing: torch pins the copies that a rank's consumers make."""
 
 
@@ -184,7 +184,7 @@ class ClientSource(RankSource):
     def pinned(self, duration_ns: int) -> None:
         """Do nothing, as in the server."""
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Do nothing, as in the server."""
 
 
@@ -192,6 +192,6 @@ def rank_completed(done: Any) -> RankCompleted:
     """Return the part of an epoch that a rank has done, as a message's field.
 
     Args:
-        done: See :class:`minato.sampling.coverage.Done`.
+        done: See :class:`minato.sampling.completed.Completed`.
     """
     return RankCompleted(done.ranges, done.batches, tuple(done.delivered), tuple(done.skipped))

@@ -168,7 +168,7 @@ class Worker:
             return self._resume()
         batch, k, count = lease
         if count == 0:
-            self._sink.collate(batch)
+            self._sink.publish_collated(batch)
             return True
         _, first, size, bound, epoch, seed, _, _, epoch_slot = self._ledger.describe(batch)
         if epoch_slot != self._pass_index:
@@ -201,7 +201,7 @@ class Worker:
         self._ledger.end(self._number, samples, busy_ns, idle_ns)
         if self._lacks_room:
             self._lacks_room = False
-            self._runner.meters.room.record(max(idle_ns, 0))
+            self._runner.meters.window_full.record(max(idle_ns, 0))
         self._idle_since = now
         self._tracer.flush()
         return busy_ns
@@ -271,7 +271,7 @@ class Worker:
     def _longest_run(self) -> int:
         if self._fetcher.takes_lists:
             return _WHOLE_BATCH  # what ``__getitems__`` returns may be of one piece
-        if self._whole_batches or self._sink.holds:
+        if self._whole_batches or self._sink.has_unsendable:
             return _ALL_SAMPLES
         habits = self._runner.habits
         return 1 if habits.draws is None else int(self._run_ns / habits.usual_ns) or 1

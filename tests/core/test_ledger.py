@@ -595,7 +595,7 @@ def test_no_sample_is_later_than_the_bound(twin: ModuleType) -> None:
     desk = Desk(twin, batches=8, positions=32)
     desk.ledger.open_epoch(0)
     opened: list[int] = []
-    number_of: dict[int, int] = {}
+    index_hash: dict[int, int] = {}
     stragglers: list[int] = []
     lags = []
     live: list[int] = []
@@ -604,7 +604,7 @@ def test_no_sample_is_later_than_the_bound(twin: ModuleType) -> None:
         opened.append(batch)
         live.append(batch)
         for position in range(desk.first(batch), desk.first(batch) + size):
-            number_of[position] = number
+            index_hash[position] = number
         if number >= max_lag:
             desk.ledger.bind_late(opened[number - max_lag], batch)
         for _ in range(size):
@@ -618,7 +618,7 @@ def test_no_sample_is_later_than_the_bound(twin: ModuleType) -> None:
         while live and desk.ledger.state(live[0]) == codes.READY:
             members = desk.deliver(live[0])
             ordinal = desk.first(live[0]) // size
-            lags += [ordinal - number_of[position] for position in members]
+            lags += [ordinal - index_hash[position] for position in members]
             if not desk.ledger.settled(live[0]):
                 break
             desk.ledger.retire(live.pop(0))

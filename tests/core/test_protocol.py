@@ -16,8 +16,8 @@ from minato._core import _records_py as spec
 from minato._core import codes
 from minato.batching.arena import Arena
 from minato.batching.serialization import LocalStore
-from minato.batching.writer import BatchWriter
-from minato.transforms.chain import Chain
+from minato.batching.writer import BatchWriter, WriterSettings
+from minato.transforms.compose import Transforms
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher
 from minato.workers.results import Deliverer
@@ -312,8 +312,9 @@ def test_a_worker_delivers_as_is_described(
         list(range(size)), size, (slot.start, slot.start, slot.end), 0, 0, 0, True
     )
     assert ledger.claim(0, count) == (batch, 0, count)
-    writer = BatchWriter(0, ledger, arena.segment, LocalStore(), list, True, lambda error: error)
-    deliverer = Deliverer(0, ledger, writer, Fetcher([], Chain(), True), True, False)
+    settings = WriterSettings(0, list, True, lambda error: error)
+    writer = BatchWriter(settings, ledger=ledger, segment=arena.segment, store=LocalStore())
+    deliverer = Deliverer(0, ledger, writer, Fetcher([], Transforms(), True), True, False)
     keys: list[Any] = list(range(count))
     samples: list[Any] = [SKIP if "skip" in path and key == bad else key for key in keys]
     error = ValueError("bad") if path == "error" else None

@@ -21,7 +21,7 @@ from minato.shared_pool import session
 from minato.shared_pool.descriptors import BatchDescriptor, BatchHandle
 from minato.shared_pool.device_prefetch import DevicePrefetcher
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Pair, flat
-from tests.delivery.recorder import Mark, Recorder
+from tests.delivery.recorder import DeviceEvent, Recorder
 from tests.shared_pool.jobs import run, until
 
 pytestmark = [
@@ -89,7 +89,7 @@ def test_a_slot_that_a_device_has_not_read_is_used_by_no_process() -> None:
 
 
 def test_events_that_tell_lies_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mark, "query", lambda mark: True)
+    monkeypatch.setattr(DeviceEvent, "query", lambda mark: True)
 
     def program(rank: int, together: Any) -> Any:
         recorder = Recorder()

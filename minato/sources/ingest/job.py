@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from minato.errors import MinatoError
 from minato.sources.ingest.feed import Folder, chunks_of
-from minato.sources.ingest.journal import Done, Journal, JournalError
+from minato.sources.ingest.journal import Completed, Journal, JournalError
 from minato.sources.ingest.parallel import in_processes, in_threads
 from minato.sources.ingest.progress import Progress
 from minato.sources.ingest.store import Store
@@ -135,7 +135,7 @@ def _journal_of(about: dict[str, Any]) -> Path:
     return Path(f"minato-ingest-{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl")
 
 
-def _check_chunks(chunks: Iterable[Done], size: int, most: int | None, path: Path) -> None:
+def _check_chunks(chunks: Iterable[Completed], size: int, most: int | None, path: Path) -> None:
     for done in chunks:
         if len(done.digests) > size or (most is not None and done.chunk >= most):
             raise JournalError(
@@ -144,20 +144,20 @@ def _check_chunks(chunks: Iterable[Done], size: int, most: int | None, path: Pat
             )
 
 
-def _samples(chunks: Iterable[Done]) -> int:
+def _samples(chunks: Iterable[Completed]) -> int:
     return sum(len(done.digests) for done in chunks)
 
 
 def _written(
-    run: Callable[..., Iterator[Done]],
+    run: Callable[..., Iterator[Completed]],
     work: Work,
     what: Any,
     by_number: bool,
     chunk_samples: int,
-    done: dict[int, Done],
-) -> Iterator[Done]:
+    done: dict[int, Completed],
+) -> Iterator[Completed]:
     """Write what is not done; the first chunk by itself, since that may make a table."""
-    tasks: Iterator[Callable[[], Done]]
+    tasks: Iterator[Callable[[], Completed]]
     if by_number:
         chunks = range(-(-len(what) // chunk_samples))
         tasks = (partial(work.write, chunk) for chunk in chunks if chunk not in done)
@@ -171,7 +171,7 @@ def _written(
 def _compare(
     run: Callable[..., Iterator[tuple[int, list[str]]]],
     work: Work,
-    chunks: Iterable[Done],
+    chunks: Iterable[Completed],
     advice: str,
     bar: Progress | None = None,
 ) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from minato._support.files import cut_torn_line, open_regular, write_all
 from minato.errors import MinatoError
 
-__all__ = ["Done", "Journal", "JournalError"]
+__all__ = ["Completed", "Journal", "JournalError"]
 
 
 _LOOK_EVERY_S = 0.05
@@ -23,7 +23,7 @@ class JournalError(MinatoError, ValueError):
     """A journal belongs to something else, or somebody is writing it."""
 
 
-class Done(NamedTuple):
+class Completed(NamedTuple):
     """A chunk that was written.
 
     Attributes:
@@ -52,7 +52,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, about: dict[str, Any], patience_s: float = 20.0) -> None:
-        self.done: dict[int, Done] = {}
+        self.done: dict[int, Completed] = {}
         self._path = path
         self._head = json.dumps(about).encode() + b"\n"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ class Journal:
         if not os.fstat(self._descriptor).st_size:
             write_all(self._descriptor, self._head, self._path)
 
-    def add(self, done: Done) -> None:
+    def add(self, done: Completed) -> None:
         """Record a chunk."""
         self.done[done.chunk] = done
         write_all(self._descriptor, json.dumps(done).encode() + b"\n", self._path)
@@ -127,9 +127,9 @@ def _parsed(line: bytes) -> Any:
         return None
 
 
-def _done(line: Any) -> Done | None:
+def _done(line: Any) -> Completed | None:
     """What a line says, None if it says something else."""
-    if type(line) is not list or len(line) != len(Done._fields) or type(line[2]) is not list:
+    if type(line) is not list or len(line) != len(Completed._fields) or type(line[2]) is not list:
         return None
     numbers = [*line[:2], *line[2]]
-    return Done(*line) if all(type(each) is int and each >= 0 for each in numbers) else None
+    return Completed(*line) if all(type(each) is int and each >= 0 for each in numbers) else None

@@ -8,7 +8,7 @@ from typing import Any
 from minato._support.text import printable
 from minato.errors import MinatoError
 from minato.sources.ingest.encoding import as_bytes, as_row, digest
-from minato.sources.ingest.journal import Done
+from minato.sources.ingest.journal import Completed
 from minato.sources.ingest.store import Store
 
 __all__ = ["Work"]
@@ -42,7 +42,7 @@ class Work:
         index = chunk * self._chunk_samples + number
         return self._store.key(index if self._names is None else self._names[index])
 
-    def write(self, chunk: int, samples: Sequence[Any] | None = None) -> Done:
+    def write(self, chunk: int, samples: Sequence[Any] | None = None) -> Completed:
         """Write a chunk: the given samples, or those of the dataset."""
         if samples is None:
             first = chunk * self._chunk_samples
@@ -53,7 +53,7 @@ class Work:
             for number, sample in enumerate(samples)
         ]
         self._store.write(chunk, items)
-        return Done(chunk, sum(map(_size, items)), [digest(value) for _, value in items])
+        return Completed(chunk, sum(map(_size, items)), [digest(value) for _, value in items])
 
     def _encoded(self, chunk: int, number: int, sample: Any) -> Any:
         try:
@@ -64,7 +64,7 @@ class Work:
                 f"{type(error).__name__}: {printable(str(error), lines=True)}"
             ) from error
 
-    def wrong(self, done: Done) -> tuple[int, list[str]]:
+    def wrong(self, done: Completed) -> tuple[int, list[str]]:
         """Compare a chunk with what was written: how many samples it has, and which are wrong."""
         keys = [self._key(done.chunk, number) for number in range(len(done.digests))]
         try:

@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minato._core.histogram import NBYTES, Histogram
-from minato.observe.stats.profile import Meters, Profile, fingerprint
-from minato.observe.stats.summary import Summary, from_words, merged, share_above, to_words
+from minato.observe.stats.costs import CostStats, Meters, fingerprint
+from minato.observe.stats.histograms import Summary, from_words, merged, share_above, to_words
 from minato.scheduling.slow_threshold import TimeoutPolicy
 from tests.datasets import Numbers, double, plus_one
 
@@ -44,7 +44,7 @@ def test_workers_are_added_up_by_part():
     workers = [Meters(2), Meters(2, bytearray(Meters.nbytes(2)))]
     sample(workers[0], 1000, 20)
     sample(workers[1], 3000, 22)
-    profile = Profile(STEPS)
+    profile = CostStats(STEPS)
     profile.update(workers)
     fixed = (
         "total",
@@ -53,7 +53,7 @@ def test_workers_are_added_up_by_part():
         "transforms",
         "dataset",
         "deferred",
-        "room",
+        "window_full",
     )
     assert profile.names == (*fixed, "0 Crop", "1 Flip")
     assert profile.run["total"].max == 3032
@@ -61,7 +61,7 @@ def test_workers_are_added_up_by_part():
 
 
 def test_the_window_is_what_came_since_the_last_update():
-    meters, profile = Meters(2), Profile(STEPS)
+    meters, profile = Meters(2), CostStats(STEPS)
     sample(meters, 1000, 20)
     profile.update([meters])
     sample(meters, 5000, 30)
@@ -81,11 +81,11 @@ def test_meters_of_shared_memory_are_seen_from_both_sides():
 
 
 def test_a_profile_survives_its_file(tmp_path):
-    meters, profile = Meters(2), Profile(STEPS)
+    meters, profile = Meters(2), CostStats(STEPS)
     sample(meters, 1000, 20)
     profile.update([meters])
     profile.save(tmp_path / "profiles", "key", recent=histogram(5, 6))
-    loaded = Profile.load(tmp_path / "profiles", "key")
+    loaded = CostStats.load(tmp_path / "profiles", "key")
     assert loaded is not None
     again, recent = loaded
     assert again.names == profile.names
@@ -109,8 +109,8 @@ def test_a_profile_survives_its_file(tmp_path):
 )
 def test_a_file_that_is_none_is_no_profile(tmp_path, content):
     (tmp_path / "key.json").write_text(content)
-    assert Profile.load(tmp_path, "key") is None
-    assert Profile.load(tmp_path, "absent") is None
+    assert CostStats.load(tmp_path, "key") is None
+    assert CostStats.load(tmp_path, "absent") is None
 
 
 def test_the_fingerprint_tells_dataset_chain_and_size_apart():
@@ -130,7 +130,7 @@ def test_the_fingerprint_tells_dataset_chain_and_size_apart():
 
 def test_the_fingerprint_is_the_same_in_another_process():
     program = (
-        "from minato.observe.stats.profile import fingerprint\n"
+        "from minato.observe.stats.costs import fingerprint\n"
         "from tests.datasets import Numbers, double\n"
         "print(fingerprint(Numbers(10), [double]))"
     )
@@ -212,7 +212,7 @@ def check_cost_history(content: str | bytes, folder: Path) -> None:
     """Whatever another user of a shared folder has written: it changes what is expected, and ends nothing."""
     path = folder / "history.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    kept = Profile.load(folder, "history")
+    kept = CostStats.load(folder, "history")
     if kept is None:
         return
     profile, recent = kept
@@ -228,6 +228,6 @@ def check_cost_history(content: str | bytes, folder: Path) -> None:
 
 def test_a_pipe_in_the_place_of_a_cost_history_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "history.json")
-    assert Profile.load(tmp_path, "history") is None
+    assert CostStats.load(tmp_path, "history") is None
     (tmp_path / "history.json").unlink()
-    assert Profile.load(tmp_path, "history") is None
+    assert CostStats.load(tmp_path, "history") is None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from minato.transforms import Chain
+from minato.transforms import Transforms
 
 
 def double(value: int) -> int:
@@ -58,7 +58,7 @@ def with_setting(**settings: Any) -> Any:
 
 def test_no_transforms_leave_the_value() -> None:
     value = object()
-    for chain in (Chain(), Chain.of(None), Chain.of([]), Chain.of(())):
+    for chain in (Transforms(), Transforms.of(None), Transforms.of([]), Transforms.of(())):
         assert len(chain) == 0
         assert chain.run(value) is value
         assert chain.resume(value, 0, 1) == (value, 0)
@@ -68,13 +68,13 @@ def test_no_transforms_leave_the_value() -> None:
     "container", [list, tuple, lambda steps: SimpleNamespace(transforms=steps)]
 )
 def test_transforms_run_in_order(container: Any) -> None:
-    chain = Chain.of(container([double, Add(3), double]))
+    chain = Transforms.of(container([double, Add(3), double]))
     assert chain.steps[0] is double
     assert chain.run(5) == 26
 
 
 def test_names_tell_what_runs() -> None:
-    chain = Chain.of(
+    chain = Transforms.of(
         [
             double,
             Add(1),
@@ -94,11 +94,11 @@ def test_names_tell_what_runs() -> None:
         "len",
         "ReLU",
     )
-    assert repr(Chain.of([double, Add(1)])) == "Chain(double -> Add)"
+    assert repr(Transforms.of([double, Add(1)])) == "Transforms(double -> Add)"
 
 
 def test_one_callable_is_one_step() -> None:
-    assert Chain.of(double).steps == (double,)
+    assert Transforms.of(double).steps == (double,)
 
 
 def test_a_plain_compose_is_replaced_by_its_transforms_at_any_depth() -> None:
@@ -106,7 +106,7 @@ def test_a_plain_compose_is_replaced_by_its_transforms_at_any_depth() -> None:
     module.transforms = [Add(1), double]
     inner = Compose((double, module))
     for transforms in (Compose([Add(3), inner]), [Add(3), inner], (Compose([Add(3)]), inner)):
-        chain = Chain.of(transforms)
+        chain = Transforms.of(transforms)
         assert chain.names == ("Add", "double", "Add", "double")
         assert chain.run(1) == 18
 
@@ -122,13 +122,13 @@ def test_a_plain_compose_is_replaced_by_its_transforms_at_any_depth() -> None:
     ids=["RandomApply", "probability", "lazy", "iterator"],
 )
 def test_a_callable_that_is_not_a_plain_compose_stays_one_step(element: Any) -> None:
-    assert Chain.of(element).steps == (element,)
-    assert Chain.of([double, element]).steps == (double, element)
+    assert Transforms.of(element).steps == (element,)
+    assert Transforms.of([double, element]).steps == (double, element)
 
 
 def test_a_chain_keeps_its_steps_when_the_users_list_changes() -> None:
     transforms: list[Any] = [double]
-    chain = Chain.of(transforms)
+    chain = Transforms.of(transforms)
     transforms.append(Add(1))
     assert chain.run(1) == 2
 
@@ -152,17 +152,17 @@ def test_a_chain_keeps_its_steps_when_the_users_list_changes() -> None:
 )
 def test_what_is_not_callable_is_refused_by_name(transforms: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        Chain.of(transforms)
+        Transforms.of(transforms)
 
 
 def test_a_long_value_is_cut_in_the_message() -> None:
     with pytest.raises(TypeError) as caught:
-        Chain.of(["x" * 10_000])
+        Transforms.of(["x" * 10_000])
     assert len(str(caught.value)) < 250
 
 
 def test_resuming_stops_at_the_deadline_and_goes_on_where_it_was() -> None:
-    chain = Chain.of([double, Add(3), double])
+    chain = Transforms.of([double, Add(3), double])
     laps, cursor = np.full(3, -1, np.int64), np.zeros(1, np.int64)
     value, index = chain.resume(5, 0, 1, laps, cursor)
     assert (value, index, cursor[0]) == (10, 1, 1)
@@ -174,6 +174,6 @@ def test_resuming_stops_at_the_deadline_and_goes_on_where_it_was() -> None:
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_a_chain_can_be_pickled(protocol: int) -> None:
-    chain = pickle.loads(pickle.dumps(Chain.of([double, Add(3)]), protocol))
+    chain = pickle.loads(pickle.dumps(Transforms.of([double, Add(3)]), protocol))
     assert chain.run(5) == 13
     assert chain.names == ("double", "Add")

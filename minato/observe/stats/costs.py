@@ -1,4 +1,4 @@
-"""What samples cost: measured by each worker in shared memory, added up, kept for the next run."""
+"""The costs of samples: measured by each worker in shared memory, summed, kept for the next run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any
 
 from minato._core.histogram import NBYTES, Histogram
 from minato._support.files import open_regular, write_atomically
+from minato.observe.stats.histograms import EMPTY, Summary, from_words, merged, to_words
 from minato.observe.stats.size import length_of
 from minato.observe.stats.slowest import NBYTES as SLOWEST_NBYTES
-from minato.observe.stats.slowest import Slowest
-from minato.observe.stats.summary import NOTHING, Summary, from_words, merged, to_words
+from minato.observe.stats.slowest import SlowestSamples
 
-__all__ = ["Meters", "Profile", "fingerprint"]
+__all__ = ["CostStats", "Meters", "fingerprint"]
 
-_FIXED = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "room")
+_FIXED = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "window_full")
 _FORMAT = 1
 _COUNT = attrgetter("count")
 _PLAIN = (str, int, float, bool, type(None))
 _LONGEST_FILE_BYTES = 64 << 20
-"""What is larger is no profile, and not read."""
+"""Larger files are corrupt and not read."""
 _LONGEST_TEXT = 1000
-"""A longer text is the content of something, not its settings."""
+"""A longer text is content, not settings."""
 
 
 class Meters:
@@ -37,18 +37,18 @@ class Meters:
 
     Attributes:
         total: Active time of each sample in ns: all its parts, waiting excluded.
-        cpu: Processor time of the worker's thread for it, in ns.
+        cpu: CPU time of the worker's thread for it, in ns.
         size: Bytes of the sample before the transforms.
-        transforms: How many transforms were applied.
+        transforms: Number of applied transforms.
         dataset: Time of ``dataset[i]`` in ns.
-        deferred: How long deferred samples waited until they were resumed, in ns.
-        room: Pauses in ns during which the consumer had enough, so that nothing was left to begin.
+        deferred: Time from the deferral of a sample to its resumption, in ns.
+        window_full: Idle time in ns in which the prefetch window was full, so that no batch could be opened.
         steps: Time of each transform in ns.
-        slowest: The samples that took longest.
+        slowest: The slowest samples.
 
     Args:
         buffer: Writable memory of ``Meters.nbytes(num_steps)`` bytes, aligned to 8; zeros are empty meters.
-            None: memory of its own.
+            None: private memory.
     """
 
     def __init__(self, num_steps: int, buffer: Any = None) -> None:
@@ -56,10 +56,10 @@ class Meters:
         nbytes = self.nbytes(num_steps)
         memory = memoryview(bytearray(nbytes) if buffer is None else buffer).cast("B")
         self.all = [Histogram(memory[i * NBYTES : (i + 1) * NBYTES]) for i in range(count)]
-        """In this order: total, cpu, size, transforms, dataset, deferred, room, then the steps."""
+        """In this order: total, cpu, size, transforms, dataset, deferred, window_full, then the steps."""
         self.total, self.cpu, self.size, self.transforms, self.dataset, *rest = self.all
-        self.deferred, self.room, *self.steps = rest
-        self.slowest = Slowest(memory[count * NBYTES :])
+        self.deferred, self.window_full, *self.steps = rest
+        self.slowest = SlowestSamples(memory[count * NBYTES :])
 
     @staticmethod
     def nbytes(num_steps: int) -> int:
@@ -67,8 +67,8 @@ class Meters:
         return (len(_FIXED) + num_steps) * NBYTES + SLOWEST_NBYTES
 
 
-class Profile:
-    """What the samples of a run have cost, as a whole and since the last look.
+class CostStats:
+    """The costs of the samples of a run, as a whole and since the last update.
 
     Args:
         step_names: A name of each transform.
@@ -77,13 +77,13 @@ class Profile:
     def __init__(self, step_names: Sequence[str] = ()) -> None:
         steps = (f"{number} {name}" for number, name in enumerate(step_names))
         self.names = (*_FIXED, *steps)
-        """Of all histograms: those that every worker has, then ``0 First``, ``1 Second`` …"""
-        self.run = dict.fromkeys(self.names, NOTHING)
+        """The names of all histograms: the fixed ones, then ``0 First``, ``1 Second`` …"""
+        self.run = dict.fromkeys(self.names, EMPTY)
         """Since the start."""
         self._before = self.run
 
     def update(self, workers: Iterable[Meters]) -> None:
-        """Take over what all workers have measured; what is new since the last update is the window."""
+        """Read the meters of all workers; the increase since the last update is the window."""
         self._before, self.run = self.run, self.run.copy()
         columns = zip(*(worker.all for worker in workers), strict=True)
         for name, column in zip(self.names, columns, strict=True):
@@ -96,7 +96,7 @@ class Profile:
         return {name: values.subtract(self._before[name]) for name, values in self.run.items()}
 
     def summary(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Figures by name, for the ``run`` and for the last ``window``: what is written to a report."""
+        """Figures by name, for the ``run`` and for the last ``window``."""
         return {
             name: {
                 "run": Summary.of(self.run[name]).as_dict(),
@@ -108,10 +108,10 @@ class Profile:
     def save(
         self, folder: str | os.PathLike[str], key: str, recent: Histogram | None = None
     ) -> None:
-        """Write the run to ``folder/key.json``, at once or not at all, with mode 0600 in a folder of mode 0700.
+        """Write the run to ``folder/key.json``, atomically, with mode 0600 in a directory of mode 0700.
 
         Args:
-            key: What :func:`fingerprint` gave.
+            key: The result of :func:`fingerprint`.
             recent: Total times to start the next run with (``TimeoutPolicy.recent``); by default those of the run.
         """
         content = {
@@ -125,11 +125,11 @@ class Profile:
         write_atomically(target, json.dumps(content))
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str], key: str) -> tuple[Profile, Histogram] | None:
-        """The profile and the recent total times of an earlier run.
+    def load(cls, folder: str | os.PathLike[str], key: str) -> tuple[CostStats, Histogram] | None:
+        """The costs and the recent total times of an earlier run.
 
         Returns:
-            None if there are none, or if they cannot be read: a run can always start without.
+            None if there are none, or if they cannot be read: they are optional.
         """
         try:
             with open(open_regular(Path(folder) / f"{key}.json", os.O_RDONLY), "rb") as file:
@@ -146,11 +146,11 @@ class Profile:
 
 
 def fingerprint(dataset: Any, steps: Sequence[Callable[[Any], Any]] = ()) -> str:
-    """What a profile belongs to: this kind and size of dataset, these transforms, this kind of machine.
+    """Identify stored costs by type and size of the dataset, the transforms, and the type of machine.
 
     Returns:
-        24 hexadecimal digits. Equal in another process for equal code and settings: functions count with their code,
-        objects with their text or, where that holds an address, with their plain attributes.
+        24 hexadecimal digits. Equal in another process for equal code and settings: functions are identified by their
+        code, objects by their ``repr`` or, where that holds an address, by their plain attributes.
     """
     host = (platform.node(), platform.machine(), platform.processor(), os.cpu_count())
     parts = [_describe(dataset), length_of(dataset), *map(_describe, steps), host]

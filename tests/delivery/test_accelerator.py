@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from minato.delivery import device_copy
-from minato.delivery.device_copy import Cuda, Plain, accelerator_of, page_locker
+from minato.delivery import accelerator
+from minato.delivery.accelerator import Cuda, SyncDevice, accelerator_of, memory_pinner
 
 Said = list[tuple[Any, ...]]
 
@@ -62,7 +62,7 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         said = self.said = Said()
-        device_copy._beside.cache_clear()
+        accelerator._copy_stream.cache_clear()
         self.current = {0: Stream(said, "training"), 1: Stream(said, "idle")}
         self.runtime = Runtime(said)
 
@@ -99,14 +99,14 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     yield Machine(monkeypatch)
-    device_copy._beside.cache_clear()
+    accelerator._copy_stream.cache_clear()
 
 
 def test_copies_run_on_a_stream_of_their_own(machine: Machine) -> None:
     cuda = accelerator_of(torch.device("cuda"))
     with cuda.copying():
-        first = cuda.mark()
-    cuda.wait(first)
+        first = cuda.record_event()
+    cuda.wait_event(first)
     assert machine.said == [("side 0", "event"), ("training", "waits for event on", "side 0")]
     assert not first.query()
     first.synchronize()
@@ -116,13 +116,13 @@ def test_copies_run_on_a_stream_of_their_own(machine: Machine) -> None:
 def test_memory_is_written_again_behind_all_that_the_training_was_told(machine: Machine) -> None:
     cuda = Cuda(torch.device("cuda"))
     with cuda.copying():
-        mark = cuda.mark()
-    cuda.wait(mark)
+        mark = cuda.record_event()
+    cuda.wait_event(mark)
     machine.said.clear()
     machine.current[0] = Stream(machine.said, "another")
     with cuda.copying():
-        first = cuda.mark()
-    cuda.wait(first)
+        first = cuda.record_event()
+    cuda.wait_event(first)
     with cuda.copying():
         pass
     waits = [said[2] for said in machine.said if said[1] == "waits for stream"]
@@ -130,7 +130,7 @@ def test_memory_is_written_again_behind_all_that_the_training_was_told(machine: 
 
 
 def test_outside_of_copying_a_mark_is_behind_all_devices_in_use(machine: Machine) -> None:
-    Cuda().mark()
+    Cuda().record_event()
     assert machine.said == [("training", "event")]
 
 
@@ -138,7 +138,7 @@ def test_a_mark_that_is_set_while_a_graph_is_captured_comes_behind_it(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    mark, other = Cuda().mark(), Cuda().mark()
+    mark, other = Cuda().record_event(), Cuda().record_event()
     assert not mark.query()
     assert machine.said == []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -155,8 +155,8 @@ def test_loaders_that_copy_to_one_device_share_the_stream_and_wait_for_all_reade
 ) -> None:
     one, other = Cuda(torch.device("cuda")), Cuda(torch.device("cuda", 0))
     with one.copying():
-        mark = one.mark()
-    one.wait(mark)
+        mark = one.record_event()
+    one.wait_event(mark)
     machine.said.clear()
     with other.copying():
         pass
@@ -204,11 +204,11 @@ def test_locking_says_why_it_fails(machine: Machine, monkeypatch: pytest.MonkeyP
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "ones", raises_what_is_left)
-    locker = page_locker()
+    locker = memory_pinner()
     assert locker is not None
     locker.lock(4096, 8192)
     machine.runtime.status = 2
-    with pytest.raises(OSError, match="cudaHostRegister of 4096 bytes gave CUDA's error 2"):
+    with pytest.raises(OSError, match="cudaHostRegister of 4096 bytes failed with CUDA error 2"):
         locker.lock(16384, 4096)
     locker.unlock(4096)
     assert machine.said == [
@@ -228,16 +228,16 @@ def test_memory_is_locked_by_way_of_the_device_that_reads_it(machine: Machine) -
 
 def test_without_cuda_nothing_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert page_locker() is None
+    assert memory_pinner() is None
 
 
 def test_other_devices_have_no_other_stream() -> None:
     plain = accelerator_of(torch.device("meta"))
-    assert isinstance(plain, Plain)
-    assert not plain.locks_pages
+    assert isinstance(plain, SyncDevice)
+    assert not plain.pins_memory
     with plain.copying():
         moved = plain.copy(torch.ones(3))
     assert moved.is_meta
-    mark = plain.mark()
-    plain.wait(mark)
+    mark = plain.record_event()
+    plain.wait_event(mark)
     assert mark.query()

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minato.observe.stats.reordering import Lateness
-from minato.observe.stats.reservoir import Reservoir
+from minato.observe.stats.lateness import Lateness, Reservoir
 
 
 def record(asked: list[int], delivered: list[list[int]], start: int = 100) -> Lateness:

@@ -16,7 +16,7 @@ import pytest
 import minato
 from tests.datasets import Numbers, double
 
-NAMES = {"minato_batches_total", "minato_samples_total", "minato_waiting_seconds_total"}
+NAMES = {"minato_batches_total", "minato_samples_total", "minato_wait_seconds_total"}
 
 
 def loader_of(**options: Any) -> minato.DataLoader[int]:
@@ -67,14 +67,14 @@ def test_figures_while_it_runs_and_afterwards(num_workers: int) -> None:
             assert of(figures, "minato_epoch") == epoch
             assert (
                 0
-                < of(figures, "minato_waiting_seconds_total")
-                < of(figures, "minato_running_seconds_total")
+                < of(figures, "minato_wait_seconds_total")
+                < of(figures, "minato_epoch_seconds_total")
             )
         assert of(figures, "minato_stage_samples_total", 'stage="double"') >= 0
         assert of(figures, "minato_workers") == max(num_workers, 1)
     figures = fetched(loader.metrics_url)
     assert of(figures, "minato_batches_total") == 12
-    assert "minato_epoch" not in "".join(figures)
+    assert "minato_epoch{" not in "".join(figures)
     url = loader.metrics_url
     assert url is not None
     assert url.startswith("http://127.0.0.1:")

@@ -1,4 +1,4 @@
-"""The transforms of a sample, as a list that can be left and entered between any two of them."""
+"""The transforms of a sample, as one list: a worker can stop between any two of them, and resume there."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from minato._core.steps import run_steps
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Chain"]
+__all__ = ["Transforms"]
 
 Step = Callable[[Any], Any]
 
 
-class Chain:
+class Transforms:
     """Transforms applied, in order, to what ``dataset[i]`` returned.
 
     Args:
@@ -34,14 +34,14 @@ class Chain:
         self.names = tuple(_name(step) for step in steps)
 
     @classmethod
-    def of(cls, transforms: Any) -> Chain:
-        """Build a chain from what a user passes as ``transforms=``.
+    def of(cls, transforms: Any) -> Transforms:
+        """Make the list from the argument ``transforms=``.
 
         Args:
             transforms: ``None``; a list or tuple of callables; a plain container with a list
-                ``.transforms``; or one callable. A ``Compose`` which does nothing but call its
-                ``transforms`` in turn, at any depth, is replaced by them. Other callables stay one
-                step each, also if they have ``.transforms`` (as ``RandomApply`` or ``OneOf``).
+                ``.transforms``; or one callable. A ``Compose`` that only calls its ``transforms`` in
+                order, at any depth, is replaced by them. Any other callable is one transform, even
+                with an attribute ``.transforms`` (such as ``RandomApply`` or ``OneOf``).
 
         Raises:
             TypeError: An element is not callable.
@@ -66,7 +66,7 @@ class Chain:
 
     @property
     def by_name(self) -> dict[str, Step]:
-        """The transforms, by names that stay the same where a cache takes the first ones."""
+        """The transforms by name; the names stay the same if a cache takes over the first ones."""
         length = len(self.steps)
         return {f"transforms[{i - length}]": step for i, step in enumerate(self.steps)}
 
@@ -84,17 +84,17 @@ class Chain:
         laps: Buffer | None = None,
         cursor: Buffer | None = None,
     ) -> tuple[Any, int]:
-        """Apply the transforms from ``index`` on, until done or past the deadline.
+        """Apply the transforms from ``index`` on, until the last one or the deadline.
 
-        The arguments, results and errors are those of :func:`minato._core.steps.run_steps`.
+        Arguments, results and errors are those of :func:`minato._core.steps.run_steps`.
         """
         return run_steps(self.steps, value, index, deadline_ns, laps, cursor)
 
     def failed_step(self, error: BaseException) -> str | None:
-        """Name of the transform that raised this, None if none of the chain did."""
+        """Return the name of the transform that raised an exception; None if none of these did."""
         trace = error.__traceback__
         while trace is not None:
-            if trace.tb_frame.f_code is Chain.run.__code__:
+            if trace.tb_frame.f_code is Transforms.run.__code__:
                 return _name(trace.tb_frame.f_locals["step"])
             trace = trace.tb_next
         return None
@@ -103,7 +103,7 @@ class Chain:
         return len(self.steps)
 
     def __repr__(self) -> str:
-        return f"Chain({' -> '.join(self.names)})"
+        return f"Transforms({' -> '.join(self.names)})"
 
 
 def _append(steps: list[Step], element: Any, where: str) -> None:
@@ -120,15 +120,15 @@ def _append(steps: list[Step], element: Any, where: str) -> None:
 
 
 def _is_plain_compose(element: Any) -> bool:
-    """Tell whether ``element`` is taken to do nothing but call its ``transforms`` in turn.
+    """Return whether ``element`` only calls its ``transforms`` in order.
 
-    The attribute alone proves nothing: ``RandomApply`` and ``OneOf`` have it too. And a ``Compose``
-    with settings of its own (a probability, lazy evaluation) must see the sample itself.
+    The attribute alone is no proof: ``RandomApply`` and ``OneOf`` have it too. A ``Compose`` with
+    settings of its own (a probability, lazy evaluation) must get the sample itself.
     """
     if type(element).__name__ != "Compose" or not callable(element):
         return False
     state = getattr(element, "__dict__", {})
-    # nn.Module keeps its bookkeeping in `training` and in names with an underscore.
+    # nn.Module has `training`, and attributes with an underscore.
     settings = {name for name in state if name != "training" and not name.startswith("_")}
     return settings == {"transforms"} and isinstance(element.transforms, (list, tuple))
 

@@ -1,4 +1,4 @@
-"""Figures of a histogram, and a form of it that can be kept in a file."""
+"""Figures of a histogram, and its form for a file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Final
 
 from minato._core.histogram import NBYTES, Histogram
 
-__all__ = ["NOTHING", "Summary", "from_words", "merged", "share_above", "to_words"]
+__all__ = ["EMPTY", "Summary", "from_words", "merged", "share_above", "to_words"]
 
-NOTHING: Final = Histogram()
-"""An empty one, to be read: whoever has many that stay empty need not take six kilobytes for each."""
+EMPTY: Final = Histogram()
+"""An empty, read-only histogram: many that stay empty share it instead of six kilobytes each."""
 
 _MOST = 1 << 62
-"""Counts and sums beyond this belong to no run."""
+"""Larger counts and sums are corrupt."""
 _HALVINGS = 12
 """A share is found to 1 / 2**12."""
 
@@ -37,7 +37,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Histogram) -> Summary:
-        """The figures of what a histogram holds now."""
+        """The present figures of a histogram."""
         p50, p75, p90, p99 = (values.percentile(q) for q in (0.5, 0.75, 0.9, 0.99))
         return cls(values.count, values.mean, p50, p75, p90, p99, values.max)
 
@@ -47,7 +47,7 @@ class Summary:
 
 
 def merged(histograms: Iterable[Histogram]) -> Histogram:
-    """One histogram of everything that these hold."""
+    """The sum of several histograms."""
     whole = Histogram()
     for histogram in histograms:
         whole.merge(histogram)
@@ -68,22 +68,22 @@ def share_above(values: Histogram, limit: int) -> float:
             above = middle
         else:
             below = middle
-    # A quantile is a value that occurs, so even the smallest one may be above the limit.
+    # A quantile is a value that occurs, so even the smallest may be above the limit.
     return 1.0 if below == 0.0 else 1.0 - above
 
 
 def to_words(values: Histogram) -> dict[str, int]:
-    """The words of a histogram that are not zero, by their number as text: what JSON can hold."""
+    """The words of a histogram that are not zero, by their number as a string, for JSON."""
     memory = bytearray(NBYTES)
     Histogram(memory).merge(values)
     return {str(i): word for i, word in enumerate(memoryview(memory).cast("Q")) if word}
 
 
 def from_words(words: Mapping[str, int]) -> Histogram:
-    """A histogram from what :func:`to_words` gave.
+    """A histogram from the result of :func:`to_words`.
 
     Raises:
-        ValueError, IndexError, TypeError: These are not the words of one.
+        ValueError, IndexError, TypeError: The words are corrupt.
     """
     memory = bytearray(NBYTES)
     view = memoryview(memory).cast("Q")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minato.observe.stats.rank_correlation import rank_correlation, rank_spread
+from minato.observe.report.bias import rank_correlation, rank_spread
 
 
 def test_two_groups_have_spearmans_correlation() -> None:

@@ -11,16 +11,16 @@ import torch
 
 from minato._core.segment import Segment
 from minato.batching.arena import Arena
-from minato.batching.page_locks import PageLocks, Slot
-from tests.delivery.recorder import Mark, Recorder
+from minato.batching.pinned_slots import PinnedSlots, Slot
+from tests.delivery.recorder import DeviceEvent, Recorder
 
 PAGE = mmap.PAGESIZE
 SLOT = Slot(PAGE, PAGE + (1 << 21))
 
 
-def locks() -> tuple[PageLocks, Recorder, Segment]:
+def locks() -> tuple[PinnedSlots, Recorder, Segment]:
     recorder, segment = Recorder(), Segment(1 << 30)
-    return PageLocks(recorder, segment), recorder, segment
+    return PinnedSlots(recorder, segment), recorder, segment
 
 
 def test_a_slot_is_locked_as_far_as_its_longest_batch() -> None:
@@ -48,8 +48,8 @@ def test_a_batch_without_bytes_locks_nothing() -> None:
 
 def test_where_locking_fails_it_is_not_tried_again() -> None:
     recorder = Recorder(fails=True)
-    some = PageLocks(recorder, Segment(1 << 30))
-    with pytest.warns(RuntimeWarning, match="cannot be page-locked"):
+    some = PinnedSlots(recorder, Segment(1 << 30))
+    with pytest.warns(RuntimeWarning, match="cannot be pinned"):
         some.lock(SLOT, 10)
     some.lock(SLOT, 10)
     assert recorder.locked == {}
@@ -57,12 +57,12 @@ def test_where_locking_fails_it_is_not_tried_again() -> None:
 
 def test_a_slot_comes_back_when_its_mark_is_passed() -> None:
     recorder, arena = Recorder(), Arena(Segment(1 << 30))
-    arena.lock_pages(recorder)
-    assert arena.locks is not None
+    arena.pin_slots(recorder)
+    assert arena.pinned_slots is not None
     one, other = arena.acquire(), arena.acquire()
     views = [arena.lease(slot, 100) for slot in (one, other)]
-    arena.locks.read_until(one, Mark(recorder, 2))
-    arena.locks.read_until(other, Mark(recorder, 1))
+    arena.pinned_slots.in_use_until(one, DeviceEvent(recorder, 2))
+    arena.pinned_slots.in_use_until(other, DeviceEvent(recorder, 1))
     views.clear()
     assert arena.num_leased == 0
     assert arena.acquire() not in (one, other)
@@ -75,12 +75,12 @@ def test_a_slot_comes_back_when_its_mark_is_passed() -> None:
 
 def test_the_memory_is_unlocked_with_its_last_view_and_when_it_was_read() -> None:
     recorder, arena = Recorder(), Arena(Segment(1 << 30))
-    arena.lock_pages(recorder)
-    assert arena.locks is not None
+    arena.pin_slots(recorder)
+    assert arena.pinned_slots is not None
     slot = arena.acquire()
     view, kept = arena.lease(slot, 100), arena.segment.array[:10]
     copied = recorder.queue(torch.from_numpy(view[:10]))
-    arena.locks.read_until(slot, recorder.mark())
+    arena.pinned_slots.in_use_until(slot, recorder.record_event())
     del view, arena
     gc.collect()
     assert len(recorder.locked) == 1
@@ -92,11 +92,11 @@ def test_the_memory_is_unlocked_with_its_last_view_and_when_it_was_read() -> Non
 
 def test_a_forked_child_leaves_the_device_alone() -> None:
     recorder, arena = Recorder(), Arena(Segment(1 << 30))
-    arena.lock_pages(recorder)
+    arena.pin_slots(recorder)
     view = arena.lease(arena.acquire(), 100)
     child = os.fork()
     if child == 0:
-        recorder.mark = None  # type: ignore[assignment, method-assign]
+        recorder.record_event = None  # type: ignore[assignment, method-assign]
         del view
         failed = arena.num_leased != 0
         del arena
