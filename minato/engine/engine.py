@@ -46,7 +46,7 @@ from minato.workers.error_policy import FailureCount
 from minato.workers.oom import Shortage
 from minato.workers.restart_policy import Deaths
 from minato.workers.scaler import Scaler, WatchedPool
-from minato.workers.signals import exiting, keep_raised
+from minato.workers.signals import exiting
 
 __all__ = ["Engine"]
 
@@ -239,7 +239,6 @@ class Engine:
             self.afterwards.append(worker.replicas.settle)
         if history.journal is not None:
             self.afterwards.append(functools.partial(history.journal.settle, self._metrics))
-        keep_raised()
         self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, arena, self.afterwards)
 
     def begin(self, epoch: Epoch, batches: Iterator[Any]) -> bool:
