@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
@@ -23,10 +23,15 @@ from torch.utils.data import (
 )
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
-from minato._compat import TorchIterator, index_sampler, is_constructed
+from minato._compat import (
+    TorchIterator,
+    index_sampler,
+    is_batched,
+    is_constructed,
+    is_iterable,
+)
 from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
-from minato.engine.distribution import Distribution
-from minato.engine.insight import Insight
+from minato.engine.spec import LoaderSpec, WorkerSpec
 from minato.errors import MinatoWarning
 from minato.options import (
     DEFAULTS,
@@ -43,17 +48,30 @@ from minato.options import (
     Unbound,
     with_options,
 )
-from minato.sampling.epoch import Course, is_stream
+from minato.sampling.coverage import Coverage
+from minato.sampling.epoch import Epoch
+from minato.sampling.position import Position
 from minato.sampling.replay import RecordedOrder
 from minato.sampling.sampler_epoch import set_sampler_epoch
 from minato.sampling.samplers import SeededSampler
+from minato.sampling.spec import SamplingSpec
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureLog, SampleFailure
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported by the methods that return them
     from typing_extensions import Self
 
     from minato.caching.base import Cache
+    from minato.delivery.consumers import Consumer
+    from minato.delivery.iterator import BatchIterator
+    from minato.engine.factory import EngineFactory, RankSession
+    from minato.engine.history import History
+    from minato.engine.inspector import Inspector
+    from minato.engine.slow_samples import SlowSamples
+    from minato.observe.report.bias import Labels
+    from minato.observe.report.headroom import Headroom
+    from minato.observe.report.live import Live
+    from minato.observe.report.report import Report
 
 __all__ = ["DataLoader"]
 
@@ -70,7 +88,7 @@ class _Indexed(Protocol[T_co]):
     def __len__(self) -> int: ...
 
 
-class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn):
+class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     """A drop-in replacement of ``torch.utils.data.DataLoader`` that schedules samples instead of batches.
 
     All arguments of torch's class have torch's meaning and defaults
@@ -164,26 +182,29 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         # A method of a subclass with the name of an option stays what it is.
         own = (name for name in OWN_NAMES if not hasattr(type(self), name))
         vars(self).update({name: given[name] for name in own})
-        self._position = Course()
+        self._position = Position()
         self._open_iterators: list[weakref.ref[Any]] = []
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
-        self._spare_arenas, self._resting_engine = self._fresh_memory()
-        self._trace = None
+        recorder = None
         if trace is not None:
             from minato.observe.trace.track import Trace
 
-            self._trace = Trace(os.fspath(trace), options.name)
+            recorder = Trace(os.fspath(trace), options.name)
         if options.errors.log_path is not None:
             FailureLog.check(options.errors.log_path)
-        self._sharing = None
+        from minato.engine.factory import EngineFactory
+
+        session = None
         if options.shared_pool is not None:
             from minato.shared_pool.session import PoolSession
 
-            self._sharing = PoolSession.of(options)
-        if self._sharing is not None:
-            shuffle, sampler = self._sharing.divided(
+            session = PoolSession.of(options)
+        if session is not None:
+            shuffle, sampler = session.divided(
                 dataset, shuffle, sampler, batch_sampler, drop_last, seed
             )
+        self._session: RankSession | None = session
+        self._engines = EngineFactory(session=session, trace=recorder)
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
             shuffle, sampler = None, SeededSampler(cast(Sized, dataset), seed)
@@ -206,9 +227,9 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self._history = self._fresh_experience()
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = Unbound(self.prefetch_factor)
+        self._history = self._fresh_history()
         _log.debug("%r is made", self)
 
     @classmethod
@@ -253,7 +274,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 end()
         self._open_iterators = []
         self._iterator = None
-        self._spare_arenas, self._resting_engine = self._fresh_memory()
+        self._engines = self._engines.fresh()
 
     def __repr__(self) -> str:
         if not is_made(self):
@@ -274,16 +295,16 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
 
     @made_only
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next ``iter()`` starts; by default each starts the one after the last.
+        """Choose the epoch that the next ``iter()`` starts; by default it is the one after the last.
 
-        Samplers with a ``set_epoch`` of their own are told too. It is enough to tell the sampler instead.
+        Calls ``set_epoch`` of samplers that have it, too. It is enough to call that of the sampler instead.
         """
         set_sampler_epoch(index_sampler(self), epoch)
-        self._position.tell(epoch)
+        self._position.set_epoch(epoch)
 
     @made_only
     def state_dict(self) -> dict[str, Any]:
-        """How far the newest iterator is, by torchdata's protocol.
+        """The position of the newest iterator, by torchdata's protocol.
 
         A batch counts as done when ``next()`` has returned it, or raised the error of one of its samples. The state is
         plain data that ``json`` can write, apart from what the ``state_dict()`` of a sampler or dataset of your own
@@ -295,36 +316,162 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 belongs to.
         """
         self._refuse_data_pipes("state_dict()")
-        if self._keeps_replicas and not is_stream(self):
-            mixes = self._options.order not in ("strict", "batch")
-            if mixes or self._in_threads:
+        spec = self._spec()
+        if spec.keeps_replicas and not spec.sampling.streams:
+            mixes = spec.sampling.mixes_batches
+            if mixes or spec.in_threads:
                 method = f"workers={self._options.workers!r}"
                 cause = f"order={self._options.order!r}" if mixes else method
                 raise ValueError(
                     f"the dataset has a state_dict() of its own, but with {cause} there is no moment at which it "
                     "belongs to the delivered batches: use order='strict' or 'batch', and worker processes"
                 )
-        return self._position.state(self)
+        return self._position.state(spec.sampling)
 
     @made_only
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a state was taken: the next ``iter()`` gives what was left of its epoch.
+        """Resume where a state was taken: the next ``iter()`` yields what was left of its epoch.
 
-        The number of workers and their kind may change, except with datasets that are iterable or have a
-        state of their own. An empty dictionary means the beginning. With ``shared_pool=True`` all ranks, as many as
+        The number of workers and their kind may change, except with datasets that are iterable or have a state of
+        their own. An empty dictionary means the beginning. With ``shared_pool=True`` all ranks, as many as
         before, load the states that they saved at the same step.
 
         Raises:
             ValueError: The state belongs to another dataset length, sampler, batch size, order or seed, or is none.
-                That the sampler gives other keys than before is found by the next ``iter()``.
+                The next ``iter()`` raises it if the sampler yields other indices than before.
             TypeError: It is no dictionary.
         """
         self._refuse_data_pipes("load_state_dict()")
         self._iterator = None
         if state_dict == {}:
-            self._position = self._position.twin()
+            self._position = self._position.without_state()
         else:
-            self._position.load(self, state_dict, self._most_replicas)
+            spec = self._spec()
+            self._position.load(spec.sampling, state_dict, spec.most_replicas)
+
+    @made_only
+    def report(self, labels: Labels | None = None) -> Report:
+        """What limits the training, and all figures of the run and of each epoch so far.
+
+        It can be asked for at any time; ``print`` shows it as text, ``rich.print`` in colour and Jupyter as a table.
+
+        Args:
+            labels: Shows whether late samples, or those that ``errors`` left out, have other labels: a sequence
+                or mapping from the dataset's indices to labels, or a function. Labels of type float are numbers,
+                others are classes.
+
+        Raises:
+            ValueError: The loader was made with ``stats=False``, or a sample has no label.
+        """
+        return self._inspector().report(labels)
+
+    @made_only
+    def live(self) -> Live:
+        """Show the progress of each epoch from now on: a panel below what the program prints, four times a second.
+
+        Where standard error is no terminal, or a dumb one, it is a line every five seconds; in a notebook, an output of
+        the cell. Each epoch leaves a line behind. The environment variable ``MINATO_LIVE=1`` does the same for all
+        loaders of a program.
+
+        Returns:
+            Ends the view by ``close()``, or at the end of a ``with`` block.
+
+        Raises:
+            ValueError: The loader was made with ``stats=False``.
+        """
+        return self._inspector().live()
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Address of the loader's metrics; None without ``metrics``, and before the first iteration."""
+        return self._inspector().metrics_url
+
+    @made_only
+    def slow_samples(self) -> SlowSamples:
+        """Which samples are slow, and where they lay in the newest iterator's batches."""
+        return self._inspector().slow_samples()
+
+    @made_only
+    def headroom(self, steps: int = 50) -> Headroom:
+        """How fast training could be if data were free.
+
+        The returned object stands for the loader in a training loop of yours: it yields batches as the loader does,
+        and then a few of these again and again. ``print`` it after the loop. On a GPU, let the loop wait for each step
+        (``torch.cuda.synchronize()``), or it times how fast steps are queued.
+
+        The loader itself, its present epoch and torch's generators stay as they are.
+
+        Args:
+            steps: Number of timed steps of each kind, after two that warm up; fewer if there are fewer batches.
+
+        Raises:
+            ValueError: ``steps`` is less than 1.
+        """
+        from minato.observe.report.headroom import Headroom
+
+        self._inspector().refuse_ranks("headroom()")
+        return Headroom(self._separate_batches, steps)
+
+    @made_only
+    def coverage(self) -> Coverage:
+        """What has become of the samples of the newest iterator's epoch so far.
+
+        At the end of an epoch minato compares this by itself and raises ``CoverageError`` if a sample was lost or
+        repeated.
+        """
+        return self._inspector().coverage()
+
+    @made_only
+    def reproduce(
+        self,
+        index: Any,
+        epoch: int | None = None,
+        seed: int | None = None,
+        occurrence: int = 0,
+    ) -> Any:
+        """Load one sample in this process as a worker did, random numbers included.
+
+        Args:
+            index: Of the dataset.
+            epoch: By default the present or last one.
+            seed: As in ``ErrorPolicy.log``; by default that of the loader, or of the present epoch.
+            occurrence: How often the index came before in that epoch, where the sampler repeats indices.
+
+        Returns:
+            ``dataset[index]`` after all transforms, not collated. What it raises is not caught.
+
+        Raises:
+            ValueError: No epoch has begun and ``seed`` is not given.
+        """
+        return self._inspector().reproduce(index, epoch, seed, occurrence)
+
+    @made_only
+    def consumers(
+        self, n: int | None = None, *, devices: Sequence[str | torch.device] | None = None
+    ) -> tuple[Consumer, ...]:
+        """Let several threads share this loader's epochs, its workers and its memory.
+
+        Each batch goes to the consumer that has waited longest, so that all of them together get each index once per
+        epoch. The loader itself is not to be iterated meanwhile.
+
+        Args:
+            n: Number of consumers.
+            devices: Or a device for each of them, to which its batches are copied when it asks for them.
+
+        Returns:
+            The consumers; ``for batch in consumer`` is one epoch.
+
+        Raises:
+            ValueError, TypeError: The number or a device is not possible.
+        """
+        from minato.delivery.consumers import make_consumers
+
+        if self._options.target is not None and (n is None) != (devices is None):
+            raise ValueError(
+                f"device={str(self._options.device)!r} is one device for all: leave it out, and name one for each "
+                "consumer by devices="
+            )
+        return make_consumers(functools.partial(iter, self), n, devices)
 
     def __setattr__(self, attr: str, val: Any) -> None:
         if is_constructed(self) and is_made(self):
@@ -348,38 +495,82 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         if not is_made(self):
             return self.__dict__
         # A copy must not write to the same arenas; what was measured is not worth sending.
-        arenas, engine = self._fresh_memory()
         fresh = {
-            "_spare_arenas": arenas,
-            "_resting_engine": engine,
+            "_engines": self._engines.fresh(),
+            "_history": self._fresh_history(),
             "_open_iterators": [],
         }
-        return {**self.__dict__, **fresh, "_history": self._fresh_experience()}
-
-    def _twin(self, **changed: Any) -> DataLoader[Any]:
-        """Our class with this loader's attributes: what a user's class does, as in ``__del__``, is not done for it."""
-        twin: DataLoader[Any] = object.__new__(DataLoader)
-        vars(twin).update(vars(self), _iterator=None, **changed)
-        return twin
+        return {**self.__dict__, **fresh}
 
     @made_only
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
         """A loader with torch's arguments as given, and all others as this one's.
 
-        For wrappers that shard or shorten what this loader's sampler gives: they may do so by a ``batch_sampler``,
+        For wrappers that shard or shorten what this loader's sampler yields: they may do so by a ``batch_sampler``,
         and yet mix batches if this loader did.
         """
-        if self._sharing is not None:
+        if self._session is not None:
             raise ValueError(
                 "shared_pool=True divides the dataset among the ranks by itself: do not prepare the loader, or leave "
                 "shared_pool out"
             )
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("_options", "_transforms", "_replay", "_trace", *OWN_NAMES)
+        kept = ("_options", "_transforms", "_replay", *OWN_NAMES)
         vars(loader).update({name: vars(self)[name] for name in kept if name in vars(self)})
-        loader._history = loader._fresh_experience()
-        loader._position = self._position.twin()
+        loader._engines = self._engines.fresh()
+        loader._history = loader._fresh_history()
+        loader._position = self._position.without_state()
         return loader
+
+    def _spec(self) -> LoaderSpec:
+        """This loader as it is now; its attributes may change between epochs."""
+        options, persistent = self._options, self.persistent_workers
+        sampling = SamplingSpec(
+            dataset=self.dataset,
+            streams=is_iterable(self),
+            index_sampler=index_sampler(self),
+            batched=is_batched(self),
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            generator=self.generator,
+            order=options.order,
+            seed=options.seed,
+            has_workers=self.num_workers > 0,
+            predictable=persistent and options.seeds_samples and self._replay is None,
+            record_order=options.record_order,
+            replay=self._replay,
+            rank=None if self._session is None else self._session.place,
+        )
+        workers = WorkerSpec(
+            count=self.num_workers,
+            context=self.multiprocessing_context,
+            init_fn=self.worker_init_fn,
+            prefetch_factor=self.prefetch_factor,
+            bounds_prefetch=not isinstance(self.prefetch_factor, Unbound),
+            persistent=persistent,
+            timeout_s=self.timeout,
+        )
+        return LoaderSpec(
+            sampling=sampling,
+            transforms=self._transforms,
+            collate_fn=self.collate_fn,
+            cache=vars(self)["cache"],
+            workers=workers,
+            pin_memory=bool(self.pin_memory),
+            options=options,
+        )
+
+    def _fresh_history(self) -> History:
+        from minato.engine.history import History  # half of the scheduler
+
+        return (History.of if self._session is None else self._session.history)(self._spec())
+
+    def _inspector(self) -> Inspector:
+        from minato.engine.inspector import Inspector
+
+        return Inspector(
+            self._spec(), history=self._history, position=self._position, session=self._session
+        )
 
     def _get_iterator(self) -> TorchIterator:
         if not is_made(self):
@@ -388,34 +579,73 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             # torch shards and seeds data pipes by its own protocol.
             if self._transforms.steps:
                 raise ValueError("transforms= is not for data pipes: use their .map(...)")
-            if self._trace is not None:
+            if self._options.trace is not None:
                 self._refuse_data_pipes("trace=")
-            if self._sharing is not None:
+            if self._session is not None:
                 self._refuse_data_pipes("shared_pool=True")
             return super()._get_iterator()
-        if is_stream(self) and self._in_threads:
+        # Before the first iterator imports the stages: the import system, too, has callbacks that drop exceptions.
+        from minato.workers.signals import keep_raised
+
+        keep_raised()
+        self._check_workers()
+        self._inspector().open_views()
+        return self._batch_iterator(self._engines, self._history, DataLoader._begin_epoch)
+
+    def _check_workers(self) -> None:
+        if is_iterable(self) and self._spec().in_threads:
             raise ValueError(
                 "worker threads cannot split an iterable dataset, which does so by torch's get_worker_info() and that "
                 "knows processes only: use workers='process', and no multiprocessing_context that starts threads"
             )
         if self.num_workers > 0 and self._options.worker_kind != "ray":
             self.check_worker_number_rationality()
+
+    def _begin_epoch(self) -> Epoch:
+        persists = self._iterator is not None
+        return self._engines.epoch(self._spec(), self._position, persists=persists)
+
+    def _batch_iterator(
+        self, engines: EngineFactory, history: History, begin_epoch: Callable[[Any], Epoch]
+    ) -> BatchIterator:
+        """An iterator; neither it nor its engine refers to this loader.
+
+        Args:
+            begin_epoch: Begins the next epoch of a loader.
+        """
         from minato.delivery.iterator import BatchIterator
 
-        self._open_views()
-        may_pin, new_pass = self._options.target is None, type(self)._new_pass
-        if self._sharing is not None:
-            make = functools.partial(self._sharing.source, self)
-            return BatchIterator(self, make, new_pass, may_pin)
-        put_by = self._resting_engine.put_by
-        return BatchIterator(
-            self, self._make_engine, new_pass, may_pin, self.num_workers > 0, put_by
-        )
+        make_source = functools.partial(engines.source, self._spec(), history)
+        may_pin = self._options.target is None
+        if self._session is not None:
+            return BatchIterator(self, make_source, begin_epoch, may_pin)
+        pins_ahead = self.num_workers > 0
+        return BatchIterator(self, make_source, begin_epoch, may_pin, pins_ahead, engines.idle.keep)
 
-    def _refuse_data_pipes(self, what: str) -> None:
+    def _separate_batches(self) -> Iterator[Any]:
+        """Batches of an epoch that changes nothing of this loader."""
+        if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
+            return super()._get_iterator()
+        self._check_workers()
+        engines, history = self._engines.fresh(traced=False), self._fresh_history()
+        position = self._position.without_state()
+
+        def begin_epoch(loader: DataLoader[Any]) -> Epoch:
+            return engines.epoch(loader._spec(), position, persists=False)
+
+        generators = [torch.default_generator]
+        if self.generator is not None:
+            generators.append(self.generator)
+        states = [each.get_state() for each in generators]
+        batches = self._batch_iterator(engines, history, begin_epoch)
+        for each, state in zip(generators, states, strict=True):
+            each.set_state(state)
+        return batches
+
+    def _refuse_data_pipes(self, feature: str) -> None:
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             raise ValueError(
-                f"{what} is not for data pipes, which torch's own loader iterates: it keeps no account of them"
+                f"{feature} is not for data pipes, which torch's own loader iterates: it keeps no account of them"
             )
 
 

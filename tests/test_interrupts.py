@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -63,8 +64,10 @@ def epoch(loader: Any, at: int, after: bool) -> tuple[Counter[int], bool]:
     """Iterate to the end; what came, and whether there was an interruption."""
     make = WorkerContext.worker
 
-    def worker(self: Any, number: int, ledger: Any, *others: Any, **more: Any) -> Any:
-        return make(self, number, Interrupting(ledger, at, after), *others, **more)
+    def worker(self: Any, number: int, state: Any, *others: Any, **more: Any) -> Any:
+        state = copy.copy(state)
+        state.ledger = Interrupting(state.ledger, at, after)
+        return make(self, number, state, *others, **more)
 
     got: Counter[int] = Counter()
     was_interrupted = False

@@ -314,7 +314,7 @@ def test_no_process_has_the_loaders_memory_in_its_core_dump(method: str | None) 
 
 
 def budgets(*iterators: Any) -> list[int]:
-    return [iterator._source._standing().budget_bytes for iterator in iterators]
+    return [iterator._source._snapshot().budget_bytes for iterator in iterators]
 
 
 def test_the_default_budget_is_for_all_ranks_and_loaders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def _profile(options: argparse.Namespace) -> None:
     given = _loader(options.factory)
     mine = given if isinstance(given, DataLoader) else _as_minato(given)
     theirs = _as_torch(mine) if mine is given else given
-    mine._watch_gpus()
+    mine._inspector().watch_gpus()
     seconds = {"minato": _timed(mine, options.batches, step_s)}
     if theirs is not None:
         seconds["torch"] = _timed(theirs, options.batches, step_s)

@@ -13,7 +13,7 @@ from minato.sampling.state import is_stateful
 from minato.transforms.compose import Transforms
 from minato.transforms.rng import generators_created
 
-__all__ = ["behind", "check_cache"]
+__all__ = ["check_cache", "wrap_dataset"]
 
 
 def check_cache(
@@ -59,7 +59,7 @@ def check_cache(
         )
 
 
-def behind(cache: Cache, dataset: Any, chain: Transforms) -> tuple[Any, Transforms]:
+def wrap_dataset(cache: Cache, dataset: Any, chain: Transforms) -> tuple[Any, Transforms]:
     """The dataset that workers read, with the cached transforms in it, and the transforms that are left."""
     cut = len(chain) if cache.after is None else cache.after
     return CachedDataset(dataset, chain.steps[:cut], cache, generators_created), Transforms(

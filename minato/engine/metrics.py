@@ -1,4 +1,4 @@
-"""The counters of an engine in one place, for reports."""
+"""All counters of an engine in one place, for observers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["EngineMetrics"]
 
 _LOOK_NS = 100_000_000
 _LOOK_SHARE = 200
-"""What workers get of the cores is looked at no more often than this, nor for more than a 200th of the time."""
+"""The workers' processor time is read at most this often, and during at most a 200th of the time."""
 
 
 @dataclass
 class EngineMetrics:
-    """What an engine's parts have counted.
+    """The counters of an engine's parts.
 
-    It must hold nothing that leads to the engine or its loader: it waits for their end.
+    It must not refer to the engine or its loader: the epoch log keeps it until their end.
     """
 
     ledger: Ledger
@@ -45,11 +45,11 @@ class EngineMetrics:
     deaths: Deaths
     failures: FailureCount | None
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
-    """Processor time of the workers when it was last looked at: they may be gone by now."""
+    """Processor time of the workers at the last reading: they may have ended since."""
     _look_due_ns: int = 0
 
     def look(self, usage: Callable[[], Usage]) -> None:
-        """Ask for the workers' processor time, if that was not done of late."""
+        """Read the workers' processor time, unless it was read a moment ago."""
         now = now_ns()
         if now >= self._look_due_ns:
             self.usage = usage()
@@ -74,7 +74,12 @@ class EngineMetrics:
         return Metrics(counts, self.profile.run)
 
     def snapshot(self, in_flight: int, ready: int) -> LoaderSnapshot:
-        """How things stand now, with so many batches open or ready, and so many ready."""
+        """A snapshot of the pipeline.
+
+        Args:
+            in_flight: Batches that are open or ready.
+            ready: Batches that are ready.
+        """
         window = self.window
         return LoaderSnapshot(
             self.roster.wanted,
@@ -86,7 +91,7 @@ class EngineMetrics:
         )
 
     def activity(self) -> WorkerActivity:
-        """What the workers have done; reads shared memory only, so that any thread may ask."""
+        """Totals of the workers' work; reads shared memory only, so that any thread may call it."""
         worked = [self.ledger.activity(worker)[1:] for worker in range(len(self.meters))]
         stages = zip(*([each.dataset, *each.steps] for each in self.meters), strict=True)
         return WorkerActivity(
@@ -103,11 +108,11 @@ class EngineMetrics:
         return [sample for meters in self.meters for sample in meters.slowest.read()]
 
     def skipped(self) -> Collection[Any]:
-        """The samples that were left out."""
+        """Indices of the samples that were left out."""
         return () if self.failures is None else self.failures.skipped
 
     def decision(self) -> Decision:
-        """What counts as slow now."""
+        """The latest decision on which samples are slow."""
         return self.timeouts.decision
 
     @property

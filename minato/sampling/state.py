@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from minato._compat import index_sampler
 from minato.observe.stats.size import length_of
 from minato.sampling.completed import Completed, Tally
 from minato.sampling.sampler_epoch import nested
+from minato.sampling.spec import SamplingSpec
 
 __all__ = ["checked", "completed_from_plain", "completed_to_plain", "is_stateful", "signature"]
 
@@ -31,25 +31,25 @@ _WORDS = {
 }
 
 
-def signature(loader: Any, is_stream: bool, sources: tuple[int, int]) -> dict[str, Any]:
-    """What must be the same in the loader that saves a state and the one that loads it.
+def signature(spec: SamplingSpec, sources: tuple[int, int]) -> dict[str, Any]:
+    """The facts that must be the same in the loader that saves a state and the one that loads it.
 
     Args:
-        sources: How many generators and stateful samplers it has.
+        sources: Number of its generators, and of its samplers with ``state_dict()``.
     """
-    sampler = index_sampler(loader)
+    sampler = spec.index_sampler
     generators, stateful = sources
     return {
         "kind": _FAMILY,
         "version": _VERSION,
-        "place": None if loader._sharing is None else loader._sharing.place,
-        "dataset_length": None if is_stream else length_of(loader.dataset),
+        "place": spec.rank,
+        "dataset_length": None if spec.streams else length_of(spec.dataset),
         "sampler": " of ".join(type(one).__qualname__ for one in nested(sampler)),
         "sampler_length": length_of(sampler),
-        "batch_size": loader.batch_size,
-        "drop_last": loader.drop_last,
-        "order": loader._options.order,
-        "seed": loader._options.seed,
+        "batch_size": spec.batch_size,
+        "drop_last": spec.drop_last,
+        "order": spec.order,
+        "seed": spec.seed,
         "generators": generators,
         "stateful_samplers": stateful,
     }

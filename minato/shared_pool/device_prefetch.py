@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from minato.batching.arena import Slot
 from minato.batching.pinned_slots import DeviceEvent, MemoryPinner, PinnedSlots
 from minato.delivery.accelerator import Accelerator
 from minato.delivery.device import copy_batch
+from minato.sampling.epoch import Epoch
 from minato.shared_pool.descriptors import BatchHandle
 from minato.shared_pool.source import RankSource
 
@@ -89,10 +90,10 @@ class DeviceSource:
         self._prefetcher = prefetcher
         self._sent: deque[_Sent] = deque()
 
-    def begin(self, *arguments: Any) -> bool:
+    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
         """Start an epoch, and drop the prefetched batches of the last one."""
         self._sent.clear()
-        return self._source.begin(*arguments)
+        return self._source.begin(epoch, batches)
 
     def next(self) -> Any:
         """Return the next batch; the current stream waits for its copy."""

@@ -7,19 +7,21 @@ import itertools
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minato._compat import index_sampler, is_batched
 from minato._system import available_cores
 from minato._version import __version__
 from minato.delivery.accelerator import accelerator_of
 from minato.delivery.iterator import BatchSource
 from minato.engine.engine import Engine
-from minato.engine.history import Experience
+from minato.engine.history import History
+from minato.engine.spec import LoaderSpec
 from minato.options import Options, StartingWorkers
 from minato.sampling.completed import Completed, Tally
 from minato.sampling.distributed import InterleavedRanks, RankSampler, ranked
+from minato.sampling.epoch import Epoch
 from minato.sampling.rank_progress import merged_ranks
 from minato.sampling.state import is_stateful
 from minato.shared_pool.client import PoolClient
@@ -172,49 +174,52 @@ class PoolSession:
             )
         return shuffle, sampler
 
-    def experience(self, options: Options, num_workers: int) -> Experience:
-        """What a new loader knows, of the workers of all ranks or, where there are none, of nothing."""
+    def history(self, spec: LoaderSpec) -> History:
+        """The history of a new loader: of the workers of all ranks or, where there are none, of nothing."""
         if not self.hosts:
-            options = replace(options, stats=False, num_workers=int(options.num_workers))
-            return Experience.of(options, num_workers)
-        ours = self._pooled_options(options)
-        known = Experience.of(ours, num_workers * self._place.local_count)
-        if known.staffing is not None:
+            first = int(spec.options.num_workers)
+            options = replace(spec.options, stats=False, num_workers=first)
+            return History.of(replace(spec, options=options))
+        history = History.of(self._scaled(spec))
+        if history.staffing is not None:
             cores = available_cores(whole_node=True)
-            known.staffing.settings = replace(known.staffing.settings, cores=cores)
-        return known
+            history.staffing.settings = replace(history.staffing.settings, cores=cores)
+        return history
 
-    def _pooled_options(self, options: Options) -> Options:
+    def _scaled(self, spec: LoaderSpec) -> LoaderSpec:
+        """The spec with the workers and the memory of all ranks of this node, and no device: each rank has its own."""
         count = self._place.local_count
-        budget = options.memory_budget and options.memory_budget * count
-        workers = options.num_workers
-        pooled = workers.times(count) if isinstance(workers, StartingWorkers) else workers * count
-        # Each rank copies its part to its own device.
-        return replace(options, memory_budget=budget, num_workers=pooled, device=None)
+        budget = spec.options.memory_budget and spec.options.memory_budget * count
+        first = spec.options.num_workers
+        pooled = first.times(count) if isinstance(first, StartingWorkers) else first * count
+        options = replace(spec.options, memory_budget=budget, num_workers=pooled, device=None)
+        workers = replace(spec.workers, count=spec.workers.count * count)
+        return replace(spec, workers=workers, options=options)
 
-    def pooled(self, loader: Any) -> Any:
-        """What stands for a loader where all ranks of the node are meant; itself, if it provides for no other."""
+    def pooled(self, spec: LoaderSpec) -> LoaderSpec:
+        """The spec for all ranks of the node; the same spec if this rank provides for no other."""
         if not self.hosts or self.alone:
-            return loader
+            return spec
         place = self._place
         ranks = range(place.rank, place.rank + place.local_count)
-        sampler = "batch_sampler" if is_batched(loader) else "sampler"
-        return loader._twin(
-            _options=self._pooled_options(loader._options),
-            num_workers=loader.num_workers * place.local_count,
-            **{sampler: InterleavedRanks(index_sampler(loader), ranks)},
-        )
+        sampler = InterleavedRanks(spec.sampling.index_sampler, ranks)
+        return replace(self._scaled(spec), sampling=replace(spec.sampling, index_sampler=sampler))
 
-    def source(self, loader: Any, base_seed: int) -> BatchSource:
+    def source(
+        self, spec: LoaderSpec, epoch: Epoch, make_engine: Callable[..., Engine]
+    ) -> BatchSource:
         """Where the batches of a new iterator come from.
+
+        Args:
+            make_engine: Called with a spec, its first epoch and, where it is not the default, ``make_reader``.
 
         Raises:
             RuntimeError: The ranks do not find each other, or this is a forked child.
         """
         if self.alone:
-            engine: Engine = loader._make_engine(base_seed)
+            engine: BatchSource = make_engine(spec, epoch)
             return engine
-        source, device = self._rank_source(loader, base_seed), loader._options.target
+        source, device = self._rank_source(spec, epoch, make_engine), spec.options.target
         source.keeps = (
             self  # an iterator outlives its loader, and with this object the channel ends
         )
@@ -222,23 +227,25 @@ class PoolSession:
             return source
         if self._prefetcher is None:
             self._prefetcher = DevicePrefetcher(
-                accelerator_of(device), loader._options.prefetch_to_device
+                accelerator_of(device), spec.options.prefetch_to_device
             )
         return DeviceSource(source, self._prefetcher)
 
-    def _rank_source(self, loader: Any, base_seed: int) -> ServerSource | ClientSource:
+    def _rank_source(
+        self, spec: LoaderSpec, epoch: Epoch, make_engine: Callable[..., Engine]
+    ) -> ServerSource | ClientSource:
         self._check_owner()
         if not self.hosts:
             if self._client is None:
-                self._client = PoolClient(Rendezvous(self._number), self._greeting(loader))
+                self._client = PoolClient(Rendezvous(self._number), self._greeting(spec))
                 weakref.finalize(self, self._client.close)
             return ClientSource(self._client)
-        server = self._pool_server(loader)
+        server = self._pool_server(spec)
         server.finish_epoch()
-        engine: Engine = self.pooled(loader)._make_engine(base_seed, DescriptorReader)
-        return ServerSource(server, engine, index_sampler(loader))
+        engine = make_engine(self.pooled(spec), epoch, make_reader=DescriptorReader)
+        return ServerSource(server, engine, spec.sampling.index_sampler)
 
-    def done_by_all(self, loader: Any, epoch: int, own: Completed) -> Completed:
+    def done_by_all(self, spec: LoaderSpec, epoch: int, own: Completed) -> Completed:
         """What all ranks have had of the pass in the middle of which they begin, as far as this one has to know.
 
         Args:
@@ -250,7 +257,7 @@ class PoolSession:
         if not self.hosts:
             return Completed()  # the host leaves out what is done
         self._check_owner()
-        server = self._pool_server(loader)
+        server = self._pool_server(spec)
         parts = server.gather_progress(epoch, rank_completed(own))
         try:
             return merged_ranks(
@@ -267,36 +274,37 @@ class PoolSession:
                 "make a loader without shared_pool here"
             )
 
-    def _greeting(self, loader: Any) -> Hello:
-        known = ranked(index_sampler(loader))
+    def _greeting(self, spec: LoaderSpec) -> Hello:
+        sampling = spec.sampling
+        known = ranked(sampling.index_sampler)
         alike = {
             "minato": __version__,
             "ranks": self._place.local_count,
-            "dataset": type(loader.dataset).__qualname__,
-            "len(dataset)": len(loader.dataset),
+            "dataset": type(spec.dataset).__qualname__,
+            "len(dataset)": len(spec.dataset),
             "sampler": type(known).__qualname__,
             "sampler.shuffle": getattr(known, "shuffle", None),
             "sampler.seed": getattr(known, "seed", None),
-            "len(loader)": len(index_sampler(loader)),
-            "batch_size": loader.batch_size,
-            "drop_last": loader.drop_last,
-            "order": loader._options.order,
-            "seed": loader._options.seed,
-            "transforms": loader._transforms.names,
-            "collate_fn": _name_of(loader.collate_fn),
+            "len(loader)": len(sampling.index_sampler),
+            "batch_size": sampling.batch_size,
+            "drop_last": sampling.drop_last,
+            "order": sampling.order,
+            "seed": sampling.seed,
+            "transforms": spec.transforms.names,
+            "collate_fn": _name_of(spec.collate_fn),
             "on_rank_death": self._on_rank_death,
         }
         facts = {name: str(value) for name, value in alike.items()}
         return Hello(self._place.local_rank, self._place.rank, facts)
 
-    def _pool_server(self, loader: Any) -> PoolServer:
+    def _pool_server(self, spec: LoaderSpec) -> PoolServer:
         """The server, where the other ranks find it."""
         if self._server is None:
-            in_turn = loader._options.order == "strict"
+            in_turn = spec.sampling.order == "strict"
             count, rendezvous = self._place.local_count, Rendezvous(self._number)
             try:
                 self._server = PoolServer(
-                    rendezvous, self._greeting(loader), count, in_turn, self._on_rank_death
+                    rendezvous, self._greeting(spec), count, in_turn, self._on_rank_death
                 )
             except OSError as error:
                 remedy = "free space there, or set TMPDIR, in all ranks, to another directory"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, Protocol
 
 from minato._core.segment import Segment
@@ -13,6 +13,7 @@ from minato.batching.arena import Slot
 from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.serialization import SharedStore
 from minato.delivery.iterator import BatchSource
+from minato.sampling.epoch import Epoch
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.descriptors import BatchHandle, open_batch
 from minato.shared_pool.messages import RankCompleted
@@ -55,9 +56,7 @@ class RankSource(ABC):
         """Whether ``take`` would not wait."""
 
     @abstractmethod
-    def begin(
-        self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
-    ) -> bool:
+    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
         """Start an epoch of all ranks."""
 
     def next(self) -> Any:
@@ -117,18 +116,16 @@ class ServerSource(RankSource):
         """Whether a batch is available."""
         return self._server.has_next(self._number)
 
-    def begin(
-        self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
-    ) -> bool:
+    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
         """Start an epoch of all ranks as soon as they have finished the last one."""
         self._leave()
-        self.part = progress.part
+        self.part = _part_of(epoch)
         self._number, begun = self._server.open(
             self._engine,
-            epoch,
+            epoch.number,
             len(self._sampler),
-            lambda: self._engine.begin(batches, epoch, seed, expected, progress, size),
-            progress.latest,
+            functools.partial(self._engine.begin, epoch, batches),
+            epoch.progress.latest,
             self.part.before is not None,
         )
         self._leave_at_the_end(self._server.leave)
@@ -163,14 +160,14 @@ class ClientSource(RankSource):
         """Whether a batch is available."""
         return self._client.has_next(self._number)
 
-    def begin(
-        self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
-    ) -> bool:
+    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
         """Join the server's next epoch; the server has a copy of this rank's sampler."""
         self._leave()
-        self.part = progress.part
+        self.part = _part_of(epoch)
         before = self.part.before
-        self._number = self._client.enter(epoch, None if before is None else rank_completed(before))
+        self._number = self._client.enter(
+            epoch.number, None if before is None else rank_completed(before)
+        )
         self._leave_at_the_end(self._client.leave)
         return True
 
@@ -186,6 +183,13 @@ class ClientSource(RankSource):
 
     def pin_slots(self, locker: MemoryPinner) -> None:
         """Do nothing, as in the server."""
+
+
+def _part_of(epoch: Epoch) -> Part:
+    """This rank's account of an epoch."""
+    part = epoch.progress.part
+    assert part is not None, "the epoch was begun without a session"
+    return part
 
 
 def rank_completed(done: Any) -> RankCompleted:

@@ -314,7 +314,7 @@ def test_each_has_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slots_wait_for_the_device_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     monkeypatch.setattr(module, "accelerator_of", lambda device: recorder)
-    monkeypatch.setattr("minato.delivery.accelerator.memory_pinner", lambda: recorder)
+    monkeypatch.setattr(module, "memory_pinner", lambda: recorder)
     taken = watch_slots(recorder, monkeypatch)
     loader = DataLoader(Filled(90, 20, 30), 3, num_workers=2, prefetch_factor=2)
     parts = [iter(each) for each in loader.consumers(devices=["meta", "meta"])]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import minato
 from minato import MinatoWarning
 from minato.integrations import accelerate as adapter
 from tests.subprocesses import environment

@@ -48,14 +48,14 @@ def test_batches_are_held_while_arenas_take_turns() -> None:
             held.append(next(batches))
         gc.collect()
         if rank == 1:
-            remotes = loader._sharing._client._remote_arenas
+            remotes = loader._session._client._remote_arenas
             assert [remote.num_leased for remote in remotes.values()] == [2, 1]
         held.clear()
         last = [batch[:, 0].tolist() for batch in loader]
         together.wait(20)
         if rank == 0:
             assert batches is not None  # it has the first arena
-            assert loader._sharing._server._arenas[0].num_leased == 0
+            assert loader._session._server._arenas[0].num_leased == 0
         together.wait(20)
         return last
 
@@ -70,14 +70,14 @@ def test_a_rank_that_comes_again_is_told_of_no_memory_it_has_not(tmp_path: Path)
         if (tmp_path / "ended").exists():
             loader.set_epoch(1)
             found = indices(loader)
-            return len(found), place in [slot for _, slot in loader._sharing._client.given_back()]
+            return len(found), place in [slot for _, slot in loader._session._client.given_back()]
         batches = iter(loader)
         next(batches)
         together.wait(20)
         if rank == 1:
             (tmp_path / "ended").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        server = loader._sharing._server
+        server = loader._session._server
         until(lambda: server._rank_slots[1].gone is not None)
         server._arenas[0].given_back.append(place)
         for _ in range(5):  # so many that one is fetched now
@@ -98,7 +98,7 @@ def test_a_host_that_lives_and_does_not_iterate() -> None:
         loader = loader_of(Numbers(8))
         epochs = [indices(loader)]
         if rank == 1:
-            link = loader._sharing._client
+            link = loader._session._client
             timeout_s, link._timeout_s = link._timeout_s, 0.0
             for _ in range(2):
                 with pytest.raises(RuntimeError, match=r"local rank 0 .* has not begun the next"):

@@ -350,8 +350,8 @@ def test_a_host_that_ends_waits_for_the_others() -> None:
         second = indices(loader)
         if rank == 0:
             together.wait(20)
-            loader._sharing._server._at_exit()
-            assert not loader._sharing._server._thread.is_alive()
+            loader._session._server._at_exit()
+            assert not loader._session._server._thread.is_alive()
         return first, second
 
     for first, second in zip(*run(program), strict=True):
@@ -625,7 +625,7 @@ def test_datasets_with_a_state_are_refused(in_a_job: Any) -> None:
 
 def test_alone_it_is_the_plain_loader() -> None:
     loader = loader_of(Numbers(8), shuffle=True, seed=1)
-    assert loader._sharing is None
+    assert loader._session is None
     assert indices(loader) == indices(DataLoader(Numbers(8), 4, shuffle=True, seed=1))
 
 
@@ -640,4 +640,4 @@ def test_one_rank_on_each_node_is_the_plain_loader_of_its_part(in_a_job: Any) ->
 def test_a_copy_is_another_loader(in_a_job: Any) -> None:
     loader = loader_of(Numbers(8))
     copy = pickle.loads(pickle.dumps(loader))
-    assert copy._sharing._number != loader._sharing._number
+    assert copy._session._number != loader._session._number

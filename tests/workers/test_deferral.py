@@ -469,7 +469,9 @@ def square(sample: Any) -> Any:
 @pytest.fixture
 def everything_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """After any stage, time is up."""
-    monkeypatch.setattr(Engine, "_mark_slow", lambda self: setattr(self.ledger, "slow_ns", 1))
+    monkeypatch.setattr(
+        Engine, "_update_threshold", lambda self: setattr(self.ledger, "slow_ns", 1)
+    )
 
 
 def samples_of(loader: DataLoader[Any], epochs: int = 1) -> list[list[Any]]:
