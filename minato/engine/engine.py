@@ -35,22 +35,21 @@ from minato.observe.stats.snapshot import Standing
 from minato.observe.stats.summary import merged
 from minato.observe.trace.loop import LoopTrack
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.scheduling.assignment import AnyWorker, RoundRobin
-from minato.scheduling.batches import InFlight
+from minato.scheduling.assignment import AnyWorker, Assignment, RoundRobin
+from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.cost_model import EarlyStart
-from minato.scheduling.dataset_state import Replicas
-from minato.scheduling.dispatcher import Dispatcher
+from minato.scheduling.dataset_state import DatasetStates
+from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule
 from minato.scheduling.prefetch_window import Window
 from minato.scheduling.protocols import Progress
 from minato.scheduling.slow_threshold import TimeoutPolicy
-from minato.scheduling.wait_stats import Flow
-from minato.workers.active_workers import Roster
-from minato.workers.current_sample import InHand, sample_in_hand
+from minato.scheduling.wait_stats import ConsumerWait
+from minato.workers.active_workers import ActiveWorkers
+from minato.workers.current_sample import CurrentSample, read_current_sample
 from minato.workers.error_policy import FailureCount
-from minato.workers.oom import Shortage
-from minato.workers.read_limit import Traffic
-from minato.workers.restart_policy import Deaths
-from minato.workers.scaler import Scaler, WatchedPool
+from minato.workers.read_limit import SharedReadLimit
+from minato.workers.scaler import PolledPool, Scaler
+from minato.workers.supervision import OomBackoff, RestartPolicy
 
 __all__ = ["Engine"]
 
@@ -104,8 +103,8 @@ class Engine:
         in_processes = plan.num_workers > 0 and plan.worker_method == "process"
         meters_nbytes = sizes[0] * Meters.nbytes(len(plan.chain))
         roster_offset = ledger_nbytes + meters_nbytes
-        traffic_offset = roster_offset + Roster.NBYTES
-        segment = Segment(traffic_offset + Traffic.nbytes(sizes[0]), shared=in_processes)
+        traffic_offset = roster_offset + ActiveWorkers.NBYTES
+        segment = Segment(traffic_offset + SharedReadLimit.nbytes(sizes[0]), shared=in_processes)
         self.ledger = Ledger(segment.array, sizes, segment.descriptor)
         ready = Gate(segment.array, self.ledger.ready_gate_offset)
         store = SharedStore(self.arena.segment) if in_processes else LocalStore()
@@ -131,16 +130,18 @@ class Engine:
             plan.budget_bytes,
             # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
             # delivered by then: else nothing would keep it from being in time.
-            None if plan.order.bound else plan.order.max_lag,
+            None if plan.order.keeps_places else plan.order.max_lag,
             # Batches that hold as many samples as all workers read at once.
             -(-plan.num_workers * plan.fetching.concurrency // plan.largest_batch),
             plan.fetching.slow_start,
             plan.shares_budget,
         )
         settles = plan.policy is not None and plan.policy.on_error != "raise"
-        deaths = Deaths(plan.restarts, settles, Shortage(window) if in_processes else None)
-        flow = Flow()
-        self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths, flow)
+        restart_policy = RestartPolicy(
+            plan.restarts, settles, OomBackoff(window) if in_processes else None
+        )
+        flow = ConsumerWait()
+        self._pool = make_pool(plan, workplace, self.ledger, ready, roster, restart_policy, flow)
         reader = (make_reader or BatchReader)(self.ledger, self.arena, store)
         self._observers: list[Journal | LoopTrack] = []
         if experience.journal is not None:
@@ -178,35 +179,33 @@ class Engine:
                 times,
                 None if self._early_start is None else self._early_start.resize,
             )
-        self._dispatcher = Dispatcher(
-            self.ledger,
-            ready,
-            self._pool if self._scaler is None else WatchedPool(self._pool, self._scaler),
-            self.arena,
-            window,
-            plan.order,
-            RoundRobin(
+        assignment: Assignment = AnyWorker()
+        if plan.round_robin:
+            assignment = RoundRobin(
                 max(plan.num_workers, 1),
-                plan.order.name == "strict",
+                plan.order.in_order,
                 cast(int, plan.window_batches),
                 plan.replicas,
                 self._reader.state,
             )
-            if plan.round_robin
-            else AnyWorker(),
-            store,
-            self._reader.discard,
-            plan.timeout_s,
-            plan.num_workers > 0 and not plan.persistent,
-            plan.policy is not None,
-            plan.drop_last,
-            self._early_start,
-            flow,
+        self._dispatcher = Dispatcher(
+            self.ledger,
+            gate=ready,
+            pool=self._pool if self._scaler is None else PolledPool(self._pool, self._scaler),
+            storage=BatchStorage(self.arena, store, self._reader.discard),
+            schedule=Schedule(window, plan.order, assignment, self._early_start),
+            settings=DispatcherSettings(
+                timeout_s=plan.timeout_s,
+                one_epoch=plan.num_workers > 0 and not plan.persistent,
+                skips=plan.policy is not None,
+                drop_short=plan.drop_last,
+                trace_wait_as="wait" if plan.num_workers else "load",
+            ),
+            wait_stats=flow,
             tracer=tracer,
-            waiting="wait" if plan.num_workers else "load",
         )
-        self._in_hand = functools.partial(
-            sample_in_hand,
+        self._current_sample = functools.partial(
+            read_current_sample,
             self.ledger,
             functools.partial(workplace.read_keys, self.ledger),
             plan.chain.names,
@@ -215,7 +214,7 @@ class Engine:
         if plan.policy is not None:
             self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
         self._late: Postponed | None = None
-        self._taken: tuple[InFlight, int, Any] | None = None
+        self._taken: tuple[OpenBatch, int, Any] | None = None
         """A batch that was read, its bytes and itself, until the program gets it."""
         self._started = False
         self._started_ns = now_ns()
@@ -232,12 +231,10 @@ class Engine:
             flow,
             roster,
             self.timeouts,
-            deaths,
+            restart_policy,
             self._failures,
         )
-        self._parts_slow = (
-            self._early_start is not None or plan.order.name == "fast_first" or plan.defers
-        )
+        self._parts_slow = self._early_start is not None or plan.order.slow_to_newest or plan.defers
         self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
         if self._sent is not None:
             workplace.write_plan(self.arena)
@@ -319,7 +316,7 @@ class Engine:
         self._hand_over(item, used_bytes)
         return batch
 
-    def _find(self) -> InFlight:
+    def _find(self) -> OpenBatch:
         """Wait for the next batch."""
         try:
             if self._late is not None:
@@ -347,14 +344,14 @@ class Engine:
             self._failures.finished += len(item.keys)
         return item
 
-    def _prepare(self, item: InFlight) -> None:
+    def _prepare(self, item: OpenBatch) -> None:
         """Make ready for the calls to come before this one returns a batch."""
         self._look_ahead(item)
         if self._staging is not None:
             self._staging.stage(self._dispatcher.upcoming(self._ahead))
         self.arena.trim(self._dispatcher.num_open)
 
-    def _hand_over(self, item: InFlight, used_bytes: int) -> None:
+    def _hand_over(self, item: OpenBatch, used_bytes: int) -> None:
         """Note that the program gets a batch, or its error."""
         self._dispatcher.deliver(item)
         if self._observers:
@@ -362,7 +359,7 @@ class Engine:
             for observer in self._observers:
                 observer.leave(samples, used_bytes, self._standing)
 
-    def _look_ahead(self, item: InFlight) -> None:
+    def _look_ahead(self, item: OpenBatch) -> None:
         """See to what the workers do next; what goes wrong is raised by the next call: this one has a batch."""
         try:
             if self._parts_slow:
@@ -391,7 +388,7 @@ class Engine:
         """Keep the memory of batches in place, for a device that reads from there."""
         self.arena.lock_pages(locker)
 
-    def _note_state(self, replicas: Replicas, record: int) -> None:
+    def _note_state(self, replicas: DatasetStates, record: int) -> None:
         if (state := self._reader.state(record)) is not None:
             replicas.heard(*state)
 
@@ -405,12 +402,12 @@ class Engine:
         self._profile.update(self.meters)
         return self._profile
 
-    def running(self, least_ns: int) -> list[tuple[int, InHand, int]]:
+    def running(self, least_ns: int) -> list[tuple[int, CurrentSample, int]]:
         """Number, sample and its time in ns so far of each worker that has been on a sample for so long."""
         if self.plan.streams:
             return []
         workers, now = range(len(self.meters)), now_ns()
-        held = ((worker, sample) for worker in workers if (sample := self._in_hand(worker)))
+        held = ((worker, sample) for worker in workers if (sample := self._current_sample(worker)))
         times = ((worker, sample, now - sample.started_ns) for worker, sample in held)
         return [each for each in times if each[2] >= least_ns]
 

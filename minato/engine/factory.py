@@ -184,9 +184,9 @@ class Opening:
         if self._keeps_replicas:
             assert course.last is not None
             if self._iterator is None or before is None:
-                from minato.scheduling.dataset_state import Replicas
+                from minato.scheduling.dataset_state import DatasetStates
 
                 lasting = self.persistent_workers or self.num_workers == 0
-                before = Replicas(self._most_replicas, lasting, state)
+                before = DatasetStates(self._most_replicas, lasting, state)
             course.last.replicas = before  # persistent workers go on as they are
         return run

@@ -11,8 +11,8 @@ from minato.observe.stats.epoch_log import Journal
 from minato.options import Options
 from minato.scheduling.cost_model import CostModel
 from minato.scheduling.slow_threshold import Decision, TimeoutPolicy
-from minato.workers.runner import Habits
-from minato.workers.scaler import Staffing
+from minato.workers.runner import CostEstimate
+from minato.workers.scaler import AutoscaleState
 
 if TYPE_CHECKING:
     from minato.engine.engine import Engine
@@ -41,8 +41,8 @@ class Experience:
     cost_model: CostModel = field(default_factory=CostModel)
     costs: Histogram | None = None
     decision: Decision = TimeoutPolicy().decision
-    habits: Habits = field(default_factory=Habits)
-    staffing: Staffing | None = None
+    habits: CostEstimate = field(default_factory=CostEstimate)
+    staffing: AutoscaleState | None = None
     journal: Journal | None = None
     engine: Callable[[], Engine | None] = _nobody
 
@@ -52,5 +52,5 @@ class Experience:
         scale = options.autoscale
         staffing = None
         if scale is not None:
-            staffing = Staffing.of(scale.controller, num_workers, scale.min, scale.max)
+            staffing = AutoscaleState.of(scale.controller, num_workers, scale.min, scale.max)
         return cls(staffing=staffing, journal=Journal() if options.stats else None)

@@ -18,8 +18,8 @@ from minato.observe.trace.track import Tracks
 from minato.options import FetchOptions, Options, Unbound
 from minato.sampling.epoch import Standing, is_stream
 from minato.sampling.samplers import largest_batch
-from minato.scheduling.batches import Order
-from minato.scheduling.dataset_state import Replicas
+from minato.scheduling.dataset_state import DatasetStates
+from minato.scheduling.orders import Order, make_order
 from minato.scheduling.slow_threshold import TimeoutSettings
 from minato.transforms.chain import Chain
 from minato.workers.error_policy import FailureHandler, FailureLog
@@ -90,7 +90,7 @@ class Plan:
     error_budget: float | None
     quarantine: str | None
     sample_timeout_s: float | None
-    replicas: Replicas | None
+    replicas: DatasetStates | None
     state_every: int | None
     slow: TimeoutSettings
     profile: str | None
@@ -152,7 +152,7 @@ class Plan:
             worker_init_fn=loader.worker_init_fn,
             base_seed=base_seed,
             seeds_samples=options.seeds_samples and not streams,
-            order=Order(options.order, options.max_lag),
+            order=make_order(options.order, options.max_lag),
             window_batches=window,
             budget_bytes=options.memory_budget or _default_budget_bytes(options),
             shares_budget=options.memory_budget is None and num_workers > 0,
@@ -204,7 +204,7 @@ class Plan:
             and loader._course.last.replicas is None
             and self.dataset is loader.dataset
             and self.collate_fn is loader.collate_fn
-            and self.order == Order(options.order, options.max_lag)
+            and self.order == make_order(options.order, options.max_lag)
             and (self.batched, self.drop_last) == (batched, loader.drop_last)
             and self.timeout_s == loader.timeout
             and self.largest_batch == largest_batch(index_sampler(loader), batched)
@@ -214,7 +214,7 @@ class Plan:
     def sends_states(self) -> bool:
         """Whether the state of a worker's copy of a map-style dataset goes with each batch, to which it belongs."""
         in_processes = self.num_workers > 0 and self.worker_method == "process"
-        return self.replicas is not None and in_processes and self.order.bound
+        return self.replicas is not None and in_processes and self.order.keeps_places
 
     @property
     def starts_as_needed(self) -> bool:
@@ -236,7 +236,7 @@ class Plan:
         several samples are read at once, a slow read keeps no other waiting.
         """
         return (
-            not self.order.bound
+            not self.order.keeps_places
             and self.num_workers > 0
             and len(self.chain) > 0
             and not self.fetching.at_once

@@ -14,17 +14,16 @@ from minato.batching.writer import BatchWriter
 from minato.engine.plan import Plan
 from minato.engine.worker_context import Workplace
 from minato.engine.worker_main import initialise, restore, run_worker_process
-from minato.scheduling.wait_stats import Flow
+from minato.scheduling.wait_stats import ConsumerWait
 from minato.transforms import rng_memory
-from minato.workers.active_workers import Roster
+from minato.workers.active_workers import ActiveWorkers
 from minato.workers.current_sample import has_begun
 from minato.workers.exceptions import wrapped
 from minato.workers.local_pools import InlinePool, ThreadPool
 from minato.workers.pool import WorkerPool
 from minato.workers.process_pool import ProcessPool, announced
-from minato.workers.recovery import Burial
-from minato.workers.restart_policy import Deaths
-from minato.workers.sample_timeout import Overdue, StackFile
+from minato.workers.sample_timeout import SampleWatchdog, StackFile
+from minato.workers.supervision import RestartPolicy, WorkerRecovery
 from minato.workers.worker import Worker
 
 __all__ = ["make_pool"]
@@ -35,9 +34,9 @@ def make_pool(
     workplace: Workplace,
     ledger: Ledger,
     ready: Gate,
-    roster: Roster,
-    deaths: Deaths,
-    flow: Flow,
+    roster: ActiveWorkers,
+    restart_policy: RestartPolicy,
+    flow: ConsumerWait,
 ) -> WorkerPool:
     """The workers that a plan asks for, not yet started."""
     if plan.num_workers == 0:
@@ -78,23 +77,23 @@ def make_pool(
             )
 
         return ThreadPool(plan.most_workers, in_thread, ready, stop, may_leave)
-    overdue: Overdue | None = None
+    watchdog: SampleWatchdog | None = None
     if plan.sample_timeout_s is not None:
         workplace.stacks = StackFile()
-        overdue = Overdue(ledger, plan.sample_timeout_s, workplace.stacks)
+        watchdog = SampleWatchdog(ledger, plan.sample_timeout_s, workplace.stacks)
 
     def sink(number: int) -> BatchWriter:
         return workplace.writer(number, ledger, lambda error: error)
 
-    buried = Burial(
+    recover = WorkerRecovery(
         ledger,
         functools.partial(workplace.read_keys, ledger),
         plan.chain.names,
         sink,
         plan.most_workers,
-        deaths,
+        restart_policy,
         flow,
-        overdue,
+        watchdog,
         plan.policy,
         plan.worker_tracer,
     )
@@ -113,7 +112,7 @@ def make_pool(
             wrap = wrapped(f"Ray actor {number}")
             return workplace.worker(number, ledger, wrap, None, Exception, hired=crew.hire(number))
 
-        return ActorPool(crew, buried, plan.most_workers, with_actor, ready, stop, may_leave)
+        return ActorPool(crew, recover, plan.most_workers, with_actor, ready, stop, may_leave)
     if plan.seeds_samples:
         rng_memory.examine()
     is_forked = plan.context.get_start_method() == "fork"
@@ -126,10 +125,10 @@ def make_pool(
         ready,
         stop,
         may_leave,
-        buried,
+        recover,
         lambda: ledger.unclaimed() > 0,
         functools.partial(has_begun, ledger),
         # Forking is quick. Others import torch first, which takes a core.
         plan.most_workers if is_forked else max(int(available_cores()), 1),
-        overdue,
+        watchdog,
     )

@@ -24,17 +24,17 @@ from minato.scheduling.dataset_state import Replica
 from minato.transforms.chain import Chain
 from minato.transforms.owned import Owned
 from minato.transforms.rng import SampleRandomness
-from minato.workers.active_workers import Roster
+from minato.workers.active_workers import ActiveWorkers
 from minato.workers.concurrent import ConcurrentWorker
 from minato.workers.deferral import Deferral
 from minato.workers.error_policy import FailureHandler
 from minato.workers.fetch import Fetcher, StreamFetcher
-from minato.workers.read_limit import Traffic
+from minato.workers.read_limit import SharedReadLimit
 from minato.workers.reads import Reads, reads_of
-from minato.workers.retry import Leniency
-from minato.workers.runner import Habits, Runner
+from minato.workers.retry import SampleRetry
+from minato.workers.runner import CostEstimate, Runner
 from minato.workers.sample_timeout import StackFile
-from minato.workers.staged_runner import Stepper
+from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker
 
 __all__ = ["Workplace"]
@@ -64,7 +64,7 @@ class Workplace:
     store: Store
     written_plan: tuple[int, int] | None = None
     stacks: StackFile | None = None
-    habits: Habits | None = None
+    habits: CostEstimate | None = None
     policy: FailureHandler | None = None
     _meters: dict[int, Meters] = field(default_factory=dict)
 
@@ -112,10 +112,10 @@ class Workplace:
             self._meters[number] = Meters(num_steps, self.segment.array[start : start + nbytes])
         return self._meters[number]
 
-    def roster(self, ledger: Ledger) -> Roster:
+    def roster(self, ledger: Ledger) -> ActiveWorkers:
         """Which workers work."""
         work = Gate(self.segment.array, ledger.work_gate_offset)
-        return Roster(self.segment.array, self.roster_offset, work)
+        return ActiveWorkers(self.segment.array, self.roster_offset, work)
 
     def writer(
         self,
@@ -181,7 +181,7 @@ class Workplace:
         roster = self.roster(ledger)
         tracer = plan.worker_tracer(number)
         fetcher: Fetcher | StreamFetcher
-        stepper: Stepper | None = None
+        stepper: StageRunner | None = None
         deferral: Deferral | None = None
         if plan.streams:
             replica = None if plan.replicas is None else plan.replicas.each[number]
@@ -203,7 +203,7 @@ class Workplace:
         if not plan.streams and not fetcher.takes_lists and reads is None:
             if plan.defers:
                 deferral = Deferral(ledger=ledger, meters=meters, num_workers=lambda: roster.wanted)
-            stepper = Stepper(plan.dataset, plan.chain, lease, meters, deferral, tracer=tracer)
+            stepper = StageRunner(plan.dataset, plan.chain, lease, meters, deferral, tracer=tracer)
         runner = Runner(
             lease,
             make_randomness if plan.seeds_samples else None,
@@ -217,14 +217,14 @@ class Workplace:
             ledger.occurrences,
             tracer=tracer,
         )
-        leniency: Leniency | None = None
+        leniency: SampleRetry | None = None
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):
-            leniency = Leniency(number, self.policy, runner, fetcher, plan.chain, lease)
+            leniency = SampleRetry(number, self.policy, runner, fetcher, plan.chain, lease)
         make: Callable[..., Worker] = Worker
         fetching = plan.fetching
         if (fetching.at_once or reads is not None) and failure is None:
             workers = max(plan.most_workers, 1)
-            traffic = Traffic(
+            traffic = SharedReadLimit(
                 self.segment.array, self.traffic_offset, workers, fetching.max_in_flight
             )
             reads = reads or reads_of(dataset, fetching.concurrency)
@@ -240,7 +240,7 @@ class Workplace:
             self.writer(number, ledger, describe_error, catches, tracer),
             functools.partial(self.read_keys, ledger),
             deferral,
-            plan.order.name == "fast_first",
+            plan.order.slow_to_newest,
             plan.round_robin,
             leniency,
             roster,

@@ -88,14 +88,14 @@ class ActorPool(ThreadPool):
     """Starts worker threads with an actor each, replaces those whose actor is lost, and ends them.
 
     Args:
-        buried: Called with ``(number, pid, loss)`` of a lost worker; gives its samples out again, or raises.
+        recover: Called with ``(number, pid, loss)`` of a lost worker; releases its samples, or raises.
         args: Those of :class:`ThreadPool`.
     """
 
-    def __init__(self, crew: Crew, buried: Callable[..., None], *args: Any) -> None:
+    def __init__(self, crew: Crew, recover: Callable[..., None], *args: Any) -> None:
         super().__init__(*args)
         self._crew = crew
-        self._buried = buried
+        self._recover = recover
         self._lost: dict[int, ActorLost] = {}
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
@@ -114,7 +114,7 @@ class ActorPool(ThreadPool):
         """Replace workers whose actors are lost, or raise torch's RuntimeError."""
         self._crew.check()
         for number, lost in list(self._lost.items()):
-            self._buried(number, lost.pid, lost.loss)
+            self._recover(number, lost.pid, lost.loss)
             del self._lost[number]
             self.threads[number] = self._make(number)
             self.threads[number].start()

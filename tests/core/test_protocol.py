@@ -20,7 +20,7 @@ from minato.batching.writer import BatchWriter
 from minato.transforms.chain import Chain
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher
-from minato.workers.results import Deliverer
+from minato.workers.results import ResultWriter
 from tests.model import explore
 from tests.model.ledger import CODE, COLLATING, Ledger, Setting
 from tests.protocol import PATHS, STORES, WORDS, delivery
@@ -313,7 +313,7 @@ def test_a_worker_delivers_as_is_described(
     )
     assert ledger.claim(0, count) == (batch, 0, count)
     writer = BatchWriter(0, ledger, arena.segment, LocalStore(), list, True, lambda error: error)
-    deliverer = Deliverer(0, ledger, writer, Fetcher([], Chain(), True), True, False)
+    deliverer = ResultWriter(0, ledger, writer, Fetcher([], Chain(), True), True, False)
     keys: list[Any] = list(range(count))
     samples: list[Any] = [SKIP if "skip" in path and key == bad else key for key in keys]
     error = ValueError("bad") if path == "error" else None

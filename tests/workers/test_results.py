@@ -15,7 +15,7 @@ from minato.batching.writer import BatchWriter
 from minato.transforms.chain import Chain
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher
-from minato.workers.results import Deliverer
+from minato.workers.results import ResultWriter
 
 
 class Case:
@@ -32,7 +32,7 @@ class Case:
             0, self.ledger, arena.segment, self.store, collate_fn, True, lambda error: error
         )
         fetcher = Fetcher([], Chain(), batched=True)
-        self.deliver = Deliverer(0, self.ledger, self.writer, fetcher, True, False)
+        self.deliver = ResultWriter(0, self.ledger, self.writer, fetcher, True, False)
 
     def publish(self, count: int) -> int:
         slot = self.acquire()

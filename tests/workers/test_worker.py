@@ -20,7 +20,7 @@ from minato.observe.stats.profile import Meters
 from minato.transforms.chain import Chain
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner
-from minato.workers.staged_runner import Stepper
+from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker
 from tests.scheduling.fakes import Bench
 
@@ -114,7 +114,7 @@ class Setting:
             return list(ledger.keys(batch, k, count))
 
         lease, fetcher = ledger.lease_words(0), Fetcher(dataset, Chain(), batched=True)
-        stepper = None if fetcher.takes_lists else Stepper(dataset, Chain(), lease, self.meters)
+        stepper = None if fetcher.takes_lists else StageRunner(dataset, Chain(), lease, self.meters)
         self.runner = Runner(lease, None, self.meters, stepper, failure, False, Exception)
         self.worker = Worker(
             0,
