@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minato._compat import TorchIterator, index_sampler, is_constructed
-from minato._standin import StandIn, TorchDataLoader, is_made, made_only
+from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
 from minato.engine.distribution import Distribution
 from minato.engine.insight import Insight
 from minato.errors import MinatoWarning
@@ -45,9 +45,9 @@ from minato.options import (
 )
 from minato.sampling.epoch import Course, is_stream
 from minato.sampling.replay import RecordedOrder
-from minato.sampling.sampler_epoch import tell_epoch
+from minato.sampling.sampler_epoch import set_sampler_epoch
 from minato.sampling.samplers import SeededSampler
-from minato.transforms.chain import Chain
+from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureLog, SampleFailure
 
 if TYPE_CHECKING:
@@ -154,13 +154,17 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         self._options = options = Options.of(given, torchs)
         # A plain number of torch's stays as it is, so that torch checks it.
         first_workers = options.num_workers
-        self._chain = Chain.of(transforms)
+        self._transforms = Transforms.of(transforms)
         if cache is not None:
             from minato.engine.caching import check_cache
 
-            check_cache(cache, options, self._chain, dataset, first_workers, persistent_workers)
-        vars(self).update({name: given[name] for name in OWN_NAMES})
-        self._course = Course()
+            check_cache(
+                cache, options, self._transforms, dataset, first_workers, persistent_workers
+            )
+        # A method of a subclass with the name of an option stays what it is.
+        own = (name for name in OWN_NAMES if not hasattr(type(self), name))
+        vars(self).update({name: given[name] for name in own})
+        self._position = Course()
         self._open_iterators: list[weakref.ref[Any]] = []
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         self._spare_arenas, self._resting_engine = self._fresh_memory()
@@ -173,9 +177,9 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             FailureLog.check(options.errors.log_path)
         self._sharing = None
         if options.shared_pool is not None:
-            from minato.shared_pool.session import Sharing
+            from minato.shared_pool.session import PoolSession
 
-            self._sharing = Sharing.of(options)
+            self._sharing = PoolSession.of(options)
         if self._sharing is not None:
             shuffle, sampler = self._sharing.divided(
                 dataset, shuffle, sampler, batch_sampler, drop_last, seed
@@ -202,7 +206,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self._experience = self._fresh_experience()
+        self._history = self._fresh_experience()
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = Unbound(self.prefetch_factor)
         _log.debug("%r is made", self)
@@ -254,14 +258,17 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
     def __repr__(self) -> str:
         if not is_made(self):
             return super().__repr__()
-        given = {name: vars(self)[name] for name in OWN_NAMES if name not in ("name", "order")}
+        given = {name: vars(self).get(name, default) for name, default in DEFAULTS.items()}
         named = {
-            "name": vars(self)["name"],
+            "name": given["name"],
             "batch_size": self.batch_size,
             "num_workers": int(self.num_workers),
             "order": self._options.order,
-            **{name: value for name, value in given.items() if value != DEFAULTS[name]},
         }
+        for name in OWN_NAMES:
+            value, default = given[name], DEFAULTS[name]
+            if name != "order" and (type(value) is not type(default) or value != default):
+                named[name] = value
         shown = (f"{name}={value!r}" for name, value in named.items() if value is not None)
         return f"{type(self).__name__}({', '.join([type(self.dataset).__name__, *shown])})"
 
@@ -271,8 +278,8 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
 
         Samplers with a ``set_epoch`` of their own are told too. It is enough to tell the sampler instead.
         """
-        tell_epoch(index_sampler(self), epoch)
-        self._course.tell(epoch)
+        set_sampler_epoch(index_sampler(self), epoch)
+        self._position.tell(epoch)
 
     @made_only
     def state_dict(self) -> dict[str, Any]:
@@ -297,7 +304,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                     f"the dataset has a state_dict() of its own, but with {cause} there is no moment at which it "
                     "belongs to the delivered batches: use order='strict' or 'batch', and worker processes"
                 )
-        return self._course.state(self)
+        return self._position.state(self)
 
     @made_only
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -315,13 +322,15 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         self._refuse_data_pipes("load_state_dict()")
         self._iterator = None
         if state_dict == {}:
-            self._course = self._course.twin()
+            self._position = self._position.twin()
         else:
-            self._course.load(self, state_dict, self._most_replicas)
+            self._position.load(self, state_dict, self._most_replicas)
 
     def __setattr__(self, attr: str, val: Any) -> None:
         if is_constructed(self) and is_made(self):
-            if attr in OWN_NAMES:
+            if attr == "name":  # which programs give loaders of any kind
+                self._options = replace(self._options, name=str(val))
+            elif attr in OWN_NAMES:
                 raise ValueError(
                     f"{attr} attribute should not be set after {self.__class__.__name__} is initialized"
                 )
@@ -330,7 +339,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 self._options = replace(self._options, order=order)
                 vars(self).update(order=order, max_lag=None)
             if attr == "multiprocessing_context":
-                given = vars(self)["workers"]
+                given = vars(self).get("workers", self._options.workers)
                 in_threads = given == "process" and _starts_threads(val)
                 self._options = replace(self._options, workers="thread" if in_threads else given)
         super().__setattr__(attr, val)
@@ -345,7 +354,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             "_resting_engine": engine,
             "_open_iterators": [],
         }
-        return {**self.__dict__, **fresh, "_experience": self._fresh_experience()}
+        return {**self.__dict__, **fresh, "_history": self._fresh_experience()}
 
     def _twin(self, **changed: Any) -> DataLoader[Any]:
         """Our class with this loader's attributes: what a user's class does, as in ``__del__``, is not done for it."""
@@ -366,10 +375,10 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 "shared_pool out"
             )
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("_options", "_chain", "_replay", "_trace", *OWN_NAMES)
-        vars(loader).update({name: vars(self)[name] for name in kept})
-        loader._experience = loader._fresh_experience()
-        loader._course = self._course.twin()
+        kept = ("_options", "_transforms", "_replay", "_trace", *OWN_NAMES)
+        vars(loader).update({name: vars(self)[name] for name in kept if name in vars(self)})
+        loader._history = loader._fresh_experience()
+        loader._position = self._position.twin()
         return loader
 
     def _get_iterator(self) -> TorchIterator:
@@ -377,7 +386,7 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             return super()._get_iterator()
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             # torch shards and seeds data pipes by its own protocol.
-            if self._chain.steps:
+            if self._transforms.steps:
                 raise ValueError("transforms= is not for data pipes: use their .map(...)")
             if self._trace is not None:
                 self._refuse_data_pipes("trace=")

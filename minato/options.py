@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from minato._counters import Counters
+from minato._support.counters import Counters
 from minato._system import available_cores
 from minato.checks import as_path, check_choice, check_device, check_number, check_whole
 
@@ -256,10 +256,10 @@ def _workers(name: str, value: Any) -> Any:
 
 
 def _num_workers(name: str, value: Any) -> Any:
+    del name
     if value == "auto":
         value = AutoScale()
-    if isinstance(value, str):
-        raise ValueError(f"{name}={value!r} is not possible: give a number, 'auto' or an AutoScale")
+    # torch refuses what is no number.
     return StartingWorkers.of(value) if isinstance(value, AutoScale) else value
 
 
@@ -812,7 +812,7 @@ class Options:
     )
     metrics: tuple[str, int] | None = option(
         None,
-        "Port of 127.0.0.1, or host and port, that serves [figures for Prometheus](report.md#for-prometheus) from the "
+        "Port of 127.0.0.1, or host and port, that serves [figures for Prometheus](report.md#prometheus) from the "
         "first iteration on; 0: any free port, shown by `metrics_url`.",
         values='0 to 65535, `"host:port"`',
         check=_metrics,

@@ -328,9 +328,7 @@ def test_a_quarantine_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="none/file"):
         DataLoader(Flawed(), errors=ErrorPolicy(log=tmp_path / "none" / "file", on_error="skip"))
     (tmp_path / "model.pt").write_bytes(b"PK\x03\x04 precious")
-    with pytest.raises(
-        ValueError, match=r"model.pt' holds something else than a record of failures"
-    ):
+    with pytest.raises(ValueError, match=r"model.pt' holds something else than a log of failures"):
         DataLoader(Flawed(), errors=ErrorPolicy(log=tmp_path / "model.pt"))
     assert (tmp_path / "model.pt").read_bytes() == b"PK\x03\x04 precious"
     (tmp_path / "link").symlink_to(tmp_path / "new")
@@ -354,13 +352,13 @@ def test_a_full_disk_under_the_quarantine_costs_records_and_nothing_else(
             for _ in range(2):
                 found = [index for batch in loader for index in batch[0].tolist()]
                 assert found == [index for index in range(40) if index not in BAD]
-        trouble = loader.report().run.trouble
+        errors = loader.report().run.errors
         kept = recorded(path)
-        assert trouble.skipped == 2 * len(BAD)
-        assert trouble.unrecorded == 2 * len(BAD) - len(kept) > 0
+        assert errors.skipped == 2 * len(BAD)
+        assert errors.unrecorded == 2 * len(BAD) - len(kept) > 0
         disk.clear()
         assert sum(len(batch[0]) for batch in loader) == 40 - len(BAD)
-        assert loader.report().run.trouble.unrecorded == trouble.unrecorded
+        assert loader.report().run.errors.unrecorded == errors.unrecorded
         assert recorded(path)[: len(kept)] == kept
         assert sorted(recorded(path)[len(kept) :]) == sorted(BAD)
 
@@ -399,7 +397,7 @@ def test_a_quarantine_that_is_gone_at_a_later_epoch(tmp_path: Path) -> None:
         disk.make_read_only()
         with pytest.warns(RuntimeWarning, match=r"cannot be opened any more: Read-only file"):
             assert sum(len(batch[0]) for batch in loader) == 40 - len(BAD)
-        assert loader.report().run.trouble.skipped == len(BAD)
+        assert loader.report().run.errors.skipped == len(BAD)
 
 
 @each

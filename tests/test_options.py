@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minato import DataLoader, ErrorPolicy, SharedPool
-from minato._standin import TorchDataLoader
+from minato._support.loader_class import TorchDataLoader
 from minato.options import (
     DEFAULT_MAX_LAG,
     GROUPS,

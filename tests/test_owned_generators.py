@@ -16,8 +16,8 @@ from torch.utils.data import get_worker_info
 
 import minato
 from minato import DataLoader
-from minato.ray.actor import SampleServer, Work, unpacked
-from minato.transforms.chain import Chain
+from minato.ray.actor import ActorSpec, SampleServer, unpack
+from minato.transforms.compose import Transforms
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Numbers
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
@@ -177,9 +177,9 @@ def test_the_middle_of_an_epoch_goes_on() -> None:
 
 def served() -> list[Any]:
     """What an actor makes of samples, the first of which makes a generator."""
-    server = SampleServer(0, Work(Augmented(), Chain((Rotates(),)), 2, 1, None))
+    server = SampleServer(0, ActorSpec(Augmented(), Transforms((Rotates(),)), 2, 1, None))
     answers = [server.sample(index, 0, 5, index == 3) for index in (7, 3)]
-    return [unpacked(answer.pickled, answer.arrays) for answer in answers]
+    return [unpack(answer.pickled, answer.arrays) for answer in answers]
 
 
 def test_in_an_actor() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minato import DataLoader, StragglerPolicy
-from minato.observe.stats.profile import Profile
+from minato.observe.stats.costs import CostStats
 from minato.scheduling.slow_threshold import TimeoutPolicy
 from tests.datasets import Sleepy, flat, indices, plus_one
 from tests.disks import small_disk
@@ -40,10 +40,10 @@ def test_a_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
         "transforms",
         "dataset",
         "deferred",
-        "room",
+        "window_full",
     ]
     known = threshold_ns(loader(order="fast_first", cost_history=folder))
-    kept = Profile.load(folder, file.stem)
+    kept = CostStats.load(folder, file.stem)
     assert kept is not None
     assert known == TimeoutPolicy(None, kept[1]).decision.threshold_ns > 1_000_000
     other = loader(order="fast_first", cost_history=folder, transforms=[plus_one])

@@ -22,7 +22,7 @@ from torch.utils.data import Sampler, get_worker_info
 
 import minato
 from minato import AutoScale, DataLoader, ErrorPolicy, RayWorkers
-from minato.ray.actor import _packed, _packed_error, unpacked
+from minato.ray.actor import _pack, _pack_error, unpack
 from minato.workers.current_sample import CurrentSample
 from minato.workers.supervision import RestartPolicy, WorkerLoss
 from tests.datasets import Numbers, add_draws, three_draws
@@ -324,7 +324,7 @@ def test_a_sample_is_tried_again_with_the_same_random_numbers(rig: Rig, mark: st
         found.append(content(list(rig.loader)))
     assert os.path.exists(mark)
     assert found[0] == found[1]
-    assert rig.loader.report().run.trouble.recovered == 1
+    assert rig.loader.report().run.errors.recovered == 1
 
 
 @needs_ray
@@ -340,21 +340,21 @@ def test_an_actor_that_is_killed_is_replaced_and_nothing_is_lost(rig: Rig, mark:
     assert "has died (lost)" in trace
 
 
-class Point(NamedTuple):
+class TimelinePoint(NamedTuple):
     index: int
     values: Any
 
 
 class Points(Numbers):
-    def __getitem__(self, index: int) -> Point:
-        return Point(index, np.full(3, index))
+    def __getitem__(self, index: int) -> TimelinePoint:
+        return TimelinePoint(index, np.full(3, index))
 
 
 @needs_ray
 def test_an_early_end_leaves_no_actor(rig: Rig) -> None:
     """And a ``collate_fn`` of one's own gets arrays that it may write to."""
 
-    def collate(samples: list[Point]) -> list[Point]:
+    def collate(samples: list[TimelinePoint]) -> list[TimelinePoint]:
         for sample in samples:
             sample.values[0] += 1
         return samples
@@ -372,7 +372,7 @@ def test_an_early_end_leaves_no_actor(rig: Rig) -> None:
     before = _actors()
     batches = iter(loader)
     batch = next(batches)
-    assert type(batch[0]) is Point
+    assert type(batch[0]) is TimelinePoint
     assert [point.values.tolist() for point in batch] == [[1, 0, 0], [2, 1, 1]]
     [actor] = _actors() - before
     del batch, batches
@@ -480,7 +480,7 @@ def test_what_is_packed_is_unpacked_and_may_be_written_to() -> None:
 
     array = np.arange(6).reshape(2, 3)
     array.flags.writeable = False
-    sample = unpacked(*_packed(Local(array, np.empty(0))))
+    sample = unpack(*_pack(Local(array, np.empty(0))))
     assert type(sample) is Local
     sample.array[0, 0] = 7
     assert sample.array.tolist() == [[7, 1, 2], [3, 4, 5]]
@@ -491,7 +491,7 @@ def test_an_exception_keeps_its_traceback_on_the_way() -> None:
     try:
         _fails()
     except OSError as error:
-        arrived = unpacked(*_packed_error(error))
+        arrived = unpack(*_pack_error(error))
     assert type(arrived) is OSError
     assert "in _fails" in str(arrived.__cause__)
 

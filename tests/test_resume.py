@@ -268,7 +268,7 @@ def test_after_the_last_batch_nothing_is_left_and_after_the_end_a_whole_epoch() 
     assert (last["finished"], end["finished"]) == (False, True)
     later = resumed(last, loader())
     assert [indices(later), indices(later)] == [[], epochs[1]]
-    assert later.coverage().asked.samples == SIZE
+    assert later.coverage().requested.samples == SIZE
     later = resumed(end, loader())
     assert [indices(later), indices(later)] == epochs[1:]
 
@@ -349,7 +349,11 @@ def test_skipped_samples_are_accounted_for(order: str) -> None:
     got += indices(iterator)
     assert sorted(flat(got)) == [i for i in range(22) if i != 5]
     coverage = loader_.coverage()
-    assert (coverage.asked.samples, coverage.skipped.samples, coverage.complete) == (22, 1, True)
+    assert (coverage.requested.samples, coverage.skipped.samples, coverage.complete) == (
+        22,
+        1,
+        True,
+    )
     later = loader()
     rest = indices(resumed(state, later))
     assert sorted(flat(got[:2] + rest)) == [i for i in range(22) if i != 5]
@@ -510,7 +514,7 @@ def test_a_sampler_that_gives_another_order_is_refused() -> None:
     _, state = begun(make(sampler=Rolling()), 2)
     loader = resumed(state, make(sampler=Rolling()))
     for _ in range(2):
-        with pytest.raises(ValueError, match="gives other keys than when the state was taken"):
+        with pytest.raises(ValueError, match="yields other indices than when the state was taken"):
             iter(loader)
     _, state = begun(make(sampler=Rolling()), 0)
     assert sorted(flat(indices(resumed(state, make(sampler=Rolling()))))) == list(range(SIZE))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from minato import DataLoader
-from minato._signals import keep_raised, signals_deferred
+from minato.workers.signals import keep_raised, signals_deferred
 from tests.datasets import Numbers, wait_until
 from tests.subprocesses import run
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minato.delivery.device import leaves_moved
-from minato.delivery.device_copy import Accelerator, accelerator_of
+from minato.delivery.accelerator import Accelerator, accelerator_of
+from minato.delivery.device import move_leaves
 
 __all__ = ["Consumer", "Group"]
 
@@ -189,9 +189,9 @@ class Consumer:
         self._part: Callable[[], _Part | None] = lambda: None
 
     @property
-    def locks_pages(self) -> bool:
+    def pins_memory(self) -> bool:
         """Whether its device copies from page-locked memory by itself."""
-        return self._accelerator is not None and self._accelerator.locks_pages
+        return self._accelerator is not None and self._accelerator.pins_memory
 
     def __iter__(self) -> Iterator[Any]:
         """Its part of the next epoch, which begins when no consumer is in the last one any more.
@@ -241,7 +241,7 @@ class _Part:
         # The batch in main memory is dropped inside: then its slot waits for the stream that copies it.
         batch = [self._group.next(self._seat)]
         with accelerator.copying():
-            sent = leaves_moved(batch.pop(), accelerator.copy)
-            mark = accelerator.mark()
-        accelerator.wait(mark)
+            sent = move_leaves(batch.pop(), accelerator.copy)
+            mark = accelerator.record_event()
+        accelerator.wait_event(mark)
         return sent

@@ -1,4 +1,4 @@
-"""What ``iter(loader)`` gives."""
+"""The iterator of a loader."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from minato._compat import TorchIterator, is_iterable, is_profiling, pin_batch
 from minato._core.clock import now_ns
-from minato._postponed import not_the_end
-from minato._ranges import in_profile
-from minato.batching.page_locks import PageLocker
-from minato.delivery.device_copy import page_locker
+from minato._support.exceptions import not_the_end
+from minato.batching.pinned_slots import MemoryPinner
+from minato.delivery.accelerator import memory_pinner
 from minato.delivery.pinning import Pin
+from minato.observe.trace.torch_profiler import in_profile
 from minato.options import IN_PLACE
 
 __all__ = ["BatchIterator", "BatchSource", "Pass"]
@@ -41,7 +41,7 @@ class BatchSource(Protocol):
     def pinned(self, duration_ns: int) -> None:
         """Learn how long it took to pin it."""
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Keep the memory of batches in place, for a device that reads from there."""
 
     def shut_down(self) -> Any:
@@ -78,7 +78,7 @@ class Pass(Protocol):
     def expected(self) -> Any:
         """``(batches, epoch, seed)`` of the next pass, or None."""
 
-    def foretold_wrongly(self) -> None:
+    def prediction_failed(self) -> None:
         """Learn that the pass was not the expected one."""
 
 
@@ -124,11 +124,11 @@ class BatchIterator(TorchIterator):
         self._base_seed = self._pass.seeded(int(self._base_seed))
         self._pin: Pin = functools.partial(pin_batch, device=self._pin_memory_device)
         self._checks_length = is_iterable(self)
-        locker = page_locker() if self._pin_memory and loader.pin_memory == IN_PLACE else None
+        locker = memory_pinner() if self._pin_memory and loader.pin_memory == IN_PLACE else None
         ahead = {"pin": self._pin} if self._pin_memory and pins_ahead and locker is None else {}
         self._source: BatchSource | None = make_source(self._base_seed, **ahead)
         if locker is not None:  # then torch finds that there is nothing to copy
-            self._source.lock_pages(locker)
+            self._source.pin_slots(locker)
         if ahead:
             self._pin = methodcaller("result")
         self._begin()
@@ -141,7 +141,7 @@ class BatchIterator(TorchIterator):
             batches, this.epoch, this.seed, this.expected, this.progress, this.size
         )
         if not begun:
-            this.foretold_wrongly()
+            this.prediction_failed()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if os.getpid() != self._owner:
@@ -155,7 +155,7 @@ class BatchIterator(TorchIterator):
     def __next__(self) -> Any:
         if os.getpid() != self._owner:
             self._enter_child()
-        with self._turn:  # several threads may take turns: each batch goes to one of them
+        with self._turn:  # several threads may call next(): each batch goes to one of them
             if self._in_turn:
                 raise RuntimeError(
                     "next() of an iterator is called inside of its own next(), by the dataset, the sampler or a "
@@ -168,21 +168,19 @@ class BatchIterator(TorchIterator):
                 self._in_turn = False
 
     def _enter_child(self) -> None:
-        """Note that this process is a forked child of the iterator's: without workers it has a copy of its own."""
+        """Continue in a forked child of the iterator's process, which has a copy of its own if there are no workers."""
         if self._num_workers > 0:
             raise RuntimeError(
                 f"this iterator and its workers belong to the process with pid {self._owner}, and a forked child "
                 f"(pid {os.getpid()}) cannot go on with them: make a DataLoader of its own there"
             )
         self._owner = os.getpid()
-        self._turn, self._in_turn = threading.RLock(), False  # another thread may have had it
+        self._turn, self._in_turn = threading.RLock(), False  # a thread of the parent may hold it
 
     def _next_in_turn(self) -> Any:
-        # The same range that torch records, but only while somebody is profiling: it costs more than a small batch.
+        # torch's own method records a range for profilers, which takes longer than a small batch.
         if self._checks_length or is_profiling():
-            return (
-                super().__next__()
-            )  # which also compares the number of batches with a stream's length
+            return super().__next__()  # also compares the number of batches with a stream's length
         batch = self._next_data()
         self._num_yielded += 1
         return batch
@@ -203,14 +201,17 @@ class BatchIterator(TorchIterator):
                     self._source = None
                 self._shutdown_workers()
             raise
-        if self._pin_memory:
-            begun_ns = now_ns()
-            with in_profile("minato: pin memory"):
-                try:
-                    batch = self._pin(batch)
-                except StopIteration as stop:
-                    raise not_the_end("pin_memory() of a batch", stop) from stop
-            self._source.pinned(now_ns() - begun_ns)
+        return self._pinned(self._source, batch) if self._pin_memory else batch
+
+    def _pinned(self, source: BatchSource, batch: Any) -> Any:
+        """Return a batch in pinned memory."""
+        start_ns = now_ns()
+        with in_profile("minato: pin memory"):
+            try:
+                batch = self._pin(batch)
+            except StopIteration as stop:
+                raise not_the_end("pin_memory() of a batch", stop) from stop
+        source.pinned(now_ns() - start_ns)
         return batch
 
     def close(self) -> None:
@@ -222,14 +223,14 @@ class BatchIterator(TorchIterator):
                 self._is_closed = True
                 self._shutdown_workers()
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Keep the memory of batches in place, for a device that reads from there."""
         if self._source is not None:
-            self._source.lock_pages(locker)
+            self._source.pin_slots(locker)
 
     @property
     def _workers(self) -> list[Any]:
-        # Programs ask by this name of torch's whether there are worker processes, and end them.
+        # Programs use this attribute of torch's iterator to look for worker processes, and to end them.
         if self._num_workers == 0:
             raise AttributeError("there are no workers in num_workers=0")
         return list(getattr(self._source, "workers", ()))

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, MapDataPipe
 
-from minato._stateful import is_stateful
 from minato.caching.base import Cache
 from minato.caching.dataset import CachedDataset
 from minato.options import Options
-from minato.transforms.chain import Chain
-from minato.transforms.rng import generators_asked
+from minato.sampling.state import is_stateful
+from minato.transforms.compose import Transforms
+from minato.transforms.rng import generators_created
 
 __all__ = ["behind", "check_cache"]
 
@@ -19,7 +19,7 @@ __all__ = ["behind", "check_cache"]
 def check_cache(
     cache: Cache,
     options: Options,
-    chain: Chain,
+    chain: Transforms,
     dataset: Any,
     num_workers: int,
     persistent_workers: bool,
@@ -59,9 +59,9 @@ def check_cache(
         )
 
 
-def behind(cache: Cache, dataset: Any, chain: Chain) -> tuple[Any, Chain]:
+def behind(cache: Cache, dataset: Any, chain: Transforms) -> tuple[Any, Transforms]:
     """The dataset that workers read, with the cached transforms in it, and the transforms that are left."""
     cut = len(chain) if cache.after is None else cache.after
-    return CachedDataset(dataset, chain.steps[:cut], cache, generators_asked), Chain(
+    return CachedDataset(dataset, chain.steps[:cut], cache, generators_created), Transforms(
         chain.steps[cut:]
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from minato._standin import made_only
+from minato._support.loader_class import made_only
 from minato.checks import check_device, check_whole
 from minato.options import Options
 
@@ -41,8 +41,8 @@ class Distribution:
         Raises:
             ValueError, TypeError: The number or a device is not possible.
         """
+        from minato.delivery.accelerator import memory_pinner
         from minato.delivery.consumers import Consumer, Group
-        from minato.delivery.device_copy import page_locker
         from minato.delivery.iterator import BatchIterator
 
         if (n is None) == (devices is None):
@@ -64,10 +64,10 @@ class Distribution:
         def open_epoch() -> Iterator[Any]:
             batches = iter(cast(Iterable[Any], self))
             if locker is not None and isinstance(batches, BatchIterator):
-                batches.lock_pages(locker)
+                batches.pin_slots(locker)
             return batches
 
         group = Group(open_epoch)
         consumers = tuple(Consumer(group, place) for place in places)
-        locker = page_locker() if any(each.locks_pages for each in consumers) else None
+        locker = memory_pinner() if any(each.pins_memory for each in consumers) else None
         return consumers

@@ -5,34 +5,33 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
-from minato import _pickling
 from minato._core.clock import now_ns
 from minato._core.codes import FAILED, STATES
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
-from minato._core.wait import Gate
-from minato._postponed import Postponed, not_the_end
-from minato._signals import exiting, keep_raised
+from minato._core.wait import EventCount
+from minato._support import pickling
+from minato._support.exceptions import Postponed, not_the_end
 from minato.batching.arena import Arena
-from minato.batching.page_locks import PageLocker
+from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.reader import BatchReader
 from minato.batching.serialization import LocalStore, SharedStore
-from minato.delivery.device import onto_device
-from minato.delivery.pinning import Pin, PinnedReader
-from minato.delivery.prefetch import AheadReader
+from minato.delivery.device import device_copier
+from minato.delivery.pinning import Pin, PinCopier
+from minato.delivery.prefetch import Copier, PrefetchReader
 from minato.engine.history import Experience
-from minato.engine.metrics import EngineGauges
+from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan
 from minato.engine.pools import make_pool
 from minato.engine.profile_store import Memory
-from minato.engine.worker_context import Workplace
+from minato.engine.worker_context import WorkerContext
 from minato.errors import ErrorBudgetError
-from minato.observe.stats.epoch_log import Journal
-from minato.observe.stats.profile import Meters, Profile
-from minato.observe.stats.snapshot import Standing
-from minato.observe.stats.summary import merged
+from minato.observe.stats.costs import CostStats, Meters
+from minato.observe.stats.epoch_log import EpochLog, EpochState
+from minato.observe.stats.histograms import merged
+from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace.loop import LoopTrack
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.assignment import AnyWorker, Assignment, RoundRobin
@@ -49,6 +48,7 @@ from minato.workers.current_sample import CurrentSample, read_current_sample
 from minato.workers.error_policy import FailureCount
 from minato.workers.read_limit import SharedReadLimit
 from minato.workers.scaler import PolledPool, Scaler
+from minato.workers.signals import exiting, keep_raised
 from minato.workers.supervision import OomBackoff, RestartPolicy
 
 __all__ = ["Engine"]
@@ -67,10 +67,14 @@ def _end(
 ) -> None:
     try:
         if shut_down():
-            arena.take_back()
+            arena.reclaim_unleased()
     finally:
         while afterwards and not exiting():
             afterwards.pop()()
+
+
+class _EpochProgress(Progress, EpochState, Protocol):
+    """The progress of an epoch, as the dispatcher and the epoch log need it."""
 
 
 class Engine:
@@ -106,9 +110,9 @@ class Engine:
         traffic_offset = roster_offset + ActiveWorkers.NBYTES
         segment = Segment(traffic_offset + SharedReadLimit.nbytes(sizes[0]), shared=in_processes)
         self.ledger = Ledger(segment.array, sizes, segment.descriptor)
-        ready = Gate(segment.array, self.ledger.ready_gate_offset)
+        ready = EventCount(segment.array, self.ledger.ready_events_offset)
         store = SharedStore(self.arena.segment) if in_processes else LocalStore()
-        workplace = Workplace(
+        workplace = WorkerContext(
             plan,
             segment,
             ledger_nbytes,
@@ -123,7 +127,7 @@ class Engine:
         roster.want(max(plan.most_workers, 1))
         self.meters = [workplace.meters(number) for number in range(sizes[0])]
         """What each worker has measured."""
-        self._profile = Profile(plan.chain.names)
+        self._profile = CostStats(plan.chain.names)
         window = Window(
             plan.num_workers,
             plan.window_batches,
@@ -143,7 +147,7 @@ class Engine:
         flow = ConsumerWait()
         self._pool = make_pool(plan, workplace, self.ledger, ready, roster, restart_policy, flow)
         reader = (make_reader or BatchReader)(self.ledger, self.arena, store)
-        self._observers: list[Journal | LoopTrack] = []
+        self._observers: list[EpochLog | LoopTrack] = []
         if experience.journal is not None:
             self._observers.append(experience.journal)
         tracer: Tracer = NULL_TRACER
@@ -151,13 +155,14 @@ class Engine:
             tracer = track = plan.tracks.loop()
             self._observers.append(LoopTrack(track))
         self._ahead = plan.prefetch_to_device
-        self._staging: AheadReader | None = onto_device(
-            plan.device, reader, self.ledger, self.arena, tracer=tracer
-        )
+        copier: Copier | None = None
         if pin is not None:
-            self._staging, self._ahead = PinnedReader(reader, self.ledger, pin), 1
-        self._reader = self._staging or reader
-        self._experience = experience
+            copier, self._ahead = PinCopier(pin), 1
+        elif plan.device is not None:
+            copier = device_copier(plan.device, self.arena, tracer=tracer)
+        self._prefetcher = None if copier is None else PrefetchReader(reader, self.ledger, copier)
+        self._reader = self._prefetcher or reader
+        self._history = experience
         self._early_start: EarlyStart | None = None
         if plan.starts_early:
             self._early_start = EarlyStart(
@@ -223,7 +228,7 @@ class Engine:
         experience.decision = self.timeouts.decision
         self.ledger.slow_ns = experience.decision.threshold_ns
         self._look_due_ns = self._started_ns + _LOOK_EVERY_NS
-        self._gauges = EngineGauges(
+        self._gauges = EngineMetrics(
             self.ledger,
             self.meters,
             self._profile,
@@ -258,7 +263,7 @@ class Engine:
         epoch: int,
         seed: int,
         expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None],
-        progress: Progress,
+        progress: _EpochProgress,
         size: Callable[[], int | None],
     ) -> bool:
         """Start a pass (see ``Dispatcher.begin``) and, with the first one, the workers.
@@ -270,7 +275,7 @@ class Engine:
         if self._taken is not None:
             self._dispatcher.deliver(self._taken[0])
             self._taken = None
-        self._experience.engine = weakref.ref(self)
+        self._history.engine = weakref.ref(self)
         for observer in self._observers:
             observer.begin(epoch, progress, self._gauges)
         if self._failures is not None:
@@ -283,7 +288,7 @@ class Engine:
         if not self._started:
             self._start()
         for observer in self._observers:
-            observer.begun()
+            observer.started()
         return foretold
 
     def next(self) -> Any:
@@ -347,8 +352,8 @@ class Engine:
     def _prepare(self, item: OpenBatch) -> None:
         """Make ready for the calls to come before this one returns a batch."""
         self._look_ahead(item)
-        if self._staging is not None:
-            self._staging.stage(self._dispatcher.upcoming(self._ahead))
+        if self._prefetcher is not None:
+            self._prefetcher.prefetch(self._dispatcher.upcoming(self._ahead))
         self.arena.trim(self._dispatcher.num_open)
 
     def _hand_over(self, item: OpenBatch, used_bytes: int) -> None:
@@ -357,7 +362,7 @@ class Engine:
         if self._observers:
             samples = item.keys[0] if self.plan.streams else len(item.keys)
             for observer in self._observers:
-                observer.leave(samples, used_bytes, self._standing)
+                observer.leave(samples, used_bytes, self._snapshot)
 
     def _look_ahead(self, item: OpenBatch) -> None:
         """See to what the workers do next; what goes wrong is raised by the next call: this one has a batch."""
@@ -375,18 +380,18 @@ class Engine:
         except Exception as error:
             self._late = Postponed(error)
 
-    def _standing(self) -> Standing:
+    def _snapshot(self) -> LoaderSnapshot:
         self._gauges.look(self._pool.usage)
-        return self._gauges.standing(self._dispatcher.num_open, self._dispatcher.num_ready)
+        return self._gauges.snapshot(self._dispatcher.num_open, self._dispatcher.num_ready)
 
     def pinned(self, duration_ns: int) -> None:
         """Learn how long it took to pin the batch that ``next`` returned."""
         for observer in self._observers:
             observer.pinned(duration_ns)
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Keep the memory of batches in place, for a device that reads from there."""
-        self.arena.lock_pages(locker)
+        self.arena.pin_slots(locker)
 
     def _note_state(self, replicas: DatasetStates, record: int) -> None:
         if (state := self._reader.state(record)) is not None:
@@ -397,7 +402,7 @@ class Engine:
         """The worker processes, if workers are processes of this machine."""
         return list(self._pool.processes)
 
-    def profile(self) -> Profile:
+    def profile(self) -> CostStats:
         """What samples have cost so far, and since this was last asked."""
         self._profile.update(self.meters)
         return self._profile
@@ -420,9 +425,9 @@ class Engine:
         if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
             running_ns = [now - begun_ns for begun_ns in self.ledger.begun()]
-            self._experience.decision = self.timeouts.observe(times, elapsed_s, running_ns)
-            self.ledger.slow_ns = self._experience.decision.threshold_ns
-            self._experience.costs = self.timeouts.recent
+            self._history.decision = self.timeouts.observe(times, elapsed_s, running_ns)
+            self.ledger.slow_ns = self._history.decision.threshold_ns
+            self._history.costs = self.timeouts.recent
             if self._early_start is not None:
                 self._early_start.mean_ns = self.timeouts.recent.mean
         self._look_due_ns = now + max(_LOOK_EVERY_NS, _LOOK_SHARE * (now_ns() - now))
@@ -435,10 +440,10 @@ class Engine:
         except Exception as error:
             self.shut_down()
             if self._sent is not None:
-                _pickling.advise(error)
-                _pickling.check_picklable("transforms", self._sent.chain.steps)
+                pickling.advise(error)
+                pickling.check_picklable("transforms", self._sent.chain.steps)
                 for name in ("dataset", "collate_fn", "worker_init_fn"):
-                    _pickling.check_picklable(name, getattr(self._sent, name))
+                    pickling.check_picklable(name, getattr(self._sent, name))
             raise
 
     def rest(self) -> None:

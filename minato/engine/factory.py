@@ -9,23 +9,23 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from minato._compat import index_sampler
-from minato._stateful import is_stateful
 from minato.errors import MinatoWarning
 from minato.options import Options
 from minato.sampling.epoch import Course, Run, is_stream
 from minato.sampling.replay import RecordedOrder
-from minato.transforms.chain import Chain
-from minato.transforms.owned import Owned
+from minato.sampling.state import is_stateful
+from minato.transforms.compose import Transforms
+from minato.transforms.owned import OwnedGenerators
 
 if TYPE_CHECKING:
-    from minato.batching.arena import SpareArenas
+    from minato.batching.arena import ArenaCache
     from minato.batching.reader import BatchReader
     from minato.delivery.pinning import Pin
     from minato.engine.engine import Engine
     from minato.engine.history import Experience
     from minato.engine.plan import Plan
     from minato.observe.trace.track import Trace
-    from minato.shared_pool.session import Sharing
+    from minato.shared_pool.session import PoolSession
 
 __all__ = ["Opening", "RestingEngine"]
 
@@ -67,14 +67,14 @@ class Opening:
     _iterator: Any
     _index_sampler: Any
     _options: Options
-    _course: Course
-    _chain: Chain
-    _experience: Experience
+    _position: Course
+    _transforms: Transforms
+    _history: Experience
     _replay: RecordedOrder | None
-    _spare_arenas: SpareArenas
+    _spare_arenas: ArenaCache
     _resting_engine: RestingEngine
     _trace: Trace | None
-    _sharing: Sharing | None
+    _sharing: PoolSession | None
     _warned_of_generators = False
 
     @property
@@ -96,11 +96,11 @@ class Opening:
             )
 
     @staticmethod
-    def _fresh_memory() -> tuple[SpareArenas, RestingEngine]:
+    def _fresh_memory() -> tuple[ArenaCache, RestingEngine]:
         """What iterators leave to later ones of the same loader, in the same process."""
-        from minato.batching.arena import SpareArenas
+        from minato.batching.arena import ArenaCache
 
-        return SpareArenas(), RestingEngine()
+        return ArenaCache(), RestingEngine()
 
     def _fresh_experience(self) -> Experience:
         from minato.engine.history import (
@@ -134,11 +134,11 @@ class Opening:
             return resting
         arena = self._spare_arenas.take(shared=self.num_workers > 0 and not self._in_threads)
         num_workers = most_workers = self.num_workers
-        if self._experience.staffing is not None:
-            num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
+        if self._history.staffing is not None:
+            num_workers, most_workers = self._history.staffing.numbers(self.persistent_workers)
         plan = Plan.of(self, base_seed, num_workers, most_workers)
         self._warn_of_generators(plan)
-        engine = Engine(plan, arena, self._experience, reader, pin)
+        engine = Engine(plan, arena, self._history, reader, pin)
         # Its pages are warm: the next engine takes it, once nobody writes to it for this one.
         engine.afterwards.append(functools.partial(self._spare_arenas.append, arena))
         if self._trace is not None and plan.tracks is not None:
@@ -150,12 +150,12 @@ class Opening:
         if self._warned_of_generators or not plan.seeds_samples:
             return
         self._warned_of_generators = True
-        owned = Owned({"dataset": plan.dataset, **plan.chain.by_name})
+        owned = OwnedGenerators({"dataset": plan.dataset, **plan.chain.by_name})
         unbound, cause = owned.others, "minato does not know how to write their states"
         if self._in_threads and plan.worker_method == "thread":
             unbound, cause = owned.names, "worker threads share them"
         elif plan.fetching.at_once:
-            reads = Owned({"dataset": plan.dataset}).names
+            reads = OwnedGenerators({"dataset": plan.dataset}).names
             if reads:
                 unbound, cause = reads, "reads of several samples share them"
         if unbound:
@@ -168,7 +168,7 @@ class Opening:
             )
 
     def _new_pass(self) -> Run:
-        course = self._course
+        course = self._position
         before = None if course.last is None else course.last.replicas
         sharing = None if self._sharing is None or self._sharing.alone else self._sharing
         resumes = course.resumes
@@ -176,11 +176,11 @@ class Opening:
         persists = self._iterator is not None
         run, state = course.open(self._whole, self._replay, done, persists)
         if sharing is not None:
-            from minato.sampling.rank_progress import Part
+            from minato.sampling.rank_progress import RankProgress
 
             assert course.last is not None
             own = None if resumes is None else resumes[1]
-            course.last.progress.part = Part(len(index_sampler(self)), own)
+            course.last.progress.part = RankProgress(len(index_sampler(self)), own)
         if self._keeps_replicas:
             assert course.last is not None
             if self._iterator is None or before is None:

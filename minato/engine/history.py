@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from minato._core.histogram import Histogram
-from minato.observe.stats.epoch_log import Journal
+from minato.observe.stats.epoch_log import EpochLog
 from minato.options import Options
 from minato.scheduling.cost_model import CostModel
 from minato.scheduling.slow_threshold import Decision, TimeoutPolicy
@@ -43,7 +43,7 @@ class Experience:
     decision: Decision = TimeoutPolicy().decision
     habits: CostEstimate = field(default_factory=CostEstimate)
     staffing: AutoscaleState | None = None
-    journal: Journal | None = None
+    journal: EpochLog | None = None
     engine: Callable[[], Engine | None] = _nobody
 
     @classmethod
@@ -53,4 +53,4 @@ class Experience:
         staffing = None
         if scale is not None:
             staffing = AutoscaleState.of(scale.controller, num_workers, scale.min, scale.max)
-        return cls(staffing=staffing, journal=Journal() if options.stats else None)
+        return cls(staffing=staffing, journal=EpochLog() if options.stats else None)

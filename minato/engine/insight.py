@@ -12,24 +12,24 @@ import torch
 from torch.utils.data import get_worker_info
 
 from minato._compat import is_batched
-from minato._standin import made_only
-from minato._system import local_rank
+from minato._support.loader_class import made_only
+from minato._system import available_cores, local_rank
 from minato.engine.factory import Opening
 from minato.errors import MinatoWarning
 from minato.options import Unbound, metrics_address
 from minato.sampling.coverage import Coverage
 from minato.sampling.epoch import is_stream
-from minato.transforms.owned import Owned
+from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 
 if TYPE_CHECKING:  # each method imports what it shows: a loader that nobody asks has no use for it
     from minato.engine.slow_samples import SlowSamples
-    from minato.observe.monitor.host import MachineLook
+    from minato.observe.monitor.machine import MachineMonitor
     from minato.observe.report.bias import Labels
-    from minato.observe.report.figures import Report
-    from minato.observe.report.headroom import HeadRoom
+    from minato.observe.report.headroom import Headroom
     from minato.observe.report.live import Live
-    from minato.observe.stats.epoch_log import Journal
+    from minato.observe.report.report import Report
+    from minato.observe.stats.epoch_log import EpochLog
 
 __all__ = ["Insight"]
 
@@ -56,7 +56,8 @@ class Insight(Opening):
         Raises:
             ValueError: The loader was made with ``stats=False``, or a sample has no label.
         """
-        from minato.observe.report.build import report_of, setup_of
+        from minato.observe.report.build import report_of
+        from minato.observe.report.figures import Setup
 
         journal = self._measured()
         options = self._options
@@ -65,12 +66,21 @@ class Insight(Opening):
         )
         concurrency = options.fetch_concurrency.concurrency
         bounded = self.num_workers > 0 and not isinstance(self.prefetch_factor, Unbound)
-        return report_of(
-            setup_of(self._whole, concurrency, may_fetch_more, bounded),
-            self._chain.names,
-            journal,
-            labels,
+        whole = self._whole
+        setup = Setup(
+            num_workers=whole.num_workers,
+            worker_method=whole._options.worker_kind,
+            order=whole._options.order,
+            batch_size=whole.batch_size,
+            fetch_concurrency=concurrency,
+            may_fetch_more=may_fetch_more,
+            prefetch_factor=whole.prefetch_factor if bounded else None,
+            persistent_workers=whole.persistent_workers,
+            pin_memory=bool(whole.pin_memory),
+            cores=available_cores(whole_node=bool(whole.shared_pool)),
+            name=whole._options.name,
         )
+        return report_of(setup, self._transforms.names, journal, labels)
 
     @made_only
     def live(self) -> Live:
@@ -89,35 +99,37 @@ class Insight(Opening):
         from minato.observe.report.live import Live
 
         self._watch_gpus()
-        return Live(self._measured(), self._options.name, ["dataset", *self._chain.names])
+        return Live(self._measured(), self._options.name, ["dataset", *self._transforms.names])
 
-    def _measured(self) -> Journal:
+    def _measured(self) -> EpochLog:
         self._refuse_attached("a report")
-        if self._experience.journal is None:
+        if self._history.journal is None:
             raise ValueError("stats=False: nothing was measured; leave it out to have a report")
-        return self._experience.journal
+        return self._history.journal
 
     @property
     def metrics_url(self) -> str | None:
         """Where the loader's figures are told; None without ``metrics``, and before the first iteration."""
-        from minato.observe.monitor.metrics import Exported
+        from minato.observe.monitor.prometheus import LoaderMetrics
 
-        journal = self._experience.journal
+        journal = self._history.journal
         found = (
-            [each.url for each in journal.watchers if isinstance(each, Exported)] if journal else []
+            [each.url for each in journal.observers if isinstance(each, LoaderMetrics)]
+            if journal
+            else []
         )
         return found[0] if found else None
 
     def _open_views(self) -> None:
         """Be live, and tell figures, if that is wished, in the training process."""
-        if self._experience.journal is None or get_worker_info() is not None:
+        if self._history.journal is None or get_worker_info() is not None:
             return
-        self._watch_machine(self._experience.journal)
+        self._watch_machine(self._history.journal)
         rank = local_rank()
         if _wished("MINATO_LIVE") and rank == 0:
             from minato.observe.report.live import Live
 
-            watchers = self._experience.journal.watchers
+            watchers = self._history.journal.observers
             if not any(isinstance(watcher, Live) for watcher in watchers):
                 self.live()
         place = self._options.metrics
@@ -128,37 +140,37 @@ class Insight(Opening):
         if place is not None or self._options.stats == "gpu":
             self._watch_gpus()
 
-    def _watch_machine(self, journal: Journal) -> MachineLook:
+    def _watch_machine(self, journal: EpochLog) -> MachineMonitor:
         """Note from now on what the machine does."""
-        from minato.observe.monitor.host import MachineLook
-        from minato.observe.monitor.storage import Storage
+        from minato.observe.monitor.machine import MachineMonitor
+        from minato.observe.monitor.storage import StorageCounters
 
-        if not isinstance(journal.machine, MachineLook):
-            journal.machine = MachineLook()
+        if not isinstance(journal.machine, MachineMonitor):
+            journal.machine = MachineMonitor()
             reads = self._options.fetch_concurrency.counters
-            journal.storage = Storage(self.dataset, self.cache, reads).counts
+            journal.storage = StorageCounters(self.dataset, self.cache, reads).counts
         return journal.machine
 
     def _watch_gpus(self) -> None:
         """Note the use of the GPUs, too: in local rank 0 alone, which sees those of the other ranks."""
         machine = self._watch_machine(self._measured())
         if machine.gpus is None and local_rank() == 0:
-            from minato.observe.monitor.gpus import gpu_watch
+            from minato.observe.monitor.gpus import gpu_monitor
 
-            machine.gpus = gpu_watch()
+            machine.gpus = gpu_monitor()
 
     def _tell_figures(self, place: tuple[str, int], rank: int) -> None:
         from minato.observe.monitor.endpoint import serve
-        from minato.observe.monitor.metrics import Exported
+        from minato.observe.monitor.prometheus import LoaderMetrics
 
         host, port = place
         port += rank if port else 0
-        stages = ["dataset", *self._chain.names]
-        exported = Exported(self._measured(), self._options.name, stages)
+        stages = ["dataset", *self._transforms.names]
+        exported = LoaderMetrics(self._measured(), self._options.name, stages)
         try:
             exported.url = serve(exported, host, port)
         except OSError as error:
-            self._measured().watchers.remove(exported)
+            self._measured().observers.remove(exported)
             words = (
                 f"the metrics of a loader cannot be told at {host}:{port}: {error.strerror}; use another port, or "
                 "metrics=0 for any that is free"
@@ -173,10 +185,10 @@ class Insight(Opening):
         from minato.engine.slow_samples import SlowSamples
 
         self._refuse_attached("slow_samples()")
-        return SlowSamples.of(self._experience, self._course.lateness())
+        return SlowSamples.of(self._history, self._position.lateness())
 
     @made_only
-    def headroom(self, steps: int = 50) -> HeadRoom:
+    def headroom(self, steps: int = 50) -> Headroom:
         """How fast training could be if data were free.
 
         What it returns stands for the loader in a training loop of yours: it gives batches as the loader does, and then
@@ -191,17 +203,17 @@ class Insight(Opening):
         Raises:
             ValueError: ``steps`` is less than 1.
         """
-        from minato.observe.report.headroom import HeadRoom
+        from minato.observe.report.headroom import Headroom
 
         self._refuse_ranks("headroom()")
-        return HeadRoom(self._fresh_batches, steps)
+        return Headroom(self._fresh_batches, steps)
 
     def _fresh_batches(self) -> Iterator[Any]:
         """The batches of a copy of this loader."""
         twin: Any = copy.copy(self)
         if hasattr(twin, "__del__"):  # what that ends, the loader itself still uses
             twin.__class__ = type(type(self).__name__, (type(self),), {"__del__": _nothing})
-        vars(twin).update(_iterator=None, _course=self._course.twin(), _trace=None)
+        vars(twin).update(_iterator=None, _position=self._position.twin(), _trace=None)
         generators = [torch.default_generator]
         if self.generator is not None:
             generators.append(self.generator)
@@ -219,7 +231,7 @@ class Insight(Opening):
         repeated.
         """
         self._refuse_attached("coverage()")
-        return self._course.coverage()
+        return self._position.coverage()
 
     @made_only
     def reproduce(
@@ -245,19 +257,21 @@ class Insight(Opening):
         """
         from minato.workers.fetch import Fetcher
 
-        epoch = max(self._course.epoch, 0) if epoch is None else epoch
+        epoch = max(self._position.epoch, 0) if epoch is None else epoch
         if seed is None:
-            seed = self._course.seed_of(epoch) if self._options.seed is None else self._options.seed
+            seed = (
+                self._position.seed_of(epoch) if self._options.seed is None else self._options.seed
+            )
         if seed is None:
             raise ValueError(
                 "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "
                 "not: give seed=, as the quarantine file tells it"
             )
         randomness = SampleRandomness(
-            seed, owned=Owned({"dataset": self.dataset, **self._chain.by_name})
+            seed, owned=OwnedGenerators({"dataset": self.dataset, **self._transforms.by_name})
         )
         with randomness.saved():
-            fetcher = Fetcher(self.dataset, self._chain, is_batched(self))
+            fetcher = Fetcher(self.dataset, self._transforms, is_batched(self))
             if not self._options.seeds_samples:
                 return fetcher.single(index)
             randomness.bind(epoch, index, occurrence)

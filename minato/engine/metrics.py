@@ -9,10 +9,9 @@ from typing import Any
 
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
-from minato.observe.stats.counters import Readings
-from minato.observe.stats.profile import Meters, Profile
+from minato.observe.stats.costs import CostStats, Meters
 from minato.observe.stats.slowest import SlowSample
-from minato.observe.stats.snapshot import Labour, Standing
+from minato.observe.stats.snapshot import LoaderSnapshot, Metrics, WorkerActivity
 from minato.scheduling.prefetch_window import Window
 from minato.scheduling.slow_threshold import Decision, TimeoutPolicy
 from minato.scheduling.wait_stats import ConsumerWait
@@ -21,7 +20,7 @@ from minato.workers.cpu_time import CpuUsage
 from minato.workers.error_policy import FailureCount
 from minato.workers.supervision import RestartPolicy
 
-__all__ = ["EngineGauges"]
+__all__ = ["EngineMetrics"]
 
 
 _LOOK_NS = 100_000_000
@@ -30,7 +29,7 @@ _LOOK_SHARE = 200
 
 
 @dataclass
-class EngineGauges:
+class EngineMetrics:
     """What an engine's parts have counted.
 
     It must hold nothing that leads to the engine or its loader: it waits for their end.
@@ -38,7 +37,7 @@ class EngineGauges:
 
     ledger: Ledger
     meters: Sequence[Meters]
-    profile: Profile
+    profile: CostStats
     window: Window
     flow: ConsumerWait
     roster: ActiveWorkers
@@ -56,7 +55,7 @@ class EngineGauges:
             self.usage = usage()
             self._look_due_ns = now + max(_LOOK_NS, _LOOK_SHARE * (now_ns() - now))
 
-    def readings(self) -> Readings:
+    def metrics(self) -> Metrics:
         """All counters and histograms now."""
         self.profile.update(self.meters)
         worked = [self.ledger.activity(worker) for worker in range(len(self.meters))]
@@ -72,12 +71,12 @@ class EngineGauges:
             self.failures.look()
             counts.update(self.failures.totals)
             counts["retries"] = self.failures.retries
-        return Readings(counts, self.profile.run)
+        return Metrics(counts, self.profile.run)
 
-    def standing(self, in_flight: int, ready: int) -> Standing:
+    def snapshot(self, in_flight: int, ready: int) -> LoaderSnapshot:
         """How things stand now, with so many batches open or ready, and so many ready."""
         window = self.window
-        return Standing(
+        return LoaderSnapshot(
             self.roster.wanted,
             in_flight,
             ready,
@@ -86,11 +85,11 @@ class EngineGauges:
             window.budget_bytes,
         )
 
-    def labour(self) -> Labour:
+    def activity(self) -> WorkerActivity:
         """What the workers have done; reads shared memory only, so that any thread may ask."""
         worked = [self.ledger.activity(worker)[1:] for worker in range(len(self.meters))]
         stages = zip(*([each.dataset, *each.steps] for each in self.meters), strict=True)
-        return Labour(
+        return WorkerActivity(
             sum(busy_ns for busy_ns, _ in worked),
             sum(idle_ns for _, idle_ns in worked),
             tuple(

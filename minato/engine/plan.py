@@ -21,7 +21,7 @@ from minato.sampling.samplers import largest_batch
 from minato.scheduling.dataset_state import DatasetStates
 from minato.scheduling.orders import Order, make_order
 from minato.scheduling.slow_threshold import TimeoutSettings
-from minato.transforms.chain import Chain
+from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureHandler, FailureLog
 
 __all__ = ["Plan"]
@@ -65,7 +65,7 @@ class Plan:
     """
 
     dataset: Any
-    chain: Chain
+    chain: Transforms
     collate_fn: Callable[[Any], Any]
     batched: bool
     num_workers: int
@@ -115,7 +115,7 @@ class Plan:
             ValueError: The dataset's state would be that of copies in the cluster.
         """
         options: Options = loader._options
-        run: Standing = loader._course.last
+        run: Standing = loader._position.last
         if run.replicas is not None and options.worker_kind == "ray":
             raise ValueError(
                 "the dataset has a state_dict() of its own, which workers=RayWorkers(...) does not bring back from the "
@@ -133,7 +133,7 @@ class Plan:
             # A log of failures for each iterator.
             log = FailureLog(options.errors.log_path)
             policy = FailureHandler(options.errors.outcome, options.errors.tries_again, log)
-        dataset, chain = loader.dataset, loader._chain
+        dataset, chain = loader.dataset, loader._transforms
         if loader.cache is not None:
             from minato.engine.caching import behind
 
@@ -201,7 +201,7 @@ class Plan:
         options, batched = loader._options, is_batched(loader)
         return bool(
             loader.num_workers == 0
-            and loader._course.last.replicas is None
+            and loader._position.last.replicas is None
             and self.dataset is loader.dataset
             and self.collate_fn is loader.collate_fn
             and self.order == make_order(options.order, options.max_lag)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import cast
 
 from minato._core.ledger import Ledger
-from minato._core.wait import Gate
+from minato._core.wait import EventCount
 from minato._system import available_cores
 from minato.batching.serialization import LocalStore
 from minato.batching.writer import BatchWriter
 from minato.engine.plan import Plan
-from minato.engine.worker_context import Workplace
+from minato.engine.worker_context import WorkerContext
 from minato.engine.worker_main import initialise, restore, run_worker_process
 from minato.scheduling.wait_stats import ConsumerWait
 from minato.transforms import rng_memory
@@ -31,9 +31,9 @@ __all__ = ["make_pool"]
 
 def make_pool(
     plan: Plan,
-    workplace: Workplace,
+    workplace: WorkerContext,
     ledger: Ledger,
-    ready: Gate,
+    ready: EventCount,
     roster: ActiveWorkers,
     restart_policy: RestartPolicy,
     flow: ConsumerWait,
@@ -98,23 +98,25 @@ def make_pool(
         plan.worker_tracer,
     )
     if plan.worker_method == "ray":
-        from minato.ray.actor import Work
-        from minato.ray.pool import ActorPool, Crew
+        from minato.ray.actor import ActorSpec
+        from minato.ray.pool import ActorGroup, ActorPool
 
-        work = Work(
+        spec = ActorSpec(
             plan.dataset, plan.chain, plan.most_workers, plan.base_seed, plan.worker_init_fn
         )
-        crew = Crew(work, plan.ray_options)
+        group = ActorGroup(spec, plan.ray_options)
 
         def with_actor(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
             if not wanted(number, consumer_lives):
                 return None
             wrap = wrapped(f"Ray actor {number}")
-            return workplace.worker(number, ledger, wrap, None, Exception, hired=crew.hire(number))
+            return workplace.worker(
+                number, ledger, wrap, None, Exception, hired=group.start_actor(number)
+            )
 
-        return ActorPool(crew, recover, plan.most_workers, with_actor, ready, stop, may_leave)
+        return ActorPool(group, recover, plan.most_workers, with_actor, ready, stop, may_leave)
     if plan.seeds_samples:
-        rng_memory.examine()
+        rng_memory.probe_generators()
     is_forked = plan.context.get_start_method() == "fork"
     return ProcessPool(
         plan.context,

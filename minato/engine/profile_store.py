@@ -7,7 +7,7 @@ import warnings
 from minato._core.histogram import Histogram
 from minato.engine.plan import Plan
 from minato.errors import MinatoWarning
-from minato.observe.stats.profile import Profile, fingerprint
+from minato.observe.stats.costs import CostStats, fingerprint
 
 __all__ = ["Memory"]
 
@@ -26,10 +26,10 @@ class Memory:
 
     def costs(self) -> Histogram | None:
         """What samples cost in the latest run, None if nobody knows."""
-        kept = Profile.load(self._folder, self._key)
+        kept = CostStats.load(self._folder, self._key)
         return None if kept is None else kept[1]
 
-    def keep(self, profile: Profile, recent: Histogram) -> None:
+    def keep(self, profile: CostStats, recent: Histogram) -> None:
         """Keep what samples have cost, and what they cost of late; a folder that cannot be written is no error."""
         costs = recent if recent.count else profile.run["total"]
         try:

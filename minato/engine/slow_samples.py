@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minato.engine.history import Experience
-from minato.observe.stats.reordering import Lateness
+from minato.observe.stats.lateness import Lateness
 
 __all__ = ["RunningSample", "SlowSamples"]
 
@@ -69,6 +69,21 @@ class SlowSamples:
             tuple(lateness.slow_shares),
             tuple(sorted(running, key=lambda each: -each.running_s)),
         )
+
+    def __str__(self) -> str:
+        if not self.threshold_s:
+            return f"No sample is slow ({self.why})."
+        lines = [
+            f"Samples above {self.threshold_s:.3g} s are slow ({self.why}): {self.share:.1%} of the latest.",
+            f"{self.late_share:.1%} of the samples came in a later batch than their own, "
+            f"at most {self.most_late} batches late.",
+        ]
+        lines += [
+            f"Sample {each.index!r} has run for {each.running_s:.3g} s on worker {each.worker}, "
+            f"in {each.transform or 'the dataset'}."
+            for each in self.running
+        ]
+        return "\n".join(lines)
 
     @property
     def late_share(self) -> float:

@@ -12,17 +12,17 @@ from typing import Any
 from minato._compat import ExceptionWrapper
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
-from minato._core.wait import Gate
+from minato._core.wait import EventCount
 from minato.batching.arena import Arena
-from minato.batching.serialization import Store, keys_of
-from minato.batching.writer import BatchWriter
+from minato.batching.serialization import Store, stored_indices
+from minato.batching.writer import BatchWriter, WriterSettings
 from minato.engine.plan import Plan
 from minato.errors import NotPicklableError
-from minato.observe.stats.profile import Meters
+from minato.observe.stats.costs import Meters
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.dataset_state import Replica
-from minato.transforms.chain import Chain
-from minato.transforms.owned import Owned
+from minato.transforms.compose import Transforms
+from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.concurrent import ConcurrentWorker
@@ -37,11 +37,11 @@ from minato.workers.sample_timeout import StackFile
 from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker
 
-__all__ = ["Workplace"]
+__all__ = ["WorkerContext"]
 
 
 @dataclass
-class Workplace:
+class WorkerContext:
     """What a worker needs besides its number; travels to worker processes.
 
     Attributes:
@@ -101,7 +101,7 @@ class Workplace:
 
     def read_keys(self, ledger: Ledger, batch: int, k: int, count: int) -> Sequence[Any]:
         """The keys of samples k … k+count-1 of a batch."""
-        return keys_of(ledger, self.store, batch, k, count)
+        return stored_indices(ledger, self.store, batch, k, count)
 
     def meters(self, number: int) -> Meters:
         """Where worker ``number`` keeps what it measures."""
@@ -114,7 +114,7 @@ class Workplace:
 
     def roster(self, ledger: Ledger) -> ActiveWorkers:
         """Which workers work."""
-        work = Gate(self.segment.array, ledger.work_gate_offset)
+        work = EventCount(self.segment.array, ledger.work_events_offset)
         return ActiveWorkers(self.segment.array, self.roster_offset, work)
 
     def writer(
@@ -126,17 +126,16 @@ class Workplace:
         tracer: Tracer = NULL_TRACER,
     ) -> BatchWriter:
         """What writes the samples of worker ``number``."""
-        collation = self.plan.collate_fn, self.plan.batched
+        settings = WriterSettings(
+            worker=number,
+            collate_fn=self.plan.collate_fn,
+            auto_collation=self.plan.batched,
+            describe_error=describe_error,
+            catches=catches,
+            in_main_process=self.plan.num_workers == 0,
+        )
         return BatchWriter(
-            number,
-            ledger,
-            self.arena,
-            self.store,
-            *collation,
-            describe_error,
-            catches,
-            self.plan.num_workers == 0,
-            tracer=tracer,
+            settings, ledger=ledger, segment=self.arena, store=self.store, tracer=tracer
         )
 
     def worker(
@@ -167,7 +166,7 @@ class Workplace:
             # Beside the main thread, what that one draws meanwhile would be undone.
             beside = in_line and threading.current_thread() is not threading.main_thread()
             bind = plan.worker_method == "process" and not beside
-            owned = Owned(roots) if bind else None
+            owned = OwnedGenerators(roots) if bind else None
             return SampleRandomness(seed, bind_globals=bind, owned=owned)
 
         lease, meters = ledger.lease_words(number), self.meters(number)
@@ -177,7 +176,7 @@ class Workplace:
             from minato.ray.reads import ActorReads
 
             reads = dataset = ActorReads(*hired, lease, meters)
-            chain = Chain()  # the actor runs the transforms
+            chain = Transforms()  # the actor runs the transforms
         roster = self.roster(ledger)
         tracer = plan.worker_tracer(number)
         fetcher: Fetcher | StreamFetcher
@@ -234,7 +233,7 @@ class Workplace:
         return make(
             number,
             ledger,
-            Gate(self.segment.array, ledger.work_gate_offset),
+            EventCount(self.segment.array, ledger.work_events_offset),
             fetcher,
             runner,
             self.writer(number, ledger, describe_error, catches, tracer),

@@ -5,16 +5,16 @@ from __future__ import annotations
 from minato._core.clock import now_ns
 from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
-from minato._postponed import not_the_end
+from minato._support.exceptions import not_the_end
 from minato.engine.plan import Plan
-from minato.engine.worker_context import Workplace
+from minato.engine.worker_context import WorkerContext
 from minato.workers.exceptions import wrapped
 from minato.workers.process_pool import enter_worker_process, parent_watch
 
 __all__ = ["initialise", "restore", "run_worker_process"]
 
 
-def run_worker_process(number: int, workplace: Workplace) -> None:
+def run_worker_process(number: int, workplace: WorkerContext) -> None:
     """Work as worker ``number`` until there is nothing left to do, or the consumer ends."""
     parent_lives = parent_watch()
     plan = workplace.plan

@@ -14,16 +14,22 @@ from torch.utils.data import BatchSampler
 
 from minato._compat import index_sampler, is_batched, is_iterable
 from minato._core.epochs import seed_of_epoch
-from minato._stateful import is_stateful
-from minato.observe.stats.reordering import Lateness
+from minato.observe.stats.lateness import Lateness
 from minato.observe.stats.size import length_of
-from minato.sampling.coverage import Coverage, Done, Progress, number_of, rest_of
-from minato.sampling.distributed import InTurn
+from minato.sampling.completed import Completed
+from minato.sampling.coverage import Coverage, Progress, index_hash, remaining_batches
+from minato.sampling.distributed import InterleavedRanks
 from minato.sampling.replay import OrderRecord, RecordedOrder
-from minato.sampling.rng_state import Draw
-from minato.sampling.sampler_epoch import epoch_of, nested, tell_epoch
-from minato.sampling.samplers import SEEDED, batches_of, counted, next_sampler, sizes_of
-from minato.sampling.state import checked, done_of, plain_done, signature
+from minato.sampling.rng_state import SamplerState
+from minato.sampling.sampler_epoch import epoch_of, nested, set_sampler_epoch
+from minato.sampling.samplers import SEEDED, counted, index_batches, next_sampler, sizes_of
+from minato.sampling.state import (
+    checked,
+    completed_from_plain,
+    completed_to_plain,
+    is_stateful,
+    signature,
+)
 
 __all__ = ["Course", "Run", "Standing", "is_stream"]
 
@@ -53,7 +59,7 @@ class Standing:
 
     epoch: int
     progress: Progress
-    draw: Draw
+    draw: SamplerState
     base_seed: int = 0
     drawn_epoch: int = 0
     seed: int = 0
@@ -93,7 +99,7 @@ class _Given:
             drop_last=loader.drop_last,
             persistent=loader.persistent_workers,
             options=loader._options,
-            course=loader._course,
+            course=loader._position,
         )
 
 
@@ -124,7 +130,7 @@ class Run:
         self._begun = begun
         self._settled = settled
         self._default = None if state is None else torch.default_generator.get_state()
-        self._draw.entering()
+        self._draw.before_iter()
 
     @property
     def epoch(self) -> int:
@@ -143,7 +149,7 @@ class Run:
 
     def entering(self) -> None:
         """Note that the sampler is about to be asked for an iterator again; the last one counts."""
-        self._draw.entering()
+        self._draw.before_iter()
 
     def seeded(self, base_seed: int) -> int:
         """Take torch's draw for the workers; returns the one that holds."""
@@ -176,7 +182,7 @@ class Run:
             first = self.progress.done().batches
             self.progress.record = OrderRecord(path, self.epoch, self.seed, first)
         self._begun()
-        return map(self.progress.asked, batches)
+        return map(self.progress.requested, batches)
 
     def _left(self, indices: Any) -> Iterator[Any]:
         given = self._given
@@ -191,7 +197,9 @@ class Run:
 
     def _rest(self, batches: Iterator[Any], state: dict[str, Any]) -> Iterator[Any]:
         mixes = self._given.options.order in _MIXING
-        return rest_of(batches, done_of(state["done"]), mixes, self._given.drop_last)
+        return remaining_batches(
+            batches, completed_from_plain(state["done"]), mixes, self._given.drop_last
+        )
 
     def _drawn_again(self, state: dict[str, Any]) -> Iterator[Any]:
         """What is left of the pass in which a state was taken.
@@ -201,7 +209,7 @@ class Run:
         """
 
         def rest(samplers: bool) -> Iterator[Any]:
-            return self._rest(self._keys(self._draw.again(state["draw"], samplers)), state)
+            return self._rest(self._keys(self._draw.redraw(state["draw"], samplers)), state)
 
         _, stateful = self._draw.sources
         if not stateful:
@@ -217,9 +225,11 @@ class Run:
         return rest(samplers=False)
 
     def _drawn_first(self, indices: Any) -> Iterator[Iterator[Any]]:
-        if isinstance(self._given.index_sampler, InTurn):  # and not what torch asked, this rank's
+        if isinstance(
+            self._given.index_sampler, InterleavedRanks
+        ):  # and not what torch asked, this rank's
             indices = iter(self._given.index_sampler)
-        self._draw.first(indices)
+        self._draw.before_first(indices)
         keys = self._keys(indices)
         if not self._settled:
             yield keys
@@ -232,8 +242,8 @@ class Run:
     def _keys(self, indices: Any) -> Iterator[Any]:
         given = self._given
         whole = bool(getattr(given.dataset, "__getitems__", None))
-        batches = batches_of(indices, given.batched, whole)
-        return counted(batches, given.index_sampler, length_of(given.dataset), number_of)
+        batches = index_batches(indices, given.batched, whole)
+        return counted(batches, given.index_sampler, length_of(given.dataset), index_hash)
 
     def expected(self) -> tuple[Iterator[list[Any]], int, int] | None:
         """``(batches, epoch, seed)`` of the pass after this one, where it is known and can be prepared."""
@@ -250,7 +260,7 @@ class Run:
             return None
         # Persistent workers keep their base seed, as with torch, so it is the same in the next pass.
         epoch = self.epoch + 1
-        return batches_of(later, given.batched), epoch, self._seed_in(epoch)
+        return index_batches(later, given.batched), epoch, self._seed_in(epoch)
 
     def size(self) -> int | None:
         """How many samples the sampler says it has, where there is no other than torch's batch sampler above it."""
@@ -262,7 +272,7 @@ class Run:
         except TypeError:
             return None
 
-    def foretold_wrongly(self) -> None:
+    def prediction_failed(self) -> None:
         """Load nothing ahead for the next passes of this loader."""
         self._given.course.foretells = False
 
@@ -313,17 +323,17 @@ class Course:
         return twin
 
     @property
-    def resumes(self) -> tuple[int, Done] | None:
+    def resumes(self) -> tuple[int, Completed] | None:
         """The epoch in the middle of which the next run begins, and what is done of it; None: it begins with one."""
         if self._loaded is None or self._loaded["finished"]:
             return None
-        return self._loaded["epoch"], done_of(self._loaded["done"])
+        return self._loaded["epoch"], completed_from_plain(self._loaded["done"])
 
     def open(
         self,
         loader: Any,
         replay: RecordedOrder | None,
-        done: Done | None = None,
+        done: Completed | None = None,
         persists: bool = False,
     ) -> tuple[Run, Any]:
         """Begin the next run; returns it and the states of the workers' datasets to begin with, or None.
@@ -336,17 +346,17 @@ class Course:
         replicas = loaded and loaded["replicas"]
         if loaded is not None and not loaded["finished"]:
             if done is not None:
-                loaded = {**loaded, "done": plain_done(done)}
+                loaded = {**loaded, "done": completed_to_plain(done)}
             self.epoch = loaded["epoch"]
             if loaded["draw"].get("epoch") is not None:
-                tell_epoch(sampler, loaded["draw"]["epoch"])
+                set_sampler_epoch(sampler, loaded["draw"]["epoch"])
             self._sampler_epoch = epoch_of(sampler)
-            self.last = _standing(loader, self.epoch, done_of(loaded["done"]))
+            self.last = _standing(loader, self.epoch, completed_from_plain(loaded["done"]))
             self.last.drawn_epoch = loaded.get("drawn_epoch", self.epoch)
             return Run(loader, self.last, replay, loaded, self._forget), replicas
         if loaded is not None:
             self.epoch = loaded["epoch"]
-            Draw(loader.generator, sampler).settle(loaded["draw"])
+            SamplerState(loader.generator, sampler).load(loaded["draw"])
         said = epoch_of(sampler)
         told = self._told
         if said is None or said == self._sampler_epoch:
@@ -376,7 +386,7 @@ class Course:
         """The present state as plain data, as far as the states of samplers and datasets are."""
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
-        last, draw = self.last, Draw(loader.generator, index_sampler(loader))
+        last, draw = self.last, SamplerState(loader.generator, index_sampler(loader))
         account = None if last is None else last.progress.part or last.progress
         state = {
             "loader": signature(loader, is_stream(loader), draw.sources),
@@ -392,13 +402,13 @@ class Course:
                 replicas = (
                     None if last is None or last.replicas is None else last.replicas.between()
                 )
-            return {**state, "draw": draw.between(), "replicas": replicas}
+            return {**state, "draw": draw.idle_state(), "replicas": replicas}
         return {
             **state,
             "base_seed": last.base_seed,
             "drawn_epoch": last.drawn_epoch,
-            "done": plain_done(account.done()),
-            "draw": last.draw.plain(),
+            "done": completed_to_plain(account.done()),
+            "draw": last.draw.to_plain(),
             "replicas": None if last.replicas is None else last.replicas.plain(),
         }
 
@@ -411,7 +421,7 @@ class Course:
         Raises:
             TypeError, ValueError: It is none, or belongs to another loader.
         """
-        draw = Draw(loader.generator, index_sampler(loader))
+        draw = SamplerState(loader.generator, index_sampler(loader))
         mine = signature(loader, is_stream(loader), draw.sources)
         loaded = checked(state, mine, replicas)
         draw.check(loaded["draw"])
@@ -427,13 +437,13 @@ class Course:
         return (self.last.progress if self.last else Progress(self.epoch)).coverage()
 
 
-def _standing(loader: Any, epoch: int, done: Done | None = None) -> Standing:
+def _standing(loader: Any, epoch: int, done: Completed | None = None) -> Standing:
     progress = Progress(epoch, done)
     counted = loader.dataset if is_stream(loader) else index_sampler(loader)
     parts = loader.batch_size or 1 if is_stream(loader) else 1
     batches = 0 if done is None else done.batches
     progress.length = functools.partial(_length, counted, parts, loader.drop_last, batches)
-    return Standing(epoch, progress, Draw(loader.generator, index_sampler(loader)))
+    return Standing(epoch, progress, SamplerState(loader.generator, index_sampler(loader)))
 
 
 def _length(counted: Any, size: int, drop_last: bool, done: int) -> int | None:

@@ -16,8 +16,8 @@ from multiprocessing import reduction
 from types import NoneType
 from typing import Any, Final
 
-from minato._counters import Counters
-from minato._files import anonymous_log, open_lines
+from minato._support.counters import Counters
+from minato._support.files import anonymous_log, open_lines
 from minato.errors import ErrorBudgetError, MinatoWarning
 
 __all__ = ["SKIP", "FailureCount", "FailureHandler", "FailureLog", "SampleFailure"]

@@ -31,11 +31,11 @@ from minato._compat import (
     withdraw_worker,
 )
 from minato._core.limits import explaining_limits
-from minato._core.wait import Gate
-from minato._ranges import in_profile
-from minato._signals import exiting, raise_kept, signals_deferred
+from minato._core.wait import EventCount
+from minato.observe.trace.torch_profiler import in_profile
 from minato.workers.cpu_time import CpuUsage, process_usage
 from minato.workers.sample_timeout import SampleWatchdog
+from minato.workers.signals import exiting, raise_kept, signals_deferred
 from minato.workers.supervision import UNREADABLE, ExitWatch, exit_code
 
 __all__ = [
@@ -83,7 +83,7 @@ class ProcessPool:
         at_first: int,
         target: Callable[..., None],
         args: tuple[Any, ...],
-        ready: Gate,
+        ready: EventCount,
         stop: Callable[[], None],
         may_leave: Callable[[int], bool],
         recover: Callable[[int, int | None, int | None], None],

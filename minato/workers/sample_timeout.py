@@ -16,7 +16,7 @@ from typing import Any
 from minato._core.clock import now_ns
 from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
-from minato._files import anonymous_log
+from minato._support.files import anonymous_log
 from minato.errors import SampleTimeoutError
 
 __all__ = ["SampleWatchdog", "StackFile"]

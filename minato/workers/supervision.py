@@ -304,7 +304,7 @@ class WorkerRecovery:
             error = self.restart_policy.report(number, pid, exit_code, sample, progress, collation)
             attempts = 0 if sample is None else self.restart_policy.at(sample)
         # It may have delivered that sample: then it died, or was ended, too late to lose it.
-        if error and sample and self.ledger.undecided(number, sample.position):
+        if error and sample and self.ledger.is_unfinished(number, sample.position):
             self._give_up(number, sample, error, attempts)
         self.ledger.release(number)
         self.ledger.lease_words(number)[2] = -1  # another worker has not begun
@@ -389,7 +389,7 @@ class RestartPolicy:
 
         Args:
             sample: The sample it was on; None: it was on none.
-            progress: How many samples have been run and batches delivered. Deaths between samples only add up
+            progress: How many samples have been run and batches delivered. RestartPolicy between samples only add up
                 while this stays the same: several workers that sleep may be killed at once.
             collation: What it collated, if it was on no sample.
 

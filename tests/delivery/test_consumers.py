@@ -74,7 +74,7 @@ def test_persistent_workers_stay_and_passes_need_no_agreement() -> None:
     for consumer in (*consumers, *consumers):
         got = flat(consumer)
         assert got in (list(range(40)), [])
-    assert loader._course.epoch == 1
+    assert loader._position.epoch == 1
 
 
 def test_whoever_has_waited_longest_is_next() -> None:
@@ -314,7 +314,7 @@ def test_each_has_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slots_wait_for_the_device_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     monkeypatch.setattr(module, "accelerator_of", lambda device: recorder)
-    monkeypatch.setattr("minato.delivery.device_copy.page_locker", lambda: recorder)
+    monkeypatch.setattr("minato.delivery.accelerator.memory_pinner", lambda: recorder)
     taken = watch_slots(recorder, monkeypatch)
     loader = DataLoader(Filled(90, 20, 30), 3, num_workers=2, prefetch_factor=2)
     parts = [iter(each) for each in loader.consumers(devices=["meta", "meta"])]

@@ -74,7 +74,7 @@ class Pass:
     def expected(self) -> str:
         return f"after {self.epoch}"
 
-    def foretold_wrongly(self) -> None:
+    def prediction_failed(self) -> None:
         Pass.disappointed += 1
 
 

@@ -204,7 +204,7 @@ def lightning() -> dict[str, Any]:
             "order": used.order,
             "seed": used.seed,
             "bounded": type(used.prefetch_factor) is int,
-            "last epoch": used._course.epoch,
+            "last epoch": used._position.epoch,
         }
 
     def fit(name: str, module: Module, *loaders: Any) -> None:

@@ -39,7 +39,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import minato
-from minato._standin import TorchDataLoader
+from minato._support.loader_class import TorchDataLoader
 from tests.datasets import Numbers
 from tests.parity.harness import describe
 

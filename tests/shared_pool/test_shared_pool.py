@@ -350,8 +350,8 @@ def test_a_host_that_ends_waits_for_the_others() -> None:
         second = indices(loader)
         if rank == 0:
             together.wait(20)
-            loader._sharing._hub._at_exit()
-            assert not loader._sharing._hub._thread.is_alive()
+            loader._sharing._server._at_exit()
+            assert not loader._sharing._server._thread.is_alive()
         return first, second
 
     for first, second in zip(*run(program), strict=True):
@@ -451,7 +451,7 @@ def test_the_end_of_the_host_is_an_error_for_the_others() -> None:
 
 
 def test_a_host_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(minato.shared_pool.client.Link.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr(minato.shared_pool.client.PoolClient.__init__, "__defaults__", (0.2,))
 
     def program(rank: int, together: Any) -> Any:
         if rank == 1:
@@ -549,7 +549,7 @@ def test_epochs_that_do_not_belong_together() -> None:
 def test_workers_and_limits_are_those_of_all_ranks() -> None:
     def program(rank: int, together: Any) -> Any:
         loader = loader_of(Numbers(8), num_workers=AutoScale(start=2, max=3), memory_budget=1 << 20)
-        assert rank or loader._experience.staffing.settings.most == 6
+        assert rank or loader._history.staffing.settings.most == 6
         for _ in loader:
             pass
         together.wait(20)

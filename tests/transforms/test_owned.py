@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from minato.transforms import rng_memory
-from minato.transforms.owned import Owned
+from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 
 
@@ -88,7 +88,7 @@ def test_each_kind_is_bound(kind: str, means: str) -> None:
         for _ in range(history):
             draw(holder.inner)
         before = draw_state(holder.inner)
-        randomness = SampleRandomness(5, owned=Owned({"dataset": holder}))
+        randomness = SampleRandomness(5, owned=OwnedGenerators({"dataset": holder}))
         found = []
         with randomness.saved():
             for sample in (0, 1, 0, 2):
@@ -130,7 +130,7 @@ def draw_state(generator: Any) -> Any:
 
 def test_generators_are_unrelated() -> None:
     holder = Holder(a=np.random.default_rng(0), b=np.random.default_rng(0), c=random.Random(0))
-    randomness = SampleRandomness(5, owned=Owned({"dataset": holder}))
+    randomness = SampleRandomness(5, owned=OwnedGenerators({"dataset": holder}))
     with randomness.saved():
         randomness.bind(0, 0)
         drawn = [holder.a.random(), holder.b.random(), holder.c.random(), random.random()]
@@ -140,7 +140,7 @@ def test_generators_are_unrelated() -> None:
 def test_numbers_are_spread_evenly() -> None:
     """The first numbers of many samples are as good as those of one sequence."""
     holder = Holder(pcg=np.random.default_rng(0))
-    randomness = SampleRandomness(1, owned=Owned({"dataset": holder}))
+    randomness = SampleRandomness(1, owned=OwnedGenerators({"dataset": holder}))
     with randomness.saved():
         drawn = []
         for sample in range(20_000):
@@ -177,7 +177,7 @@ def closing_over(generator: Any) -> Callable[[], float]:
 
 
 def paths(thing: Any) -> list[str]:
-    return [name.split(" ")[0] for name in Owned({"it": thing}).names]
+    return [name.split(" ")[0] for name in OwnedGenerators({"it": thing}).names]
 
 
 def test_where_generators_are_found() -> None:
@@ -243,7 +243,7 @@ class Rolled(random.Random):
 
 
 def test_what_cannot_be_bound_is_named() -> None:
-    owned = Owned({"it": Holder(a=FastRandom(), b=Rolled(), c=random.Random(0))})
+    owned = OwnedGenerators({"it": Holder(a=FastRandom(), b=Rolled(), c=random.Random(0))})
     assert owned.others == [
         f"it.a ({__name__}.FastRandom)",
         f"it.b ({__name__}.Rolled)",
@@ -253,7 +253,7 @@ def test_what_cannot_be_bound_is_named() -> None:
 
 def test_an_attribute_that_holds_another_generator_is_followed() -> None:
     holder = Holder(compat=np.random.default_rng(0))
-    randomness = SampleRandomness(5, owned=Owned({"dataset": holder}))
+    randomness = SampleRandomness(5, owned=OwnedGenerators({"dataset": holder}))
     with randomness.saved():
         randomness.bind(0, 1)
         expected = holder.rng.random()

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from minato._core.wait import GATE_NBYTES, Gate
+from minato._core.wait import EVENT_COUNT_NBYTES, EventCount
 from minato._system import machine_usage
 from minato.scheduling.prefetch_window import Window
 from minato.workers.active_workers import ActiveWorkers
@@ -18,8 +18,8 @@ from tests.datasets import wait_until
 
 @pytest.fixture
 def roster() -> ActiveWorkers:
-    memory = np.zeros(ActiveWorkers.NBYTES + GATE_NBYTES, np.uint8)
-    return ActiveWorkers(memory, 0, Gate(memory, ActiveWorkers.NBYTES))
+    memory = np.zeros(ActiveWorkers.NBYTES + EVENT_COUNT_NBYTES, np.uint8)
+    return ActiveWorkers(memory, 0, EventCount(memory, ActiveWorkers.NBYTES))
 
 
 def test_those_below_the_wanted_number_work(roster):
@@ -66,8 +66,8 @@ def test_a_worker_without_a_parent_leaves(roster, monkeypatch):
 
 
 def test_a_change_wakes_those_who_wait_for_work():
-    memory = np.zeros(ActiveWorkers.NBYTES + GATE_NBYTES, np.uint8)
-    work = Gate(memory, ActiveWorkers.NBYTES)
+    memory = np.zeros(ActiveWorkers.NBYTES + EVENT_COUNT_NBYTES, np.uint8)
+    work = EventCount(memory, ActiveWorkers.NBYTES)
     seen = work.events
     ActiveWorkers(memory, 0, work).want(1)
     assert work.events != seen

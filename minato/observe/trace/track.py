@@ -1,4 +1,4 @@
-"""The tracks of a trace: which thread writes to which, and what an event looks like."""
+"""The tracks of a trace, one per thread, and the format of events."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Trace:
     """A loader's trace.
 
     Args:
-        path: The file; made anew when the loader is first iterated over, and only opened before.
+        path: The file; checked now, and truncated at the first iteration.
         name: Of the loader.
 
     Raises:
-        ValueError: The file holds something else, which is untouched.
+        ValueError: The file is no trace; it stays unchanged.
         OSError: It cannot be written.
     """
 
@@ -42,13 +42,13 @@ class Trace:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"trace={path!r} cannot be written ({error.strerror}): give a file in a folder where you may write",
+                f"trace={path!r} cannot be written ({error.strerror}): give a file in a directory where you may write",
             ) from None
 
     def take(self) -> Tracks:
-        """Tracks for another engine: those of one that has ended, if there is one."""
+        """Tracks for a new engine; those of an engine that has ended are reused."""
         if not self._begun:
-            # Of an error the tracks will speak, as they cannot be written either.
+            # The tracks will report the error: they cannot be written either.
             with contextlib.suppress(OSError):
                 begin(self._path)
                 self._begun = True
@@ -98,7 +98,7 @@ class Track:
     """A :class:`Tracer` that records in a file. Nothing is written before ``flush``.
 
     Attributes:
-        file: What is written to.
+        file: The trace's file.
     """
 
     enabled = True
@@ -156,7 +156,7 @@ class Track:
         self.slice(name, begin_ns, None, args)
 
     def span(self, name: str, begin_ns: int, end_ns: int, args: Args | None = None) -> None:
-        """Record what went on beside other things."""
+        """Record work that may overlap with other slices."""
         self._count += 1
         identity = f'"cat":"minato","id":"{self._number}.{os.getpid()}.{self._count}","name":{_quoted(name)}'
         lines = (
@@ -176,7 +176,7 @@ class Track:
         )
 
     def counter(self, name: str, at_ns: int, **values: int) -> None:
-        """Record how many there are of several things, which are shown on top of one another."""
+        """Record several counts, which the viewer stacks."""
         line = (
             f'{{"ph":"C",{self._where},"ts":{at_ns / 1e3:.3f},"name":{_quoted(name + self._suffix)},'
             f'"args":{json.dumps(values)}}},\n'
@@ -184,7 +184,7 @@ class Track:
         self._events.append((at_ns, -at_ns, line))
 
     def flush(self) -> None:
-        """Write what was recorded."""
+        """Write the recorded events."""
         if self._events:
             self._events.sort()  # a slice comes before those inside it, which were recorded before it
             lines = "".join([line for _, _, line in self._events])

@@ -19,7 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import minato
-from minato._serving import Server
+from minato._support.socket_server import Server
 from minato.observe.monitor import endpoint
 from minato.observe.monitor.endpoint import Endpoint, _Request
 from tests.datasets import Numbers

@@ -12,13 +12,13 @@ import torch
 from minato import DataLoader, StragglerPolicy
 from minato._core.histogram import Histogram
 from minato.observe.report.bias import bias_of
-from minato.observe.stats.reservoir import Arrived
+from minato.observe.stats.lateness import DeliveredSample
 from tests.datasets import Numbers, Sleepy
 
 SLOW = dict.fromkeys(range(0, 240, 12), 0.05)
 
 
-def rows(count: int, **what: Any) -> list[Arrived]:
+def rows(count: int, **what: Any) -> list[DeliveredSample]:
     """Of samples of which every fifth is late."""
     fixed = {"cost_ns": lambda late, chance: chance, "nbytes": lambda late, chance: 0} | what
     draw = random.Random(1)
@@ -26,7 +26,7 @@ def rows(count: int, **what: Any) -> list[Arrived]:
     for key in range(count):
         late = key % 5 == 0
         cost_ns, nbytes = (int(fixed[name](late, draw.randrange(100))) for name in fixed)
-        found.append(Arrived(key, 3 * late, cost_ns, nbytes))
+        found.append(DeliveredSample(key, 3 * late, cost_ns, nbytes))
     return found
 
 
@@ -42,9 +42,9 @@ def rows(count: int, **what: Any) -> list[Arrived]:
         (
             {"nbytes": lambda late, chance: 1 + chance + 90 * late},
             None,
-            "larger a sample, the later",
+            "Larger samples come later",
         ),
-        ({"nbytes": lambda late, chance: 200 + chance - 90 * late}, None, "the earlier"),
+        ({"nbytes": lambda late, chance: 200 + chance - 90 * late}, None, "come earlier"),
         ({"cost_ns": lambda late, chance: chance + 90 * late}, None, "report(labels=...)"),
         ({"cost_ns": lambda late, chance: chance + 90 * late}, lambda key: key % 3, None),
     ],
@@ -70,7 +70,7 @@ def test_labels_that_are_left_out_are_told(skipped: Any, told: bool | None, kind
     }[kind]
     bias, warnings = bias_of(rows(1000), Histogram(), labels, set(skipped))
     assert (bias.skipped_label is None) == (told is None)
-    assert any("Samples that were skipped" in words for words in warnings) == bool(told)
+    assert any("Skipped samples" in words for words in warnings) == bool(told)
 
 
 def test_a_loader_that_skips_one_class() -> None:
@@ -86,7 +86,7 @@ def test_a_loader_that_skips_one_class() -> None:
     report = loader.report(labels=[int(index in SLOW) for index in range(240)])
     assert report.bias.skipped_label is not None
     assert report.bias.skipped_label > 0.2
-    assert any("were skipped" in words for words in report.warnings)
+    assert any("Skipped samples" in words for words in report.warnings)
     assert "skipped label" in str(report)
 
 
@@ -147,7 +147,7 @@ def test_a_loader_whose_slow_samples_are_large() -> None:
     report = loader.report()
     assert report.bias.size is not None
     assert report.bias.size > 0.2
-    assert any("larger a sample" in words for words in report.warnings)
+    assert any("Larger samples" in words for words in report.warnings)
 
 
 @pytest.mark.parametrize("options", [{}, {"order": "batch"}, {"compat": "torch"}])

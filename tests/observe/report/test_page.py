@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(
 )
 TITLES = [
     "Waiting over time",
-    "Workers and window over time",
-    "What samples cost (samples by time, logarithmic)",
+    "Workers and batches in flight over time",
+    "Cost of samples (number by time, logarithmic)",
     "Share of the workers' time",
     "Slowest samples",
 ]

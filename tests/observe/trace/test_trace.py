@@ -22,7 +22,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from minato import DataLoader, ErrorPolicy, StragglerPolicy
 from minato._core.clock import now_ns
 from minato.delivery import device
-from minato.observe.stats.snapshot import Standing
+from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace import track as track_module
 from minato.observe.trace.file import EventFile
 from minato.observe.trace.loop import LoopTrack
@@ -107,8 +107,10 @@ def run(loader: Any, epochs: int = 1) -> None:
             pass
 
 
-def standing() -> Standing:
-    return Standing(workers=1, in_flight=2, ready=1, limit=2, memory_bytes=64, budget_bytes=1024)
+def loader() -> LoaderSnapshot:
+    return LoaderSnapshot(
+        workers=1, in_flight=2, ready=1, limit=2, memory_bytes=64, budget_bytes=1024
+    )
 
 
 def train_until_killed(path: Path) -> None:
@@ -173,7 +175,7 @@ def test_each_sample_is_told_once(workers: dict[str, Any], tmp_path: Path) -> No
     counters = names(events, "C")
     assert counters.keys() == {
         "batches in flight",
-        "window (batches)",
+        "prefetch window (batches)",
         "workers",
         "memory in flight (bytes)",
     }
@@ -405,10 +407,10 @@ def test_pinning_is_part_of_neither_next_nor_step(tmp_path: Path) -> None:
     track = Track(EventFile(str(path), 1 << 20), 1, 1, "training loop")
     loop = LoopTrack(track)
     loop.begin(0, None, None)
-    loop.begun()
+    loop.started()
     for _ in range(2):
         loop.enter()
-        loop.leave(4, 16, standing)
+        loop.leave(4, 16, loader)
         begun_ns = now_ns()
         loop.pinned(now_ns() - begun_ns)
     loop.finish()
@@ -429,13 +431,13 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path) -> None
     track = Track(EventFile(str(tmp_path / "run.json"), 1 << 20), 1, 1, "training loop")
     loop = LoopTrack(track)
     loop.begin(0, None, None)
-    loop.begun()
+    loop.started()
     loop.enter()
     with (
         file_size_limit(10),
         pytest.warns(RuntimeWarning, match="the trace ends here: .*(No space left|File too large)"),
     ):
-        loop.leave(1, 1, standing)
+        loop.leave(1, 1, loader)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
