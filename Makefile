@@ -58,11 +58,11 @@ $(BUILT): $(ENVIRONMENT) $(CORE)
 	@touch $@
 
 # A process that has imported large libraries forks slowly, and most tests fork.
-LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/test_latency.py tests/test_demo.py \
+LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/behaviour/test_latency.py tests/demo \
     tests/bench/test_commands.py tests/bench/test_workloads.py
 
 # Ray changes the process that it runs in: signal handlers, threads.
-RAY := tests/test_ray.py
+RAY := tests/ray
 
 define run_tests
 	$(1) $(PY) -m pytest -m "not stress" $(LARGE_IMPORTS:%=--ignore=%) --ignore=$(RAY)
@@ -102,7 +102,7 @@ lint: build  ## ruff, cython-lint, mypy, stubtest, Cython's performance hints
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml --ignore-disjoint-bases \
 	    --allowlist tests/stubtest-allowlist.txt $(COMPILED:%=minato._core.%)
-	$(PY) -m pytest -q tests/test_sourcecode.py
+	$(PY) -m pytest -q tests/project/test_sourcecode.py
 
 format: $(INSTALLED)  ## let ruff rewrite the Python files
 	$(PY) -m ruff check --fix

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "minato"
+PACKAGE = Path(__file__).parents[2] / "minato"
 OPTIONAL = ["IPython", "matplotlib", "nibabel", "nilearn", "rich", "scipy", "sklearn"]
 
 EACH_ALONE = """

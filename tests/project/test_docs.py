@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 import minato
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "minato"
 PAGES = [
     *sorted(path for path in ROOT.glob("*.md")),
