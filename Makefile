@@ -65,7 +65,7 @@ LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/behaviour/
 # Ray changes the process that it runs in: signal handlers, threads.
 RAY := tests/ray
 
-# Each of the JOBS processes takes a contiguous half of the tests: fixtures of a module are made once.
+# Each process takes a contiguous share of the tests, so that most fixtures of a module are made once.
 PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist worksteal
 
 define run_tests
