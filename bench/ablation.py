@@ -34,6 +34,7 @@ from bench.harness.loaders import (
 )
 from bench.harness.suite import Row, measure
 from bench.workloads.mapped import Mapped
+from minato import AutoScale
 
 MOST = 16
 PHOTOGRAPHS, TIMES, SIDE = "photographs", 2, 480
@@ -61,7 +62,7 @@ MEASURING = """\
 ## What measuring costs
 
 Vectors of 16 numbers that are all there already, in batches of 32, with transforms that do nothing: what is left is the
-loader itself, without its measurements (`measure=False`), with them, and with `trace=`.
+loader itself, without its measurements (`stats=False`), with them, and with `trace=`.
 """
 
 
@@ -89,14 +90,18 @@ STEPS = named(
     _minato("minato, in_order=False, without deferral", False, _behind(**ARRIVAL)),
     STANDARD["minato-any-order"],
     _minato("minato, order='fast_first'", False, minato_loader(order="fast_first")),
-    _minato("minato, in_order=False, auto", False, minato_loader(**ARRIVAL, max_workers=MOST)),
+    _minato(
+        "minato, in_order=False, auto",
+        False,
+        minato_loader(**ARRIVAL, num_workers=AutoScale(max=MOST)),
+    ),
 )
 FIXED = {
     workers: _minato(f"minato, {workers} workers", True, minato_loader(num_workers=workers))
     for workers in (1, 2, 4, 8, 12, 16)
 }
-CHANGING = _minato("minato, auto", True, minato_loader(num_workers=2, max_workers=MOST))
-UNMEASURED = _minato("minato, measure=False", True, minato_loader(measure=False))
+CHANGING = _minato("minato, auto", True, minato_loader(num_workers=AutoScale(start=2, max=MOST)))
+UNMEASURED = _minato("minato, stats=False", True, minato_loader(stats=False))
 TRACED = "minato, trace="
 
 

@@ -83,7 +83,7 @@ def ledger(module: ModuleType) -> Operations:
 
     book, full = (module.Ledger(bytearray(module.Ledger.nbytes(*sizes)), sizes) for _ in range(2))
     for each in (book, full):
-        each.open_pass(0)
+        each.open_epoch(0)
     for _ in range(16):
         full.publish(KEYS, 256, slot, 0, 0, 0, False)
     names = {"bound": bound, "arrival": arrival, "ledger": book, "full": full}
@@ -174,8 +174,8 @@ def steps(module: ModuleType) -> Operations:
 def wait(module: ModuleType) -> Operations:
     """Signalling an event, and how soon another process learns of it."""
     names: dict[str, Any] = {
-        "gate": module.Gate(bytearray(64), 0),
-        "missed": module.Gate(bytearray(b"\1" + bytes(63)), 0),
+        "gate": module.EventCount(bytearray(64), 0),
+        "missed": module.EventCount(bytearray(b"\1" + bytes(63)), 0),
         "call": _partner(module),
     }
     return {
@@ -188,7 +188,7 @@ def wait(module: ModuleType) -> Operations:
 def _partner(module: ModuleType) -> Callable[[], None]:
     """Start a process that answers each notification; the function notifies it and waits for the answer."""
     memory = mmap.mmap(-1, mmap.PAGESIZE)
-    there, back = module.Gate(memory, 0), module.Gate(memory, 64)
+    there, back = module.EventCount(memory, 0), module.EventCount(memory, 64)
     parent = os.getpid()
     pid = os.fork()
     if not pid:

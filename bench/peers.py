@@ -453,7 +453,7 @@ def _one(name: str, label: str, build: Any, keeps_order: bool = True, **own: Any
     return Contender(name, label, partial(build, **own) if own else build, keeps_order)
 
 
-_THREADS: dict[str, Any] = {"worker_method": "thread"}
+_THREADS: dict[str, Any] = {"workers": "thread"}
 PEERS = {
     "torch": Peer(
         (

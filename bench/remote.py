@@ -67,7 +67,7 @@ batch, per delivered object, over the whole epoch.
 
 def _reads(reads: int, label: str = "", **own: Any) -> Contender:
     """minato with several reads in flight in each worker; hedged ones if the label says so."""
-    fetching = minato.Fetching(reads, hedge_percentile=95 if "hedged" in label else None)
+    fetching = minato.FetchOptions(reads, hedge_percentile=95 if "hedged" in label else None)
     name = f"minato, {reads} reads{label}"
     keeps = "order" not in own
     return Contender(name, name, minato_loader(fetch_concurrency=fetching, **own), keeps)
@@ -191,7 +191,7 @@ class Lab:
 
     def ramp(self, slow_start: int | None) -> list[str]:
         """A line of requested objects at some batches."""
-        fetching = minato.Fetching(READS, slow_start=slow_start)
+        fetching = minato.FetchOptions(READS, slow_start=slow_start)
         ours = Contender(
             "ramp", "", minato_loader(fetch_concurrency=fetching, **ARRIVAL), keeps_order=False
         )

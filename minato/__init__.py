@@ -11,13 +11,21 @@ from minato.errors import (
     CoverageError,
     ErrorBudgetError,
     MinatoError,
+    MinatoWarning,
     NotPicklableError,
     SampleTimeoutError,
     WorkerDiedError,
 )
-from minato.fetching import Fetching
 from minato.loader import DataLoader
-from minato.options import PaperController
+from minato.options import (
+    AutoScale,
+    ErrorPolicy,
+    FetchOptions,
+    PaperController,
+    RayWorkers,
+    SharedPool,
+    StragglerPolicy,
+)
 from minato.sampling.cost_batches import CostBatchSampler
 from minato.transforms.rng import numpy_rng, python_rng, torch_rng
 from minato.workers.error_policy import SKIP, SampleFailure
@@ -28,17 +36,23 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SKIP",
+    "AutoScale",
     "CostBatchSampler",
     "CoverageError",
     "DataLoader",
     "ErrorBudgetError",
-    "Fetching",
+    "ErrorPolicy",
+    "FetchOptions",
     "MinatoError",
+    "MinatoWarning",
     "NotPicklableError",
     "PadCollate",
     "PaperController",
+    "RayWorkers",
     "SampleFailure",
     "SampleTimeoutError",
+    "SharedPool",
+    "StragglerPolicy",
     "WorkerDiedError",
     "__version__",
     "implementation",

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch.autograd import profiler
 
-from minato._standin import TorchDataLoader
+from minato._support.loader_class import TorchDataLoader
 
 try:
     from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]

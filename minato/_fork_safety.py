@@ -1,4 +1,4 @@
-"""Threads of ours that must not be in the middle of something while the process forks."""
+"""Keeps threads of minato from holding locks while the process forks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _forgotten: list[Callable[[], None]] = []
 
 @contextmanager
 def at_work() -> Iterator[bool]:
-    """For what a thread of ours does: no fork happens meanwhile, so that no child inherits a lock that it holds.
+    """Hold forks back while a thread of minato works, so that no child inherits a held lock.
 
-    Gives False if it should not do it now, because a fork is under way: a thread that waited for that could keep those
-    waiting who wait for the thread.
+    Yields False during a fork; the thread must then skip its work. Waiting for the fork could deadlock with code that
+    waits for the thread.
     """
     entered = _lock.acquire(blocking=False)
     try:
@@ -29,7 +29,7 @@ def at_work() -> Iterator[bool]:
 
 
 def forget_in_children(forget: Callable[[], None]) -> None:
-    """Have ``forget`` called in each forked child: the thread that it belongs to is not there."""
+    """Call ``forget`` in each forked child, where the thread that it belongs to does not exist."""
     _forgotten.append(forget)
 
 

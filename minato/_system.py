@@ -1,4 +1,4 @@
-"""What the machine, or the container on it, allows."""
+"""Limits and usage of the machine, or of the container on it."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _MEMORY = (
 
 
 def _psutil() -> Any:
-    """The library: imported late, as it takes a tenth of a second, and workers have no use for it."""
+    """Import psutil on demand: it takes a tenth of a second, and workers do not need it."""
     import psutil
 
     return psutil
 
 
 def available_memory_bytes() -> int:
-    """Memory that can still be taken, within the limits of the control groups if there are any."""
+    """Available memory in bytes, within the limits of the control groups."""
     left = [limit - used for limit, used in _memory_of_groups()]
     return max(min([int(_psutil().virtual_memory().available), *left]), 0)
 
 
 def memory_of_late_bytes() -> int:
-    """Available memory as of this second, for who asks many times in one."""
+    """Available memory in bytes, measured at most once a second."""
     return _memory_in_second(int(time.monotonic()))
 
 
@@ -61,14 +61,14 @@ def _memory_in_second(second: int) -> int:
 
 
 def memory_limit_bytes() -> int:
-    """Memory that this process and those around it may take together."""
+    """Memory limit in bytes of this process's control groups, or of the machine."""
     return min(
         [int(_psutil().virtual_memory().total), *(limit for limit, _ in _memory_of_groups())]
     )
 
 
 def memory_kills() -> int:
-    """How many processes of this control group were ended so far because memory ran out; 0 if nobody counts."""
+    """Processes of this control group that the kernel has killed for lack of memory; 0 if it keeps no count."""
     kills = 0
     for folder, _, _, events in _MEMORY:
         for group in set(_groups(folder)):
@@ -91,7 +91,7 @@ def _memory_of_groups() -> Iterator[tuple[int, int]]:
 
 
 def machine_usage() -> tuple[float, float]:
-    """Seconds that all cores together were in use since the machine's start, and were there."""
+    """Return ``(busy, total)`` seconds of all cores together since boot."""
     times = _psutil().cpu_times()
     idle_s = times.idle + getattr(times, "iowait", 0.0)
     # The guests' time is contained in the users'.
@@ -100,7 +100,7 @@ def machine_usage() -> tuple[float, float]:
 
 
 def disk_read_bytes() -> int:
-    """Bytes that all disks together have read since the machine's start; 0 where a container hides them."""
+    """Bytes that all disks have read since boot; 0 where a container hides them."""
     try:
         disks = _psutil().disk_io_counters(nowrap=False)
     except (OSError, RuntimeError):
@@ -172,7 +172,7 @@ def user_threads() -> int:
 
 
 def local_ranks() -> int:
-    """How many processes of this job train on this node, as its launcher says; 1 if nobody does."""
+    """Number of this job's processes on this node, from the launcher's variables; 1 without them."""
     for variable in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         if (count := _number_in(variable)) is not None:
             return max(count, 1)
@@ -181,7 +181,7 @@ def local_ranks() -> int:
 
 
 def local_rank() -> int:
-    """Which of them this one is, from 0."""
+    """Index of this process among them, from 0."""
     for variable in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
         if (rank := _number_in(variable)) is not None:
             return rank
@@ -251,7 +251,7 @@ def _groups(controllers: str) -> Iterator[str]:
 
 
 def text_of(path: str | Path) -> str:
-    """What the system tells in a file of its own; some are read a hundred times a second, hence the plain bytes.
+    """Return the text of a system file. Some are read a hundred times a second, hence the unbuffered read.
 
     Raises:
         OSError: There is no such file, or it may not be read.

@@ -9,6 +9,7 @@ __all__ = [
     "CoverageError",
     "ErrorBudgetError",
     "MinatoError",
+    "MinatoWarning",
     "NotPicklableError",
     "SampleTimeoutError",
     "WorkerDiedError",
@@ -18,6 +19,10 @@ __all__ = [
 
 class MinatoError(Exception):
     """Base of minato's own exceptions."""
+
+
+class MinatoWarning(RuntimeWarning):
+    """The category of all warnings of minato."""
 
 
 class NotPicklableError(MinatoError, TypeError, AttributeError, PicklingError):
@@ -32,11 +37,11 @@ class CoverageError(MinatoError, RuntimeError):
 
 
 class ErrorBudgetError(MinatoError, RuntimeError):
-    """More samples of an epoch failed than ``error_budget`` allows."""
+    """More samples of an epoch failed than ``ErrorPolicy.max_failures`` allows."""
 
 
 class SampleTimeoutError(MinatoError, TimeoutError):
-    """A sample took longer than ``sample_timeout_s``; the text holds the stack of the worker that ran it."""
+    """A sample took longer than ``ErrorPolicy.sample_timeout``; the text holds the stack of the worker that ran it."""
 
 
 class WorkerDiedError(MinatoError, RuntimeError):

@@ -3,120 +3,97 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import replace
+from multiprocessing.context import BaseContext
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import torch
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
-from minato._compat import TorchIterator, index_sampler, is_constructed
-from minato._standin import StandIn, TorchDataLoader, is_made, made_only
-from minato.engine.distribution import Distribution
-from minato.engine.insight import Insight
-from minato.fetching import Fetching
-from minato.options import Options, PaperController, Unbound
-from minato.sampling.epoch import Course, is_stream
+from minato._compat import (
+    TorchIterator,
+    index_sampler,
+    is_batched,
+    is_constructed,
+    is_iterable,
+)
+from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
+from minato.engine.spec import LoaderSpec, WorkerSpec
+from minato.errors import MinatoWarning
+from minato.options import (
+    DEFAULTS,
+    OPTION_NAMES,
+    OWN_NAMES,
+    AutoScale,
+    ErrorPolicy,
+    FetchOptions,
+    Options,
+    RayWorkers,
+    SharedPool,
+    StragglerPolicy,
+    TorchArguments,
+    Unbound,
+    with_options,
+)
+from minato.sampling.coverage import Coverage
+from minato.sampling.epoch import Epoch
+from minato.sampling.position import Position
 from minato.sampling.replay import RecordedOrder
-from minato.sampling.sampler_epoch import tell_epoch
+from minato.sampling.sampler_epoch import set_sampler_epoch
 from minato.sampling.samplers import SeededSampler
-from minato.transforms.chain import Chain
+from minato.sampling.spec import SamplingSpec
+from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureLog, SampleFailure
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported by the methods that return them
+    from typing_extensions import Self
+
     from minato.caching.base import Cache
+    from minato.delivery.consumers import Consumer
+    from minato.delivery.iterator import BatchIterator
+    from minato.engine.factory import EngineFactory, RankSession
+    from minato.engine.history import History
+    from minato.engine.inspector import Inspector
+    from minato.engine.slow_samples import SlowSamples
+    from minato.observe.report.bias import Labels
+    from minato.observe.report.headroom import Headroom
+    from minato.observe.report.live import Live
+    from minato.observe.report.report import Report
 
 __all__ = ["DataLoader"]
 
-_OWN = ("transforms", "cache", *(field.name for field in fields(Options)))
-"""Attributes that hold minato's own arguments; code that makes one loader from another's attributes finds them."""
+_log = logging.getLogger("minato")
 
 T_co = TypeVar("T_co", covariant=True)
 
 
-class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn):
+class _Indexed(Protocol[T_co]):
+    """A sequence or mapping, which torch takes for a dataset too."""
+
+    def __getitem__(self, index: Any, /) -> T_co: ...
+
+    def __len__(self) -> int: ...
+
+
+class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     """A drop-in replacement of ``torch.utils.data.DataLoader`` that schedules samples instead of batches.
 
     All arguments of torch's class have torch's meaning and defaults
-    (https://docs.pytorch.org/docs/stable/data.html); the following are minato's own.
-
-    Args:
-        pin_memory: Also ``"in_place"``: pinned where the workers wrote it, without torch's copy. Its memory is used
-            again once the stream that is current when a batch is dropped has done all it was told until then.
-        transforms: Callables applied one after the other to ``dataset[i]``, or an object with such a list in its
-            attribute ``transforms`` (torchvision's ``Compose``).
-        order: ``"strict"``: batches as torch's, in torch's order (default). ``"batch"``: batches as torch's, each as
-            soon as it is complete. ``"arrival"``: whichever samples are ready go into the oldest open batch.
-            ``"fast_first"``: as arrival, but slow samples wait for the newest open batch while the consumer has enough.
-            With ``in_order=False`` the default is ``"arrival"``, or ``"batch"`` if there is a ``batch_sampler``.
-        max_lag: Number of batches by which a sample may be delivered late in the last two orders.
-        seed: Makes shuffling and all randomness of samples functions of (seed, epoch, index). Without it torch's
-            generator decides, as in torch.
-        memory_budget_bytes: What batches that are loaded ahead may take; by default the share of a quarter of the
-            memory that is available when iteration starts, divided by the ranks of the node and the loaders in use.
-        worker_method: ``"process"``, ``"thread"``, or ``"ray"``: actors in a Ray cluster (extra ``ray``).
-        rng: ``"sample"`` (default): the global generators are re-seeded for each sample by (seed, epoch, index), so
-            that content does not depend on the number of workers; ``"worker"``: torch's streams, one per worker, as
-            always with iterable datasets.
-        schedule: ``"dynamic"``: samples go to whoever is free. ``"round_robin"``: batch k to worker k mod n, with
-            torch's seeds, so that all content is bit for bit torch's, random augmentations included.
-        on_worker_death: ``"restart"``: a worker process that dies is replaced, its samples go out again, and a warning
-            says what happened; three deaths on one sample raise. ``"raise"``: torch's RuntimeError at once, as always
-            with iterable and stateful datasets and ``round_robin``, whose workers hold state that would be lost.
-        fetch_concurrency: How many samples each worker reads at once, for datasets that wait for a disk, a database or
-            a network: ``dataset[i]`` in so many threads or, if the dataset has ``async def __aget__(self, i)``, as
-            coroutines of one thread. The transforms run one after the other in the worker's main thread. A
-            :class:`minato.Fetching` says more: limits for all workers, a slow start, second requests.
-        cache: A ``minato.caching.DiskCache`` or ``MemoryCache``, which keeps samples after the first of the transforms;
-            later epochs take them from there, without reading or transforming them again.
-        on_error: What becomes of a sample that raises. ``"raise"``: its batch does, as with torch. ``"skip"``: it is
-            left out. ``"retry"``: it is tried again, and raises if that does not help. A function, called in the
-            worker with a :class:`minato.SampleFailure`: what it returns takes the place of the sample, ``minato.SKIP``
-            leaves it out, and what it raises is raised.
-        retries: How often a sample is tried again, with the same random numbers, before ``on_error`` decides; by
-            default 2 with ``"retry"`` and 0 otherwise.
-        error_budget: How many samples of an epoch may be left out or replaced before ``minato.ErrorBudgetError`` ends
-            it: a number (integer), or a share of the epoch's samples (below 1). By default any number.
-        quarantine: Path of a file to which a line of JSON is added for each failure: index, epoch, seed, worker,
-            transform, exception, traceback, and what became of it.
-        sample_timeout_s: Seconds after which the worker process of a sample is ended and replaced, and the sample is a
-            failure with ``minato.SampleTimeoutError``, whose text holds the worker's stack. The same limit holds for a
-            call of ``collate_fn`` and for ``worker_init_fn``: these raise, after ``retries`` more tries.
-        record_order: File to which the order of the batches is appended while they are delivered.
-        replay_order: Such a file: the same samples come in the same batches, in the recorded order, with the recorded
-            seed. The sampler is not asked then.
-        min_workers, max_workers: Let the number of workers change between these while the loader is in use, beginning
-            with ``num_workers``: up while the loop waits and more of them help, down while they idle.
-            ``num_workers="auto"`` begins with one per core, 12 at most.
-        controller: What decides it: ``"corrected"``, or the MinatoLoader paper's formulas as printed: ``"paper"``, or
-            :class:`minato.PaperController` with constants of your own.
-        slow_percentile: Samples that cost more than this percentile of all are slow (75); nothing is where costs differ
-            little.
-        slow_after_s: Or those that take longer than so many seconds.
-        profile: Folder in which each epoch leaves what samples cost, so that the next run of the program knows from the
-            start which are slow.
-        measure: Take the times that ``report()`` is made of, which costs a few microseconds for each batch. ``"gpu"``:
-            note also how much the GPUs work, by a process beside the training process of local rank 0.
-        metrics_port: Tell figures in Prometheus's format at this port of 127.0.0.1, or at a text of host and port, from
-            the first iteration on; 0: any port, as ``metrics_url`` tells.
-        trace: File, made anew, to which the run tells what it does moment by moment, for https://ui.perfetto.dev:
-            each sample and transform, copies, waiting, steps, and how things stand. It ends at 256 MiB.
-        device: Where batches are handed out: their tensors, and objects with torch's ``to``, are copied there beside
-            the training, straight from the page-locked memory that the workers write to. None or ``"cpu"``: they stay
-            in main memory.
-        prefetch_to_device: How many batches are sent there before their turn (2), as far as they are complete.
-        shared_pool: Under torchrun the ranks of a node share the workers of all of them: each sample goes to whichever
-            is free. Each rank gets its part of the dataset, and as many batches as every other.
-        on_rank_death: What the other ranks do if the process of one ends in between: ``"raise"`` a RuntimeError,
-            ``"continue"`` without its part of the dataset, or ``"wait"``: go on, and before the next epoch wait until
-            another process has taken its place. Without local rank 0, which hosts the workers, none goes on.
-        ray_options: What Ray is told of each actor (``ActorClass.options``); by default that it takes one core.
-        snapshot_every_n_steps: A worker of an iterable dataset with a state sends it with one of so many batches (1);
-            None: with none. The loader's state is exact all the same: batches since then are read again on resume.
+    (https://docs.pytorch.org/docs/stable/data.html); the following are minato's own, or take more values here. They
+    are defined in ``minato/options.py``.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -127,60 +104,51 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset[T_co] | _Indexed[T_co],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int | Literal["auto"] = 0,
+        num_workers: int | Literal["auto"] | AutoScale = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool | Literal["in_place"] = False,
         drop_last: bool = False,
         timeout: float = 0,
         worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,
+        multiprocessing_context: str | BaseContext | None = None,
         generator: torch.Generator | None = None,
         *,
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        transforms: Any = None,
-        order: str | None = None,
+        transforms: Iterable[Callable[[Any], Any]] | Any | None = None,
+        order: Literal["strict", "batch", "arrival", "fast_first"] | None = None,
         max_lag: int | None = None,
         seed: int | None = None,
-        memory_budget_bytes: int | None = None,
-        worker_method: str = "process",
-        rng: str | None = None,
-        schedule: str = "dynamic",
-        on_worker_death: str = "restart",
-        fetch_concurrency: int | Fetching = 1,
-        cache: Cache | None = None,
-        on_error: str | Callable[[SampleFailure], Any] = "raise",
-        retries: int | None = None,
-        error_budget: float | None = None,
-        quarantine: str | os.PathLike[str] | None = None,
-        sample_timeout_s: float | None = None,
-        record_order: str | os.PathLike[str] | None = None,
-        replay_order: str | os.PathLike[str] | None = None,
-        min_workers: int | None = None,
-        max_workers: int | None = None,
-        controller: str | PaperController = "corrected",
-        slow_percentile: float | None = None,
-        slow_after_s: float | None = None,
-        profile: str | os.PathLike[str] | None = None,
-        measure: bool | Literal["gpu"] = True,
-        metrics_port: int | str | None = None,
-        trace: str | os.PathLike[str] | None = None,
         device: str | torch.device | None = None,
         prefetch_to_device: int | None = None,
-        shared_pool: bool = False,
-        on_rank_death: str = "raise",
-        ray_options: Mapping[str, Any] | None = None,
+        fetch_concurrency: int | FetchOptions = 1,
+        cache: Cache | None = None,
+        name: str | None = None,
+        compat: Literal["torch"] | None = None,
+        memory_budget: int | str | None = None,
+        workers: Literal["process", "thread"] | RayWorkers = "process",
+        errors: Literal["raise", "skip", "retry"]
+        | Callable[[SampleFailure], Any]
+        | ErrorPolicy = "raise",
+        stragglers: StragglerPolicy | None = None,
+        shared_pool: bool | SharedPool = False,
+        cost_history: str | os.PathLike[str] | None = None,
+        stats: bool | Literal["gpu"] = True,
+        trace: str | os.PathLike[str] | None = None,
+        metrics: int | str | None = None,
+        record_order: str | os.PathLike[str] | None = None,
+        replay_order: str | os.PathLike[str] | None = None,
         snapshot_every_n_steps: int | None = 1,
     ) -> None:
-        given = locals()
-        given = {name: given[name] for name in _OWN}
+        arguments = locals()
+        given = {name: arguments[name] for name in OPTION_NAMES}
         from minato.integrations import connect
         from minato.integrations.lightning import counts_batches
 
@@ -188,88 +156,65 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warnings.warn(
                 "Lightning relates predictions to samples by the sequence of the batches, so that here they are "
-                "delivered in strict order",
+                "returned in strict order",
+                MinatoWarning,
                 stacklevel=2,
             )
-            in_order, order, max_lag = True, None, None
+            in_order = True
             given.update(order=None, max_lag=None)
-        self._options = Options.of(
+        torchs = TorchArguments(
             in_order=in_order,
             has_batch_sampler=batch_sampler is not None,
             is_stream=isinstance(dataset, IterableDataset),
-            pin_memory=pin_memory,
-            order=order,
-            max_lag=max_lag,
-            seed=seed,
-            memory_budget_bytes=memory_budget_bytes,
-            worker_method=_worker_method(worker_method, multiprocessing_context),
-            rng=rng,
-            schedule=schedule,
-            on_worker_death=on_worker_death,
-            record_order=record_order,
-            replay_order=replay_order,
-            fetch_concurrency=fetch_concurrency,
-            on_error=on_error,
-            retries=retries,
-            error_budget=error_budget,
-            quarantine=quarantine,
-            sample_timeout_s=sample_timeout_s,
-            num_workers=num_workers,
-            min_workers=min_workers,
-            max_workers=max_workers,
-            controller=controller,
-            slow_percentile=slow_percentile,
-            slow_after_s=slow_after_s,
-            profile=profile,
-            measure=measure,
-            metrics_port=metrics_port,
-            trace=trace,
-            device=device,
-            prefetch_to_device=prefetch_to_device,
-            shared_pool=shared_pool,
-            on_rank_death=on_rank_death,
-            ray_options=ray_options,
-            snapshot_every_n_steps=snapshot_every_n_steps,
+            in_threads=_starts_threads(multiprocessing_context),
+            dataset_name=type(dataset).__name__,
         )
-        if num_workers == "auto":  # of which torch's attribute keeps the first number only
-            limits = self._options.min_workers, self._options.max_workers
-            given.update(min_workers=limits[0], max_workers=limits[1])
-        num_workers = self._options.first_workers(num_workers)
-        self._chain = Chain.of(transforms)
+        self._options = options = Options.of(given, torchs)
+        # A plain number of torch's stays as it is, so that torch checks it.
+        first_workers = options.num_workers
+        self._transforms = Transforms.of(transforms)
         if cache is not None:
             from minato.engine.caching import check_cache
 
-            check_cache(cache, self._options, self._chain, dataset, num_workers, persistent_workers)
-        vars(self).update(given)
-        self._course = Course()
+            check_cache(
+                cache, options, self._transforms, dataset, first_workers, persistent_workers
+            )
+        # A method of a subclass with the name of an option stays what it is.
+        own = (name for name in OWN_NAMES if not hasattr(type(self), name))
+        vars(self).update({name: given[name] for name in own})
+        self._position = Position()
+        self._open_iterators: list[weakref.ref[Any]] = []
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
-        self._spare_arenas, self._resting_engine = self._fresh_memory()
-        self._trace = None
+        recorder = None
         if trace is not None:
             from minato.observe.trace.track import Trace
 
-            self._trace = Trace(os.fspath(trace))
-        if self._options.quarantine is not None:
-            FailureLog.check(self._options.quarantine)
-        self._sharing = None
-        if shared_pool:
-            from minato.shared_pool.session import Sharing
+            recorder = Trace(os.fspath(trace), options.name)
+        if options.errors.log_path is not None:
+            FailureLog.check(options.errors.log_path)
+        from minato.engine.factory import EngineFactory
 
-            self._sharing = Sharing.of(self._options)
-        if self._sharing is not None:
-            shuffle, sampler = self._sharing.divided(
+        session = None
+        if options.shared_pool is not None:
+            from minato.shared_pool.session import PoolSession
+
+            session = PoolSession.of(options)
+        if session is not None:
+            shuffle, sampler = session.divided(
                 dataset, shuffle, sampler, batch_sampler, drop_last, seed
             )
+        self._session: RankSession | None = session
+        self._engines = EngineFactory(session=session, trace=recorder)
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
-            shuffle, sampler = None, SeededSampler(dataset, seed)
+            shuffle, sampler = None, SeededSampler(cast(Sized, dataset), seed)
         super().__init__(
-            dataset,
+            cast("Dataset[T_co]", dataset),
             batch_size,
             shuffle,
             sampler,
             batch_sampler,
-            num_workers,
+            first_workers,
             collate_fn,
             cast(bool, pin_memory),
             drop_last,
@@ -282,22 +227,84 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self._experience = self._fresh_experience()
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = Unbound(self.prefetch_factor)
+        self._history = self._fresh_history()
+        _log.debug("%r is made", self)
+
+    @classmethod
+    def from_torch(cls, loader: TorchDataLoader[T_co], /, **arguments: Any) -> DataLoader[T_co]:
+        """A loader with the arguments of one of torch's.
+
+        Args:
+            loader: Stays as it is; its dataset, samplers and generator are shared.
+            arguments: More arguments of this class, which go before those of ``loader``. Without ``prefetch_factor``,
+                torch's default of 2 does not bound the prefetch window.
+
+        Raises:
+            ValueError, TypeError: As the constructor.
+        """
+        return cls(**{**_torch_arguments(loader), **arguments})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __iter__(self) -> TorchIterator:
+        iterator = super().__iter__()
+        if is_made(self):
+            alive = [each for each in self._open_iterators if each() is not None]
+            self._open_iterators = [*alive, weakref.ref(iterator)]
+        return iterator
+
+    @made_only
+    def close(self) -> None:
+        """End all workers and free their memory, as the end of a ``with`` block does; a second call does nothing.
+
+        ``next()`` of an iterator whose epoch is not over raises RuntimeError afterwards. The loader itself can be used
+        again: ``iter()`` starts new workers. Reports stay available, and batches in use stay valid.
+        """
+        _log.debug("%r is closed", self)
+        for each in self._open_iterators:
+            iterator = each()
+            end = getattr(iterator, "close", None) or getattr(iterator, "_shutdown_workers", None)
+            if end is not None:  # torch's own iterator of a data pipe without workers has neither
+                end()
+        self._open_iterators = []
+        self._iterator = None
+        self._engines = self._engines.fresh()
+
+    def __repr__(self) -> str:
+        if not is_made(self):
+            return super().__repr__()
+        given = {name: vars(self).get(name, default) for name, default in DEFAULTS.items()}
+        named = {
+            "name": given["name"],
+            "batch_size": self.batch_size,
+            "num_workers": int(self.num_workers),
+            "order": self._options.order,
+        }
+        for name in OWN_NAMES:
+            value, default = given[name], DEFAULTS[name]
+            if name != "order" and (type(value) is not type(default) or value != default):
+                named[name] = value
+        shown = (f"{name}={value!r}" for name, value in named.items() if value is not None)
+        return f"{type(self).__name__}({', '.join([type(self.dataset).__name__, *shown])})"
 
     @made_only
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next ``iter()`` starts; by default each starts the one after the last.
+        """Choose the epoch that the next ``iter()`` starts; by default it is the one after the last.
 
-        Samplers with a ``set_epoch`` of their own are told too. It is enough to tell the sampler instead.
+        Calls ``set_epoch`` of samplers that have it, too. It is enough to call that of the sampler instead.
         """
-        tell_epoch(index_sampler(self), epoch)
-        self._course.tell(epoch)
+        set_sampler_epoch(index_sampler(self), epoch)
+        self._position.set_epoch(epoch)
 
     @made_only
     def state_dict(self) -> dict[str, Any]:
-        """How far the newest iterator is, by torchdata's protocol.
+        """The position of the newest iterator, by torchdata's protocol.
 
         A batch counts as done when ``next()`` has returned it, or raised the error of one of its samples. The state is
         plain data that ``json`` can write, apart from what the ``state_dict()`` of a sampler or dataset of your own
@@ -309,40 +316,168 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 belongs to.
         """
         self._refuse_data_pipes("state_dict()")
-        if self._keeps_replicas and not is_stream(self):
-            mixes = self._options.order not in ("strict", "batch")
-            if mixes or self._in_threads:
-                method = f"worker_method={self._options.worker_method!r}"
+        spec = self._spec()
+        if spec.keeps_replicas and not spec.sampling.streams:
+            mixes = spec.sampling.mixes_batches
+            if mixes or spec.in_threads:
+                method = f"workers={self._options.workers!r}"
                 cause = f"order={self._options.order!r}" if mixes else method
                 raise ValueError(
                     f"the dataset has a state_dict() of its own, but with {cause} there is no moment at which it "
                     "belongs to the delivered batches: use order='strict' or 'batch', and worker processes"
                 )
-        return self._course.state(self)
+        return self._position.state(spec.sampling)
 
     @made_only
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a state was taken: the next ``iter()`` gives what was left of its epoch.
+        """Resume where a state was taken: the next ``iter()`` yields what was left of its epoch.
 
-        The number of workers and the worker method may be others, except with datasets that are iterable or have a
-        state of their own. An empty dictionary means the beginning. With ``shared_pool=True`` all ranks, as many as
+        The number of workers and their kind may change, except with datasets that are iterable or have a state of
+        their own. An empty dictionary means the beginning. With ``shared_pool=True`` all ranks, as many as
         before, load the states that they saved at the same step.
 
         Raises:
             ValueError: The state belongs to another dataset length, sampler, batch size, order or seed, or is none.
-                That the sampler gives other keys than before is found by the next ``iter()``.
+                The next ``iter()`` raises it if the sampler yields other indices than before.
             TypeError: It is no dictionary.
         """
         self._refuse_data_pipes("load_state_dict()")
         self._iterator = None
         if state_dict == {}:
-            self._course = self._course.twin()
+            self._position = self._position.without_state()
         else:
-            self._course.load(self, state_dict, self._most_replicas)
+            spec = self._spec()
+            self._position.load(spec.sampling, state_dict, spec.most_replicas)
+
+    @made_only
+    def report(self, labels: Labels | None = None) -> Report:
+        """What limits the training, and all figures of the run and of each epoch so far.
+
+        It can be asked for at any time; ``print`` shows it as text, ``rich.print`` in colour and Jupyter as a table.
+
+        Args:
+            labels: Shows whether late samples, or those that ``errors`` left out, have other labels: a sequence
+                or mapping from the dataset's indices to labels, or a function. Labels of type float are numbers,
+                others are classes.
+
+        Raises:
+            ValueError: The loader was made with ``stats=False``, or a sample has no label.
+        """
+        return self._inspector().report(labels)
+
+    @made_only
+    def live(self) -> Live:
+        """Show the progress of each epoch from now on: a panel below what the program prints, four times a second.
+
+        Where standard error is no terminal, or a dumb one, it is a line every five seconds; in a notebook, an output of
+        the cell. Each epoch leaves a line behind. The environment variable ``MINATO_LIVE=1`` does the same for all
+        loaders of a program.
+
+        Returns:
+            Ends the view by ``close()``, or at the end of a ``with`` block.
+
+        Raises:
+            ValueError: The loader was made with ``stats=False``.
+        """
+        return self._inspector().live()
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Address of the loader's metrics; None without ``metrics``, and before the first iteration."""
+        return self._inspector().metrics_url
+
+    @made_only
+    def slow_samples(self) -> SlowSamples:
+        """Which samples are slow, and where they lay in the newest iterator's batches."""
+        return self._inspector().slow_samples()
+
+    @made_only
+    def headroom(self, steps: int = 50) -> Headroom:
+        """How fast training could be if data were free.
+
+        The returned object stands for the loader in a training loop of yours: it yields batches as the loader does,
+        and then a few of these again and again. ``print`` it after the loop. On a GPU, let the loop wait for each step
+        (``torch.cuda.synchronize()``), or it times how fast steps are queued.
+
+        The loader itself, its present epoch and torch's generators stay as they are.
+
+        Args:
+            steps: Number of timed steps of each kind, after two that warm up; fewer if there are fewer batches.
+
+        Raises:
+            ValueError: ``steps`` is less than 1.
+        """
+        from minato.observe.report.headroom import Headroom
+
+        self._inspector().refuse_ranks("headroom()")
+        return Headroom(self._separate_batches, steps)
+
+    @made_only
+    def coverage(self) -> Coverage:
+        """What has become of the samples of the newest iterator's epoch so far.
+
+        At the end of an epoch minato compares this by itself and raises ``CoverageError`` if a sample was lost or
+        repeated.
+        """
+        return self._inspector().coverage()
+
+    @made_only
+    def reproduce(
+        self,
+        index: Any,
+        epoch: int | None = None,
+        seed: int | None = None,
+        occurrence: int = 0,
+    ) -> Any:
+        """Load one sample in this process as a worker did, random numbers included.
+
+        Args:
+            index: Of the dataset.
+            epoch: By default the present or last one.
+            seed: As in ``ErrorPolicy.log``; by default that of the loader, or of the present epoch.
+            occurrence: How often the index came before in that epoch, where the sampler repeats indices.
+
+        Returns:
+            ``dataset[index]`` after all transforms, not collated. What it raises is not caught.
+
+        Raises:
+            ValueError: No epoch has begun and ``seed`` is not given.
+        """
+        return self._inspector().reproduce(index, epoch, seed, occurrence)
+
+    @made_only
+    def consumers(
+        self, n: int | None = None, *, devices: Sequence[str | torch.device] | None = None
+    ) -> tuple[Consumer, ...]:
+        """Let several threads share this loader's epochs, its workers and its memory.
+
+        Each batch goes to the consumer that has waited longest, so that all of them together get each index once per
+        epoch. The loader itself is not to be iterated meanwhile.
+
+        Args:
+            n: Number of consumers.
+            devices: Or a device for each of them, to which its batches are copied when it asks for them.
+
+        Returns:
+            The consumers; ``for batch in consumer`` is one epoch.
+
+        Raises:
+            ValueError, TypeError: The number or a device is not possible.
+        """
+        from minato.delivery.consumers import make_consumers
+
+        if self._options.target is not None and (n is None) != (devices is None):
+            raise ValueError(
+                f"device={str(self._options.device)!r} is one device for all: leave it out, and name one for each "
+                "consumer by devices="
+            )
+        return make_consumers(functools.partial(iter, self), n, devices)
 
     def __setattr__(self, attr: str, val: Any) -> None:
         if is_constructed(self) and is_made(self):
-            if attr in _OWN:
+            if attr == "name":  # which programs give loaders of any kind
+                self._options = replace(self._options, name=str(val))
+            elif attr in OWN_NAMES:
                 raise ValueError(
                     f"{attr} attribute should not be set after {self.__class__.__name__} is initialized"
                 )
@@ -351,83 +486,195 @@ class DataLoader(Insight, Distribution, TorchDataLoader[T_co], metaclass=StandIn
                 self._options = replace(self._options, order=order)
                 vars(self).update(order=order, max_lag=None)
             if attr == "multiprocessing_context":
-                method = _worker_method(vars(self)["worker_method"], val)
-                self._options = replace(self._options, worker_method=method)
+                given = vars(self).get("workers", self._options.workers)
+                in_threads = given == "process" and _starts_threads(val)
+                self._options = replace(self._options, workers="thread" if in_threads else given)
         super().__setattr__(attr, val)
 
     def __getstate__(self) -> dict[str, Any]:
         if not is_made(self):
             return self.__dict__
         # A copy must not write to the same arenas; what was measured is not worth sending.
-        arenas, engine = self._fresh_memory()
-        fresh = {"_spare_arenas": arenas, "_resting_engine": engine}
-        return {**self.__dict__, **fresh, "_experience": self._fresh_experience()}
-
-    def _twin(self, **changed: Any) -> DataLoader[Any]:
-        """Our class with this loader's attributes: what a user's class does, as in ``__del__``, is not done for it."""
-        twin: DataLoader[Any] = object.__new__(DataLoader)
-        vars(twin).update(vars(self), _iterator=None, **changed)
-        return twin
+        fresh = {
+            "_engines": self._engines.fresh(),
+            "_history": self._fresh_history(),
+            "_open_iterators": [],
+        }
+        return {**self.__dict__, **fresh}
 
     @made_only
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
         """A loader with torch's arguments as given, and all others as this one's.
 
-        For wrappers that shard or shorten what this loader's sampler gives: they may do so by a ``batch_sampler``,
+        For wrappers that shard or shorten what this loader's sampler yields: they may do so by a ``batch_sampler``,
         and yet mix batches if this loader did.
         """
-        if self._sharing is not None:
+        if self._session is not None:
             raise ValueError(
                 "shared_pool=True divides the dataset among the ranks by itself: do not prepare the loader, or leave "
                 "shared_pool out"
             )
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("_options", "_chain", "_replay", "_trace", *_OWN)
-        vars(loader).update({name: vars(self)[name] for name in kept})
-        loader._experience = loader._fresh_experience()
-        loader._course = self._course.twin()
+        kept = ("_options", "_transforms", "_replay", *OWN_NAMES)
+        vars(loader).update({name: vars(self)[name] for name in kept if name in vars(self)})
+        loader._engines = self._engines.fresh()
+        loader._history = loader._fresh_history()
+        loader._position = self._position.without_state()
         return loader
+
+    def _spec(self) -> LoaderSpec:
+        """This loader as it is now; its attributes may change between epochs."""
+        options, persistent = self._options, self.persistent_workers
+        sampling = SamplingSpec(
+            dataset=self.dataset,
+            streams=is_iterable(self),
+            index_sampler=index_sampler(self),
+            batched=is_batched(self),
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            generator=self.generator,
+            order=options.order,
+            seed=options.seed,
+            has_workers=self.num_workers > 0,
+            predictable=persistent and options.seeds_samples and self._replay is None,
+            record_order=options.record_order,
+            replay=self._replay,
+            rank=None if self._session is None else self._session.place,
+        )
+        workers = WorkerSpec(
+            count=self.num_workers,
+            context=self.multiprocessing_context,
+            init_fn=self.worker_init_fn,
+            prefetch_factor=self.prefetch_factor,
+            bounds_prefetch=not isinstance(self.prefetch_factor, Unbound),
+            persistent=persistent,
+            timeout_s=self.timeout,
+        )
+        return LoaderSpec(
+            sampling=sampling,
+            transforms=self._transforms,
+            collate_fn=self.collate_fn,
+            cache=vars(self)["cache"],
+            workers=workers,
+            pin_memory=bool(self.pin_memory),
+            options=options,
+        )
+
+    def _fresh_history(self) -> History:
+        from minato.engine.history import History  # half of the scheduler
+
+        return (History.of if self._session is None else self._session.history)(self._spec())
+
+    def _inspector(self) -> Inspector:
+        from minato.engine.inspector import Inspector
+
+        return Inspector(
+            self._spec(), history=self._history, position=self._position, session=self._session
+        )
 
     def _get_iterator(self) -> TorchIterator:
         if not is_made(self):
             return super()._get_iterator()
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             # torch shards and seeds data pipes by its own protocol.
-            if self._chain.steps:
+            if self._transforms.steps:
                 raise ValueError("transforms= is not for data pipes: use their .map(...)")
-            if self._trace is not None:
+            if self._options.trace is not None:
                 self._refuse_data_pipes("trace=")
-            if self._sharing is not None:
+            if self._session is not None:
                 self._refuse_data_pipes("shared_pool=True")
             return super()._get_iterator()
-        if is_stream(self) and self._in_threads:
+        self._check_workers()
+        self._inspector().open_views()
+        return self._batch_iterator(self._engines, self._history, DataLoader._begin_epoch)
+
+    def _check_workers(self) -> None:
+        if is_iterable(self) and self._spec().in_threads:
             raise ValueError(
                 "worker threads cannot split an iterable dataset, which does so by torch's get_worker_info() and that "
-                "knows processes only: use worker_method='process', and no multiprocessing_context that starts threads"
+                "knows processes only: use workers='process', and no multiprocessing_context that starts threads"
             )
-        if self.num_workers > 0 and self._options.worker_method != "ray":
+        if self.num_workers > 0 and self._options.worker_kind != "ray":
             self.check_worker_number_rationality()
+
+    def _begin_epoch(self) -> Epoch:
+        persists = self._iterator is not None
+        return self._engines.epoch(self._spec(), self._position, persists=persists)
+
+    def _batch_iterator(
+        self, engines: EngineFactory, history: History, begin_epoch: Callable[[Any], Epoch]
+    ) -> BatchIterator:
+        """An iterator; neither it nor its engine refers to this loader.
+
+        Args:
+            begin_epoch: Begins the next epoch of a loader.
+        """
         from minato.delivery.iterator import BatchIterator
 
-        self._open_views()
-        may_pin, new_pass = self._options.target is None, type(self)._new_pass
-        if self._sharing is not None:
-            make = functools.partial(self._sharing.source, self)
-            return BatchIterator(self, make, new_pass, may_pin)
-        put_by = self._resting_engine.put_by
-        return BatchIterator(
-            self, self._make_engine, new_pass, may_pin, self.num_workers > 0, put_by
-        )
+        make_source = functools.partial(engines.source, self._spec(), history)
+        may_pin = self._options.target is None
+        if self._session is not None:
+            return BatchIterator(self, make_source, begin_epoch, may_pin)
+        pins_ahead = self.num_workers > 0
+        return BatchIterator(self, make_source, begin_epoch, may_pin, pins_ahead, engines.idle.keep)
 
-    def _refuse_data_pipes(self, what: str) -> None:
+    def _separate_batches(self) -> Iterator[Any]:
+        """Batches of an epoch that changes nothing of this loader."""
+        if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
+            return super()._get_iterator()
+        self._check_workers()
+        engines, history = self._engines.fresh(traced=False), self._fresh_history()
+        position = self._position.without_state()
+
+        def begin_epoch(loader: DataLoader[Any]) -> Epoch:
+            return engines.epoch(loader._spec(), position, persists=False)
+
+        generators = [torch.default_generator]
+        if self.generator is not None:
+            generators.append(self.generator)
+        states = [each.get_state() for each in generators]
+        batches = self._batch_iterator(engines, history, begin_epoch)
+        for each, state in zip(generators, states, strict=True):
+            each.set_state(state)
+        return batches
+
+    def _refuse_data_pipes(self, feature: str) -> None:
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             raise ValueError(
-                f"{what} is not for data pipes, which torch's own loader iterates: it keeps no account of them"
+                f"{feature} is not for data pipes, which torch's own loader iterates: it keeps no account of them"
             )
 
 
-def _worker_method(given: str, context: Any) -> str:
-    """How workers run: in threads, too, where the processes of a multiprocessing context are threads."""
+_ALIKE = (
+    *("dataset", "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout"),
+    *("worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor"),
+    *("persistent_workers", "pin_memory_device", "in_order"),
+)
+"""torch's arguments that are attributes of a loader."""
+
+
+def _torch_arguments(loader: TorchDataLoader[Any]) -> dict[str, Any]:
+    """The arguments with which torch's class makes a loader such as this one."""
+    given = {name: getattr(loader, name) for name in _ALIKE if hasattr(loader, name)}
+    if given["prefetch_factor"] == 2:  # torch's default
+        del given["prefetch_factor"]
+    if isinstance(loader.dataset, IterableDataset):
+        return given
+    sampler = loader.sampler
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        del given["batch_size"], given["drop_last"]
+        return {**given, "batch_sampler": loader.batch_sampler}
+    if type(sampler) is RandomSampler and vars(sampler) == vars(
+        RandomSampler(sampler.data_source, generator=loader.generator)
+    ):
+        return {**given, "shuffle": True}  # so that seed= decides it, where it is given
+    return given if type(sampler) is SequentialSampler else {**given, "sampler": sampler}
+
+
+def _starts_threads(context: Any) -> bool:
+    """Whether the processes of a multiprocessing context are threads."""
     process = getattr(context, "Process", None)
-    threads = isinstance(process, type) and issubclass(process, threading.Thread)
-    return "thread" if threads and given == "process" else given
+    return isinstance(process, type) and issubclass(process, threading.Thread)
+
+
+DataLoader.__doc__ = with_options(DataLoader.__doc__)

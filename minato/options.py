@@ -1,50 +1,279 @@
-"""minato's own options of a loader, checked."""
+"""minato's own arguments of a loader: each field here has its default, its check and its documentation.
+
+To add an option, add a field to :class:`Options` and a parameter to ``DataLoader.__init__``. ``python
+docs/write_options.py`` writes the table of ``docs/reference/options.md``. Options that belong together form a group, a
+frozen dataclass. Each group refuses its wrong combinations in its ``__post_init__``; combinations of several arguments
+are refused in :meth:`Options.of`.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
+from minato._support.counters import Counters
 from minato._system import available_cores
-from minato.checks import (
-    IN_PLACE,
-    as_path,
-    check_choice,
-    check_device,
-    check_error_budget,
-    check_fetching,
-    check_ray,
-    check_ray_options,
-    check_sample_timeout,
-    check_sharing,
-    check_slow,
-    check_whole,
-    metrics_address,
-    worker_range,
-)
-from minato.fetching import Fetching
+from minato.checks import as_path, check_choice, check_device, check_number, check_whole
 
-__all__ = ["Options", "PaperController", "Unbound"]
+__all__ = [
+    "AutoScale",
+    "ErrorPolicy",
+    "FetchOptions",
+    "FetchReport",
+    "Options",
+    "PaperController",
+    "RayWorkers",
+    "SharedPool",
+    "StragglerPolicy",
+    "TorchArguments",
+    "Unbound",
+    "metrics_address",
+]
 
-ORDERS = ("strict", "batch", "arrival", "fast_first")
-DEFAULT_RETRIES = 2
+IN_PLACE = "in_place"
+"""The value of ``pin_memory`` with which batches are pinned where the workers write them."""
+
 DEFAULT_MAX_LAG = 32
 """Batches; about what a few workers finish during a sample that takes a hundred times as long as the others."""
-_SLOW_PERCENTILE = 75.0
-"""Of the costs, as in the MinatoLoader paper."""
+_AHEAD = 2
+"""Batches on the device besides the one that is in use, as in the MinatoLoader paper."""
+_MIXING = ("arrival", "fast_first")
 _MOST_AT_FIRST = 12
 """Workers with which ``num_workers="auto"`` begins at most, as in the MinatoLoader paper."""
-_AHEAD = 2
-"""Batches on the device besides the one that is handed out, as in the MinatoLoader paper."""
+_WAITING_PER_CORE, _MOST_WAITING = 8, 32
+"""The default of ``AutoScale.max`` where there are few cores: for workers that wait for a disk or a network."""
 _INT64 = 1 << 63
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_NOT_FOR_ACTORS = (
+    "concurrency_groups",
+    "get_if_exists",
+    "lifetime",
+    "max_concurrency",
+    "max_pending_calls",
+    "max_restarts",
+    "max_task_retries",
+    "name",
+    "namespace",
+)
+"""Options of a Ray actor that the loader decides: an actor runs one sample at a time, for this loader alone."""
+
+
+def option(
+    default: Any,
+    meaning: str,
+    *,
+    values: str,
+    shown: str | None = None,
+    check: Callable[[str, Any], Any] | None = None,
+) -> Any:
+    """Define a field: its default, check and documentation.
+
+    Args:
+        default: The default value.
+        meaning: The documentation, in Markdown; links are relative to ``docs/reference``.
+        values: The possible values, in Markdown.
+        shown: The default in Markdown; by default the value itself.
+        check: Called with the field's name and value; returns the value to keep, or raises.
+    """
+    literal = json.dumps(default) if isinstance(default, str) else repr(default)
+    shown = shown or ("none" if default is None else f"`{literal}`")
+    return field(
+        default=default,
+        metadata={"meaning": meaning, "values": values, "default": shown, "check": check},
+    )
+
+
+def _check_fields(group: Any) -> None:
+    """Check every field of a group, and keep the checked values."""
+    for each in fields(group):
+        if (check := each.metadata.get("check")) is not None:
+            object.__setattr__(group, each.name, check(each.name, getattr(group, each.name)))
+
+
+# ---- checks of single values ----------------------------------------------------------------
+
+
+def _one_of(*choices: object) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        check_choice(name, value, choices)
+        return value
+
+    return check
+
+
+def _whole(least: int | None) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        check_whole(name, value, least)
+        return value
+
+    return check
+
+
+def _positive_seconds(name: str, value: Any) -> Any:
+    check_number(name, value, "seconds")
+    if value is not None and not value > 0:
+        raise ValueError(f"{name}={value} is too small: give more than 0 seconds")
+    return value
+
+
+def _percentile(name: str, value: Any) -> Any:
+    check_number(name, value)
+    if value is not None and not 0 < value < 100:
+        raise ValueError(f"{name}={value} is not between 0 and 100")
+    return value
+
+
+def _path(name: str, value: Any) -> str | None:
+    try:
+        return as_path(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a path") from None
+
+
+def _on_error(name: str, value: Any) -> Any:
+    if not callable(value):
+        check_choice(name, value, ("raise", "skip", "retry"))
+    return value
+
+
+def _max_failures(name: str, value: Any) -> Any:
+    check_number(name, value, "a number of samples, or a share below 1")
+    if value is not None and (value < 0 or (isinstance(value, float) and value >= 1)):
+        raise ValueError(
+            f"{name}={value} is not possible: give a number of samples (an integer), or a share below 1"
+        )
+    return value
+
+
+def _controller(name: str, value: Any) -> Any:
+    if not isinstance(value, PaperController):
+        check_choice(name, value, ("corrected", "paper"))
+    return value
+
+
+def _actor_options(name: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}: give a dictionary, as {{'num_cpus': 2}}"
+        )
+    ours = [each for each in value if each in _NOT_FOR_ACTORS]
+    if ours:
+        raise ValueError(
+            f"{name} cannot set {', '.join(ours)}, which the loader decides: leave it out"
+        )
+    return dict(value)
+
+
+def _seed(name: str, value: Any) -> int | None:
+    check_whole(name, value, None)
+    return None if value is None else (value + _INT64) % (2 * _INT64) - _INT64
+
+
+def _bytes(name: str, value: Any) -> int | None:
+    """A number of bytes, also from a string such as ``"8GB"``."""
+    if isinstance(value, str):
+        found = _BYTES.fullmatch(value.strip())
+        if found is None:
+            raise ValueError(f"{name}={value!r} is no amount of memory: write '8GB' or '512MiB'")
+        number, prefix, binary = found.groups()
+        power = " kmgt".index(prefix.lower() or " ")
+        value = int(float(number) * (1024 if binary else 1000) ** power)
+    check_whole(name, value, 1)
+    return cast("int | None", value)
+
+
+def _name(name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a string")
+    return value
+
+
+def _device(name: str, value: Any) -> torch.device | None:
+    del name
+    return check_device(value)
+
+
+def metrics_address(value: int | str, name: str = "metrics") -> tuple[str, int]:
+    """Host and port of ``metrics``; without a host, only this machine can reach it."""
+    host, _, port = str(value).rpartition(":")
+    if isinstance(value, bool) or not port.isdigit() or int(port) > 65535:
+        raise ValueError(
+            f"{name}={value!r} is no port: give a number up to 65535, or a string such as '0.0.0.0:9100'"
+        )
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def _metrics(name: str, value: Any) -> Any:
+    return value if value is None or isinstance(value, tuple) else metrics_address(value, name)
+
+
+def _errors(name: str, value: Any) -> ErrorPolicy:
+    return value if isinstance(value, ErrorPolicy) else ErrorPolicy(_on_error(name, value))
+
+
+def _stragglers(name: str, value: Any) -> StragglerPolicy:
+    if value is not None and not isinstance(value, StragglerPolicy):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a StragglerPolicy")
+    return value or StragglerPolicy()
+
+
+def _shared_pool(name: str, value: Any) -> SharedPool | None:
+    if value is None or isinstance(value, SharedPool):
+        return value
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}: give True, False or a SharedPool"
+        )
+    return SharedPool() if value else None
+
+
+def _fetch(name: str, value: Any) -> FetchOptions:
+    if isinstance(value, FetchOptions):
+        return value
+    check_whole(name, value, 1)
+    return FetchOptions.uncounted(value)
+
+
+def _workers(name: str, value: Any) -> Any:
+    if not isinstance(value, RayWorkers):
+        if value not in ("process", "thread"):
+            raise ValueError(
+                f"{name}={value!r} is not possible: choose one of 'process', 'thread', RayWorkers(...)"
+            )
+        return value
+    if importlib.util.find_spec("ray") is None:
+        raise ModuleNotFoundError(
+            f"{name}={value} needs the package ray: pip install 'minatoloader[ray]'"
+        )
+    return value
+
+
+def _num_workers(name: str, value: Any) -> Any:
+    del name
+    if value == "auto":
+        value = AutoScale()
+    # torch refuses what is no number.
+    return StartingWorkers.of(value) if isinstance(value, AutoScale) else value
+
+
+def _pin_memory(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        check_choice(name, value, (False, True, IN_PLACE))
+    return value
+
+
+# ---- groups ---------------------------------------------------------------------------------
 
 
 class Unbound(int):
-    """torch's default of ``prefetch_factor``: reads like it, but does not bound what is loaded ahead.
+    """torch's default of ``prefetch_factor``: reads like it, but does not bound the prefetch window.
 
     A type of its own, so that a loader made from another one's attributes is not bound either.
     """
@@ -52,14 +281,14 @@ class Unbound(int):
 
 @dataclass(frozen=True)
 class PaperController:
-    """The worker controller of the MinatoLoader paper with constants of your own: ``controller=PaperController(...)``.
+    """The worker controller of the MinatoLoader paper with other constants: ``AutoScale(controller=...)``.
 
     Every period the number of workers changes by α (1 - ready batches / batches in flight) + β (processor use - θ).
 
     Attributes:
-        alpha: Weight of the empty part of the queue; the paper does not say.
-        beta: Weight of the processor's use above ``theta``; the paper does not say.
-        theta: The use of the processor that is aimed at, from 0 to 1.
+        alpha: Weight of the empty part of the queue; the paper does not give it.
+        beta: Weight of the processor's use above ``theta``; the paper does not give it.
+        theta: The target use of the processor, from 0 to 1.
         clip: Largest change per period, both ways.
         smoothing: Weight of the latest period in the moving average of the queue, above 0 and up to 1.
 
@@ -85,304 +314,797 @@ class PaperController:
 
 
 @dataclass(frozen=True)
-class Options:
-    """What torch's loader does not know.
+class AutoScale:
+    """A number of workers that follows the load: ``num_workers=AutoScale(...)``.
 
-    Attributes:
-        order: ``strict``, ``batch``, ``arrival`` or ``fast_first``.
-        max_lag: Batches by which a sample may be late in the last two.
-        seed: Seed of shuffling and samples, modulo 2**64 as a signed number; None for torch's generator.
-        memory_budget_bytes: Bytes of batches loaded ahead, None for a share of what is available.
-        worker_method: ``process``, ``thread`` or ``ray``.
-        rng: ``sample`` or ``worker``.
-        schedule: ``dynamic`` or ``round_robin``.
-        on_worker_death: ``restart`` or ``raise``.
-        record_order: Path of the file to which the order is appended, or None.
-        replay_order: Path of the file whose order is repeated, or None.
-        fetch_concurrency: Samples that a worker reads at once, or how it does.
-        on_error: ``raise``, ``skip``, ``retry`` or a function.
-        retries: How often a sample that raised is tried again first.
-        error_budget: Samples of an epoch that may fail: a number, a share below 1, or None.
-        quarantine: Path of the file that keeps failures, or None.
-        sample_timeout_s: Seconds that a sample may take, or None.
-        min_workers, max_workers: Limits of a changing number of workers, both None for a fixed one.
-        controller: ``corrected``, ``paper``, or the latter with constants.
-        slow_percentile: Of the costs of samples, from which on they are slow.
-        slow_after_s: The same in seconds, or None.
-        profile: Folder that keeps what samples cost, or None.
-        measure: Whether times are taken for ``report()``; ``"gpu"``: and the GPUs are watched.
-        metrics_port: Where an endpoint tells figures: a port, or host and port; None: nowhere.
-        trace: Path of the file that keeps what the run did, or None.
-        device: Where batches go, or None for main memory.
-        prefetch_to_device: How many batches go there before their turn.
-        shared_pool: Whether the ranks of a node share their workers.
-        on_rank_death: ``raise``, ``continue`` or ``wait``.
-        ray_options: What Ray is told of each actor, or None.
-        snapshot_every_n_steps: How often a worker of a stream sends its state, in batches; 0 or None: never.
+    Raises:
+        ValueError, TypeError: A value is not possible.
     """
 
-    order: str
-    max_lag: int
-    seed: int | None
-    memory_budget_bytes: int | None
-    worker_method: str
-    rng: str
-    schedule: str
-    on_worker_death: str
-    record_order: str | None
-    replay_order: str | None
-    fetch_concurrency: int | Fetching
-    on_error: Any
-    retries: int
-    error_budget: float | None
-    quarantine: str | None
-    sample_timeout_s: float | None
-    min_workers: int | None
-    max_workers: int | None
-    controller: str | PaperController
-    slow_percentile: float
-    slow_after_s: float | None
-    profile: str | None
-    measure: bool | str
-    metrics_port: int | str | None
-    trace: str | None
-    device: torch.device | None
-    prefetch_to_device: int
-    shared_pool: bool
-    on_rank_death: str
-    ray_options: Mapping[str, Any] | None
-    snapshot_every_n_steps: int | None
+    min: int | None = option(
+        None, "The fewest active workers.", values="1 or more", shown="1", check=_whole(1)
+    )
+    max: int | None = option(
+        None,
+        "The most active workers.",
+        values="`min` or more",
+        shown="the cores, or 8 for each but not above 32",
+        check=_whole(1),
+    )
+    controller: str | PaperController = option(
+        "corrected",
+        "How the number follows: `corrected`, or the MinatoLoader paper's formulas as printed: `paper`, or a "
+        "`PaperController` with other constants.",
+        values='`"corrected"`, `"paper"`, a `PaperController`',
+        check=_controller,
+    )
+    start: int | None = option(
+        None,
+        "Workers in the first epoch.",
+        values="between `min` and `max`",
+        shown="one per core, at most 12",
+        check=_whole(1),
+    )
 
-    @property
-    def target(self) -> torch.device | None:
-        """The device, unless it is main memory."""
-        return None if self.device is None or self.device.type == "cpu" else self.device
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        self.limits()
 
-    @property
-    def settles_failures(self) -> bool:
-        """Whether a sample that raises is anything but an error of its batch."""
-        settled = self.on_error != "raise" or self.retries or self.quarantine is not None
-        return bool(settled or self.sample_timeout_s is not None)
+    def limits(self) -> tuple[int, int, int]:
+        """Workers at first, at least and at most, with the defaults for this machine.
+
+        Raises:
+            ValueError: They contradict each other.
+        """
+        cores = int(available_cores())
+        least = 1 if self.min is None else self.min
+        # Workers that wait for a disk or a network do not need a core each.
+        most = max(cores, min(_WAITING_PER_CORE * cores, _MOST_WAITING), least, self.start or 1)
+        most = most if self.max is None else self.max
+        start = max(least, min(cores, _MOST_AT_FIRST, most)) if self.start is None else self.start
+        if not least <= start <= most:
+            given = f"start={start}" if self.start is not None else f"min={least}"
+            raise ValueError(
+                f"{given} is not between min={least} and max={most}: give AutoScale numbers in this order"
+            )
+        return start, least, most
+
+
+class StartingWorkers(int):
+    """The attribute ``num_workers`` of a loader whose number of workers changes: reads like the first number.
+
+    Attributes:
+        scale: Its limits. A loader made from the attributes of another one scales as that one does.
+    """
+
+    scale: AutoScale
 
     @classmethod
-    def of(
-        cls,
-        *,
-        in_order: bool,
-        has_batch_sampler: bool,
-        is_stream: bool,
-        pin_memory: bool | str,
-        order: str | None,
-        max_lag: int | None,
-        seed: int | None,
-        memory_budget_bytes: int | None,
-        worker_method: str,
-        rng: str | None,
-        schedule: str,
-        on_worker_death: str,
-        record_order: str | os.PathLike[str] | None,
-        replay_order: str | os.PathLike[str] | None,
-        fetch_concurrency: int | Fetching,
-        on_error: Any,
-        retries: int | None,
-        error_budget: float | None,
-        quarantine: Any,
-        sample_timeout_s: float | None,
-        num_workers: int | str,
-        min_workers: int | None,
-        max_workers: int | None,
-        controller: str | PaperController,
-        slow_percentile: float | None,
-        slow_after_s: float | None,
-        profile: Any,
-        measure: bool | str,
-        metrics_port: int | str | None,
-        trace: str | os.PathLike[str] | None,
-        device: str | torch.device | None,
-        prefetch_to_device: int | None,
-        shared_pool: bool,
-        on_rank_death: str,
-        ray_options: Mapping[str, Any] | None,
-        snapshot_every_n_steps: int | None,
-    ) -> Options:
+    def of(cls, scale: AutoScale) -> StartingWorkers:
+        """The first number of workers, with the limits."""
+        start, least, most = scale.limits()
+        number = cls(start)
+        number.scale = replace(scale, min=least, max=most, start=start)
+        return number
+
+    def times(self, count: int) -> StartingWorkers:
+        """The number and its limits for ``count`` loaders together."""
+        start, least, most = self.scale.limits()
+        return self.of(
+            replace(self.scale, min=least * count, max=most * count, start=start * count)
+        )
+
+
+@dataclass(frozen=True)
+class RayWorkers:
+    """Workers that are actors of a Ray cluster (extra ``ray``): ``workers=RayWorkers(...)``.
+
+    Raises:
+        ValueError, TypeError: A value is not possible.
+    """
+
+    actor_options: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "meaning": "Options of [each actor](../how-to/several-machines.md#what-an-actor-takes), passed to Ray's "
+            "`ActorClass.options`.",
+            "values": "dictionary",
+            "default": '`{"num_cpus": 1}`',
+            "check": _actor_options,
+        },
+    )
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True)
+class ErrorPolicy:
+    """What happens when a sample raises or hangs, or a worker dies: ``errors=ErrorPolicy(...)``.
+
+    Raises:
+        ValueError, TypeError: A value or a combination is not possible.
+    """
+
+    on_error: str | Callable[[Any], Any] = option(
+        "raise",
+        'What happens to a sample that raises. `"raise"`: its batch raises the error, as with torch. `"skip"`: the '
+        'sample is left out. `"retry"`: it is tried again, and raises if that does not help. A function is called in '
+        "the worker with a `SampleFailure`: the value it returns replaces the sample, `minato.SKIP` leaves it out, and "
+        "an exception is raised.",
+        values='`"raise"`, `"skip"`, `"retry"`, a function',
+        check=_on_error,
+    )
+    retries: int | None = option(
+        None,
+        "How often a sample is tried again, with the same random numbers, before `on_error` applies.",
+        values="0 or more",
+        shown='2 with `"retry"`, else 0',
+        check=_whole(0),
+    )
+    max_failures: float | None = option(
+        None,
+        "How many samples of an epoch may be left out or replaced before `minato.ErrorBudgetError` ends it.",
+        values="a number of samples (integer), or a share below 1",
+        shown="any number",
+        check=_max_failures,
+    )
+    log: str | os.PathLike[str] | None = option(
+        None,
+        "File to which each failure is appended as a line of JSON: index, epoch, seed, worker, transform, exception, "
+        "traceback, outcome.",
+        values="path",
+        check=_path,
+    )
+    sample_timeout: float | None = option(
+        None,
+        "Seconds that a sample may take before its worker process is ended and replaced. The sample then fails with "
+        "`minato.SampleTimeoutError`, whose text holds the worker's stack. The limit also holds for a call of "
+        "`collate_fn` and for `worker_init_fn`, which raise after `retries` more tries.",
+        values="seconds above 0",
+        check=_positive_seconds,
+    )
+    on_worker_death: str = option(
+        "restart",
+        'What happens when a worker process dies. `"restart"`: another [replaces it](../how-to/debugging.md'
+        "#a-worker-dies), its samples are loaded again, and a warning says so; three deaths on one sample raise. "
+        '`"raise"`: torch\'s RuntimeError at once, as always with iterable and stateful datasets and `compat="torch"`, '
+        "whose workers hold state that would be lost.",
+        values='`"restart"`, `"raise"`',
+        check=_one_of("restart", "raise"),
+    )
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.max_failures is not None and self.on_error in ("raise", "retry"):
+            raise ValueError(
+                f"max_failures={self.max_failures} has no meaning with on_error={self.on_error!r}, where no sample is "
+                "left out: use on_error='skip' or a function"
+            )
+
+    @property
+    def outcome(self) -> Any:
+        """What happens after the last try: ``raise``, ``skip`` or a function."""
+        return "raise" if self.on_error == "retry" else self.on_error
+
+    @property
+    def tries_again(self) -> int:
+        """How often a sample is tried again."""
+        return self.retries if self.retries is not None else 2 * (self.on_error == "retry")
+
+    @property
+    def log_path(self) -> str | None:
+        """``log`` as a string."""
+        return as_path(self.log)
+
+    @property
+    def handles_samples(self) -> bool:
+        """Whether a sample that raises is anything but an error of its batch."""
+        return self.on_error != "raise" or self.tries_again > 0 or self.log is not None
+
+
+@dataclass(frozen=True)
+class StragglerPolicy:
+    """When a sample counts as slow: ``stragglers=StragglerPolicy(...)``.
+
+    Raises:
+        ValueError, TypeError: A value or a combination is not possible.
+    """
+
+    percentile: float | None = option(
+        None,
+        "Samples that cost more than this percentile of all are [slow](../how-to/slow-samples.md#say-what-is-slow); "
+        "none is where costs differ little.",
+        values="between 0 and 100",
+        shown="75, as in the MinatoLoader paper",
+        check=_percentile,
+    )
+    after_s: float | None = option(
+        None,
+        "Instead: samples that take longer than this are slow.",
+        values="seconds above 0",
+        check=_positive_seconds,
+    )
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.percentile is not None and self.after_s is not None:
+            raise ValueError(
+                f"percentile={self.percentile} and after_s={self.after_s} both set from when on a sample is slow: "
+                "give one"
+            )
+
+    @property
+    def share(self) -> float:
+        """The percentile from 0 to 1."""
+        return 0.75 if self.percentile is None else self.percentile / 100
+
+
+@dataclass(frozen=True)
+class SharedPool:
+    """One pool of workers for the ranks of a node: ``shared_pool=SharedPool(...)``.
+
+    Raises:
+        ValueError: A value is not possible.
+    """
+
+    on_rank_death: str = option(
+        "raise",
+        'What the other ranks do [when the process of one ends](../how-to/ranks.md#when-a-rank-ends). `"raise"`: a '
+        'RuntimeError. `"continue"`: they go on without its part of the dataset. `"wait"`: they go on, and wait before '
+        "the next epoch until another process takes its place. Without local rank 0, which hosts the workers, none "
+        "goes on.",
+        values='`"raise"`, `"continue"`, `"wait"`',
+        check=_one_of("raise", "continue", "wait"),
+    )
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+class FetchReport(NamedTuple):
+    """Counts of reads, of all workers and epochs.
+
+    Attributes:
+        reads: Samples that were requested, each counted once.
+        hedged: Samples that were requested twice.
+        hedges_won: Samples whose second request was answered first.
+    """
+
+    reads: int
+    hedged: int
+    hedges_won: int
+
+
+@dataclass(frozen=True)
+class FetchOptions:
+    """How each worker reads several samples at once: ``fetch_concurrency=FetchOptions(...)``.
+
+    Raises:
+        ValueError, TypeError: A value is not possible.
+    """
+
+    concurrency: int = option(
+        1, "In-flight reads of each worker at most.", values="1 or more", check=_whole(1)
+    )
+    max_in_flight: int | None = option(
+        None,
+        "In-flight reads of all workers of a loader at most, at least one for each. The workers share them.",
+        values="the number of workers or more",
+        check=_whole(1),
+    )
+    slow_start: int | None = option(
+        None,
+        "The prefetch window grows by one batch after this many returned batches, up to what memory allows. So at "
+        "most `1 + 1/slow_start` times as many samples are requested as are returned. None: it is full at once.",
+        values="batches, 1 or more",
+        check=_whole(1),
+    )
+    hedge_percentile: float | None = option(
+        None,
+        "Reads that take longer than this percentile of their worker's reads are requested again, and the first answer "
+        "counts. Where more reads than that are late, only one at a time is hedged. The dataset must return the same "
+        "sample again.",
+        values="between 0 and 100",
+        check=_percentile,
+    )
+    counters: Counters | None = field(default=None, init=False, repr=False, compare=False)
+    """None for a plain ``fetch_concurrency=N``, which has no report."""
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        object.__setattr__(self, "counters", Counters(*FetchReport._fields))
+
+    @classmethod
+    def uncounted(cls, concurrency: int) -> FetchOptions:
+        """The options of ``fetch_concurrency=N``, without counters, which would take shared memory."""
+        plain = object.__new__(cls)
+        for each in fields(cls):
+            object.__setattr__(plain, each.name, each.default)
+        object.__setattr__(plain, "concurrency", concurrency)
+        return plain
+
+    def __str__(self) -> str:
+        return str(self.concurrency) if self.counters is None else repr(self)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a worker does more than read one sample after the other."""
+        limits = self.max_in_flight, self.hedge_percentile
+        return self.concurrency > 1 or limits != (None, None)
+
+    def report(self) -> FetchReport:
+        """The counts so far."""
+        return FetchReport(*(self.counters.totals() if self.counters is not None else (0, 0, 0)))
+
+
+# ---- all options ----------------------------------------------------------------------------
+
+
+class TorchArguments(NamedTuple):
+    """The arguments of torch that decide which options are possible.
+
+    Attributes:
+        in_order: As given.
+        has_batch_sampler: Whether one is given.
+        is_stream: Whether the dataset is iterable.
+        in_threads: Whether the processes of ``multiprocessing_context`` are threads.
+        dataset_name: The default of ``name``.
+    """
+
+    in_order: bool
+    has_batch_sampler: bool
+    is_stream: bool
+    in_threads: bool = False
+    dataset_name: str = "dataset"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments that torch's loader lacks, and the two of torch's that take more values here."""
+
+    num_workers: int = option(
+        0,
+        'Also `"auto"` or an `AutoScale`: the number of active workers [follows the load](../how-to/slow-samples.md'
+        "#let-the-number-of-workers-follow), up while the loop waits and more workers help, down while they idle.",
+        values='0 or more, `"auto"`, an `AutoScale`',
+        check=_num_workers,
+    )
+    pin_memory: bool | str = option(
+        False,
+        'Also `"in_place"`: pinned [where the workers write it](../how-to/gpu.md#pin_memory), without torch\'s copy. '
+        "Its memory is used again once the stream that is current when a batch is dropped has finished the work queued "
+        "until then.",
+        values='`True`, `False`, `"in_place"`',
+        check=_pin_memory,
+    )
+    transforms: Any = option(
+        None,
+        "Callables applied one after the other to `dataset[i]`, or an object with such a list in its attribute "
+        "`transforms` (torchvision's `Compose`).",
+        values="list of callables, or an object with `.transforms`",
+    )
+    order: str = option(
+        None,
+        '[Which samples a batch holds and when it is returned](../how-to/order.md). `"strict"`: torch\'s batches in '
+        'torch\'s order. `"batch"`: torch\'s batches, each as soon as it is complete. `"arrival"`: samples that are '
+        'ready go into the oldest open batch. `"fast_first"`: as `arrival`, but slow samples wait for the newest open '
+        "batch while enough batches are ready.",
+        values='`"strict"`, `"batch"`, `"arrival"`, `"fast_first"`',
+        shown="see below",
+        check=_one_of(None, "strict", "batch", *_MIXING),
+    )
+    max_lag: int = option(
+        None,
+        "How many batches later than in strict order a sample may be returned; only for `arrival` and `fast_first`.",
+        values="batches, 0 or more",
+        shown="32",
+        check=_whole(0),
+    )
+    seed: int | None = option(
+        None,
+        "The permutation of each epoch and the random numbers of each sample [follow from "
+        "it](../how-to/randomness.md), as functions of (seed, epoch, index).",
+        values="integer",
+        shown="torch's generator decides",
+        check=_seed,
+    )
+    device: torch.device | None = option(
+        None,
+        "Where batches [are returned](../how-to/gpu.md): their tensors, and objects with torch's `to`, are copied "
+        "there while the training runs, from the pinned memory that the workers write to.",
+        values="string, `torch.device`",
+        shown="host memory",
+        check=_device,
+    )
+    prefetch_to_device: int = option(
+        None,
+        "How many complete batches are copied there ahead of their turn; only with `device`.",
+        values="batches, 0 or more",
+        shown="2",
+        check=_whole(0),
+    )
+    fetch_concurrency: FetchOptions = option(
+        1,
+        "How many samples each worker [reads at once](../how-to/remote-data.md): `dataset[i]` in as many threads or, "
+        "if the dataset has `async def __aget__(self, i)`, as coroutines of one thread. The transforms run one after "
+        "the other in the worker's main thread.",
+        values="samples, 1 or more; a `FetchOptions`",
+        check=_fetch,
+    )
+    cache: Any = option(
+        None,
+        "Keeps samples [after the first of the transforms](../how-to/caches.md); later epochs neither read nor "
+        "transform them again.",
+        values="`DiskCache(…)`, `MemoryCache(…)`",
+    )
+    name: str = option(
+        None,
+        "Labels the loader in reports, the live view, metrics and traces.",
+        values="string",
+        shown="the dataset's class",
+        check=_name,
+    )
+    compat: str | None = option(
+        None,
+        '`"torch"`: batch k is for worker k mod n, with torch\'s seeds and one random stream per worker, so that all '
+        "content is [bit for bit torch's](../how-to/verify-a-migration.md). None: samples go to any free worker, and "
+        "the global generators are [seeded for each sample](../how-to/randomness.md), so that content does not depend "
+        "on the number of workers.",
+        values='`None`, `"torch"`',
+        check=_one_of(None, "torch"),
+    )
+    memory_budget: int | None = option(
+        None,
+        "Bound of the [prefetched batches](../how-to/memory.md) in bytes.",
+        values='bytes, 1 or more; `"8GB"`, `"512MiB"`',
+        shown="a quarter of the memory available at the first iteration, divided by the ranks of the node and the "
+        "loaders in use",
+        check=_bytes,
+    )
+    workers: str | RayWorkers = option(
+        "process",
+        "What a worker is: a process, a thread, or [an actor in a Ray cluster](../how-to/several-machines.md).",
+        values='`"process"`, `"thread"`, a `RayWorkers`',
+        check=_workers,
+    )
+    errors: ErrorPolicy = option(
+        "raise",
+        "What happens when [a sample raises](../how-to/bad-samples.md). An `ErrorPolicy` also holds retries, limits, a "
+        "log, a timeout, and what happens when a worker dies.",
+        values='`"raise"`, `"skip"`, `"retry"`, a function, an `ErrorPolicy`',
+        check=_errors,
+    )
+    stragglers: StragglerPolicy = option(
+        None,
+        "When a sample counts as [slow](../how-to/slow-samples.md#say-what-is-slow).",
+        values="a `StragglerPolicy`",
+        shown="`StragglerPolicy(percentile=75)`",
+        check=_stragglers,
+    )
+    shared_pool: SharedPool | None = option(
+        False,
+        "The ranks of a node [share one pool of workers](../how-to/ranks.md) under `torchrun`: each sample goes to any "
+        "free worker. Each rank gets its part of the dataset, and as many batches as every other.",
+        values="`True`, `False`, a `SharedPool`",
+        check=_shared_pool,
+    )
+    cost_history: str | None = option(
+        None,
+        "Directory in which each epoch saves the costs of its samples, so that the next run knows slow samples from "
+        "the start.",
+        values="path",
+        check=_path,
+    )
+    stats: bool | str = option(
+        True,
+        'Whether the times for [the report](report.md) are measured, a few microseconds for each batch. `"gpu"`: a '
+        "process of local rank 0 also measures the use of the GPUs.",
+        values='`True`, `False`, `"gpu"`',
+        check=_one_of(True, False, "gpu"),
+    )
+    trace: str | None = option(
+        None,
+        "File, overwritten, that records [the run moment by moment](../how-to/trace.md) for https://ui.perfetto.dev. "
+        "It ends at 256 MiB.",
+        values="path",
+        check=_path,
+    )
+    metrics: tuple[str, int] | None = option(
+        None,
+        "Port of 127.0.0.1, or host and port, that serves [figures for Prometheus](report.md#prometheus) from the "
+        "first iteration on; 0: any free port, shown by `metrics_url`.",
+        values='0 to 65535, `"host:port"`',
+        check=_metrics,
+    )
+    record_order: str | None = option(
+        None,
+        "File to which [the order of the batches](../how-to/order.md#repeat-a-run) is appended as they are returned.",
+        values="path",
+        check=_path,
+    )
+    replay_order: str | None = option(
+        None,
+        "Such a file: the same samples come in the same batches, in the recorded order, with the recorded seed. The "
+        "sampler is not used; `order` is `strict`.",
+        values="path",
+        check=_path,
+    )
+    snapshot_every_n_steps: int | None = option(
+        1,
+        "A worker of an iterable dataset [sends its state](../how-to/resume.md#datasets-with-a-state) with one of this "
+        "many batches; 0 or `None`: with none. The loader's state is exact all the same: batches since then are read "
+        "again on resume.",
+        values="0 or more, `None`",
+        check=_whole(0),
+    )
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], torchs: TorchArguments) -> Options:
         """Check the arguments and fill in the defaults that depend on others.
+
+        Args:
+            given: The values of the fields, as the caller gave them.
+            torchs: What other arguments of torch decide.
 
         Raises:
             ValueError: A value is not possible; the message names the argument, the value and the remedy.
-            TypeError: A number is no integer.
-            ModuleNotFoundError: Ray is asked for, and not installed.
+            TypeError: A value has a wrong type.
+            ModuleNotFoundError: Ray is not installed.
         """
-        check_choice("order", order, (None, *ORDERS))
-        check_choice("worker_method", worker_method, ("process", "thread", "ray"))
-        check_choice("rng", rng, (None, "sample", "worker"))
-        check_choice("on_worker_death", on_worker_death, ("restart", "raise"))
-        check_choice("schedule", schedule, ("dynamic", "round_robin"))
-        if not callable(on_error):
-            check_choice("on_error", on_error, ("raise", "skip", "retry"))
-        check_whole("retries", retries, 0)
-        check_error_budget(error_budget)
-        quarantine = as_path(quarantine)
-        if not isinstance(controller, PaperController):
-            check_choice("controller", controller, ("corrected", "paper"))
-        check_choice("measure", measure, (True, False, "gpu"))
-        if metrics_port is not None:
-            metrics_address(metrics_port)
-            if not measure:
-                raise ValueError(
-                    f"metrics_port={metrics_port!r} contradicts measure=False, which takes no figures: leave one out"
-                )
-        check_slow(slow_percentile, slow_after_s)
-        place = check_device(device)
-        if isinstance(pin_memory, str):
-            check_choice("pin_memory", pin_memory, (False, True, IN_PLACE))
-        check_whole("prefetch_to_device", prefetch_to_device, 0)
-        if prefetch_to_device is not None and place is None:
+        options = cls(**given)
+        options = replace(options, name=options.name or torchs.dataset_name)
+        if torchs.in_threads and options.workers == "process":
+            options = replace(options, workers="thread")
+        _check_replay(options, torchs.is_stream)
+        options = _with_defaults(options, torchs)
+        _check_errors(options, torchs.is_stream)
+        _check_scaling(options, torchs.is_stream)
+        _check_fetching(options, torchs.is_stream)
+        _check_sharing(options, torchs.is_stream)
+        _check_ray(options, torchs.is_stream)
+        if options.metrics is not None and not options.stats:
             raise ValueError(
-                f"prefetch_to_device={prefetch_to_device} has no meaning without a device: give device="
+                f"metrics={given['metrics']!r} contradicts stats=False, which measures nothing: leave one out"
             )
-        check_whole("min_workers", min_workers, 1)
-        check_whole("max_workers", max_workers, 1)
-        check_whole("max_lag", max_lag, 0)
-        if not isinstance(fetch_concurrency, Fetching):
-            check_whole("fetch_concurrency", fetch_concurrency, 1)
-        check_whole("memory_budget_bytes", memory_budget_bytes, 1)
-        check_whole("seed", seed, None)
-        check_whole("snapshot_every_n_steps", snapshot_every_n_steps, 0)
-        record_order, replay_order = as_path(record_order), as_path(replay_order)
-        if is_stream and (record_order or replay_order):
+        if given["prefetch_to_device"] is not None and options.device is None:
             raise ValueError(
-                "record_order and replay_order write down the keys of each batch, and an iterable dataset has none: "
-                "leave them out"
+                f"prefetch_to_device={options.prefetch_to_device} has no meaning without a device: give device="
             )
-        if replay_order is not None:
-            if order not in (None, "strict"):
-                raise ValueError(
-                    f"replay_order gives the batches as they are recorded, and order={order!r} would change them: "
-                    "leave order out"
-                )
-            if record_order is not None and os.path.abspath(record_order) == os.path.abspath(
-                replay_order
-            ):
-                raise ValueError(
-                    f"record_order and replay_order are the same file {record_order!r}: use two"
-                )
-            order = "strict"
-            in_order = True
-        if order is None:
-            whole = has_batch_sampler or is_stream or schedule == "round_robin"
-            free = "batch" if whole else "arrival"
-            order = "strict" if in_order else free
-        if order == "strict" and not in_order:
-            raise ValueError("order='strict' contradicts in_order=False: give one of the two")
-        if order in ("arrival", "fast_first") and has_batch_sampler:
-            raise ValueError(
-                f"order={order!r} mixes the batches that a batch_sampler makes: use order='batch' to get each "
-                "of them as soon as it is complete"
-            )
-        if order in ("arrival", "fast_first") and (is_stream or schedule == "round_robin"):
-            cause = "an iterable dataset" if is_stream else f"schedule={schedule!r}"
-            raise ValueError(
-                f"order={order!r} mixes batches, but with {cause} each batch is one worker's: use order='batch' to "
-                "get each of them as soon as it is complete"
-            )
-        if is_stream and rng == "sample":
-            raise ValueError(
-                "rng='sample' binds randomness to indices, and an iterable dataset has none: leave rng out"
-            )
-        if schedule == "round_robin" and rng == "sample":
-            raise ValueError(
-                "rng='sample' contradicts schedule='round_robin', which gives torch's own streams: leave rng out"
-            )
-        if max_lag is not None and order not in ("arrival", "fast_first"):
-            raise ValueError(
-                f"max_lag={max_lag} has no meaning with order={order!r}: samples are late only with "
-                "order='arrival' or 'fast_first'"
-            )
-        if is_stream and (on_error != "raise" or retries or quarantine is not None):
-            raise ValueError(
-                f"on_error={on_error!r}, retries={retries} and quarantine={quarantine!r} are for samples that have an "
-                "index: catch the error in the iterable dataset itself"
-            )
-        if error_budget is not None and on_error in ("raise", "retry"):
-            raise ValueError(
-                f"error_budget={error_budget} has no meaning with on_error={on_error!r}, where no sample is left out: "
-                "use on_error='skip' or a function"
-            )
-        if sample_timeout_s is not None:
-            check_sample_timeout(sample_timeout_s, num_workers, worker_method, is_stream, schedule)
-        if retries is None:
-            retries = DEFAULT_RETRIES if on_error == "retry" else 0
-        if num_workers == "auto" or min_workers is not None or max_workers is not None:
-            if is_stream or schedule == "round_robin":
-                cause = "an iterable dataset" if is_stream else f"schedule={schedule!r}"
-                raise ValueError(
-                    f"the number of workers cannot change with {cause}, whose content depends on it: give "
-                    "num_workers as a number, without min_workers and max_workers"
-                )
-            min_workers, max_workers = worker_range(num_workers, min_workers, max_workers)
-        elif controller != "corrected":
-            raise ValueError(
-                f"controller={controller!r} has no meaning while the number of workers is fixed: give max_workers, or "
-                "num_workers='auto'"
-            )
-        most_workers = max_workers if isinstance(num_workers, str) else max_workers or num_workers
-        fetching = Fetching.of(fetch_concurrency)
-        check_fetching(fetching, is_stream, schedule, rng, most_workers)
-        check_sharing(
-            shared_pool,
-            on_rank_death,
-            {
-                "an iterable dataset": is_stream,
-                "num_workers=0": num_workers == 0,
-                f"worker_method={worker_method!r}": worker_method != "process",
-                "schedule='round_robin'": schedule == "round_robin",
-                f"on_error={on_error!r}": on_error not in ("raise", "retry"),
-                f"record_order={record_order!r}": record_order is not None,
-                f"replay_order={replay_order!r}": replay_order is not None,
-                f"pin_memory={pin_memory!r}": pin_memory == IN_PLACE,
-            },
+        return options
+
+    @property
+    def target(self) -> torch.device | None:
+        """The device, unless it is host memory."""
+        return None if self.device is None or self.device.type == "cpu" else self.device
+
+    @property
+    def autoscale(self) -> AutoScale | None:
+        """The limits of a changing number of workers; None for a fixed one."""
+        return self.num_workers.scale if isinstance(self.num_workers, StartingWorkers) else None
+
+    @property
+    def worker_kind(self) -> Literal["process", "thread", "ray"]:
+        """What a worker is."""
+        return "ray" if isinstance(self.workers, RayWorkers) else cast(Any, self.workers)
+
+    @property
+    def actor_options(self) -> Mapping[str, Any]:
+        """Options of each Ray actor."""
+        return self.workers.actor_options if isinstance(self.workers, RayWorkers) else {}
+
+    @property
+    def seeds_samples(self) -> bool:
+        """Whether randomness is bound to each sample rather than to the worker."""
+        return self.compat is None
+
+
+def _check_replay(options: Options, is_stream: bool) -> None:
+    """Files of recorded orders."""
+    record, replay = options.record_order, options.replay_order
+    if is_stream and (record or replay):
+        raise ValueError(
+            "record_order and replay_order write down the indices of each batch, and an iterable dataset has none: "
+            "leave them out"
         )
-        check_ray_options(ray_options, worker_method)
-        if worker_method == "ray":
-            changes = min_workers is not None
-            check_ray(num_workers, changes, fetching, is_stream, schedule)
-        return cls(
-            order=order,
-            max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
-            seed=None if seed is None else (seed + _INT64) % (2 * _INT64) - _INT64,
-            memory_budget_bytes=memory_budget_bytes,
-            worker_method=worker_method,
-            rng=rng or ("worker" if schedule == "round_robin" else "sample"),
-            schedule=schedule,
-            on_worker_death=on_worker_death,
-            record_order=record_order,
-            replay_order=replay_order,
-            fetch_concurrency=fetch_concurrency,
-            on_error="raise" if on_error == "retry" else on_error,
-            retries=retries,
-            error_budget=error_budget,
-            quarantine=quarantine,
-            sample_timeout_s=sample_timeout_s,
-            min_workers=min_workers,
-            max_workers=max_workers,
-            controller=controller,
-            slow_percentile=_SLOW_PERCENTILE if slow_percentile is None else slow_percentile,
-            slow_after_s=slow_after_s,
-            profile=None if profile is None else os.fspath(profile),
-            measure=measure,
-            metrics_port=metrics_port,
-            trace=as_path(trace),
-            device=place,
-            prefetch_to_device=_AHEAD if prefetch_to_device is None else prefetch_to_device,
-            shared_pool=shared_pool,
-            on_rank_death=on_rank_death,
-            ray_options=ray_options,
-            snapshot_every_n_steps=snapshot_every_n_steps,
+    if replay is None:
+        return
+    if options.order not in (None, "strict"):
+        raise ValueError(
+            f"replay_order gives the batches as they are recorded, and order={options.order!r} would change them: "
+            "leave order out"
+        )
+    if record is not None and os.path.abspath(record) == os.path.abspath(replay):
+        raise ValueError(f"record_order and replay_order are the same file {record!r}: use two")
+
+
+def _with_defaults(options: Options, torchs: TorchArguments) -> Options:
+    """The options with the defaults that follow from other arguments."""
+    in_order, order = torchs.in_order, cast("str | None", options.order)
+    whole = torchs.is_stream or options.compat == "torch"
+    if options.replay_order is not None:
+        in_order, order = True, "strict"
+    if order is None:
+        free = "batch" if whole or torchs.has_batch_sampler else "arrival"
+        order = "strict" if in_order else free
+    if order == "strict" and not in_order:
+        raise ValueError("order='strict' contradicts in_order=False: give one of the two")
+    if order in _MIXING and torchs.has_batch_sampler:
+        raise ValueError(
+            f"order={order!r} mixes the batches that a batch_sampler makes: use order='batch' to get each of them as "
+            "soon as it is complete"
+        )
+    if order in _MIXING and whole:
+        cause = "an iterable dataset" if torchs.is_stream else "compat='torch'"
+        raise ValueError(
+            f"order={order!r} mixes batches, but with {cause} each batch is one worker's: use order='batch' to get "
+            "each of them as soon as it is complete"
+        )
+    max_lag, ahead = (
+        cast("int | None", options.max_lag),
+        cast("int | None", options.prefetch_to_device),
+    )
+    if max_lag is not None and order not in _MIXING:
+        raise ValueError(
+            f"max_lag={max_lag} has no meaning with order={order!r}: samples are late only with "
+            "order='arrival' or 'fast_first'"
+        )
+    return replace(
+        options,
+        order=order,
+        max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
+        prefetch_to_device=_AHEAD if ahead is None else ahead,
+    )
+
+
+def _check_errors(options: Options, is_stream: bool) -> None:
+    """Error policies that need indices, or worker processes that can be replaced."""
+    errors = options.errors
+    if is_stream and errors.handles_samples:
+        raise ValueError(
+            f"on_error={errors.on_error!r}, retries={errors.retries} and log={errors.log!r} are for samples that have "
+            "an index: catch the error in the iterable dataset itself"
+        )
+    limit_s = errors.sample_timeout
+    if limit_s is None:
+        return
+    if options.num_workers == 0 or options.workers != "process":
+        raise ValueError(
+            f"sample_timeout={limit_s} needs worker processes, because nothing else can be ended: use num_workers=1 "
+            "or more and workers='process'"
+        )
+    if is_stream or options.compat == "torch":
+        raise ValueError(
+            f"sample_timeout={limit_s} ends and replaces workers, but those of an iterable dataset or of "
+            "compat='torch' hold state that would be lost: use torch's timeout="
         )
 
-    def first_workers(self, num_workers: int | str) -> int:
-        """How many workers there are at first, as a number."""
-        if num_workers != "auto":
-            return cast(int, num_workers)
-        least, most = cast(int, self.min_workers), cast(int, self.max_workers)
-        return max(least, min(int(available_cores()), _MOST_AT_FIRST, most))
+
+def _check_scaling(options: Options, is_stream: bool) -> None:
+    """A changing number of workers, where content does not depend on it."""
+    if options.autoscale is not None and (is_stream or options.compat == "torch"):
+        cause = "an iterable dataset" if is_stream else "compat='torch'"
+        raise ValueError(
+            f"the number of workers cannot change with {cause}, whose content depends on it: give num_workers as a "
+            "number"
+        )
+
+
+def _check_fetching(options: Options, is_stream: bool) -> None:
+    """Several reads at once, where samples have indices and randomness of their own."""
+    fetch, scale = options.fetch_concurrency, options.autoscale
+    most_workers = options.num_workers if scale is None else cast(int, scale.max)
+    if fetch.max_in_flight is not None and fetch.max_in_flight < most_workers:
+        raise ValueError(
+            f"max_in_flight={fetch.max_in_flight} reads are fewer than {most_workers} workers, each of which may have "
+            "one in flight: use fewer workers"
+        )
+    if not fetch.at_once and fetch.slow_start is None:
+        return
+    if is_stream:
+        raise ValueError(
+            f"fetch_concurrency={fetch} reads several samples by their indices, and an iterable dataset has none: "
+            "leave it out, or use a map-style dataset"
+        )
+    if options.compat == "torch":
+        raise ValueError(
+            f"fetch_concurrency={fetch} contradicts compat='torch': samples that are read at once draw from the "
+            "worker's stream in any order; leave one of the two out"
+        )
+
+
+def _check_sharing(options: Options, is_stream: bool) -> None:
+    """One pool for several ranks, where each of them has a part of it."""
+    if options.shared_pool is None:
+        return
+    on_error, whole = (
+        options.errors.on_error,
+        "as each rank has only a part of the batches: leave it out",
+    )
+    refused = {
+        "an iterable dataset, whose samples have no indices to divide: use a map-style dataset": is_stream,
+        "num_workers=0, with which there are no workers to share: use 1 or more": (
+            options.num_workers == 0
+        ),
+        f"workers={options.workers!r}, whose batches other processes cannot see: use 'process'": (
+            options.workers != "process"
+        ),
+        "compat='torch', where each batch is one worker's: leave it out": options.compat == "torch",
+        f"on_error={on_error!r}, with which ranks might get different numbers of batches: use 'raise' or 'retry'": (
+            on_error not in ("raise", "retry")
+        ),
+        f"record_order={options.record_order!r}, {whole}": options.record_order is not None,
+        f"replay_order={options.replay_order!r}, {whole}": options.replay_order is not None,
+        f"pin_memory={IN_PLACE!r}, as only torch knows when all ranks' copies are over: use device=, or "
+        "pin_memory=True": options.pin_memory == IN_PLACE,
+    }
+    for cause, applies in refused.items():
+        if applies:
+            raise ValueError(f"shared_pool=True does not go with {cause}")
+
+
+def _check_ray(options: Options, is_stream: bool) -> None:
+    """What actors of a Ray cluster can do for a loader."""
+    if not isinstance(options.workers, RayWorkers):
+        return
+    given = "workers=RayWorkers(...)"
+    if options.num_workers == 0:
+        raise ValueError(
+            f"{given} has actors as workers, and num_workers=0 has none: use num_workers=1 or more"
+        )
+    if options.autoscale is not None:
+        raise ValueError(
+            f"{given} has as many workers as the cluster has free cores, num_workers at most: give it as a number"
+        )
+    if is_stream:
+        raise ValueError(
+            f"{given} sends actors the indices of samples, and an iterable dataset has none: use workers='process', "
+            "or a map-style dataset"
+        )
+    if options.compat == "torch":
+        raise ValueError(
+            "compat='torch' gives the streams of torch's worker processes: use workers='process'"
+        )
+    fetch = options.fetch_concurrency
+    if fetch.at_once or fetch.slow_start is not None:
+        raise ValueError(
+            f"fetch_concurrency={fetch} contradicts {given}, whose actors run one sample at a time: leave it out, and "
+            "use more workers with RayWorkers({'num_cpus': 0.25})"
+        )
+
+
+# ---- documentation --------------------------------------------------------------------------
+
+WIDENED = ("num_workers", "pin_memory")
+"""Arguments of torch that take more values here."""
+OPTION_NAMES = tuple(each.name for each in fields(Options))
+DEFAULTS = {each.name: each.default for each in fields(Options)}
+OWN_NAMES = tuple(name for name in OPTION_NAMES if name not in WIDENED)
+GROUPS = (AutoScale, ErrorPolicy, FetchOptions, RayWorkers, SharedPool, StragglerPolicy)
+
+
+def _as_docstring(group: type) -> str:
+    """The fields of a group in the form of a docstring's section."""
+    lines = []
+    for each in fields(group):
+        if "meaning" in each.metadata:
+            text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", each.metadata["meaning"])
+            default = each.metadata["default"]
+            text = f"{each.name}: {text} Default: {default}.".replace("`", "``")
+            lines.append(f"        {text}")
+    return "\n".join(lines)
+
+
+def with_options(docstring: str | None) -> str:
+    """The docstring of a loader's class with the documentation of the options before its errors."""
+    before, _, after = (docstring or "").partition("    Raises:")
+    return f"{before}    Args:\n{_as_docstring(Options)}\n\n    Raises:{after}"
+
+
+for _group in GROUPS:
+    _group.__doc__ = (_group.__doc__ or "").replace(
+        "\n    Raises:", f"\n    Attributes:\n{_as_docstring(_group)}\n\n    Raises:"
+    )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
-from minato._rebinding import Name, rebind
-from minato._standin import TorchDataLoader, stand_in
+from minato._support.loader_class import Name, TorchDataLoader, rebind, stand_in
 from minato.loader import DataLoader
 
 __all__ = ["Patch", "patch", "unpatch"]
 
 _TORCHS_NAME = TorchDataLoader.__module__, TorchDataLoader.__qualname__
-_OUR_NAME = "minato._standin", "TorchDataLoader"
+_OUR_NAME = "minato._support.loader_class", "TorchDataLoader"
 
 _lock = threading.Lock()
 _depth = 0

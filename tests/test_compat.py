@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch.autograd import profiler
 
-from minato import _compat, _counters, _pickling
+from minato import _compat
+from minato._support import counters, pickling
 from minato.batching.sample_spec import rules_hold
 
 PACKAGE = Path(_compat.__file__).parent
@@ -224,8 +225,8 @@ def test_devices_that_torch_does_not_ask(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_shared_integers_that_torch_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_counters, "shared_file_storage", lambda descriptor, nbytes: None)
-    numbers = _counters.shared_integers(2, 3)
+    monkeypatch.setattr(counters, "shared_file_storage", lambda descriptor, nbytes: None)
+    numbers = counters.shared_integers(2, 3)
     assert numbers.is_shared()
     assert numbers.tolist() == [[0, 0, 0], [0, 0, 0]]
 
@@ -242,9 +243,9 @@ def test_quantized_tensors_that_torch_cannot_rebuild(
             torch.ones(2, 2), *scales, 0, torch.qint8
         ),
     }
-    assert _pickling._reduce_quantized(tensors[attribute]) is not NotImplemented
-    monkeypatch.setattr(_pickling, attribute, lambda: None)
-    assert _pickling._reduce_quantized(tensors[attribute]) is NotImplemented
+    assert pickling._reduce_quantized(tensors[attribute]) is not NotImplemented
+    monkeypatch.setattr(pickling, attribute, lambda: None)
+    assert pickling._reduce_quantized(tensors[attribute]) is NotImplemented
 
 
 ALONE = """

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.data._utils import worker as torch_worker
 
-from minato._counters import Counters, shared_integers
+from minato._support.counters import Counters, shared_integers
 
 
 def count(counters: Counters) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -41,9 +42,9 @@ WORKERS = {
     "1-process": {"num_workers": 1},
     "2-processes": {"num_workers": 2},
     "7-processes": {"num_workers": 7},
-    "1-thread": {"num_workers": 1, "worker_method": "thread"},
-    "2-threads": {"num_workers": 2, "worker_method": "thread"},
-    "7-threads": {"num_workers": 7, "worker_method": "thread"},
+    "1-thread": {"num_workers": 1, "workers": "thread"},
+    "2-threads": {"num_workers": 2, "workers": "thread"},
+    "7-threads": {"num_workers": 7, "workers": "thread"},
 }
 FEW = {name: WORKERS[name] for name in ("inline", "2-processes", "2-threads")}
 
@@ -65,7 +66,7 @@ THOROUGHLY = [
 @each(WORKERS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_sample_once_per_epoch(order: str, workers: dict[str, Any]) -> None:
-    processes = workers["num_workers"] if "worker_method" not in workers else 0
+    processes = workers["num_workers"] if "workers" not in workers else 0
     for size, drop_last, persistent in ROUGHLY if processes == 7 else THOROUGHLY:
         persistent = persistent and workers["num_workers"] > 0
         loader = DataLoader(
@@ -419,6 +420,76 @@ def test_workers_are_started_until_there_is_a_batch_and_then_as_the_consumer_wai
 
 def test_round_robin_starts_all_workers_as_torch_does(later: Counting) -> None:
     later.times.fill_(1)
-    iterator = iter(DataLoader(later, 2, num_workers=3, schedule="round_robin"))
+    iterator = iter(DataLoader(later, 2, num_workers=3, compat="torch"))
     assert len(multiprocessing.active_children()) == 3
     assert flat(iterator) == [*range(12)]
+
+
+# ---- the loader as an object ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_end_of_a_block_ends_the_workers(persistent: bool) -> None:
+    with DataLoader(Numbers(40), 2, num_workers=2, persistent_workers=persistent) as loader:
+        iterator = iter(loader)
+        batch = next(iterator)
+        assert len(multiprocessing.active_children()) == 2
+    assert multiprocessing.active_children() == []
+    with pytest.raises(RuntimeError, match=r"was closed .*: call iter\(loader\) to start again"):
+        next(iterator)
+    loader.close()
+    assert loader.report().run.batches.batches == 1
+    assert batch.tolist() == [0, 1]
+    assert flat(indices(loader)) == list(range(40))
+
+
+def test_a_finished_iterator_stays_finished() -> None:
+    loader = DataLoader(Numbers(4), 2)
+    iterator = iter(loader)
+    assert len(list(iterator)) == 2
+    loader.close()
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_a_loader_is_shown_in_one_line() -> None:
+    class Named(DataLoader[Any]):
+        pass
+
+    loader = Named(Numbers(4), 2, name="val", errors="skip", in_order=False, workers="thread")
+    text = "Named(Numbers, name='val', batch_size=2, num_workers=0, order='arrival', "
+    assert repr(loader) == f"{text}workers='thread', errors='skip')"
+    assert repr(pickle.loads(pickle.dumps(DataLoader(Numbers(4))))) == (
+        "DataLoader(Numbers, batch_size=1, num_workers=0, order='strict')"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"batch_size": 3, "shuffle": True, "drop_last": True},
+        {"batch_size": None},
+        {"batch_sampler": [[3, 1], [2]]},
+        {"batch_size": 2, "sampler": [4, 2, 0]},
+        {"num_workers": 1, "prefetch_factor": 5, "persistent_workers": True},
+    ],
+    ids=str,
+)
+def test_a_loader_of_torchs_is_taken_over(arguments: dict[str, Any]) -> None:
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    torchs = [TorchLoader(Numbers(8), generator=each, **arguments) for each in generators]
+    loader = DataLoader.from_torch(torchs[0], name="train", memory_budget="1MB")
+    assert (loader.name, loader.prefetch_factor) == ("train", torchs[0].prefetch_factor)
+    assert [str(batch) for batch in loader] == [str(batch) for batch in torchs[1]]
+    seeded = [[str(batch) for batch in DataLoader.from_torch(torchs[0], seed=3)] for _ in range(2)]
+    assert seeded[0] == seeded[1]
+
+
+def test_events_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "minato"), DataLoader(Numbers(4), name="mine"):
+        pass
+    assert [record.getMessage().split(") ")[1] for record in caplog.records] == [
+        "is made",
+        "is closed",
+    ]

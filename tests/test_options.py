@@ -2,56 +2,74 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from minato import DataLoader
-from minato.options import DEFAULT_MAX_LAG, Options
+from minato import DataLoader, ErrorPolicy, SharedPool
+from minato._support.loader_class import TorchDataLoader
+from minato.options import (
+    DEFAULT_MAX_LAG,
+    GROUPS,
+    OPTION_NAMES,
+    OWN_NAMES,
+    Options,
+    TorchArguments,
+)
 from tests.datasets import Numbers
+
+SIGNATURE = inspect.signature(DataLoader).parameters
+
+
+def loaded(path: Path) -> Any:
+    """A module that is no part of a package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+write_options = loaded(Path(__file__).parents[1] / "docs" / "write_options.py")
 
 
 def options(**given: Any) -> Options:
-    defaults: dict[str, Any] = {
-        "in_order": True,
-        "has_batch_sampler": False,
-        "is_stream": False,
-        "pin_memory": False,
-        "order": None,
-        "max_lag": None,
-        "seed": None,
-        "memory_budget_bytes": None,
-        "worker_method": "process",
-        "rng": None,
-        "schedule": "dynamic",
-        "on_worker_death": "restart",
-        "record_order": None,
-        "replay_order": None,
-        "fetch_concurrency": 1,
-        "on_error": "raise",
-        "retries": None,
-        "error_budget": None,
-        "quarantine": None,
-        "sample_timeout_s": None,
-        "num_workers": 2,
-        "min_workers": None,
-        "max_workers": None,
-        "controller": "corrected",
-        "slow_percentile": None,
-        "slow_after_s": None,
-        "profile": None,
-        "measure": True,
-        "metrics_port": None,
-        "trace": None,
-        "device": None,
-        "prefetch_to_device": None,
-        "shared_pool": False,
-        "on_rank_death": "raise",
-        "ray_options": None,
-        "snapshot_every_n_steps": 1,
-    }
-    return Options.of(**{**defaults, **given})
+    """The options of a loader; ``given`` also holds the fields of :class:`TorchArguments`."""
+    defaults = {name: each.default for name, each in SIGNATURE.items() if name in OPTION_NAMES}
+    torchs = TorchArguments(
+        in_order=given.pop("in_order", True),
+        has_batch_sampler=given.pop("has_batch_sampler", False),
+        is_stream=given.pop("is_stream", False),
+    )
+    return Options.of({**defaults, "num_workers": 2, **given}, torchs)
+
+
+def test_an_option_is_a_field_and_a_parameter_with_the_same_default() -> None:
+    torchs = inspect.signature(TorchDataLoader).parameters
+    assert [name for name in SIGNATURE if name not in torchs] == [*OWN_NAMES]
+    for each in dataclasses.fields(Options):
+        assert SIGNATURE[each.name].default == each.default, each.name
+        assert each.metadata["meaning"].endswith("."), each.name
+
+
+def test_the_reference_is_generated_from_the_fields() -> None:
+    text = write_options.PAGE.read_text(encoding="utf-8")
+    assert write_options.rewritten(text) == text, "run python docs/write_options.py"
+
+
+def test_the_help_of_the_class_documents_every_option() -> None:
+    text = inspect.getdoc(DataLoader) or ""
+    assert [name for name in OPTION_NAMES if f"\n    {name}: " not in text] == []
+    for group in GROUPS:
+        text = inspect.getdoc(group) or ""
+        public = [each.name for each in dataclasses.fields(group) if each.init]
+        assert [name for name in public if f"\n    {name}: " not in text] == []
 
 
 @pytest.mark.parametrize(
@@ -62,7 +80,7 @@ def options(**given: Any) -> Options:
         ({"in_order": False}, "arrival"),
         ({"in_order": False, "has_batch_sampler": True}, "batch"),
         ({"in_order": False, "is_stream": True}, "batch"),
-        ({"in_order": False, "schedule": "round_robin"}, "batch"),
+        ({"in_order": False, "compat": "torch"}, "batch"),
         ({"order": "strict"}, "strict"),
         ({"order": "batch"}, "batch"),
         ({"order": "batch", "has_batch_sampler": True}, "batch"),
@@ -77,14 +95,41 @@ def test_order_follows_from_the_other_arguments(given: dict[str, Any], order: st
 def test_defaults() -> None:
     default = options()
     assert default.max_lag == DEFAULT_MAX_LAG > 0
-    assert default.seed is default.memory_budget_bytes is None
-    assert (default.worker_method, default.rng, default.schedule) == (
-        "process",
-        "sample",
-        "dynamic",
-    )
-    assert options(schedule="round_robin").rng == "worker"
+    assert default.seed is default.memory_budget is None
+    assert (default.workers, default.seeds_samples, default.shared_pool) == ("process", True, None)
+    assert not options(compat="torch").seeds_samples
     assert options(order="arrival", max_lag=0).max_lag == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "nbytes"),
+    [
+        (5, 5),
+        ("5", 5),
+        ("8GB", 8 * 10**9),
+        ("1.5 GiB", 3 << 29),
+        ("512mib", 512 << 20),
+        ("2k", 2000),
+    ],
+)
+def test_an_amount_of_memory(given: Any, nbytes: int) -> None:
+    assert options(memory_budget=given).memory_budget == nbytes
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("raise", ("raise", 0, False)),
+        ("skip", ("skip", 0, True)),
+        ("retry", ("raise", 2, True)),
+        (ErrorPolicy("retry", retries=5), ("raise", 5, True)),
+        (ErrorPolicy(log="failures"), ("raise", 0, True)),
+        (ErrorPolicy(on_worker_death="raise"), ("raise", 0, False)),
+    ],
+)
+def test_a_plain_value_stands_for_an_error_policy(given: Any, expected: Any) -> None:
+    errors = options(errors=given).errors
+    assert (errors.outcome, errors.tries_again, errors.handles_samples) == expected
 
 
 @pytest.mark.parametrize(
@@ -98,7 +143,7 @@ def test_seed_counts_modulo_two_to_the_64(seed: int, kept: int) -> None:
 @pytest.mark.parametrize("order", ["arrival", "fast_first"])
 @pytest.mark.parametrize(
     "with_whole_batches",
-    [{"has_batch_sampler": True}, {"is_stream": True}, {"schedule": "round_robin"}],
+    [{"has_batch_sampler": True}, {"is_stream": True}, {"compat": "torch"}],
 )
 def test_whole_batches_cannot_be_mixed(order: str, with_whole_batches: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"order='{order}' mixes.*use order='batch'"):
@@ -110,8 +155,6 @@ def test_contradictions_are_refused() -> None:
         options(order="strict", in_order=False)
     with pytest.raises(ValueError, match=r"max_lag=4 has no meaning with order='batch'"):
         options(order="batch", max_lag=4)
-    with pytest.raises(ValueError, match="rng='sample' contradicts schedule='round_robin'"):
-        options(rng="sample", schedule="round_robin")
 
 
 @pytest.mark.parametrize(
@@ -148,9 +191,9 @@ def test_batches_on_a_device_need_one() -> None:
     [
         ({"is_stream": True}, "an iterable dataset, whose samples have no indices"),
         ({"num_workers": 0}, "num_workers=0, with which there are no workers to share: use 1"),
-        ({"worker_method": "thread"}, "worker_method='thread', whose batches"),
-        ({"schedule": "round_robin"}, "schedule='round_robin', where each batch is one worker's"),
-        ({"on_error": "skip"}, "on_error='skip', with which ranks might get different numbers"),
+        ({"workers": "thread"}, "workers='thread', whose batches"),
+        ({"compat": "torch"}, "compat='torch', where each batch is one worker's"),
+        ({"errors": "skip"}, "on_error='skip', with which ranks might get different numbers"),
         ({"record_order": "file"}, "record_order='file', as each rank has only a part"),
         ({"replay_order": "file"}, "replay_order='file', as each rank has only a part"),
     ],
@@ -160,11 +203,14 @@ def test_what_a_shared_pool_does_not_go_with(given: dict[str, Any], words: str) 
         options(shared_pool=True, **{"num_workers": 2, **given})
 
 
-def test_what_becomes_of_ranks_needs_a_shared_pool() -> None:
-    with pytest.raises(ValueError, match="on_rank_death='continue' has no meaning without"):
-        options(on_rank_death="continue")
+def test_a_shared_pool_is_a_flag_or_its_settings() -> None:
     with pytest.raises(ValueError, match="on_rank_death='never' is not possible: choose one of"):
-        options(on_rank_death="never", shared_pool=True, num_workers=2)
-    with pytest.raises(ValueError, match="shared_pool=3 is not possible"):
-        options(shared_pool=3)
-    assert options(shared_pool=True, num_workers=2).shared_pool
+        SharedPool("never")
+    assert options(shared_pool=True).shared_pool == SharedPool("raise")
+    assert options(shared_pool=SharedPool("wait")).shared_pool == SharedPool("wait")
+
+
+def test_metrics_need_stats() -> None:
+    with pytest.raises(ValueError, match="metrics=9000 contradicts stats=False"):
+        options(metrics=9000, stats=False)
+    assert options(metrics="[::1]:9000").metrics == ("::1", 9000)

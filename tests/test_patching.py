@@ -16,7 +16,7 @@ import torch
 import torch.utils.data.dataloader
 
 import minato
-from minato import _standin
+from minato._support import loader_class
 from tests.datasets import Numbers
 
 module_level = torch.utils.data.DataLoader
@@ -25,16 +25,16 @@ module_level = torch.utils.data.DataLoader
 
 @pytest.fixture(autouse=True)
 def torchs_own_afterwards() -> Iterator[None]:
-    assert torch.utils.data.DataLoader is _standin.TorchDataLoader
+    assert torch.utils.data.DataLoader is loader_class.TorchDataLoader
     yield
-    assert torch.utils.data.DataLoader is _standin.TorchDataLoader
-    assert torch.utils.data.dataloader.DataLoader is _standin.TorchDataLoader
-    assert module_level is _standin.TorchDataLoader
-    assert not isinstance(_standin.TorchDataLoader(Numbers(1)), minato.DataLoader)
+    assert torch.utils.data.DataLoader is loader_class.TorchDataLoader
+    assert torch.utils.data.dataloader.DataLoader is loader_class.TorchDataLoader
+    assert module_level is loader_class.TorchDataLoader
+    assert not isinstance(loader_class.TorchDataLoader(Numbers(1)), minato.DataLoader)
 
 
 def test_off_by_default() -> None:
-    assert type(torch.utils.data.DataLoader(Numbers(4))) is _standin.TorchDataLoader
+    assert type(torch.utils.data.DataLoader(Numbers(4))) is loader_class.TorchDataLoader
 
 
 def test_patch_and_unpatch() -> None:
@@ -89,7 +89,7 @@ def test_a_name_that_was_bound_to_something_else_in_between(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     theirs = types.ModuleType("theirs")
-    theirs.DataLoader = _standin.TorchDataLoader
+    theirs.DataLoader = loader_class.TorchDataLoader
     monkeypatch.setitem(sys.modules, "theirs", theirs)
     with minato.patch():
         assert theirs.DataLoader is minato.DataLoader
@@ -121,12 +121,12 @@ def test_a_module_imported_in_between(tmp_path: Path, monkeypatch: pytest.Monkey
     assert late.DataLoader is minato.DataLoader  # as documented
 
 
-class Earlier(_standin.TorchDataLoader[int]):
+class Earlier(loader_class.TorchDataLoader[int]):
     """A subclass from before."""
 
 
 def test_torchs_loaders_still_count_as_loaders() -> None:
-    before = _standin.TorchDataLoader(Numbers(2))
+    before = loader_class.TorchDataLoader(Numbers(2))
     assert not isinstance(before, minato.DataLoader)  # which a cache might remember
     assert not issubclass(Earlier, minato.DataLoader)
     with minato.patch():
@@ -147,12 +147,12 @@ def test_torchs_loaders_still_count_as_loaders() -> None:
 
 
 def test_torchs_loaders_can_be_pickled() -> None:
-    before = _standin.TorchDataLoader(Numbers(2))
+    before = loader_class.TorchDataLoader(Numbers(2))
     outside = pickle.dumps(before)
     with minato.patch():
         within = pickle.dumps(before)
-        assert type(pickle.loads(within)) is _standin.TorchDataLoader
-    assert type(pickle.loads(within)) is _standin.TorchDataLoader
+        assert type(pickle.loads(within)) is loader_class.TorchDataLoader
+    assert type(pickle.loads(within)) is loader_class.TorchDataLoader
     assert pickle.dumps(before) == outside
     assert b"minato" not in outside
 
@@ -174,7 +174,7 @@ def test_abstract_base_classes_mix_with_our_class() -> None:
             return "mixed"
 
     assert Mixed(Numbers(2)).name() == "mixed"
-    assert isinstance(Mixed(Numbers(2)), _standin.TorchDataLoader)
+    assert isinstance(Mixed(Numbers(2)), loader_class.TorchDataLoader)
 
 
 def test_from_many_threads() -> None:

@@ -10,9 +10,9 @@ import importlib
 import os
 import warnings
 
-__all__ = ["TWINS", "USE_EXTENSIONS", "implementation"]
+__all__ = ["DUAL_MODULES", "USE_EXTENSIONS", "implementation"]
 
-TWINS = (
+DUAL_MODULES = (
     "arrivals",
     "claims",
     "clock",
@@ -29,11 +29,11 @@ TWINS = (
 
 
 def _choose() -> tuple[bool, str]:
-    """Decide once per process which half of each twin runs, and say why."""
+    """Decide once per process which backend runs, and why."""
     if os.environ.get("MINATO_NO_EXTENSIONS", "") not in ("", "0"):
         return False, "MINATO_NO_EXTENSIONS is set"
     try:
-        for name in TWINS:
+        for name in DUAL_MODULES:
             importlib.import_module(f"minato._core._{name}_c")
     except ImportError as error:
         reason = f"the compiled core could not be imported ({error})"

@@ -33,7 +33,7 @@ def sum_of_hashes(keys, hash_other) -> int:
     """The sum modulo 2**64 of the keys' hashes: the same for every order of the keys.
 
     Args:
-        hash_other: An integer that stands for a key that is none, modulo 2**64.
+        hash_other: Returns an integer, modulo 2**64, for a key that is not an integer.
     """
     cdef uint64_t total = 0
     for key in keys:
@@ -47,14 +47,14 @@ cdef struct Tally:
 
 @cython.final
 cdef class Arrivals:
-    """Keeps account of keys: each is asked for once, and then arrives, is skipped, or is still waited for.
+    """Tracks the keys of an epoch: each is requested once, and then arrives, is skipped, or is pending.
 
-    Keys are numbered from 0 as they are asked for. A tally of keys is ``(count, sum of their hashes modulo 2**64)``:
-    it tells whether two sets of keys are the same, whatever their order. Memory is taken only for the keys from the
+    Keys are numbered from 0 in the order of requests. A tally of keys is ``(count, sum of their hashes modulo 2**64)``:
+    equal tallies mean equal sets of keys, in any order. Memory is taken only for the keys from the
     first that is waited for.
 
     Args:
-        hash_other: An integer that stands for a key that is none, modulo 2**64.
+        hash_other: Returns an integer, modulo 2**64, for a key that is not an integer.
         asked, delivered, skipped: Tallies to start from.
     """
 
@@ -85,7 +85,7 @@ cdef class Arrivals:
 
     @property
     def asked(self):
-        """Tally of the keys that were asked for."""
+        """Tally of the requested keys."""
         return self.asked_.count, self.asked_.total
 
     @property
@@ -100,12 +100,12 @@ cdef class Arrivals:
 
     @property
     def dropped(self):
-        """Tally of the keys that nobody will ask for any more."""
+        """Tally of the dropped keys, which are not requested again."""
         return self.dropped_.count, self.dropped_.total
 
     @property
-    def strays(self):
-        """How many arrived that were not waited for: never asked for, or arrived before."""
+    def unexpected(self):
+        """Number of arrivals that were not pending: never requested, or a repetition."""
         return self.strays_
 
     @property
@@ -218,7 +218,7 @@ cdef class Occurrences:
 
     Args:
         length: How many keys there are, from 0 on; 0: they are not known.
-        hash_other: An integer that stands for a key that is neither an integer nor a string.
+        hash_other: Returns an integer for a key that is neither an integer nor a string.
     """
 
     cdef object hash_other

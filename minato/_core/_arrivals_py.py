@@ -20,21 +20,21 @@ def sum_of_hashes(keys: Iterable[Any], hash_other: Callable[[Any], int]) -> int:
     """The sum modulo 2**64 of the keys' hashes: the same for every order of the keys.
 
     Args:
-        hash_other: An integer that stands for a key that is none, modulo 2**64.
+        hash_other: Returns an integer, modulo 2**64, for a key that is not an integer.
     """
     return sum(_hash(key, hash_other) for key in keys) & _MASK
 
 
 @final
 class Arrivals:
-    """Keeps account of keys: each is asked for once, and then arrives, is skipped, or is still waited for.
+    """Tracks the keys of an epoch: each is requested once, and then arrives, is skipped, or is pending.
 
-    Keys are numbered from 0 as they are asked for. A tally of keys is ``(count, sum of their hashes modulo 2**64)``:
-    it tells whether two sets of keys are the same, whatever their order. Memory is taken only for the keys from the
+    Keys are numbered from 0 in the order of requests. A tally of keys is ``(count, sum of their hashes modulo 2**64)``:
+    equal tallies mean equal sets of keys, in any order. Memory is taken only for the keys from the
     first that is waited for.
 
     Args:
-        hash_other: An integer that stands for a key that is none, modulo 2**64.
+        hash_other: Returns an integer, modulo 2**64, for a key that is not an integer.
         asked, delivered, skipped: Tallies to start from.
     """
 
@@ -56,7 +56,7 @@ class Arrivals:
 
     @property
     def asked(self) -> tuple[int, int]:
-        """Tally of the keys that were asked for."""
+        """Tally of the requested keys."""
         return self._tally(0)
 
     @property
@@ -71,12 +71,12 @@ class Arrivals:
 
     @property
     def dropped(self) -> tuple[int, int]:
-        """Tally of the keys that nobody will ask for any more."""
+        """Tally of the dropped keys, which are not requested again."""
         return self._tally(3)
 
     @property
-    def strays(self) -> int:
-        """How many arrived that were not waited for: never asked for, or arrived before."""
+    def unexpected(self) -> int:
+        """Number of arrivals that were not pending: never requested, or a repetition."""
         return self._strays
 
     @property
@@ -159,7 +159,7 @@ class Occurrences:
 
     Args:
         length: How many keys there are, from 0 on; 0: they are not known.
-        hash_other: An integer that stands for a key that is neither an integer nor a string.
+        hash_other: Returns an integer for a key that is neither an integer nor a string.
     """
 
     def __init__(self, length: int, hash_other: Callable[[Any], int]) -> None:

@@ -13,7 +13,7 @@ from minato._core.ledger cimport (
     mn_end,
     mn_fill,
     mn_fill_run,
-    mn_hungry,
+    mn_notify_idle,
     mn_publish_layout,
     mn_reserve,
     mn_set_ready,
@@ -119,13 +119,13 @@ cdef class Claims(Records):
         mn_set_result(&self.ledger, batch, result, nbytes)
 
     def set_ready(self, uint32_t batch, uint64_t result, uint64_t nbytes):
-        """Publish a batch that ``fill`` told this worker to collate, with its result at arena offset ``result``."""
+        """Publish a batch after ``fill`` returned MUST_COLLATE; its result lies at arena offset ``result``."""
         self.batch_at(batch)
         mn_set_ready(&self.ledger, batch, result, nbytes)
 
-    def hungry(self):
+    def notify_idle(self):
         """Tell a waiting consumer that a worker finds nothing to do."""
-        mn_hungry(&self.ledger)
+        mn_notify_idle(&self.ledger)
 
     def allocate(self, uint32_t batch, uint64_t nbytes):
         """Arena offset of ``nbytes`` fresh bytes in the batch's slot, aligned to 64.

@@ -52,11 +52,11 @@ class Claims(Records):
             worker died. None if there is nothing to claim.
         """
         with self._locked():
-            if self._header["stranded"] != self._header["adopted"]:
+            if self._header["orphaned"] != self._header["orphans_checked"]:
                 for index in range(len(self._batches)):
                     if self._complete(worker, index) == MUST_COLLATE:
                         return index, 0, 0
-                self._header["adopted"] = self._header["stranded"]
+                self._header["orphans_checked"] = self._header["orphaned"]
             tail = int(self._header["tail"])
             seq = int(self._header["head"])
             early = self._claim_hinted(worker, seq) if max_run else None
@@ -114,7 +114,7 @@ class Claims(Records):
             place = ticket & NUMBER
             if not place:
                 take = self._take_newest if late and not self.waiting else self._take_oldest
-                place = take(self._pass_of(position), position)
+                place = take(self._epoch_slot_of(position), position)
                 self._set_ticket(position, ticket | place)
             place -= 1
             batch = int(self._positions[place & self._mask]["batch"])
@@ -167,7 +167,7 @@ class Claims(Records):
                 return batch, self._complete(worker, batch)
             self._set_ticket(position, DONE)
             batch = int(self._positions[position & self._mask]["batch"])
-        self.hungry()  # it may have been what the consumer waits for
+        self.notify_idle()  # it may have been what the consumer waits for
         return batch, NOT_COMPLETE
 
     def set_result(self, batch: int, result: int, nbytes: int) -> None:
@@ -181,13 +181,13 @@ class Claims(Records):
             self._batches[batch]["result"] = result
 
     def set_ready(self, batch: int, result: int, nbytes: int) -> None:
-        """Publish a batch that ``fill`` told this worker to collate, with its result at arena offset ``result``."""
+        """Publish a batch after ``fill`` returned MUST_COLLATE; its result lies at arena offset ``result``."""
         with self._locked():
             self.set_result(batch, result, nbytes)
             self._set_state(batch, READY)
         self._ready.notify()
 
-    def hungry(self) -> None:
+    def notify_idle(self) -> None:
         """Tell a waiting consumer that a worker finds nothing to do."""
         if self.waiting:
             self._ready.notify()
@@ -230,7 +230,7 @@ class Claims(Records):
                 word = int(hints[i])
                 seq = (word & NUMBER) - 1
                 if word and seq < front:
-                    hints[i] = 0  # its turn has come anyway
+                    hints[i] = 0  # claims in order have reached it
                 elif word and max(seq - (word >> 48), 0) < least:
                     least, chosen = max(seq - (word >> 48), 0), i
             if chosen < 0:
@@ -271,32 +271,32 @@ class Claims(Records):
         self._set_state(batch, COLLATING, worker)
         return MUST_COLLATE
 
-    def _take(self, places: Iterable[int], pass_index: int, seq: int) -> int:
+    def _take(self, places: Iterable[int], epoch_slot: int, seq: int) -> int:
         """Bind the first open place of the pass among these to a sample; returns place + 1, 0 if there is none."""
         for place in places:
             # An open place says its own number, so none is taken for one that has gone round the ring.
-            if self._place(place) == place + 1 and self._is_in_pass(place, pass_index):
+            if self._place(place) == place + 1 and self._is_in_epoch_slot(place, epoch_slot):
                 self._positions[place & self._mask]["place"] = BOUND | (seq + 1)
                 return place + 1
         return 0
 
-    def _is_in_pass(self, place: int, pass_index: int) -> bool:
-        # A batch that was closed leaves its places behind; whoever has its record now, begins after them.
+    def _is_in_epoch_slot(self, place: int, epoch_slot: int) -> bool:
+        # A closed batch leaves its places behind; the batch that reuses its record begins after them.
         batch = int(self._positions[place & self._mask]["batch"])
-        return self._pass_of(place) == pass_index and place in self._range(batch)
+        return self._epoch_slot_of(place) == epoch_slot and place in self._range(batch)
 
-    def _take_oldest(self, pass_index: int, seq: int) -> int:
-        record = self._passes[pass_index]
-        place = self._take(range(int(record["cursor"]), int(record["limit"])), pass_index, seq)
+    def _take_oldest(self, epoch_slot: int, seq: int) -> int:
+        record = self._epoch_slots[epoch_slot]
+        place = self._take(range(int(record["cursor"]), int(record["limit"])), epoch_slot, seq)
         if not place:
             raise AssertionError("as many places are open as samples are unplaced")
         record["cursor"] = place
         return place
 
-    def _take_newest(self, pass_index: int, seq: int) -> int:
-        record = self._passes[pass_index]
+    def _take_newest(self, epoch_slot: int, seq: int) -> int:
+        record = self._epoch_slots[epoch_slot]
         places = range(int(record["limit"]) - 1, int(record["cursor"]) - 1, -1)
-        return self._take(places, pass_index, seq) or self._take_oldest(pass_index, seq)
+        return self._take(places, epoch_slot, seq) or self._take_oldest(epoch_slot, seq)
 
     def _held(self, seq: int) -> int:
         """The place (+ 1) that a worker took for this sample before it died, 0 if there is none."""
@@ -305,5 +305,5 @@ class Claims(Records):
 
     def _give_back(self, place: int) -> None:
         self._positions[(place - 1) & self._mask]["place"] = place
-        record = self._passes[self._pass_of(place - 1)]
+        record = self._epoch_slots[self._epoch_slot_of(place - 1)]
         record["cursor"] = min(int(record["cursor"]), place - 1)

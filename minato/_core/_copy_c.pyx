@@ -203,7 +203,7 @@ cdef class Packer:
             samples: What the dataset returned.
             address: As for :meth:`pack`.
             k: Number of the first sample in the batch.
-            kept_nbytes: Tensors of at least so many bytes are handed back instead of written.
+            kept_nbytes: Tensors of at least this many bytes are returned instead of written.
 
         Returns:
             Those tensors, sample after sample in the order of the spec; ``None`` if a sample does not fit or the spec

@@ -118,7 +118,7 @@ class Packer:
             samples: What the dataset returned.
             address: As for :meth:`pack`.
             k: Number of the first sample in the batch.
-            kept_nbytes: Tensors of at least so many bytes are handed back instead of written.
+            kept_nbytes: Tensors of at least this many bytes are returned instead of written.
 
         Returns:
             Those tensors, sample after sample in the order of the spec; ``None`` if a sample does not fit or the spec
@@ -207,7 +207,7 @@ def _write(
 
 
 def _is_plain(x: Any) -> bool:
-    """Tell whether it is an ordinary tensor, needs no gradient, and is what stands in main memory."""
+    """Whether it is an ordinary tensor in host memory that needs no gradient and has no lazy operation."""
     return (
         type(x) is torch.Tensor
         and x.layout is torch.strided

@@ -6,7 +6,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from minato._core._claims_c cimport Claims
 from minato._core.atomics cimport (
-    mn_gate_notify,
+    mn_event_count_notify,
     mn_load_acquire_u64,
     mn_load_relaxed_u32,
     mn_load_relaxed_u64,
@@ -19,7 +19,7 @@ from minato._core.layout cimport (
     MN_DONE,
     MN_DRAINING,
     MN_NUMBER,
-    MN_PASSES,
+    MN_EPOCH_SLOTS,
     MN_STOPPING,
     mn_batch,
     mn_position,
@@ -31,10 +31,10 @@ from minato._core.ledger cimport (
     mn_bind_late,
     mn_cancel,
     mn_close,
-    mn_fill_up,
+    mn_fill_skipped,
     mn_is_claimed,
     mn_is_collating,
-    mn_open_pass,
+    mn_open_epoch,
     mn_prepare,
     mn_publish,
     mn_reoffer,
@@ -62,7 +62,7 @@ cdef class Ledger(Claims):
     Args:
         buffer: Writable memory of ``Ledger.nbytes(...)`` that every party maps; it stays mapped for the ledger's life.
         sizes: ``(num_workers, batch_capacity, position_capacity)`` to create a ledger, None to attach to one.
-        lock_fd: Descriptor of the memory; only the pure twin locks it.
+        lock_fd: Descriptor of the memory; only the pure backend locks it.
 
     Raises:
         ValueError: The memory is too small, or the sizes make no sense.
@@ -74,11 +74,11 @@ cdef class Ledger(Claims):
     def __cinit__(self, buffer, sizes=None, int lock_fd=-1):
         self.in_flight = {}
 
-    def open_pass(self, uint32_t pass_index):
-        """Start a run over the sampler: its samples will take places after the last published one."""
-        if pass_index >= MN_PASSES:
-            raise IndexError(f"pass {pass_index} is not below {MN_PASSES}")
-        mn_open_pass(&self.ledger, pass_index)
+    def open_epoch(self, uint32_t epoch_slot):
+        """Start an epoch: its samples take places after the last published one."""
+        if epoch_slot >= MN_EPOCH_SLOTS:
+            raise IndexError(f"pass {epoch_slot} is not below {MN_EPOCH_SLOTS}")
+        mn_open_epoch(&self.ledger, epoch_slot)
 
     def has_room(self, uint64_t count):
         """Whether a batch of ``count`` samples can be published now."""
@@ -94,7 +94,7 @@ cdef class Ledger(Claims):
         keys,
         uint32_t count,
         slot,
-        uint32_t pass_index,
+        uint32_t epoch_slot,
         int64_t epoch,
         int64_t seed,
         bint bound,
@@ -122,14 +122,14 @@ cdef class Ledger(Claims):
         cdef mn_batch_fields fields
         cdef uint32_t index, i
         cdef uint64_t tail = mn_tail(&self.ledger)
-        if pass_index >= MN_PASSES:
-            raise IndexError(f"pass {pass_index} is not below {MN_PASSES}")
+        if epoch_slot >= MN_EPOCH_SLOTS:
+            raise IndexError(f"pass {epoch_slot} is not below {MN_EPOCH_SLOTS}")
         if not self.has_room(count):
             raise ValueError(f"there is no room for a batch of {count} samples")
         for values in (keys, occurrences):
             if values is not None and len(values) != count:
                 raise ValueError(f"{len(values)} keys are not those of a batch of {count} samples")
-        fields.count, fields.pass_index, fields.owner, fields.bound = count, pass_index, owner, bound
+        fields.count, fields.epoch_slot, fields.owner, fields.bound = count, epoch_slot, owner, bound
         fields.slot, fields.cursor, fields.slot_end = slot
         fields.keys, fields.keys_nbytes, fields.epoch, fields.seed = keys_offset, keys_nbytes, epoch, seed
         index = mn_vacant(&self.ledger)
@@ -158,7 +158,7 @@ cdef class Ledger(Claims):
         return mn_load_acquire_u64(&self.batch_at(batch).state) & 15
 
     def settled(self, uint32_t batch):
-        """Whether nobody works on a sample of this batch or will.
+        """Whether no worker runs, or will run, a sample of this batch.
 
         Where samples take places in other batches, a batch that is not full may still be written to until all batches
         of its pass are settled.
@@ -166,11 +166,11 @@ cdef class Ledger(Claims):
         self.batch_at(batch)
         return mn_settled(&self.ledger, batch)
 
-    def fill_up(self, uint32_t pass_index):
+    def fill_skipped(self, uint32_t epoch_slot):
         """Fill the places that are left over when all samples of a pass are settled and some of them are skipped."""
         for index in self.in_flight:
-            if mn_load_relaxed_u32(&self.batch_at(index).pass_index) == pass_index:
-                mn_fill_up(&self.ledger, index)
+            if mn_load_relaxed_u32(&self.batch_at(index).epoch_slot) == epoch_slot:
+                mn_fill_skipped(&self.ledger, index)
         mn_strand(&self.ledger)
 
     def skipped(self, uint32_t batch):
@@ -184,7 +184,7 @@ cdef class Ledger(Claims):
         ]
 
     def cancel(self, uint32_t batch):
-        """Take back the samples of this batch that nobody has claimed yet."""
+        """Cancel the unclaimed samples of this batch."""
         self.batch_at(batch)
         mn_cancel(&self.ledger, batch)
 
@@ -198,7 +198,7 @@ cdef class Ledger(Claims):
         return mn_close(&self.ledger, batch)
 
     def retire(self, uint32_t batch):
-        """Free the record of a batch that is settled and delivered, or closed with its whole pass settled."""
+        """Free the record of a batch that is settled and delivered, or closed with its whole epoch settled."""
         self.batch_at(batch)
         del self.in_flight[batch]
         mn_retire(&self.ledger, batch)
@@ -235,7 +235,7 @@ cdef class Ledger(Claims):
                 return True
         return False
 
-    def undecided(self, uint32_t worker, uint64_t position):
+    def is_unfinished(self, uint32_t worker, uint64_t position):
         """Whether a worker that has ended left it open what becomes of a sample.
 
         It has claimed the sample and its result is not there, or it was collating the batch that the sample lies in.
@@ -270,13 +270,13 @@ cdef class Ledger(Claims):
         return list(self.in_flight)
 
     def unclaimed(self):
-        """How many published samples nobody has claimed yet (an upper bound)."""
+        """Upper bound on the number of published, unclaimed samples."""
         return mn_tail(&self.ledger) - (mn_load_seq_cst_u64(&self.ledger.header.head) & MN_NUMBER)
 
     def shut_down(self, bint drain=False):
-        """Tell every worker to leave: after the lease in hand, or when nothing is left to claim."""
+        """Make every worker leave: after its current lease, or, with ``drain``, when nothing is left to claim."""
         mn_store_release_u32(&self.ledger.header.shutdown, MN_DRAINING if drain else MN_STOPPING)
-        mn_gate_notify(&self.ledger.header.work, INT_MAX)
+        mn_event_count_notify(&self.ledger.header.work, INT_MAX)
 
     def lease(self, uint32_t worker):
         """``(position or None, started_ns, step)`` that a worker is on; step -1 is the dataset itself."""

@@ -36,7 +36,7 @@ class Ledger(Claims):
     Args:
         buffer: Writable memory of ``Ledger.nbytes(...)`` that every party maps; it stays mapped for the ledger's life.
         sizes: ``(num_workers, batch_capacity, position_capacity)`` to create a ledger, None to attach to one.
-        lock_fd: Descriptor of the memory; only the pure twin locks it.
+        lock_fd: Descriptor of the memory; only the pure backend locks it.
 
     Raises:
         ValueError: The memory is too small, or the sizes make no sense.
@@ -51,10 +51,10 @@ class Ledger(Claims):
             int, int
         ] = {}  # records of the batches in flight, oldest first: their first positions
 
-    def open_pass(self, pass_index: int) -> None:
-        """Start a run over the sampler: its samples will take places after the last published one."""
+    def open_epoch(self, epoch_slot: int) -> None:
+        """Start an epoch: its samples take places after the last published one."""
         with self._locked():
-            self._passes[pass_index] = (self._header["tail"], self._header["tail"])
+            self._epoch_slots[epoch_slot] = (self._header["tail"], self._header["tail"])
 
     def has_room(self, count: int) -> bool:
         """Whether a batch of ``count`` samples can be published now."""
@@ -68,7 +68,7 @@ class Ledger(Claims):
         keys: Sequence[int] | None,
         count: int,
         slot: tuple[int, int, int],
-        pass_index: int,
+        epoch_slot: int,
         epoch: int,
         seed: int,
         bound: bool,
@@ -115,11 +115,11 @@ class Ledger(Claims):
             generation = (int(self._batches[index]["state"]) >> 16) + 1
             start, cursor, end = slot
             self._batches[index] = (
-                generation << 16 | OPEN, tail, count, pass_index, start, cursor, 0, 0, 0, 0, 0,
+                generation << 16 | OPEN, tail, count, epoch_slot, start, cursor, 0, 0, 0, 0, 0,
                 keys_offset, keys_nbytes, epoch, seed, bound, owner, end,
             )  # fmt: skip
             self._live[index] = tail
-            self._passes[pass_index]["limit"] = tail + count
+            self._epoch_slots[epoch_slot]["limit"] = tail + count
             self._header["tail"] = tail + count
         self._work.notify(wake)
         return index
@@ -127,15 +127,15 @@ class Ledger(Claims):
     def bind_late(self, old: int, new: int) -> None:
         """Give every unplaced sample of batch ``old`` a place: in batch ``new``, or else the oldest open one."""
         with self._locked():
-            pass_index = int(self._batches[old]["pass_index"])
+            epoch_slot = int(self._batches[old]["epoch_slot"])
             for seq in self._range(old):
                 ticket = self._ticket(seq)
                 if ticket & STATE in (DONE, CANCELLED) or ticket & NUMBER:
                     continue
                 place = (
                     self._held(seq)
-                    or self._take(self._range(new), pass_index, seq)
-                    or self._take_oldest(pass_index, seq)
+                    or self._take(self._range(new), epoch_slot, seq)
+                    or self._take_oldest(epoch_slot, seq)
                 )
                 self._set_ticket(seq, ticket | place)
 
@@ -145,7 +145,7 @@ class Ledger(Claims):
             return int(self._batches[batch]["state"]) & 15
 
     def settled(self, batch: int) -> bool:
-        """Whether nobody works on a sample of this batch or will.
+        """Whether no worker runs, or will run, a sample of this batch.
 
         Where samples take places in other batches, a batch that is not full may still be written to until all batches
         of its pass are settled.
@@ -153,18 +153,18 @@ class Ledger(Claims):
         with self._locked():
             return all(self._ticket(seq) & STATE in (DONE, CANCELLED) for seq in self._range(batch))
 
-    def fill_up(self, pass_index: int) -> None:
+    def fill_skipped(self, epoch_slot: int) -> None:
         """Fill the places that are left over when all samples of a pass are settled and some of them are skipped."""
         with self._locked():
             for index in self._live:
-                if int(self._batches[index]["pass_index"]) != pass_index:
+                if int(self._batches[index]["epoch_slot"]) != epoch_slot:
                     continue
                 for seq in self._range(index):
                     if self._place(seq) & STATE != FILLED:
                         there = self._positions[seq & self._mask]
                         there["blob"], there["place"] = SKIP_BLOB, FILLED
-            # Whoever claims next looks for batches that are full and that nobody collates.
-            self._header["stranded"] += 1
+            # The next claim looks for full batches without a collating worker.
+            self._header["orphaned"] += 1
         self._work.notify()
 
     def skipped(self, batch: int) -> list[int]:
@@ -173,7 +173,7 @@ class Ledger(Claims):
             return [seq for seq in self._range(batch) if self._ticket(seq) == DONE]
 
     def cancel(self, batch: int) -> None:
-        """Take back the samples of this batch that nobody has claimed yet."""
+        """Cancel the unclaimed samples of this batch."""
         with self._locked():
             for seq in self._range(batch):
                 if self._ticket(seq) & STATE == FREE:
@@ -191,7 +191,7 @@ class Ledger(Claims):
             return self.state(batch) != COLLATING
 
     def retire(self, batch: int) -> None:
-        """Free the record of a batch that is settled and delivered, or closed with its whole pass settled."""
+        """Free the record of a batch that is settled and delivered, or closed with its whole epoch settled."""
         with self._locked():
             del self._live[batch]
             self._set_state(batch, VACANT)
@@ -208,7 +208,7 @@ class Ledger(Claims):
             tail = int(self._header["tail"])
             base = next(iter(self._live.values()), tail)
             released = 0
-            # Backwards: whoever claims the first sample of a batch finds the others free.
+            # Backwards, so that a worker that claims the first sample of a batch finds the others free.
             for seq in reversed(range(base, tail)):
                 ticket = self._ticket(seq)
                 if not self._is_claimed(seq, worker):
@@ -243,8 +243,8 @@ class Ledger(Claims):
                 if self._is_collating(index, worker):
                     self._set_state(index, OPEN)
             self._workers[worker]["position"] = 0
-            # Whoever claims next looks for batches that are full and that nobody collates.
-            self._header["stranded"] += 1
+            # The next claim looks for full batches without a collating worker.
+            self._header["orphaned"] += 1
         self._work.notify()
         return released
 
@@ -257,7 +257,7 @@ class Ledger(Claims):
                 for seq in range(next(iter(self._live.values()), tail), tail)
             ) or any(self._is_collating(index, worker) for index in self._live)
 
-    def undecided(self, worker: int, position: int) -> bool:
+    def is_unfinished(self, worker: int, position: int) -> bool:
         """Whether a worker that has ended left it open what becomes of a sample.
 
         It has claimed the sample and its result is not there, or it was collating the batch that the sample lies in.
@@ -284,11 +284,11 @@ class Ledger(Claims):
         return list(self._live)
 
     def unclaimed(self) -> int:
-        """How many published samples nobody has claimed yet (an upper bound)."""
+        """Upper bound on the number of published, unclaimed samples."""
         return int(self._header["tail"]) - int(self._header["head"])
 
     def shut_down(self, drain: bool = False) -> None:
-        """Tell every worker to leave: after the lease in hand, or when nothing is left to claim."""
+        """Make every worker leave: after its current lease, or, with ``drain``, when nothing is left to claim."""
         self._header["shutdown"] = DRAINING if drain else STOPPING
         self._work.notify()
 

@@ -41,7 +41,7 @@ cdef class Records:
     Args:
         buffer: Writable memory of ``Ledger.nbytes(...)`` that every party maps; it stays mapped for the ledger's life.
         sizes: ``(num_workers, batch_capacity, position_capacity)`` to create a ledger, None to attach to one.
-        lock_fd: Descriptor of the memory; only the pure twin locks it.
+        lock_fd: Descriptor of the memory; only the pure backend locks it.
 
     Raises:
         ValueError: The memory is too small, or the sizes make no sense.
@@ -67,7 +67,7 @@ cdef class Records:
                 raise ValueError(
                     f"a ledger of {Records.nbytes(*sizes)} bytes does not fit {self.view.len}"
                 )
-            # The positions need not be blank: nobody looks at one that was not published.
+            # The positions need no initial values: none is read before it is published.
             memset(self.view.buf, 0, Records.nbytes(num_workers, batch_capacity, 0))
             header.version = MN_LAYOUT_VERSION
             header.compiled = 1
@@ -107,12 +107,12 @@ cdef class Records:
         return &self.ledger.workers[worker]
 
     @property
-    def work_gate_offset(self):
+    def work_events_offset(self):
         """Where the gate lies that workers sleep on."""
         return offset_work
 
     @property
-    def ready_gate_offset(self):
+    def ready_events_offset(self):
         """Where the gate lies that the consumer sleeps on."""
         return offset_ready
 
@@ -123,7 +123,7 @@ cdef class Records:
 
     @property
     def stopping(self):
-        """True once ``shut_down`` was called: workers leave after the lease in hand."""
+        """True once ``shut_down`` was called: workers leave after their current lease."""
         return mn_load_acquire_u32(&self.ledger.header.shutdown) == MN_STOPPING
 
     @property
@@ -155,7 +155,7 @@ cdef class Records:
         return mn_load_acquire_u64(&self.ledger.header.head) & MN_NUMBER
 
     def begun(self):
-        """When each sample that a worker is on was begun, in ns on ``clock.now_ns``; the oldest first."""
+        """Start times of the workers' current samples, in ns of ``clock.now_ns``, oldest first."""
         cdef uint32_t worker
         cdef list found = []
         for worker in range(self.ledger.header.num_workers):
@@ -168,8 +168,8 @@ cdef class Records:
         """What a worker must know of a batch.
 
         Returns:
-            ``(generation, first, count, bound, epoch, seed, keys_offset, keys_nbytes, pass_index)``; first is the
-            position of its sample 0, and generation tells one use of the record from the next.
+            ``(generation, first, count, bound, epoch, seed, keys_offset, keys_nbytes, epoch_slot)``; first is the
+            position of its sample 0, and generation changes with each use of the record.
         """
         cdef mn_batch *record = self.batch_at(batch)
         return (
@@ -181,7 +181,7 @@ cdef class Records:
             <int64_t>mn_load_relaxed_u64(&record.seed),
             mn_load_relaxed_u64(&record.keys),
             mn_load_relaxed_u64(&record.keys_nbytes),
-            mn_load_relaxed_u32(&record.pass_index),
+            mn_load_relaxed_u32(&record.epoch_slot),
         )
 
     @staticmethod
@@ -255,7 +255,7 @@ cdef class Records:
         return found
 
     def start_early(self, uint64_t position, uint64_t ahead):
-        """Let a sample that any worker may run begin so many samples before its turn; False: no more can be noted."""
+        """Let an unbound sample start ``ahead`` samples early; return False if the table of hints is full."""
         return mn_add_hint(&self.ledger, position, ahead)
 
     def note_costs(self, uint64_t position, costs, uint32_t count):

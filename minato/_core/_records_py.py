@@ -1,7 +1,7 @@
 """The shared memory that a ledger lies in (pure Python).
 
 Every operation of the pure ledger runs under one lock instead of through atomic words. It is a POSIX record lock on
-the segment's descriptor, which the kernel releases when its holder dies, so a killed worker wedges nobody here either.
+the segment's descriptor, which the kernel releases when its holder dies, so a killed worker blocks no other process.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from minato._core._wait_py import Gate
-from minato._core.codes import KIND_MASK, NUM_PASSES, RAGGED
+from minato._core._wait_py import EventCount
+from minato._core.codes import KIND_MASK, NUM_EPOCH_SLOTS, RAGGED
 
 if sys.platform != "win32":  # which has threads only
     import fcntl
@@ -40,19 +40,19 @@ _HEADER = np.dtype(
     {
         "names": [
             "magic", "version", "compiled", "num_workers", "batch_capacity", "position_capacity",
-            "slow_ns", "shutdown", "stranded", "waiting", "adopted", "head", "tail", "passes",
+            "slow_ns", "shutdown", "orphaned", "waiting", "orphans_checked", "head", "tail", "epoch_slots",
             "hints_used", "hints",
         ],
         "formats": [
             "u8", "u4", "u4", "u4", "u4", "u8",
-            "u8", "u4", "u4", "u8", "u4", "u8", "u8", ([("cursor", "u8"), ("limit", "u8")], (NUM_PASSES,)),
+            "u8", "u4", "u4", "u8", "u4", "u8", "u8", ([("cursor", "u8"), ("limit", "u8")], (NUM_EPOCH_SLOTS,)),
             "u4", ("u8", _HINTS),
         ],
         "offsets": [0, 8, 12, 16, 20, 24, 32, 40, 44, 48, 56, 64, 128, 320, 448, 512],
         "itemsize": 512 + 8 * _HINTS,
     }
 )  # fmt: skip
-_WORK_GATE, _READY_GATE = 192, 256
+_WORK_EVENTS, _READY_EVENTS = 192, 256
 _WORKER = np.dtype(
     [
         ("position", "u8"), ("started_ns", "u8"), ("step", "i8"),
@@ -62,7 +62,7 @@ _WORKER = np.dtype(
 )  # fmt: skip
 _BATCH = np.dtype(
     [
-        ("state", "u8"), ("first", "u8"), ("count", "u4"), ("pass_index", "u4"), ("slot", "u8"),
+        ("state", "u8"), ("first", "u8"), ("count", "u4"), ("epoch_slot", "u4"), ("slot", "u8"),
         ("cursor", "u8"), ("layout", "u8"), ("flags", "u8"), ("hint", "u8"), ("result", "u8"),
         ("result_nbytes", "u8"), ("keys", "u8"), ("keys_nbytes", "u8"), ("epoch", "i8"), ("seed", "i8"),
         ("bound", "u4"), ("owner", "u4"), ("slot_end", "u8"),
@@ -82,7 +82,7 @@ class Records:
     Args:
         buffer: Writable memory of ``Ledger.nbytes(...)`` that every party maps; it stays mapped for the ledger's life.
         sizes: ``(num_workers, batch_capacity, position_capacity)`` to create a ledger, None to attach to one.
-        lock_fd: Descriptor of the memory; only the pure twin locks it.
+        lock_fd: Descriptor of the memory; only the pure backend locks it.
 
     Raises:
         ValueError: The memory is too small, or the sizes make no sense.
@@ -117,7 +117,7 @@ class Records:
                 raise ValueError(f"position_capacity {position_capacity} is not a power of two")
             if Records.nbytes(*sizes) > size:
                 raise ValueError(f"a ledger of {Records.nbytes(*sizes)} bytes does not fit {size}")
-            # The positions need not be blank: nobody looks at one that was not published.
+            # The positions need no initial values: none is read before it is published.
             blank = Records.nbytes(num_workers, batch_capacity, 0)
             np.frombuffer(buffer, np.uint8, blank)[:] = 0
             header["version"] = _VERSION
@@ -141,7 +141,7 @@ class Records:
         if needed > size:
             raise ValueError(f"a ledger of {needed} bytes does not fit {size}")
         self._header = header
-        self._passes = header["passes"]
+        self._epoch_slots = header["epoch_slots"]
         self._mask = int(header["position_capacity"]) - 1
         offset = _HEADER.itemsize
         self._workers: Any = np.frombuffer(buffer, _WORKER, int(header["num_workers"]), offset)
@@ -149,8 +149,8 @@ class Records:
         self._batches: Any = np.frombuffer(buffer, _BATCH, int(header["batch_capacity"]), offset)
         offset += self._batches.nbytes
         self._positions: Any = np.frombuffer(buffer, _POSITION, self._mask + 1, offset)
-        self._work = Gate(buffer, _WORK_GATE)
-        self._ready = Gate(buffer, _READY_GATE)
+        self._work = EventCount(buffer, _WORK_EVENTS)
+        self._ready = EventCount(buffer, _READY_EVENTS)
         self._lock_fd = lock_fd
         self._thread_lock = threading.RLock()
         self._depth = 0
@@ -170,14 +170,14 @@ class Records:
                 self._depth -= 1
 
     @property
-    def work_gate_offset(self) -> int:
+    def work_events_offset(self) -> int:
         """Where the gate lies that workers sleep on."""
-        return _WORK_GATE
+        return _WORK_EVENTS
 
     @property
-    def ready_gate_offset(self) -> int:
+    def ready_events_offset(self) -> int:
         """Where the gate lies that the consumer sleeps on."""
-        return _READY_GATE
+        return _READY_EVENTS
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -186,7 +186,7 @@ class Records:
 
     @property
     def stopping(self) -> bool:
-        """True once ``shut_down`` was called: workers leave after the lease in hand."""
+        """True once ``shut_down`` was called: workers leave after their current lease."""
         return bool(self._header["shutdown"] == STOPPING)
 
     @property
@@ -218,7 +218,7 @@ class Records:
         return int(self._header["head"])
 
     def begun(self) -> list[int]:
-        """When each sample that a worker is on was begun, in ns on ``clock.now_ns``; the oldest first."""
+        """Start times of the workers' current samples, in ns of ``clock.now_ns``, oldest first."""
         # Workers write these words without the lock.
         at_work = self._workers[self._workers["position"] != 0]
         return sorted(at_work["started_ns"].tolist())
@@ -227,8 +227,8 @@ class Records:
         """What a worker must know of a batch.
 
         Returns:
-            ``(generation, first, count, bound, epoch, seed, keys_offset, keys_nbytes, pass_index)``; first is the
-            position of its sample 0, and generation tells one use of the record from the next.
+            ``(generation, first, count, bound, epoch, seed, keys_offset, keys_nbytes, epoch_slot)``; first is the
+            position of its sample 0, and generation changes with each use of the record.
         """
         with self._locked():
             record = self._batches[batch]
@@ -241,7 +241,7 @@ class Records:
                 int(record["seed"]),
                 int(record["keys"]),
                 int(record["keys_nbytes"]),
-                int(record["pass_index"]),
+                int(record["epoch_slot"]),
             )
 
     @staticmethod
@@ -293,7 +293,7 @@ class Records:
             return found
 
     def start_early(self, position: int, ahead: int) -> bool:
-        """Let a sample that any worker may run begin so many samples before its turn; False: no more can be noted."""
+        """Let an unbound sample start ``ahead`` samples early; return False if the table of hints is full."""
         with self._locked():
             free = np.flatnonzero(self._header["hints"] == 0)
             if not free.size:
@@ -371,6 +371,6 @@ class Records:
         state = int(self._batches[batch]["state"])
         self._batches[batch]["state"] = state >> 16 << 16 | worker << 4 | code
 
-    def _pass_of(self, seq: int) -> int:
+    def _epoch_slot_of(self, seq: int) -> int:
         batch = int(self._positions[seq & self._mask]["batch"])
-        return int(self._batches[batch]["pass_index"])
+        return int(self._batches[batch]["epoch_slot"])

@@ -2,12 +2,12 @@ from typing import final
 
 from typing_extensions import Buffer, Self
 
-__all__ = ["GATE_NBYTES", "Gate", "SharedWords"]
+__all__ = ["EVENT_COUNT_NBYTES", "EventCount", "SharedWords"]
 
-GATE_NBYTES: int
+EVENT_COUNT_NBYTES: int
 
 @final
-class Gate:
+class EventCount:
     def __new__(cls, buffer: Buffer, offset: int) -> Self: ...
     @property
     def events(self) -> int: ...

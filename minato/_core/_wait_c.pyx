@@ -6,23 +6,23 @@ from libc.limits cimport INT_MAX
 from libc.stdint cimport int64_t, uint64_t
 
 from minato._core.atomics cimport (
-    mn_gate,
-    mn_gate_events,
-    mn_gate_notify,
-    mn_gate_wait,
+    mn_event_count,
+    mn_event_count_read,
+    mn_event_count_notify,
+    mn_event_count_wait,
     mn_load_relaxed_u32,
     mn_load_seq_cst_u64,
     mn_store_seq_cst_u64,
     mn_u64,
 )
 
-__all__ = ["GATE_NBYTES", "Gate", "SharedWords"]
+__all__ = ["EVENT_COUNT_NBYTES", "EventCount", "SharedWords"]
 
-GATE_NBYTES = sizeof(mn_gate)
+EVENT_COUNT_NBYTES = sizeof(mn_event_count)
 
 
 @cython.final
-cdef class Gate:
+cdef class EventCount:
     """An event counter in shared memory that processes and threads can sleep on.
 
     Read ``events``, test your condition, then ``wait(seen)``: an event between the reading and the sleep is
@@ -30,18 +30,18 @@ cdef class Gate:
 
     Args:
         buffer: Writable memory that every party maps.
-        offset: Where the gate's ``GATE_NBYTES`` start; a multiple of 8.
+        offset: Where the gate's ``EVENT_COUNT_NBYTES`` start; a multiple of 8.
     """
 
     cdef Py_buffer view
-    cdef mn_gate *gate
+    cdef mn_event_count *gate
 
     def __cinit__(self, buffer, Py_ssize_t offset):
         PyObject_GetBuffer(buffer, &self.view, PyBUF_WRITABLE)
-        if offset < 0 or offset % 8 or offset + <Py_ssize_t>sizeof(mn_gate) > self.view.len:
+        if offset < 0 or offset % 8 or offset + <Py_ssize_t>sizeof(mn_event_count) > self.view.len:
             PyBuffer_Release(&self.view)
             raise ValueError(f"offset {offset} is no place for a gate in {self.view.len} bytes")
-        self.gate = <mn_gate *>(<char *>self.view.buf + offset)
+        self.gate = <mn_event_count *>(<char *>self.view.buf + offset)
 
     def __dealloc__(self):
         if self.gate != NULL:
@@ -50,16 +50,16 @@ cdef class Gate:
     @property
     def events(self):
         """How many events there have been, modulo 2**32."""
-        return mn_gate_events(self.gate)
+        return mn_event_count_read(self.gate)
 
     @property
     def sleepers(self):
-        """How many are registered as asleep; only the compiled twin registers them."""
+        """Number of registered sleepers; only the compiled backend registers them."""
         return mn_load_relaxed_u32(&self.gate.sleepers)
 
     def notify(self, int sleepers=INT_MAX):
         """Count one event and wake up to ``sleepers`` sleepers."""
-        mn_gate_notify(self.gate, sleepers)
+        mn_event_count_notify(self.gate, sleepers)
 
     def wait(self, seen, double timeout_s):
         """Sleep until there has been an event since ``seen``.
@@ -72,7 +72,7 @@ cdef class Gate:
         cdef long long timeout_ns = <long long>(timeout_s * 1e9)
         cdef bint changed
         with nogil:
-            changed = mn_gate_wait(self.gate, count, timeout_ns)
+            changed = mn_event_count_wait(self.gate, count, timeout_ns)
         return changed
 
 
@@ -95,7 +95,7 @@ cdef class SharedWords:
 
     @staticmethod
     def nbytes(count):
-        """Bytes of so many words; the first eight are the pure twin's."""
+        """Bytes of ``count`` words and of eight more, which the pure backend uses."""
         return 8 * (count + 1)
 
     def __cinit__(self, buffer, Py_ssize_t offset, Py_ssize_t count):

@@ -11,9 +11,9 @@ import numpy as np
 
 from minato._core.limits import FUTEX_NUMBER
 
-__all__ = ["GATE_NBYTES", "Gate", "SharedWords"]
+__all__ = ["EVENT_COUNT_NBYTES", "EventCount", "SharedWords"]
 
-GATE_NBYTES = 8
+EVENT_COUNT_NBYTES = 8
 
 _FUTEX_WAIT, _FUTEX_WAKE_OP = 0, 5
 _ADD_ONE = 1 << 28 | 1 << 12 | 0xFFF
@@ -27,7 +27,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-class Gate:
+class EventCount:
     """An event counter in shared memory that processes and threads can sleep on.
 
     Read ``events``, test your condition, then ``wait(seen)``: an event between the reading and the sleep is
@@ -35,7 +35,7 @@ class Gate:
 
     Args:
         buffer: Writable memory that every party maps.
-        offset: Where the gate's ``GATE_NBYTES`` start; a multiple of 8.
+        offset: Where the gate's ``EVENT_COUNT_NBYTES`` start; a multiple of 8.
     """
 
     # Python has no atomic addition. A word that is read, raised and written back can fall to a number that it had
@@ -47,7 +47,7 @@ class Gate:
         if view.readonly:
             raise BufferError("a gate needs memory that can be written")
         size = view.nbytes
-        if offset < 0 or offset % 8 or offset + GATE_NBYTES > size:
+        if offset < 0 or offset % 8 or offset + EVENT_COUNT_NBYTES > size:
             raise ValueError(f"offset {offset} is no place for a gate in {size} bytes")
         self._words = np.frombuffer(buffer, np.uint32, 2, offset)
         self._address = self._words.ctypes.data
@@ -59,7 +59,7 @@ class Gate:
 
     @property
     def sleepers(self) -> int:
-        """How many are registered as asleep; only the compiled twin registers them."""
+        """Number of registered sleepers; only the compiled backend registers them."""
         return int(self._words[1])
 
     def notify(self, sleepers: int = 2**31 - 1) -> None:
@@ -115,15 +115,15 @@ class SharedWords:
 
     @staticmethod
     def nbytes(count: int) -> int:
-        """Bytes of so many words; the first eight are the pure twin's."""
+        """Bytes of ``count`` words and of eight more, which the pure backend uses."""
         return 8 * (count + 1)
 
     def __init__(self, buffer: Any, offset: int, count: int) -> None:
         size = memoryview(buffer).nbytes
         if count < 0 or offset < 0 or offset % 8 or offset + 8 * (count + 1) > size:
             raise ValueError(f"{count} words at offset {offset} do not fit {size} bytes")
-        self._fence = Gate(buffer, offset)
-        start = offset + GATE_NBYTES
+        self._fence = EventCount(buffer, offset)
+        start = offset + EVENT_COUNT_NBYTES
         self._words = memoryview(buffer).cast("B")[start : start + 8 * count].cast("q")
 
     def load(self, index: int) -> int:

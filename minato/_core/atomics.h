@@ -1,7 +1,7 @@
 /* Atomic words in memory shared between processes.
  *
  * A word has a type of its own, so that the compiler refuses to read or write it in any other way than by
- * these functions. The memory order stands in each name. In doubt, the sequentially consistent form is used:
+ * these functions. Each name states the memory order. In doubt, the sequentially consistent form is used:
  * the cost is a few nanoseconds, the alternative is a lost wake-up once a week.
  */
 #ifndef MINATO_ATOMICS_H

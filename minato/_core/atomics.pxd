@@ -19,10 +19,10 @@ cdef extern from "atomics.h" nogil:
     void mn_store_release_u32(mn_u32 *word, uint32_t value)
 
 
-cdef extern from "gate.h" nogil:
-    ctypedef struct mn_gate:
+cdef extern from "event_count.h" nogil:
+    ctypedef struct mn_event_count:
         mn_u32 sleepers
 
-    uint32_t mn_gate_events(mn_gate *gate)
-    void mn_gate_notify(mn_gate *gate, int sleepers)
-    bint mn_gate_wait(mn_gate *gate, uint32_t seen, long long timeout_ns)
+    uint32_t mn_event_count_read(mn_event_count *gate)
+    void mn_event_count_notify(mn_event_count *gate, int sleepers)
+    bint mn_event_count_wait(mn_event_count *gate, uint32_t seen, long long timeout_ns)

@@ -13,9 +13,9 @@ KIND_MASK = 63
 RAGGED, FAILED, TEXTS = 1 << SAMPLE_BLOB, 1 << ERROR_BLOB, 1 << TEXT_BLOB
 ENDED, SKIPPED, STATES = 1 << END_BLOB, 1 << SKIP_BLOB, 1 << STATE_BLOB
 
-# What stands in place of a step where a worker's lease names no position: it collates batch -3 - step, or begins.
+# Values of ``step`` if a worker's lease names no position: it collates batch -3 - step, or it starts.
 STARTING = -2
 FIRST_COLLATED = -3
 
-NUM_PASSES = 8
-"""How many passes over the sampler a ledger can have open."""
+NUM_EPOCH_SLOTS = 8
+"""Epochs that a ledger can have open at the same time."""

@@ -19,8 +19,8 @@ typedef struct {
     uint64_t bucket[MN_HISTOGRAM_BUCKETS];
 } mn_histogram;
 
-_Static_assert(offsetof(mn_histogram, bucket) == 64, "the pure twin knows this offset");
-_Static_assert(sizeof(mn_histogram) == 5824, "the pure twin knows this size");
+_Static_assert(offsetof(mn_histogram, bucket) == 64, "the pure backend uses this offset");
+_Static_assert(sizeof(mn_histogram) == 5824, "the pure backend uses this size");
 
 static inline uint32_t mn_histogram_bucket(uint64_t value) {
     if (value < 32) return (uint32_t)value;

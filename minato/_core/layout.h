@@ -2,11 +2,11 @@
 #ifndef MINATO_LAYOUT_H
 #define MINATO_LAYOUT_H
 
-#include "gate.h"
+#include "event_count.h"
 #include <stddef.h>
 
 #define MN_MAGIC 0x6f74616e696dULL /* "minato" */
-enum { MN_LAYOUT_VERSION = 4, MN_PASSES = 8, MN_HINTS = 256, MN_MOST_AHEAD = 65535 };
+enum { MN_LAYOUT_VERSION = 4, MN_EPOCH_SLOTS = 8, MN_HINTS = 256, MN_MOST_AHEAD = 65535 };
 enum { MN_MAX_WORKERS = 4096 }; /* as many as have a number in mn_batch.state */
 
 /* The lower 4 bits of mn_batch.state */
@@ -33,34 +33,34 @@ enum { MN_STOPPING = 1, MN_DRAINING = 2 };
 #define MN_NUMBER ((1ULL << 48) - 1)
 #define MN_ONE_VERSION (1ULL << 48)
 
-/* The pass (one run over the sampler) whose places a sample may take. */
+/* An epoch in flight: a sample takes a place of its own epoch. */
 typedef struct {
     mn_u64 cursor; /* version << 48 | first position that may have an open place */
-    mn_u64 limit;  /* position after the pass's last one so far */
-} mn_pass;
+    mn_u64 limit;  /* position after the epoch's last one so far */
+} mn_epoch_slot;
 
 typedef struct {
     mn_u64 magic;
     uint32_t version;
-    uint32_t compiled; /* 1: written by the compiled twin */
+    uint32_t compiled; /* 1: written by the compiled backend */
     uint32_t num_workers;
     uint32_t batch_capacity;
     uint64_t position_capacity; /* a power of two */
     mn_u64 slow_ns;           /* a sample that took longer is slow (`fast_first`) */
     mn_u32 shutdown; /* 1: leave now, 2: leave when nothing is left to claim */
-    mn_u32 stranded; /* how often full batches may have been left that nobody publishes */
+    mn_u32 orphaned; /* events after which a full batch may have no worker that publishes it */
     mn_u64 waiting; /* 1 while the consumer waits for a batch */
-    mn_u32 adopted; /* up to which of those times all batches have been looked at since */
+    mn_u32 orphans_checked; /* events up to which all batches have been checked */
     uint32_t reserved;
     mn_u64 head; /* version << 48 | first position that may have a free ticket */
     uint64_t pad_head[7];
     mn_u64 tail; /* position after the last published one */
     uint64_t pad_tail[7];
-    mn_gate work; /* workers sleep here for tickets */
+    mn_event_count work; /* workers sleep here for tickets */
     uint64_t pad_work[7];
-    mn_gate ready; /* the consumer sleeps here for a batch */
+    mn_event_count ready; /* the consumer sleeps here for a batch */
     uint64_t pad_ready[7];
-    mn_pass passes[MN_PASSES];
+    mn_epoch_slot epoch_slots[MN_EPOCH_SLOTS];
     mn_u32 hints_used; /* entries of the table from the start on that were ever written */
     uint32_t pad_hints[15];
     mn_u64 hints[MN_HINTS]; /* samples to start early: by how many samples << 48 | position + 1; 0: none */
@@ -83,7 +83,7 @@ typedef struct {
     mn_u64 state; /* generation << 16 | worker << 4 | OPEN, COLLATING, READY or CLOSED */
     mn_u64 first; /* its first position */
     mn_u32 count;
-    mn_u32 pass_index;
+    mn_u32 epoch_slot;
     mn_u64 slot;   /* arena offset of its slot */
     mn_u64 cursor; /* next free byte in the slot */
     mn_u64 layout; /* arena offset of the published layout, 0: none yet */
@@ -114,9 +114,9 @@ typedef struct {
 _Static_assert(sizeof(mn_header) == 512 + 8 * MN_HINTS, "header");
 _Static_assert(offsetof(mn_header, head) == 64, "head has its own cache line");
 _Static_assert(offsetof(mn_header, tail) == 128, "tail has its own cache line");
-_Static_assert(offsetof(mn_header, work) == 192, "work gate");
-_Static_assert(offsetof(mn_header, ready) == 256, "ready gate");
-_Static_assert(offsetof(mn_header, passes) == 320, "passes");
+_Static_assert(offsetof(mn_header, work) == 192, "work events");
+_Static_assert(offsetof(mn_header, ready) == 256, "ready events");
+_Static_assert(offsetof(mn_header, epoch_slots) == 320, "epoch_slots");
 _Static_assert(offsetof(mn_header, hints_used) == 448, "hints have their own cache lines");
 _Static_assert(sizeof(mn_position) == 64, "one cache line per sample");
 _Static_assert(sizeof(mn_batch) == 128, "two cache lines per batch");

@@ -1,13 +1,13 @@
 from libc.stdint cimport uint32_t, uint64_t
 
-from minato._core.atomics cimport mn_gate, mn_u32, mn_u64
+from minato._core.atomics cimport mn_event_count, mn_u32, mn_u64
 
 
 cdef extern from "layout.h" nogil:
     uint64_t MN_MAGIC
     enum:
         MN_LAYOUT_VERSION
-        MN_PASSES
+        MN_EPOCH_SLOTS
         MN_HINTS
         MN_MOST_AHEAD
         MN_MAX_WORKERS
@@ -39,7 +39,7 @@ cdef extern from "layout.h" nogil:
     uint64_t MN_NUMBER
     uint64_t MN_ONE_VERSION
 
-    ctypedef struct mn_pass:
+    ctypedef struct mn_epoch_slot:
         mn_u64 cursor
         mn_u64 limit
 
@@ -52,14 +52,14 @@ cdef extern from "layout.h" nogil:
         uint64_t position_capacity
         mn_u64 slow_ns
         mn_u32 shutdown
-        mn_u32 stranded
+        mn_u32 orphaned
         mn_u64 waiting
-        mn_u32 adopted
+        mn_u32 orphans_checked
         mn_u64 head
         mn_u64 tail
-        mn_gate work
-        mn_gate ready
-        mn_pass passes[8]
+        mn_event_count work
+        mn_event_count ready
+        mn_epoch_slot epoch_slots[8]
         mn_u32 hints_used
         mn_u64 hints[256]
 
@@ -78,7 +78,7 @@ cdef extern from "layout.h" nogil:
         mn_u64 state
         mn_u64 first
         mn_u32 count
-        mn_u32 pass_index
+        mn_u32 epoch_slot
         mn_u64 slot
         mn_u64 cursor
         mn_u64 layout

@@ -10,7 +10,7 @@
  *   - publish stores a record's tickets last: a worker that looked at the record before it came round the
  *     ring can claim a ticket as soon as that is free.
  *
- * Functions with a batch, a worker or a pass take its number; callers check that it is in range.
+ * Functions with a batch, a worker or an epoch slot take its number; callers check that it is in range.
  */
 #ifndef MINATO_LEDGER_H
 #define MINATO_LEDGER_H
@@ -68,9 +68,9 @@ static inline mn_worker *mn_worker_at(const mn_ledger *ledger, uint32_t worker) 
     return &ledger->workers[worker];
 }
 
-static inline mn_pass *mn_pass_at(const mn_ledger *ledger, uint32_t pass_index) {
-    MN_ASSERT(pass_index < MN_PASSES);
-    return &ledger->header->passes[pass_index];
+static inline mn_epoch_slot *mn_epoch_slot_at(const mn_ledger *ledger, uint32_t epoch_slot) {
+    MN_ASSERT(epoch_slot < MN_EPOCH_SLOTS);
+    return &ledger->header->epoch_slots[epoch_slot];
 }
 
 static inline uint64_t mn_min(uint64_t a, uint64_t b) { return a < b ? a : b; }
@@ -131,44 +131,44 @@ static inline int mn_complete(const mn_ledger *ledger, uint32_t worker, uint32_t
     if (flags & (MN_FAILED | MN_ENDED) || mn_load_acquire_u64(&batch->result) ||
         (mn_load_acquire_u64(&batch->layout) && !(flags & (MN_RAGGED | MN_SKIPPED)))) {
         mn_store_release_u64(&batch->state, (state & ~(uint64_t)0xFFFF) | MN_READY);
-        mn_gate_notify(&ledger->header->ready, INT_MAX);
+        mn_event_count_notify(&ledger->header->ready, INT_MAX);
         return MN_PUBLISHED;
     }
     return MN_MUST_COLLATE;
 }
 
-/* Find a batch that is full and that nobody collates; 1 if this worker must. */
+/* Find a full batch without a collating worker; 1 if this worker must collate it. */
 static inline int mn_adopt(const mn_ledger *ledger, uint32_t worker, uint32_t *index) {
     mn_header *header = ledger->header;
-    uint32_t seen = mn_load_acquire_u32(&header->stranded);
-    uint32_t adopted = mn_load_acquire_u32(&header->adopted);
+    uint32_t seen = mn_load_acquire_u32(&header->orphaned);
+    uint32_t orphans_checked = mn_load_acquire_u32(&header->orphans_checked);
     for (uint32_t i = 0; i < header->batch_capacity; i++) {
         if (mn_complete(ledger, worker, i) == MN_MUST_COLLATE) {
             *index = i;
             return 1;
         }
     }
-    /* What is stranded during the look raises the count: the next claim looks again. */
-    mn_cas_seq_cst_u32(&header->adopted, adopted, seen);
+    /* What is orphaned during the look raises the count: the next claim looks again. */
+    mn_cas_seq_cst_u32(&header->orphans_checked, orphans_checked, seen);
     return 0;
 }
 
 /* ---- Which place a sample takes ---------------------------------------------------------------------- */
 
-static inline int mn_is_in_pass(const mn_ledger *ledger, uint32_t index, uint64_t place, uint32_t pass_index) {
-    /* A batch that was closed leaves its places behind; whoever has its record now, begins after them. */
+static inline int mn_is_in_epoch_slot(const mn_ledger *ledger, uint32_t index, uint64_t place, uint32_t epoch_slot) {
+    /* A closed batch leaves its places behind; the batch that reuses its record begins after them. */
     mn_batch *batch = mn_batch_at(ledger, index);
-    return mn_load_relaxed_u32(&batch->pass_index) == pass_index && mn_load_relaxed_u64(&batch->first) <= place;
+    return mn_load_relaxed_u32(&batch->epoch_slot) == epoch_slot && mn_load_relaxed_u64(&batch->first) <= place;
 }
 
-/* Bind the first open place of the pass in [start, end) to a sample; returns place + 1, 0 if there is none. */
-static inline uint64_t mn_take(const mn_ledger *ledger, uint64_t start, uint64_t end, uint32_t pass_index,
+/* Bind the first open place of the epoch in [start, end) to a sample; returns place + 1, 0 if there is none. */
+static inline uint64_t mn_take(const mn_ledger *ledger, uint64_t start, uint64_t end, uint32_t epoch_slot,
                                uint64_t position) {
     /* An open place says its own number, so none is taken for one that has gone round the ring. */
     for (uint64_t place = start; place < end; place++) {
         mn_position *record = mn_at(ledger, place);
         if (mn_load_seq_cst_u64(&record->place) == place + 1 &&
-            mn_is_in_pass(ledger, mn_load_relaxed_u32(&record->batch), place, pass_index) &&
+            mn_is_in_epoch_slot(ledger, mn_load_relaxed_u32(&record->batch), place, epoch_slot) &&
             mn_cas_seq_cst_u64(&record->place, place + 1, MN_BOUND | (position + 1)))
             return place + 1;
     }
@@ -178,14 +178,14 @@ static inline uint64_t mn_take(const mn_ledger *ledger, uint64_t start, uint64_t
 /* A place taken for this sample, or for one that lies elsewhere; returns place + 1, 0 if there is none.
  *
  * As many places are open or taken as samples are unplaced. So if none is open, one was taken twice for the
- * same sample, by its worker and by the consumer, and whoever came second has not given it back, or died before. */
-static inline uint64_t mn_take_spare(const mn_ledger *ledger, uint32_t pass_index, uint64_t position) {
-    uint64_t limit = mn_load_acquire_u64(&mn_pass_at(ledger, pass_index)->limit);
+ * same sample, by its worker and by the consumer, and the second one has not returned it, or has died before. */
+static inline uint64_t mn_take_spare(const mn_ledger *ledger, uint32_t epoch_slot, uint64_t position) {
+    uint64_t limit = mn_load_acquire_u64(&mn_epoch_slot_at(ledger, epoch_slot)->limit);
     for (uint64_t place = limit - mn_min(limit, ledger->mask + 1); place < limit; place++) {
         mn_position *record = mn_at(ledger, place);
         uint64_t word = mn_load_seq_cst_u64(&record->place);
         if ((word & MN_STATE) != MN_BOUND || mn_load_relaxed_u64(&record->position) != place ||
-            !mn_is_in_pass(ledger, mn_load_relaxed_u32(&record->batch), place, pass_index))
+            !mn_is_in_epoch_slot(ledger, mn_load_relaxed_u32(&record->batch), place, epoch_slot))
             continue;
         uint64_t holder = (word & MN_NUMBER) - 1;
         if (holder == position)
@@ -200,34 +200,34 @@ static inline uint64_t mn_take_spare(const mn_ledger *ledger, uint32_t pass_inde
 }
 
 /* Bind the oldest place that can be had to a sample; returns place + 1, 0 if there is none. */
-static inline uint64_t mn_try_oldest(const mn_ledger *ledger, uint32_t pass_index, uint64_t position) {
-    mn_pass *here = mn_pass_at(ledger, pass_index);
+static inline uint64_t mn_try_oldest(const mn_ledger *ledger, uint32_t epoch_slot, uint64_t position) {
+    mn_epoch_slot *here = mn_epoch_slot_at(ledger, epoch_slot);
     uint64_t cursor = mn_load_acquire_u64(&here->cursor);
     uint64_t limit = mn_load_acquire_u64(&here->limit);
-    uint64_t place = mn_take(ledger, cursor & MN_NUMBER, limit, pass_index, position);
+    uint64_t place = mn_take(ledger, cursor & MN_NUMBER, limit, epoch_slot, position);
     if (place == 0)
-        return mn_take_spare(ledger, pass_index, position);
+        return mn_take_spare(ledger, epoch_slot, position);
     mn_cas_seq_cst_u64(&here->cursor, cursor, (cursor & ~MN_NUMBER) | place);
     return place;
 }
 
-static inline uint64_t mn_take_oldest(const mn_ledger *ledger, uint32_t pass_index, uint64_t position) {
+static inline uint64_t mn_take_oldest(const mn_ledger *ledger, uint32_t epoch_slot, uint64_t position) {
     /* For a sample that has no place yet there is always one; others may be quicker a few times. */
     uint64_t place = 0;
     while (place == 0)
-        place = mn_try_oldest(ledger, pass_index, position);
+        place = mn_try_oldest(ledger, epoch_slot, position);
     return place;
 }
 
-static inline uint64_t mn_take_newest(const mn_ledger *ledger, uint32_t pass_index, uint64_t position) {
-    mn_pass *here = mn_pass_at(ledger, pass_index);
+static inline uint64_t mn_take_newest(const mn_ledger *ledger, uint32_t epoch_slot, uint64_t position) {
+    mn_epoch_slot *here = mn_epoch_slot_at(ledger, epoch_slot);
     uint64_t place = mn_load_acquire_u64(&here->limit);
     uint64_t cursor = mn_load_acquire_u64(&here->cursor) & MN_NUMBER;
     for (; place > cursor; place--) {
-        if (mn_take(ledger, place - 1, place, pass_index, position))
+        if (mn_take(ledger, place - 1, place, epoch_slot, position))
             return place;
     }
-    return mn_take_oldest(ledger, pass_index, position);
+    return mn_take_oldest(ledger, epoch_slot, position);
 }
 
 /* Move a cursor back; the new version defeats a worker that is just moving it on. */
@@ -242,14 +242,14 @@ static inline void mn_lower(mn_u64 *cursor, uint64_t position) {
 /* Open a place (given + 1) again that was taken for a sample, unless somebody made use of it. */
 static inline void mn_give_back(const mn_ledger *ledger, uint64_t place, uint64_t position) {
     mn_position *record = mn_at(ledger, place - 1);
-    uint32_t pass_index = mn_load_relaxed_u32(&mn_batch_at(ledger, mn_load_relaxed_u32(&record->batch))->pass_index);
+    uint32_t epoch_slot = mn_load_relaxed_u32(&mn_batch_at(ledger, mn_load_relaxed_u32(&record->batch))->epoch_slot);
     if (mn_cas_seq_cst_u64(&record->place, MN_BOUND | (position + 1), place))
-        mn_lower(&mn_pass_at(ledger, pass_index)->cursor, place - 1);
+        mn_lower(&mn_epoch_slot_at(ledger, epoch_slot)->cursor, place - 1);
 }
 
 /* ---- Samples that begin before their turn: a small table, each entry of which may be lost without harm --- */
 
-/* Note that a sample should be started by `ahead` samples before its turn; 0 if the table is full. */
+/* Let a sample start `ahead` samples early; 0 if the table of hints is full. */
 static inline int mn_add_hint(const mn_ledger *ledger, uint64_t position, uint64_t ahead) {
     mn_header *header = ledger->header;
     uint32_t used = mn_load_relaxed_u32(&header->hints_used);
@@ -278,7 +278,7 @@ static inline int mn_claim_hinted(const mn_ledger *ledger, uint32_t worker, uint
                 continue;
             uint64_t position = (word & MN_NUMBER) - 1, ahead = word >> 48;
             if (position < front) {
-                mn_cas_seq_cst_u64(&header->hints[i], word, 0); /* its turn has come anyway */
+                mn_cas_seq_cst_u64(&header->hints[i], word, 0); /* claims in order have reached it */
                 continue;
             }
             uint64_t due = position - mn_min(position, ahead);
@@ -307,9 +307,9 @@ static inline int mn_claim_hinted(const mn_ledger *ledger, uint32_t worker, uint
 /* ---- Workers ----------------------------------------------------------------------------------------- */
 
 /* Tell a waiting consumer that a worker finds nothing to do. */
-static inline void mn_hungry(const mn_ledger *ledger) {
+static inline void mn_notify_idle(const mn_ledger *ledger) {
     if (mn_load_seq_cst_u64(&ledger->header->waiting))
-        mn_gate_notify(&ledger->header->ready, INT_MAX);
+        mn_event_count_notify(&ledger->header->ready, INT_MAX);
 }
 
 /* Whether a worker that claims whole batches leaves a free sample to the one that has, or will have, the first. */
@@ -325,7 +325,7 @@ static inline int mn_claim(const mn_ledger *ledger, uint32_t worker, uint32_t ma
     mn_header *header = ledger->header;
     *k = 0;
     *count = 0;
-    if (mn_load_acquire_u32(&header->stranded) != mn_load_acquire_u32(&header->adopted) &&
+    if (mn_load_acquire_u32(&header->orphaned) != mn_load_acquire_u32(&header->orphans_checked) &&
         mn_adopt(ledger, worker, index))
         return 1;
     for (;;) {
@@ -398,13 +398,13 @@ static inline void mn_end(const mn_ledger *ledger, uint32_t worker, uint64_t sam
 /* Take a place for a finished sample; `late`: the newest open one, unless the consumer is waiting. */
 static inline uint64_t mn_reserve(const mn_ledger *ledger, uint64_t position, int late) {
     mn_position *record = mn_at(ledger, position);
-    uint32_t pass_index = mn_load_relaxed_u32(&mn_batch_at(ledger, mn_load_relaxed_u32(&record->batch))->pass_index);
+    uint32_t epoch_slot = mn_load_relaxed_u32(&mn_batch_at(ledger, mn_load_relaxed_u32(&record->batch))->epoch_slot);
     uint64_t word = mn_load_acquire_u64(&record->ticket);
     uint64_t place = word & MN_NUMBER;
     if (place == 0) {
         uint64_t taken = late && !mn_load_acquire_u64(&ledger->header->waiting)
-                             ? mn_take_newest(ledger, pass_index, position)
-                             : mn_take_oldest(ledger, pass_index, position);
+                             ? mn_take_newest(ledger, epoch_slot, position)
+                             : mn_take_oldest(ledger, epoch_slot, position);
         mn_cas_seq_cst_u64(&record->ticket, word, word | taken);
         place = mn_load_acquire_u64(&record->ticket) & MN_NUMBER;
         if (place != taken) /* the consumer has meanwhile bound this overdue sample to a place */
@@ -456,7 +456,7 @@ static inline int mn_skip(const mn_ledger *ledger, uint32_t worker, uint64_t pos
         }
         *index = mn_load_relaxed_u32(&record->batch);
         if (mn_cas_seq_cst_u64(&record->ticket, word, MN_DONE)) {
-            mn_hungry(ledger); /* it may have been what the consumer waits for */
+            mn_notify_idle(ledger); /* it may have been what the consumer waits for */
             return MN_NOT_COMPLETE;
         }
     }
@@ -469,12 +469,12 @@ static inline void mn_set_result(const mn_ledger *ledger, uint32_t index, uint64
     mn_store_release_u64(&batch->result, result);
 }
 
-/* Publish a batch that this worker was told to collate. */
+/* Publish a batch after mn_fill returned MN_MUST_COLLATE to this worker. */
 static inline void mn_set_ready(const mn_ledger *ledger, uint32_t index, uint64_t result, uint64_t nbytes) {
     mn_batch *batch = mn_batch_at(ledger, index);
     mn_set_result(ledger, index, result, nbytes);
     mn_store_release_u64(&batch->state, mn_load_relaxed_u64(&batch->state) >> 16 << 16 | MN_READY);
-    mn_gate_notify(&ledger->header->ready, INT_MAX);
+    mn_event_count_notify(&ledger->header->ready, INT_MAX);
 }
 
 /* Arena offset of `nbytes` fresh bytes in the batch's slot, aligned; UINT64_MAX: the slot is too small. */
@@ -504,9 +504,9 @@ static inline uint64_t mn_tail(const mn_ledger *ledger) {
     return mn_load_relaxed_u64(&ledger->header->tail); /* the consumer alone writes it */
 }
 
-/* Start a run over the sampler: its samples will take places after the last published one. */
-static inline void mn_open_pass(const mn_ledger *ledger, uint32_t pass_index) {
-    mn_pass *here = mn_pass_at(ledger, pass_index);
+/* Start an epoch: its samples take places after the last published one. */
+static inline void mn_open_epoch(const mn_ledger *ledger, uint32_t epoch_slot) {
+    mn_epoch_slot *here = mn_epoch_slot_at(ledger, epoch_slot);
     uint64_t tail = mn_tail(ledger);
     uint64_t version = (mn_load_relaxed_u64(&here->cursor) & ~MN_NUMBER) + MN_ONE_VERSION;
     mn_store_release_u64(&here->limit, tail);
@@ -522,7 +522,7 @@ static inline uint32_t mn_vacant(const mn_ledger *ledger) {
 }
 
 typedef struct {
-    uint32_t count, pass_index, owner;
+    uint32_t count, epoch_slot, owner;
     int bound;
     uint64_t slot, cursor, slot_end, keys, keys_nbytes;
     int64_t epoch, seed;
@@ -533,7 +533,7 @@ static inline void mn_prepare(const mn_ledger *ledger, uint32_t index, const mn_
     mn_batch *batch = mn_batch_at(ledger, index);
     mn_store_relaxed_u64(&batch->first, mn_tail(ledger));
     mn_store_relaxed_u32(&batch->count, fields->count);
-    mn_store_relaxed_u32(&batch->pass_index, fields->pass_index);
+    mn_store_relaxed_u32(&batch->epoch_slot, fields->epoch_slot);
     mn_store_relaxed_u64(&batch->slot, fields->slot);
     mn_store_relaxed_u64(&batch->cursor, fields->cursor);
     mn_store_relaxed_u64(&batch->slot_end, fields->slot_end);
@@ -570,13 +570,13 @@ static inline void mn_publish(const mn_ledger *ledger, uint32_t index, int wake)
     uint64_t tail = mn_tail(ledger), end = tail + mn_load_relaxed_u32(&batch->count);
     int bound = mn_load_relaxed_u32(&batch->bound) != 0;
     /* A worker that looked at a record before it came round the ring can claim a ticket as soon as that is
-     * free, so everything else stands before. */
+     * free, so all other stores precede it. */
     mn_store_release_u64(&batch->state, ((mn_load_relaxed_u64(&batch->state) >> 16) + 1) << 16 | MN_OPEN);
-    mn_store_release_u64(&mn_pass_at(ledger, mn_load_relaxed_u32(&batch->pass_index))->limit, end);
+    mn_store_release_u64(&mn_epoch_slot_at(ledger, mn_load_relaxed_u32(&batch->epoch_slot))->limit, end);
     for (uint64_t position = tail; position < end; position++)
         mn_store_release_u64(&mn_at(ledger, position)->ticket, bound ? MN_FREE | (position + 1) : MN_FREE);
     mn_store_release_u64(&header->tail, end);
-    mn_gate_notify(&header->work, wake);
+    mn_event_count_notify(&header->work, wake);
 }
 
 /* Give every unplaced sample of batch `old` a place: in batch `new`, or else the oldest open one. */
@@ -586,7 +586,7 @@ static inline void mn_bind_late(const mn_ledger *ledger, uint32_t old_index, uin
     uint64_t first = mn_load_relaxed_u64(&batch->first), count = mn_load_relaxed_u32(&batch->count);
     uint64_t next_place = mn_load_relaxed_u64(&target->first);
     uint64_t end = next_place + mn_load_relaxed_u32(&target->count);
-    uint32_t pass_index = mn_load_relaxed_u32(&batch->pass_index);
+    uint32_t epoch_slot = mn_load_relaxed_u32(&batch->epoch_slot);
     for (uint64_t position = first; position < first + count; position++) {
         mn_position *record = mn_at(ledger, position);
         uint64_t place = 0;
@@ -595,9 +595,9 @@ static inline void mn_bind_late(const mn_ledger *ledger, uint32_t old_index, uin
             if ((word & MN_STATE) == MN_DONE || (word & MN_STATE) == MN_CANCELLED || word & MN_NUMBER)
                 break;
             if (place == 0) {
-                place = mn_take(ledger, next_place, end, pass_index, position);
+                place = mn_take(ledger, next_place, end, epoch_slot, position);
                 if (place == 0)
-                    place = mn_try_oldest(ledger, pass_index, position);
+                    place = mn_try_oldest(ledger, epoch_slot, position);
                 next_place = mn_max(next_place, place);
             }
             /* None is left if the sample's worker has just taken the last one; its ticket will say so. */
@@ -609,7 +609,7 @@ static inline void mn_bind_late(const mn_ledger *ledger, uint32_t old_index, uin
     }
 }
 
-/* Whether nobody works on a sample of this batch or will. */
+/* Whether no worker runs, or will run, a sample of this batch. */
 static inline int mn_settled(const mn_ledger *ledger, uint32_t index) {
     mn_batch *batch = mn_batch_at(ledger, index);
     uint64_t first = mn_load_relaxed_u64(&batch->first), count = mn_load_relaxed_u32(&batch->count);
@@ -621,14 +621,14 @@ static inline int mn_settled(const mn_ledger *ledger, uint32_t index) {
     return 1;
 }
 
-/* Whoever claims next looks for batches that are full and that nobody collates. */
+/* The next claim looks for full batches without a collating worker. */
 static inline void mn_strand(const mn_ledger *ledger) {
-    mn_fetch_add_seq_cst_u32(&ledger->header->stranded, 1);
-    mn_gate_notify(&ledger->header->work, INT_MAX);
+    mn_fetch_add_seq_cst_u32(&ledger->header->orphaned, 1);
+    mn_event_count_notify(&ledger->header->work, INT_MAX);
 }
 
-/* Fill the places of a batch that are left over when all samples of its pass are settled and some are skipped. */
-static inline void mn_fill_up(const mn_ledger *ledger, uint32_t index) {
+/* Fill the places of a batch that are left over when all samples of its epoch are settled and some are skipped. */
+static inline void mn_fill_skipped(const mn_ledger *ledger, uint32_t index) {
     mn_batch *batch = mn_batch_at(ledger, index);
     uint64_t first = mn_load_relaxed_u64(&batch->first), count = mn_load_relaxed_u32(&batch->count);
     for (uint64_t place = first; place < first + count; place++) {
@@ -640,7 +640,7 @@ static inline void mn_fill_up(const mn_ledger *ledger, uint32_t index) {
     }
 }
 
-/* Take back the samples of a batch that nobody has claimed yet. */
+/* Cancel the unclaimed samples of a batch. */
 static inline void mn_cancel(const mn_ledger *ledger, uint32_t index) {
     mn_batch *batch = mn_batch_at(ledger, index);
     uint64_t first = mn_load_relaxed_u64(&batch->first), count = mn_load_relaxed_u32(&batch->count);
@@ -661,7 +661,7 @@ static inline int mn_close(const mn_ledger *ledger, uint32_t index) {
     return (word & 15) != MN_COLLATING;
 }
 
-/* Free the record of a batch that is settled and delivered, or closed with its whole pass settled. */
+/* Free the record of a batch that is settled and delivered, or closed with its whole epoch settled. */
 static inline void mn_retire(const mn_ledger *ledger, uint32_t index) {
     mn_batch *batch = mn_batch_at(ledger, index);
     mn_store_release_u64(&batch->state, mn_load_relaxed_u64(&batch->state) >> 16 << 16 | MN_VACANT);

@@ -1,8 +1,8 @@
-"""The protocol, which is written in C: who calls what stands in ledger.h."""
+"""The protocol, which is written in C; ledger.h says which side calls each function."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from minato._core.layout cimport mn_batch, mn_header, mn_pass, mn_position, mn_worker
+from minato._core.layout cimport mn_batch, mn_header, mn_epoch_slot, mn_position, mn_worker
 
 
 cdef extern from "ledger.h" nogil:
@@ -14,7 +14,7 @@ cdef extern from "ledger.h" nogil:
         uint64_t mask
 
     ctypedef struct mn_batch_fields:
-        uint32_t count, pass_index, owner
+        uint32_t count, epoch_slot, owner
         bint bound
         uint64_t slot, cursor, slot_end, keys, keys_nbytes
         int64_t epoch, seed
@@ -26,7 +26,7 @@ cdef extern from "ledger.h" nogil:
     bint mn_is_collating(uint64_t state, uint32_t worker)
     bint mn_add_hint(const mn_ledger *ledger, uint64_t position, uint64_t ahead)
 
-    void mn_hungry(const mn_ledger *ledger)
+    void mn_notify_idle(const mn_ledger *ledger)
     bint mn_claim(
         const mn_ledger *ledger, uint32_t worker, uint32_t max_run, uint32_t *index, uint64_t *k, uint32_t *count
     )
@@ -44,7 +44,7 @@ cdef extern from "ledger.h" nogil:
     uint64_t mn_publish_layout(const mn_ledger *ledger, uint32_t index, uint64_t offset)
 
     uint64_t mn_tail(const mn_ledger *ledger)
-    void mn_open_pass(const mn_ledger *ledger, uint32_t pass_index)
+    void mn_open_epoch(const mn_ledger *ledger, uint32_t epoch_slot)
     uint32_t mn_vacant(const mn_ledger *ledger)
     void mn_prepare(const mn_ledger *ledger, uint32_t index, const mn_batch_fields *fields)
     void mn_set_sample(
@@ -54,7 +54,7 @@ cdef extern from "ledger.h" nogil:
     void mn_bind_late(const mn_ledger *ledger, uint32_t old_index, uint32_t new_index)
     bint mn_settled(const mn_ledger *ledger, uint32_t index)
     void mn_strand(const mn_ledger *ledger)
-    void mn_fill_up(const mn_ledger *ledger, uint32_t index)
+    void mn_fill_skipped(const mn_ledger *ledger, uint32_t index)
     void mn_cancel(const mn_ledger *ledger, uint32_t index)
     bint mn_close(const mn_ledger *ledger, uint32_t index)
     void mn_retire(const mn_ledger *ledger, uint32_t index)

@@ -96,7 +96,7 @@ def _reason(number: int | None) -> str | None:
     if number == errno.EFBIG:
         return (
             f"The limit on the size of files, which is {soft_limit('RLIMIT_FSIZE')} bytes, holds for shared memory "
-            "too: raise it (ulimit -f), or use num_workers=0 or worker_method='thread'"
+            "too: raise it (ulimit -f), or use num_workers=0 or workers='thread'"
         )
     if number == errno.ENOMEM:
         limit = soft_limit("RLIMIT_AS")
@@ -117,6 +117,6 @@ def _reason(number: int | None) -> str | None:
     if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         return (
             "A security policy of this machine or container (seccomp) refuses it: allow it, or use num_workers=0 or "
-            "worker_method='thread'"
+            "workers='thread'"
         )
     return None

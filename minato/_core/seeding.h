@@ -1,6 +1,6 @@
 /* Keys of samples, and counter-based words grown from a key.
  *
- * Integer arithmetic alone, so that every machine and the pure twin agree bit for bit.
+ * Integer arithmetic alone, so that every machine and the pure backend agree bit for bit.
  */
 #ifndef MINATO_SEEDING_H
 #define MINATO_SEEDING_H

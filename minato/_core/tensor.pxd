@@ -54,7 +54,7 @@ cdef struct Move:
 
 cdef struct Moves:
     Move *next
-    Py_ssize_t kept_nbytes  # tensors of at least so many bytes are left to the caller
+    Py_ssize_t kept_nbytes  # tensors of at least this many bytes are left to the caller
 
 
 cdef inline bint describe(const Torch *torch, object x, DLTensor *view, int64_t *room) except -1:
@@ -113,7 +113,7 @@ cdef inline void write_described(const Node *node, const DLTensor *view, char *p
 
 
 cdef inline bint is_plain(const Torch *torch, const Node *node, object x) except -1:
-    """Tell whether x has the node's dtype, needs no gradient, and is what stands in its memory."""
+    """Whether x has the node's dtype, needs no gradient, and has no lazy operation."""
     cdef const char *impl
     if torch.impl:
         impl = (<const char **> (<const char *> <PyObject *> x + torch.impl))[0]

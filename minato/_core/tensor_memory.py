@@ -2,7 +2,7 @@
 
 Asking torch costs 0.15 µs a tensor: a tenth of the processor time of a sample that is one tiny tensor, and half of that
 of a sample of eight. The offsets are found on tensors made for it, once per process, and used only if each is unique.
-Else, or with ``MINATO_DIRECT_MEMORY=0``, the attributes are asked for.
+Else, or with ``MINATO_DIRECT_MEMORY=0``, the attributes are read instead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def find() -> TensorMemory | None:
     try:
         with torch.inference_mode(False):
             return _find()
-    except Exception:  # a torch that is quite another one, or has been told to make other tensors
+    except Exception:  # another version of torch, or other default tensors
         return None
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from minato._core import USE_EXTENSIONS
 
 if TYPE_CHECKING or not USE_EXTENSIONS:
-    from minato._core._wait_py import GATE_NBYTES, Gate, SharedWords
+    from minato._core._wait_py import EVENT_COUNT_NBYTES, EventCount, SharedWords
 else:
-    from minato._core._wait_c import GATE_NBYTES, Gate, SharedWords
+    from minato._core._wait_c import EVENT_COUNT_NBYTES, EventCount, SharedWords
 
-__all__ = ["GATE_NBYTES", "Gate", "SharedWords"]
+__all__ = ["EVENT_COUNT_NBYTES", "EventCount", "SharedWords"]

@@ -1,4 +1,4 @@
-"""Slots of shared memory in which batches are built, handed out and recycled."""
+"""Slots of shared memory: batches are built in them, view them, and leave them to later batches."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ import numpy as np
 
 from minato._core.limits import address_space_advice
 from minato._core.segment import Segment
-from minato.batching.page_locks import PageLocker, PageLocks, Slot
+from minato.batching.pinned_slots import MemoryPinner, PinnedSlots, Slot
 
-__all__ = ["Arena", "Slot", "SpareArenas"]
+__all__ = ["Arena", "ArenaCache", "Slot"]
 
 _RESERVE_BYTES = 1 << 42
-"""Address space of a process's first arena, of 128 TiB in 47 bits. It takes no memory."""
+"""Address space of the first arena of a process, which has 128 TiB. Address space takes no memory."""
 _LEAST_RESERVE_BYTES = 1 << 28
 _SHARING_SEGMENTS = 4
-"""With so many living segments, two of each iterator, a further arena takes half of that, with twice as many a third,
-and so on: those of a thousand iterators then take 50 TiB, which leaves as much to the rest of the program."""
+"""With this number of living segments, two for each iterator, a further arena takes half of that, with twice the number
+a third, and so on. The arenas of a thousand iterators take 50 TiB, and leave as much to the rest of the program."""
 _ROOMY_SLOTS = 128
-"""So many slots share half of the arena before any batch was seen; later ones get what the batches suggest."""
+"""Number of first slots, which share half of the arena: the size of batches is unknown. Later slots fit those seen."""
 _ROOMY_SHARE = 11
-"""Slot k of these (from 0) gets the arena's size divided by this and by k + 1, for it is used while k other batches
-are alive, and all of them share the machine's memory; 11 is twice the sum of 1 / (k + 1)."""
+"""Slot k of these (from 0) gets the arena's size divided by this and by k + 1: it is used while k other batches are
+alive, and all share the machine's memory. 11 is twice the sum of 1 / (k + 1)."""
 _LEAST_SLOT_BYTES = 1 << 21
 _HEADROOM = 8
-"""A later slot has room for a batch so many times the largest one seen."""
+"""Size of a later slot, in multiples of the largest batch seen."""
 _SPARE_SLOTS = 4
-"""So many free slots beyond the number in flight keep their pages."""
+"""Free slots that keep their pages, beyond the number in flight."""
 _FADING = 0.95
-"""How the number that was in flight fades with each batch: at the end of an epoch it falls, and rises again."""
+"""Decay of the number in flight with each batch, as it falls at the end of an epoch and rises again."""
 
 
 class _Lease(weakref.ref[Any]):
-    """Of a slot, by the view of it that was handed out.
+    """A weak reference to the view of a leased slot.
 
     Attributes:
         slot: The slot.
-        used_bytes: How much of it was written.
+        used_bytes: Bytes of it that were written.
     """
 
     slot: Slot
@@ -51,42 +51,44 @@ class _Lease(weakref.ref[Any]):
 
 
 class Arena:
-    """Recycles slots, so that batches are written to pages that are already warm.
+    """Recycles slots, so that batches are written to pages that are already in memory.
 
-    A slot is free again when its batch is abandoned, or when the last tensor that views the delivered batch is
-    garbage-collected. If the user keeps batches, new slots are made; nobody ever waits for one.
+    The life of a slot: :meth:`acquire` takes a free one for a batch. :meth:`lease` makes the view that the tensors of
+    the delivered batch share; when the last of them is garbage-collected, the slot is free again. :meth:`release` frees
+    the slot of a batch that is not delivered. With ``pinned_slots``, a slot is free after the device has read it, too.
+    A program that keeps batches makes the arena grow: no batch waits for a slot.
 
     Args:
-        segment: Memory to carve up; by default a fresh sparse one.
-        shared: Whether other processes shall write to it.
+        segment: Memory to divide; by default a new sparse segment.
+        shared: Whether other processes write to a new segment.
 
     Attributes:
-        shared: Whether they do.
-        owner: The process that may hand out its slots. A forked child that did so, too, would write to the same memory.
-        locks: Keeps the pages of delivered slots in place for a device; None: nobody needs that.
-        given_back: Free slots whose pages were given back, for other processes that may have them locked: whoever tells
-            these takes them out. None: there are none.
+        shared: Whether other processes can write to it.
+        owner: The process that acquires slots. A forked child that did so too would write to the same memory.
+        pinned_slots: Pins delivered slots for a device; None without one.
+        given_back: Free slots whose pages went back to the system, for processes that may have pinned them. The shared
+            pool takes them out. None: no other process maps the arena.
     """
 
     def __init__(self, segment: Segment | None = None, shared: bool = True) -> None:
         self.segment = segment or Segment(_reserve_bytes(), _LEAST_RESERVE_BYTES, shared)
         self.shared = self.segment.descriptor >= 0
         self.owner = os.getpid()
-        self._used = mmap.PAGESIZE  # no slot starts at offset 0, which means "nothing"
+        self._used = mmap.PAGESIZE  # offset 0 means "none" in the ledger
         self._largest = 0
         self._warm: deque[Slot] = deque()
         self._cold: deque[Slot] = deque()
         self._taken: set[Slot] = set()  # neither free nor leased
         self._leases: dict[int, _Lease] = {}  # by the slot's start
-        self._ended: deque[_Lease] = deque()  # whose slots are to be freed
+        self._ended: deque[_Lease] = deque()  # their slots are not free yet
         self._needed = 0.0
         self.num_slots = 0
-        self.locks: PageLocks | None = None
+        self.pinned_slots: PinnedSlots | None = None
         self.given_back: list[Slot] | None = None
 
     @property
     def num_leased(self) -> int:
-        """Slots whose batches are still alive in the user's hands."""
+        """Number of slots that the program's tensors view."""
         return len(self._leases) - len(self._ended)
 
     def acquire(self) -> Slot:
@@ -96,8 +98,8 @@ class Arena:
             MemoryError: The address space is used up.
         """
         self._settle()
-        if self.locks is not None:
-            for slot, used_bytes in self.locks.recycled():
+        if self.pinned_slots is not None:
+            for slot, used_bytes in self.pinned_slots.recycled():
                 self._free(slot, used_bytes)
         free = self._warm or self._cold
         slot = free.pop() if free else self._carve()
@@ -122,7 +124,7 @@ class Arena:
         return Slot(start, end)
 
     def release(self, slot: Slot, used_bytes: int = 0) -> None:
-        """Give a slot back that was not leased, unless all were taken back; ``used_bytes`` of it were written."""
+        """Free an acquired slot, of which ``used_bytes`` were written; a no-op after ``reclaim_unleased``."""
         if slot in self._taken:
             self._taken.remove(slot)
             self._free(slot, used_bytes)
@@ -131,22 +133,21 @@ class Arena:
         self._largest = max(self._largest, used_bytes)
         self._warm.append(slot)
 
-    def take_back(self) -> None:
-        """Give all slots back that are neither free nor leased: nobody writes to them any more, or ever reads them."""
+    def reclaim_unleased(self) -> None:
+        """Free all slots that are neither free nor leased, when no process writes to or reads them any more."""
         for slot in list(self._taken):
             self.release(slot)
 
     def lease(self, slot: Slot, used_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """A view of the slot, shape (bytes,), uint8; once it and all made from it are gone, the slot is free.
+        """Return a view of the slot, shape (bytes,), uint8. The slot is free when it and all views of it are gone.
 
-        With ``locks`` it is free when the device has read it, too.
+        With ``pinned_slots``, the slot is pinned first, and free only when the device has read it, too.
         """
         view = self.segment.array[slot.start : slot.end]
-        # Without Python code, as that is where the handler of a signal runs, and in the callback of a reference what it
-        # raises would be lost.
+        # A callback without Python code: a signal handler could run in that, and its exception would be lost.
         callback: Callable[[_Lease], object] = self._ended.append
-        if self.locks is not None:
-            self.locks.lock(slot, used_bytes)
+        if self.pinned_slots is not None:
+            self.pinned_slots.lock(slot, used_bytes)
             callback = self._returned
         lease = _Lease(view, callback)
         lease.slot, lease.used_bytes = slot, used_bytes
@@ -155,28 +156,28 @@ class Arena:
         return view
 
     def _returned(self, lease: _Lease) -> None:
-        # At once: what the device has still to do, it has been told by now.
-        if self._leases.pop(lease.slot.start, None) is not None and self.locks is not None:
-            self.locks.returned(lease.slot, lease.used_bytes)
+        # At once, while the work that reads the slot is already queued on the device.
+        if self._leases.pop(lease.slot.start, None) is not None and self.pinned_slots is not None:
+            self.pinned_slots.returned(lease.slot, lease.used_bytes)
 
     def _settle(self) -> None:
         """Free the slots whose leases have ended."""
         while self._ended:
             lease = self._ended.popleft()
-            if self.locks is not None:
+            if self.pinned_slots is not None:
                 self._returned(lease)
             elif self._leases.pop(lease.slot.start, None) is not None:
                 self._free(lease.slot, lease.used_bytes)
 
-    def lock_pages(self, locker: PageLocker) -> None:
-        """Lock the pages of slots from now on, if they are not locked already."""
-        if self.locks is None:
-            self.locks = PageLocks(locker, self.segment)
+    def pin_slots(self, pinner: MemoryPinner) -> None:
+        """Pin slots from now on, if they are not pinned already."""
+        if self.pinned_slots is None:
+            self.pinned_slots = PinnedSlots(pinner, self.segment)
 
     def trim(self, in_flight: int) -> None:
-        """Give pages back to the system: of half of the free slots that are more than were in flight of late.
+        """Return pages to the system: those of half of the free slots beyond the recent number in flight.
 
-        To be called once per batch, so that what a program held for a while is back a few batches after it let go.
+        Called once per batch: the memory of batches that a program kept is free a few batches after it drops them.
         """
         self._settle()
         self._needed = max(in_flight, _FADING * self._needed)
@@ -184,8 +185,8 @@ class Arena:
         written = -(-self._largest // mmap.PAGESIZE) * mmap.PAGESIZE
         for _ in range((surplus + 1) // 2):
             slot = self._warm.popleft()
-            if self.locks is not None:
-                self.locks.unlock(slot)  # else the device would go on reading the pages given back
+            if self.pinned_slots is not None:
+                self.pinned_slots.unlock(slot)  # else the device keeps the pages
             self.segment.discard(slot.start, min(slot.end, slot.start + written))
             self._cold.append(slot)
             if self.given_back is not None:
@@ -198,11 +199,11 @@ def _reserve_bytes() -> int:
     return max(1 << (nbytes.bit_length() - 1), _LEAST_RESERVE_BYTES)
 
 
-class SpareArenas(list[Arena]):
-    """Arenas of iterators that are gone, whose pages are warm."""
+class ArenaCache(list[Arena]):
+    """Arenas of earlier iterators, whose pages are in memory."""
 
     def take(self, shared: bool) -> Arena:
-        """One of this process's own, or a new one.
+        """Return an arena of this process, or a new one.
 
         Args:
             shared: Whether worker processes write to it.

@@ -1,4 +1,4 @@
-"""What a batch looks like in memory, by the rules of torch's ``default_collate``."""
+"""The layout of a batch in memory, by the rules of torch's ``default_collate``."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = ["Layout"]
 Buffer: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 _ALIGNMENT_BYTES = 64
-"""Each field of a batch starts on a cache line of its own."""
+"""Each field of a batch starts on its own cache line."""
 _KEPT_LAYOUTS = 256
 _KEPT_BATCH_SIZES = 64
-"""A loader needs one or two of each, unless shapes or batch sizes vary all the time."""
+"""A loader needs one or two of each, unless shapes or batch sizes vary."""
 
 _NUMBER_DTYPES = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
 
@@ -58,10 +58,10 @@ class _Plan(NamedTuple):
 
 
 class Layout:
-    """Where each part of each sample of a batch stands, for samples of one structure.
+    """Places of all parts of all samples of a batch, for samples of one structure.
 
-    The numbers of the samples become contiguous *fields* in shared memory; texts stay outside.
-    Layouts are made by :meth:`infer` and :meth:`from_bytes`; two are equal if their bytes are.
+    The numbers of the samples become contiguous *fields* in shared memory; strings stay outside.
+    :meth:`infer` and :meth:`from_bytes` make layouts; two are equal if their bytes are.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -73,7 +73,7 @@ class Layout:
         ]
         self._may_have_formats = any(len(field.shape) in CHANNELS_NDIMS for field in self._fields)
         self._plans: dict[int, _Plan] = {}
-        self._packer: Packer | None = None  # of any plan: all look at samples alike
+        self._packer: Packer | None = None  # of any plan: all check samples in the same way
         self.num_texts = sum(node.tag == "text" for node in nodes)
         """Number of ``str`` and ``bytes`` in a sample."""
 
@@ -82,13 +82,12 @@ class Layout:
         """Derive the layout of batches from a first sample.
 
         Args:
-            likely: If this is the one, that is found out much sooner.
+            likely: Layout to try first, which is much faster if it fits.
 
         Returns:
-            The layout, or ``None`` if torch's own collate function has to build the batch: because
-            the sample holds something else than plain tensors and arrays in main memory, numbers,
-            texts and the standard containers, because torch would refuse it, or because the
-            program has changed how torch collates.
+            The layout, or ``None`` if torch's own collate function must build the batch: the sample
+            holds objects other than plain tensors and arrays in host memory, numbers, strings and
+            standard containers, torch refuses it, or the program has changed how torch collates.
         """
         if not rules_hold():
             return None
@@ -99,7 +98,7 @@ class Layout:
             return None
         try:
             return Layout.from_bytes(_dump(spec))
-        except Exception:  # a type that cannot be pickled, for whatever reason
+        except Exception:  # a type whose pickling may raise anything
             return None
 
     @staticmethod
@@ -108,13 +107,13 @@ class Layout:
         return _load(data)
 
     def _fits(self, sample: Any) -> bool:
-        """Whether a sample surely leads to this layout, as the packers look at it."""
+        """Return whether a packer knows that a sample has this layout."""
         if self._packer is None or (self._may_have_formats and formats_matter()):
             return False
         return self._packer.fits(sample)
 
     def to_bytes(self) -> bytes:
-        """Return the layout as bytes: the same ones in each process, named tuples by reference."""
+        """Return the layout as bytes, which are equal in all processes; they refer to named tuples by name."""
         return self._bytes
 
     def __eq__(self, other: object) -> bool:
@@ -137,9 +136,9 @@ class Layout:
     def stack(
         self, buffer: Buffer, offset: int, n: int, k: int, tensors: list[Any], kept_nbytes: int
     ) -> None:
-        """Copy the tensors that ``Packer.pack_run`` handed back, with all threads that torch has in this process.
+        """Copy the tensors that ``Packer.pack_run`` returned, with all threads of torch in this process.
 
-        Args: as for :meth:`batch`, and for the packer.
+        Its arguments are those of :meth:`batch` and of the packer.
         """
         kept = [
             (field, start)
@@ -162,11 +161,11 @@ class Layout:
             buffer: Writable memory, shape (bytes,), uint8. Each tensor keeps it alive.
             offset: Where in the buffer the region starts, in bytes; a multiple of 64.
             n: Number of samples, all of them packed.
-            texts: Of each sample, what the packer handed back; ignored if there are no texts.
+            texts: Strings of each sample, from the packer; ignored if samples hold none.
 
         Returns:
-            Tensors of shape (n, *item's shape), each with a storage of its own in the buffer, in
-            the containers of a sample, except that tuples become lists.
+            Tensors of shape (n, *shape of the item), each with its own storage in the buffer, in
+            the containers of a sample; tuples become lists.
         """
         tensors = [
             _viewed(buffer, dtype, numel, offset + start, shape)
@@ -183,9 +182,9 @@ class Layout:
         Args:
             buffer: As for :meth:`batch`.
             offset: As for :meth:`batch`.
-            n: Number of samples that the region was laid out for.
+            n: Number of samples that the region is for.
             k: Number of the sample, already packed.
-            texts: What the packer handed back for it.
+            texts: Strings of the sample, from the packer.
 
         Returns:
             The sample. Its tensors and arrays are contiguous views of the buffer.
@@ -216,7 +215,7 @@ class Layout:
 def _dump(spec: Spec) -> bytes:
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, protocol=5)
-    pickler.fast = True  # else the bytes would depend on which equal strings are one object
+    pickler.fast = True  # with a memo, the bytes depend on which equal strings are one object
     pickler.dump(spec)
     return stream.getvalue()
 
@@ -237,7 +236,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _placed(spec: Spec, offsets: Iterator[int]) -> Spec:
-    """Fill the fields' offsets into a spec."""
+    """Return a spec with the offsets of its fields."""
     if spec[0] == "text":
         return spec
     if isinstance(spec[-1], int):
@@ -248,16 +247,16 @@ def _placed(spec: Spec, offsets: Iterator[int]) -> Spec:
 def _viewed(
     buffer: Buffer, dtype: torch.dtype, numel: int, offset: int, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Make a tensor of a part of the buffer."""
+    """Return a tensor that views a part of the buffer."""
     if numel == 0:  # torch.frombuffer makes no empty tensors
         return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset)
-    # twice as fast as a view; and the result is no view of another tensor, as in torch
+    # twice as fast as a view, and like in torch not a view of another tensor
     return flat.resize_(*shape) if shape else flat.resize_(shape)
 
 
 def _collated(spec: Spec, tensors: Iterator[Any], texts: Iterator[Any], sequence: type) -> Any:
-    """Put tensors into containers; texts come in the sequence in which torch gathers them."""
+    """Put tensors into containers, and strings into the sequence type that torch uses."""
     match spec:
         case ("text", _):
             return sequence(next(texts))

@@ -16,18 +16,18 @@ __all__ = ["PadCollate", "pad_stack"]
 def pad_stack(
     arrays: Sequence[Any], value: float = 0, multiple_of: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stack tensors or arrays of shape (length, …), filled up to the longest.
+    """Stack tensors or arrays of shape (length, …), padded to the longest.
 
     Args:
-        arrays: They may differ in length, and in nothing else.
-        value: What they are filled up with.
+        arrays: They may differ in length only.
+        value: Padding value.
         multiple_of: The common length is rounded up to a multiple of this.
 
     Returns:
         The stack, shape (number, longest, …), and the lengths, shape (number,), int64.
 
     Raises:
-        ValueError: They differ in more than length.
+        ValueError: They differ in another dimension.
     """
     tensors = [torch.as_tensor(each) for each in arrays]
     shapes = {tuple(each.shape[1:]) for each in tensors}
@@ -46,19 +46,19 @@ def pad_stack(
 
 @dataclass(frozen=True)
 class PadCollate:
-    """A ``collate_fn`` that fills tensors and arrays up to the longest of the batch, along their first dimension.
+    """A ``collate_fn`` that pads tensors and arrays to the longest of the batch, along their first dimension.
 
-    Structure is as with torch's ``default_collate``, which also collates all the rest.
+    The structure of batches is that of torch's ``default_collate``, which collates all other values.
 
     Attributes:
-        value: What is filled in; or a dictionary from the name of a field to it, 0 for others.
+        value: Padding value; or a dictionary from names of fields to theirs, with 0 for other fields.
         multiple_of: Lengths are rounded up to a multiple of this.
-        masks: For samples that are dictionaries: from the name of a new field to that of a padded one, whose content it
-            marks: bool, shape (samples, longest).
+        masks: For samples that are dictionaries: from the name of a new field to the name of a padded one. The new
+            field is True at content, and False at padding: bool, shape (samples, longest).
 
     Raises:
-        ValueError: Samples differ in more than length.
-        KeyError: There is no field to mark.
+        ValueError: Samples differ in another dimension than the first.
+        KeyError: A field in ``masks`` does not exist.
     """
 
     value: float | Mapping[str, float] = 0
@@ -66,7 +66,7 @@ class PadCollate:
     masks: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, samples: list[Any]) -> Any:
-        """The batch."""
+        """Return the batch."""
         return self._collated(samples, None)
 
     def _collated(self, samples: Any, name: Any) -> Any:

@@ -1,9 +1,9 @@
-"""The consumer's side of a batch: from a full slot to what the training loop gets."""
+"""Reads published batches: makes tensors that view the slot."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from minato._core.codes import (
     END_BLOB,
@@ -16,17 +16,23 @@ from minato._core.codes import (
     TEXTS,
 )
 from minato._core.ledger import Ledger
-from minato._core.limits import slot_overflow
 from minato.batching.arena import Arena, Slot
 from minato.batching.layout import Layout
+from minato.batching.layout_record import read_layout
+from minato.batching.sample_error import raise_sample_error, slot_overflow_error
 from minato.batching.serialization import Store, damaged
-from minato.batching.writer import SampleError, read_layout
 
-__all__ = ["BatchReader", "check_texts", "raised", "too_large"]
+__all__ = ["BatchReader", "check_texts"]
 
 
 class BatchReader:
-    """Makes the delivered object of a published batch, without copying its arrays."""
+    """Makes the batches that ``next()`` returns, without copying their arrays.
+
+    Args:
+        ledger: Holds the batches.
+        arena: Holds their slots.
+        store: Holds objects without a layout.
+    """
 
     def __init__(self, ledger: Ledger, arena: Arena, store: Store) -> None:
         self._ledger = ledger
@@ -34,10 +40,10 @@ class BatchReader:
         self._store = store
 
     def read(self, batch: int, slot: Slot) -> Any:
-        """The batch in ``slot``; the slot is leased to it, or free again if nothing in it is needed.
+        """Return the batch in ``slot``. Its tensors lease the slot; a batch that raises frees it.
 
         Raises:
-            Exception: What a sample of the batch, or its collation, raised.
+            Exception: A sample of the batch, or its collation, raised it.
         """
         flags, layout_offset, result, result_nbytes, _, used = self._ledger.contents(batch)
         kind, result = result & KIND_MASK, result & ~KIND_MASK
@@ -45,12 +51,12 @@ class BatchReader:
             if flags & FAILED:
                 result, result_nbytes = self._first_error(batch)
             try:
-                error = too_large(slot)
+                error = slot_overflow_error(slot)
                 if result:
                     error = self._store.get(result, result_nbytes, None, ERROR_BLOB)
             finally:
                 self.discard(batch, slot)
-            raised(error)
+            raise_sample_error(error)
         lease = self._arena.lease(slot, used)
         if result:
             return self._store.get(result, result_nbytes, lease, SAMPLE_BLOB)
@@ -65,9 +71,9 @@ class BatchReader:
         return layout.batch(lease, fields - slot.start, count, texts)
 
     def state(self, batch: int) -> tuple[int, Any] | None:
-        """Worker and state of its dataset, if that came with a batch or its end, or what asking for it raised.
+        """Return the number of a worker and the state of its dataset, or the exception of ``state_dict()``.
 
-        To be called before ``read``.
+        None if the batch has none. Called before ``read``.
         """
         state: tuple[int, Any] | None = None
         for kind, offset, nbytes in self._ledger.blobs(batch):
@@ -80,7 +86,7 @@ class BatchReader:
         return state
 
     def discard(self, batch: int, slot: Slot) -> None:
-        """Drop a batch that nobody wants any more."""
+        """Drop a batch that ``next()`` will not return, and free its slot."""
         _, _, result, _, _, used = self._ledger.contents(batch)
         self._store.drop(result & ~KIND_MASK)
         for _, offset, _ in self._ledger.blobs(batch):
@@ -88,29 +94,16 @@ class BatchReader:
         self._arena.release(slot, used)
 
     def _first_error(self, batch: int) -> tuple[int, int]:
-        """Offset and size of the first error of a batch."""
+        """Return offset and size of the first error of a batch."""
         for kind, offset, nbytes in self._ledger.blobs(batch):
             if kind == ERROR_BLOB:
                 return offset, nbytes
         raise damaged("the error of a sample")
 
 
-def raised(error: Any) -> NoReturn:
-    """Raise what a worker has left as an error."""
-    if not isinstance(error, SampleError):
-        raise damaged("the error of a sample")
-    error.reraise()
-    raise AssertionError(error)
-
-
 def check_texts(layout: Layout, count: int, texts: Sequence[Any]) -> None:
-    """Raise DamagedError unless each of ``count`` samples has the texts that the layout says."""
+    """Raise DamagedError unless each of ``count`` samples has as many strings as the layout."""
     if layout.num_texts:
         lengths = [len(each) if isinstance(each, (tuple, list)) else -1 for each in texts]
         if lengths != [layout.num_texts] * count:
             raise damaged("the texts of a batch")
-
-
-def too_large(slot: Slot) -> SampleError:
-    """The error of a batch whose slot has no room left, not even for an error."""
-    return SampleError(MemoryError(slot_overflow(slot.end - slot.start)))

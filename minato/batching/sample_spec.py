@@ -1,4 +1,4 @@
-"""What a sample looks like, by the rules of torch's ``default_collate``."""
+"""The structure of a sample, by the rules of torch's ``default_collate``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Spec: TypeAlias = "tuple[Any, ...]"
 _MAX_DEPTH = 32
 _MAX_NDIM = 64
 CHANNELS_NDIMS = (4, 5)
-"""Numbers of axes of samples that can have channels last."""
+"""Numbers of dimensions of samples that can have channels last."""
 
 NUMPY_DTYPES = {
     np.dtype(name).str: getattr(torch, name)
@@ -35,18 +35,18 @@ NUMPY_DTYPES = {
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
 }
-"""Numpy's native dtypes that torch can view."""
+"""NumPy's native dtypes that torch can view."""
 _TENSOR_DTYPES = {
     *NUMPY_DTYPES.values(),
     *(torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz),
     *(torch.float8_e5m2, torch.float8_e5m2fnuz),
 }
 _KEY_TYPES = (str, int, bool, bytes, type(None))
-"""Exact types of dictionary keys; others may mean another thing in another process."""
+"""Exact types of dictionary keys; keys of other types may differ between processes."""
 
 
 def rules_hold() -> bool:
-    """Tell whether torch collates as it does by itself, on the CPU: no program has said otherwise."""
+    """Return whether torch collates by its own rules, on the CPU: no program has changed that."""
     # A new tensor shows the default device. torch 2.6's get_default_device() knows of no ``with torch.device(...)``.
     return collates_by_default() and not (torch_modes() and torch.empty(0).device.type != "cpu")
 
@@ -62,9 +62,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def formats_matter() -> bool:
-    """Tell whether ``torch.stack`` may give a batch the memory format of samples with channels last.
+    """Return whether ``torch.stack`` may give a batch the memory format of samples with channels last.
 
-    In worker processes it does not, because ``default_collate`` prepares the place there.
+    In worker processes it does not, as ``default_collate`` allocates the result there.
     """
     return get_worker_info() is None
 
@@ -113,7 +113,7 @@ def _infer_container(x: Any, depth: int) -> Spec | None:
 
 
 def _is_plain_tensor(x: torch.Tensor) -> bool:
-    """Tell whether a packer can copy a tensor as it stands in memory."""
+    """Return whether a packer can copy a tensor as it stands in memory."""
     return (
         x.dtype in _TENSOR_DTYPES
         and x.layout is torch.strided
@@ -129,7 +129,7 @@ def _is_plain_tensor(x: torch.Tensor) -> bool:
 
 
 def _is_plain_array(x: np.ndarray[Any, Any]) -> bool:
-    """Tell whether torch can view an array; unsigned longlong, a name of uint64, it cannot."""
+    """Return whether torch can view an array; unsigned longlong, a name of uint64, it cannot."""
     return (
         x.dtype.str in NUMPY_DTYPES
         and x.dtype.num == np.dtype(x.dtype.str).num
@@ -143,7 +143,7 @@ def _keeps_its_format(dim: int, strides: tuple[int, ...]) -> bool:
 
 
 def _is_namedtuple(x: Any) -> bool:
-    """Tell whether torch builds a named tuple again, and reads it as the tuple it is."""
+    """Return whether torch builds a named tuple again, and reads it as the tuple it is."""
     kind = type(x)
     return (
         isinstance(x, tuple)

@@ -1,4 +1,4 @@
-"""How objects that have no fixed layout travel through the arena: pickled, their arrays beside the pickle."""
+"""Objects that have no layout: pickled into the arena, with their arrays outside the pickle."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import numpy as np
 from minato._core.codes import ERROR_BLOB, KIND_MASK, STATE_BLOB
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
-from minato._pickling import Purpose, dumps
+from minato._support.pickling import Purpose, dumps
 
-__all__ = ["DamagedError", "LocalStore", "SharedStore", "Store", "damaged", "keys_of"]
+__all__ = ["DamagedError", "LocalStore", "SharedStore", "Store", "damaged", "stored_indices"]
 
 Allocate = Callable[[int], int]
-"""Gives the arena offset of so many fresh bytes, aligned to 64."""
+"""Allocates a number of bytes; returns their arena offset, a multiple of 64."""
 
 _HEAD = struct.Struct("<QQ")
-"""Number of arrays, and the checksum of kind, spans (of pickle and arrays) and pickle, the last two of which follow."""
+"""Number of arrays; checksum of the kind, the spans of pickle and arrays, and the pickle. Spans and pickle follow."""
 _SPAN = struct.Struct("<QQ")
 _TOP = struct.Struct("<QQQQ")
-"""The head, and the span of the pickle."""
+"""The head and the span of the pickle."""
 _ALIGNMENT = 64
 
 
@@ -35,50 +35,50 @@ def _aligned(nbytes: int) -> int:
 
 
 class DamagedError(RuntimeError):
-    """What a worker has left in shared memory is not what it has written."""
+    """Shared memory does not hold the bytes that a worker wrote."""
 
 
-def damaged(what: str) -> DamagedError:
-    """The error that says so of ``what``."""
+def damaged(subject: str) -> DamagedError:
+    """Return the error that names the damaged part."""
     return DamagedError(
-        f"{what}, as a worker has left it in shared memory, is damaged: something in one of the processes, such as an "
-        "extension module, has written to memory that is not its own"
+        f"{subject}, as a worker has left it in shared memory, is damaged: something in one of the processes, such as "
+        "an extension module, has written to memory that is not its own"
     )
 
 
 class Store(ABC):
-    """Where objects lie between the worker that makes them and whoever collates or delivers them."""
+    """Holds objects between the worker that makes them and the process that collates or returns them."""
 
     @abstractmethod
     def put(
         self, allocate: Allocate, value: Any, purpose: Purpose = "sample", kind: int = 0
     ) -> tuple[int, int]:
-        """Keep an object; returns ``(offset, nbytes)``, a multiple of 64 and what ``get`` needs beside it.
+        """Store an object; returns ``(offset, nbytes)`` for ``get``. The offset is a multiple of 64.
 
         Args:
-            purpose: What the object is (see ``SidePickler``).
-            kind: Of the blob; 0 for an object that is none. ``get`` and ``peek`` must name the same.
+            purpose: Kind of object in error messages (see ``SidePickler``).
+            kind: Kind of the blob, 0 for an object that is no blob. ``get`` and ``peek`` must give the same.
         """
 
     @abstractmethod
     def get(self, offset: int, nbytes: int, lease: Any = None, kind: int = 0) -> Any:
-        """The object kept at ``offset``.
+        """Return the object at ``offset``.
 
         Args:
-            lease: Memory of the slot that the object's arrays may view; None: they are copies.
+            lease: View of the slot, which the object's arrays view in turn; None: the arrays are copies.
         """
 
     def peek(self, offset: int, nbytes: int, kind: int = 0) -> Any:
-        """A copy of, or a reference to, the object; it stays."""
+        """Return the object, or a copy, without removing it."""
         return self.get(offset, nbytes, None, kind)
 
     @abstractmethod
     def drop(self, offset: int) -> None:
-        """Forget an object that nobody will fetch."""
+        """Remove an object that no ``get`` will fetch."""
 
 
 class SharedStore(Store):
-    """Objects pickled into the arena, for workers in other processes."""
+    """Pickles objects into the arena, for workers in other processes."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -86,7 +86,7 @@ class SharedStore(Store):
     def put(
         self, allocate: Allocate, value: Any, purpose: Purpose = "sample", kind: int = 0
     ) -> tuple[int, int]:
-        """Pickle an object into the arena. Raises whatever its pickling raises."""
+        """Pickle an object into the arena. Raises the exception of its pickling."""
         data, raws = dumps(value, purpose)
         head = _aligned(_HEAD.size + _SPAN.size * (len(raws) + 1))
         spans, end = [], head
@@ -107,7 +107,7 @@ class SharedStore(Store):
         """Unpickle an object; with a lease its arrays view the arena.
 
         Raises:
-            DamagedError: What lies there is not what was put there, or of another kind. It is not unpickled.
+            DamagedError: The memory does not hold an object of this kind. It is not unpickled.
         """
         memory = self._segment.array[offset : offset + nbytes]
         (start, size), *arrays = _checked(memoryview(memory), kind)
@@ -116,20 +116,20 @@ class SharedStore(Store):
         return pickle.loads(whole[start : start + size], buffers=buffers)
 
     def drop(self, offset: int) -> None:
-        """Nothing is to be done: what lies in the arena goes with its slot."""
+        """Do nothing: the object's memory is reused with its slot."""
 
 
 def _checked(whole: memoryview, kind: int) -> list[tuple[int, int]]:
-    """Start and size of the pickle and of each array in the memory of an object.
+    """Return start and size of the pickle and of each array in the memory of an object.
 
     Raises:
-        DamagedError: The checksum does not fit. The arrays themselves have none.
+        DamagedError: The checksum does not match. It does not cover the arrays.
     """
     nbytes = len(whole)
     if nbytes >= _TOP.size:
         count, checksum, start, size = _TOP.unpack_from(whole)
         table, end = _HEAD.size + _SPAN.size * (count + 1), start + size
-        # The pickle follows the spans: that bounds the number of these before it is used.
+        # The pickle follows the spans: that bounds the number of spans before it is used.
         bounded = start == _aligned(table) and end <= nbytes
         if bounded and crc32(whole[_HEAD.size : end], kind) == checksum:
             spans = [(start, size)]
@@ -142,58 +142,61 @@ def _checked(whole: memoryview, kind: int) -> list[tuple[int, int]]:
 
 
 def _spanning(lease: np.ndarray[Any, Any], memory: np.ndarray[Any, Any]) -> memoryview:
-    """The part of the lease that is ``memory``, holding the lease itself alive."""
+    """Return the part of the lease that is ``memory``; it keeps the lease alive."""
     start = memory.ctypes.data - lease.ctypes.data
     if not 0 <= start <= lease.nbytes - memory.nbytes:
         raise damaged("an object of another batch")
-    # Slicing an array would skip the lease and hold its base; slicing a memoryview holds the lease.
+    # A slice of an array would keep the base of the lease alive; a slice of a memoryview keeps the lease.
     return memoryview(lease)[start : start + memory.nbytes]
 
 
 class LocalStore(Store):
-    """Objects passed by reference, for workers in this process."""
+    """Passes objects by reference, for workers in this process."""
 
     def __init__(self) -> None:
         self._values: dict[int, Any] = {}
         self._offsets = itertools.count(_ALIGNMENT, _ALIGNMENT)
 
     def sweep(self, ledger: Ledger) -> None:
-        """Drop what no batch in flight refers to: an interrupted worker left it. No other worker may run."""
+        """Remove objects of interrupted workers, to which no batch in flight refers. No worker may run meanwhile."""
         kept: set[int] = set()
         for batch in ledger.live:
             result = ledger.contents(batch)[2]
             kept.add(result & ~KIND_MASK)
             kept.add(ledger.describe(batch)[6])
             for kind, offset, _ in ledger.blobs(batch):
-                if not result or kind in (ERROR_BLOB, STATE_BLOB):  # else it is collated
+                if not result or kind in (
+                    ERROR_BLOB,
+                    STATE_BLOB,
+                ):  # the samples of a collated batch are not needed
                     kept.add(offset)
         self._values = {offset: value for offset, value in self._values.items() if offset in kept}
 
     def put(
         self, allocate: Allocate, value: Any, purpose: Purpose = "sample", kind: int = 0
     ) -> tuple[int, int]:
-        """Keep an object until it is fetched."""
+        """Store a reference to an object."""
         offset = next(self._offsets)
         self._values[offset] = value
         return offset, 0
 
     def get(self, offset: int, nbytes: int, lease: Any = None, kind: int = 0) -> Any:
-        """The object itself; it is kept no longer."""
+        """Return the object itself, and remove it."""
         return self._values.pop(offset)
 
     def peek(self, offset: int, nbytes: int, kind: int = 0) -> Any:
-        """The object itself; it stays."""
+        """Return the object itself without removing it."""
         return self._values[offset]
 
     def drop(self, offset: int) -> None:
-        """Forget an object that nobody will fetch."""
+        """Remove an object that no ``get`` will fetch."""
         self._values.pop(offset, None)
 
 
-def keys_of(ledger: Ledger, store: Store, batch: int, k: int, count: int) -> Sequence[Any]:
-    """The keys of samples k … k+count-1 of a batch."""
+def stored_indices(ledger: Ledger, store: Store, batch: int, k: int, count: int) -> Sequence[Any]:
+    """Return the sampler's indices of samples k … k + count - 1 of a batch."""
     *_, offset, nbytes, _ = ledger.describe(batch)
     if not offset:
         return ledger.keys(batch, k, count)
-    keys: list[Any] = store.peek(offset, nbytes)
-    return keys[k : k + count]
+    indices: list[Any] = store.peek(offset, nbytes)
+    return indices[k : k + count]

@@ -1,269 +1,161 @@
-"""The workers' side of a batch: each finished sample goes straight to its final place."""
+"""Writes the samples of one worker into batches: each to its place, with one copy."""
 
 from __future__ import annotations
 
-import struct
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeAlias
-from zlib import crc32
+from typing import Any, NamedTuple
 
 from torch.utils.data import default_collate
 
-from minato._compat import ExceptionWrapper
-from minato._core.clock import now_ns
-from minato._core.codes import (
-    END_BLOB,
-    ERROR_BLOB,
-    FIRST_COLLATED,
-    MUST_COLLATE,
-    SAMPLE_BLOB,
-    SKIP_BLOB,
-    STATE_BLOB,
-    TEXT_BLOB,
-)
+from minato._core.codes import MUST_COLLATE, SAMPLE_BLOB, TEXT_BLOB
 from minato._core.copy import Packer
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
-from minato._pickling import Purpose
-from minato._postponed import not_the_end
+from minato.batching.blobs import BlobWriter, GetState, WriterSettings
 from minato.batching.layout import Layout
-from minato.batching.page_locks import Slot
-from minato.batching.serialization import DamagedError, Store, damaged, keys_of
-from minato.errors import add_note
+from minato.batching.layout_record import LayoutRecord, read_layout, share_layout
+from minato.batching.publish import BatchPublisher, RunAgain
+from minato.batching.serialization import DamagedError, Store
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.workers.current_sample import indices_of
 
-__all__ = ["BatchWriter", "SampleError", "read_layout"]
+__all__ = ["BatchWriter", "WriterSettings"]
 
-_LAYOUT_HEAD = struct.Struct("<QQQ")
-"""Offset of the fields, number of samples they are for, bytes of the layout that follows the checksums."""
-_CHECKSUMS = struct.Struct("<II")
-"""Of the head, and of the layout."""
 _SHARED_WORK_BYTES = 8 << 20
-"""From here on, several threads copy faster than one, even where they are not at hand at once."""
+"""From this size on, several threads copy faster than one, even if they have to wake up first."""
 _NEVER = 1 << 62
 
 
-class SampleError:
-    """An exception on its way to the consumer, and the key of the sample that raised it.
-
-    Args:
-        error: The exception itself (workers in this process) or torch's wrapper of it.
-        key: Dataset index, or None when the batch as a whole failed (its collation).
-        state: Of the worker's dataset afterwards, if it has one, as :meth:`BatchReader.state` gives it.
-    """
-
-    def __init__(
-        self, error: ExceptionWrapper | BaseException, key: Any = None, state: Any = None
-    ) -> None:
-        self.error = error
-        self.key = key
-        self.state = state
-
-    def reraise(self) -> None:
-        """Raise the exception, once, with torch's type and text, and a note that names the sample."""
-        # A frame that held the exception whose traceback holds the frame would keep the loader's workers alive.
-        error = self.error
-        del self.error
-        try:
-            if isinstance(error, BaseException):
-                raise error
-            error.reraise()
-        except BaseException as raised:
-            if self.key is not None and not isinstance(raised, KeyboardInterrupt):
-                add_note(raised, f"raised by the sample with index {self.key!r}")
-            if raised is not error:
-                traceback.clear_frames(raised.__traceback__)  # torch's own
-            raise
-        finally:
-            del error
-
-
-def read_layout(segment: Segment, offset: int, slot: Slot | None = None) -> tuple[int, int, Layout]:
-    """``(fields, count, layout)`` of a batch whose layout is published at arena offset ``offset``.
-
-    Args:
-        slot: Where the fields must lie, if that is known.
-
-    Raises:
-        DamagedError: What lies there is not what was written there.
-    """
-    head = segment.read(offset, _LAYOUT_HEAD.size + _CHECKSUMS.size)
-    # Only a size that is right bounds what is read next.
-    if len(head) == _LAYOUT_HEAD.size + _CHECKSUMS.size:
-        fields, count, nbytes = _LAYOUT_HEAD.unpack_from(head)
-        of_head, of_data = _CHECKSUMS.unpack_from(head, _LAYOUT_HEAD.size)
-        if crc32(head[: _LAYOUT_HEAD.size]) == of_head:
-            data = segment.read(offset + len(head), nbytes)
-            if crc32(data) == of_data:
-                layout = Layout.from_bytes(data)
-                end = fields + layout.fields_nbytes(count)
-                if slot is None or slot.start <= fields <= end <= slot.end:
-                    return fields, count, layout
-    raise damaged("the layout of a batch")
-
-
-def _layout_record(fields: int, count: int, data: bytes) -> bytes:
-    head = _LAYOUT_HEAD.pack(fields, count, len(data))
-    return head + _CHECKSUMS.pack(crc32(head), crc32(data)) + data
-
-
-_State: TypeAlias = tuple[int, Callable[[], Any]]
-
-
-class _Held:
-    """Stands for a sample that cannot be sent to the worker that collates its batch.
-
-    Args:
-        error: What says so.
-    """
-
-    def __init__(self, error: SampleError) -> None:
-        self.error = error
-
-
-class _Packing(NamedTuple):
-    """How samples get into a batch.
+class _Fields(NamedTuple):
+    """The fields of a batch that samples are packed into.
 
     Attributes:
-        generation: Of the batch's record in the ledger.
-        fields: Arena offset of its fields.
-        num_samples: That they are for.
+        generation: Generation of the batch's record in the ledger.
+        layout: Layout of the samples.
+        packer: Copies a sample into the fields.
+        offset: Arena offset of the fields, in bytes.
+        num_samples: Number of samples that the fields are for.
     """
 
     generation: int
     layout: Layout
     packer: Packer
-    fields: int
+    offset: int
     num_samples: int
-
-
-class _NothingLeftError(Exception):
-    """All samples of a batch were skipped."""
 
 
 class BatchWriter:
     """Writes samples, errors and collated batches of one worker.
 
-    A sample that fits the batch's layout is copied to its place in the fields, once. Any other sample is kept as an
-    object, and whoever completes the batch collates it by torch's rules.
+    A sample that fits the batch's layout is copied into the fields, once. Any other sample goes to the store as an
+    object; then the worker that completes the batch collates it by torch's rules.
 
     Args:
-        worker: The worker's number.
-        collate_fn: Called with the list of samples, or with the sample if ``auto_collation`` is off.
-        describe_error: Turns an exception that is being handled into what the consumer raises.
-        catches: What ``collate_fn`` may raise without ending the worker.
-        in_line: The worker runs in the consumer's thread, with all of torch's threads at its service.
-        tracer: Records copying and collation.
+        settings: Settings of the worker's writer.
+        ledger: Holds the batches.
+        segment: Memory of the arena.
+        store: Holds objects.
+        tracer: Records copies and collations.
+
+    Attributes:
+        collates: Whether batches are built by calling ``collate_fn`` instead of in fields.
     """
 
     def __init__(
         self,
-        worker: int,
+        settings: WriterSettings,
+        *,
         ledger: Ledger,
         segment: Segment,
         store: Store,
-        collate_fn: Callable[[Any], Any],
-        auto_collation: bool,
-        describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
-        catches: type[BaseException] = Exception,
-        in_line: bool = False,
-        *,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
-        self._worker = worker
+        self.collates = settings.collate_fn is not default_collate or not settings.auto_collation
+        self._in_main_process = settings.in_main_process
         self._ledger = ledger
         self._segment = segment
-        self._store = store
-        self._collate_fn = collate_fn
-        self._auto_collation = auto_collation
-        self._describe_error = describe_error
-        self._catches = catches
-        self._in_line = in_line
         self._tracer = tracer
-        self._lease = ledger.lease_words(worker)
-        self.collates = collate_fn is not default_collate or not auto_collation
-        """Whether batches are built by calling ``collate_fn`` rather than in fields."""
-        self.holds = False
-        """Whether a sample could not be sent to another worker, so that batches are best run as a whole."""
-        self.run_again: Callable[[], Callable[[int], list[Any]] | None] = lambda: None
-        """Gives what runs all samples of a batch in this worker; whoever uses the writer sets it."""
-        self._open: dict[int, _Packing] = {}
+        self._blobs = BlobWriter(settings, ledger, store)
+        self._publisher = BatchPublisher(
+            settings,
+            ledger=ledger,
+            segment=segment,
+            store=store,
+            blobs=self._blobs,
+            tracer=tracer,
+        )
+        self._open: dict[int, _Fields] = {}
         self._last: Layout | None = None
 
-    def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
-        """Put samples at consecutive places, the first of which is number k of the batch.
+    @property
+    def has_unsendable(self) -> bool:
+        """Whether a sample could not be pickled for another worker: then a worker best runs whole batches."""
+        return self._blobs.has_unsendable
 
-        The caller fills the places afterwards.
+    @property
+    def run_again(self) -> RunAgain:
+        """Function that runs samples again which could not be pickled; the worker sets it."""
+        return self._publisher.run_again
+
+    @run_again.setter
+    def run_again(self, run_again: RunAgain) -> None:
+        self._publisher.run_again = run_again
+
+    def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
+        """Write samples k, k + 1, … of a batch, whose places follow one another from ``place`` on.
+
+        The caller then fills the places.
         """
-        begun_ns = self._tracer.now()
+        start_ns = self._tracer.now()
         try:
-            packing = None if self.collates else self._packing(batch, samples[0])
+            fields = None if self.collates else self._fields(batch, samples[0])
         except (MemoryError, DamagedError) as error:  # the batch does not fit its slot
             self.write_error(batch, place, error, None)
         else:
-            if packing is None:
+            if fields is None:
                 for i, sample in enumerate(samples):
-                    self._attach(batch, place + i, sample, SAMPLE_BLOB)
-            elif len(samples) == 1 or not self._pack_run(packing, k, samples):
-                address = self._segment.address + packing.fields
+                    self._blobs.attach(batch, place + i, sample, SAMPLE_BLOB)
+            elif len(samples) == 1 or not self._pack_run(fields, k, samples):
+                address = self._segment.address + fields.offset
                 for i, sample in enumerate(samples):
-                    texts = packing.packer.pack(sample, address, k + i)
+                    texts = fields.packer.pack(sample, address, k + i)
                     if texts is None:
-                        self._attach(batch, place + i, sample, SAMPLE_BLOB)
+                        self._blobs.attach(batch, place + i, sample, SAMPLE_BLOB)
                     elif texts:
-                        self._attach(batch, place + i, texts, TEXT_BLOB)
-        self._tracer.slice("copy", begun_ns)
+                        self._blobs.attach(batch, place + i, texts, TEXT_BLOB)
+        self._tracer.slice("copy", start_ns)
 
-    def write_batch(self, batch: int, samples: list[Any], state: _State | None = None) -> None:
-        """Build a whole batch that has one place, however many samples it holds; the caller fills the place.
+    def write_batch(
+        self, batch: int, samples: list[Any], state: tuple[int, GetState] | None = None
+    ) -> None:
+        """Write a whole batch that has one place for any number of samples; the caller then fills the place.
 
         Args:
-            state: As for ``write_collated``.
+            state: As for :meth:`write_collated`.
         """
-        begun_ns, packed = self._tracer.now(), False
+        start_ns, packed = self._tracer.now(), False
         if not self.collates:
             layout = self._infer(samples[0])
             with suppress(
                 MemoryError
-            ):  # then what is collated does not fit either, and becomes an error
+            ):  # the collated batch does not fit either, and becomes an error
                 if layout is not None and self._pack_all(batch, layout, samples):
                     if state is not None:
-                        self._write_state(batch, *state)
+                        self._blobs.attach_state(batch, *state)
                     packed = True
         if not packed:
-            self.write_collated(batch, samples, (), state, "a batch of the iterable dataset")
-        self._tracer.slice("copy", begun_ns)
+            self._publisher.set_collated(
+                batch, samples, state=state, name="a batch of the iterable dataset"
+            )
+        self._tracer.slice("copy", start_ns)
 
-    def _pack_all(self, batch: int, layout: Layout, samples: list[Any]) -> bool:
-        count = len(samples)
-        fields = self._ledger.allocate(batch, layout.fields_nbytes(count))
-        if not self._pack_run(_Packing(0, layout, layout.packer(count), fields, count), 0, samples):
-            return False
-        # Somebody who was interrupted here before may have offered other fields.
-        return self._publish(batch, layout, fields, count)[0] == fields
-
-    def _pack_run(self, packing: _Packing, k: int, samples: list[Any]) -> bool:
-        """Copy samples to consecutive places; False if one is a misfit or holds texts."""
-        _, layout, packer, fields, num_samples = packing
-        kept_nbytes = _SHARED_WORK_BYTES // len(samples) if self._in_line else _NEVER
-        tensors = packer.pack_run(samples, self._segment.address + fields, k, kept_nbytes)
-        if tensors:
-            layout.stack(self._segment.array, fields, num_samples, k, tensors, kept_nbytes)
-        return tensors is not None
-
-    def write_end(self, batch: int, place: int, state: Callable[[], Any] | None) -> None:
-        """Say at a batch's one place that there is nothing more to come.
+    def write_end(self, batch: int, place: int, state: GetState | None) -> None:
+        """Write at a batch's one place that the worker has no more data.
 
         Args:
-            state: Gives the state of the worker's dataset, if it has one.
+            state: Returns the state of the worker's dataset; None without one.
         """
-        offset, nbytes = 0, 0
-        if state is not None:
-            offset, nbytes = self._put_state(batch, state, lambda state: state, END_BLOB)
-        self._ledger.attach(place, offset | END_BLOB, nbytes)
+        self._blobs.attach_end(batch, place, state)
 
     def write_error(
         self,
@@ -271,201 +163,84 @@ class BatchWriter:
         place: int,
         error: BaseException,
         key: Any,
-        state: Callable[[], Any] | None = None,
+        state: GetState | None = None,
     ) -> None:
-        """Like ``write``, for a sample that raised."""
-        if isinstance(error, StopIteration):
-            source = "a batch" if key is None else f"the sample with index {key!r}"
-            error = not_the_end(source, error)
-        described = self._describe_error(error)
-        if state is not None:
-            with suppress(Exception):  # the error comes without it if it cannot be sent
-                offset, nbytes = self._put_state(
-                    batch, state, lambda state: SampleError(described, key, state), ERROR_BLOB
-                )
-                self._ledger.attach(place, offset | ERROR_BLOB, nbytes)
-                return
-        self._attach(batch, place, SampleError(described, key), ERROR_BLOB)
+        """Write the exception of a sample at its place; the caller then fills the place.
 
-    def _write_state(self, batch: int, place: int, state: Callable[[], Any]) -> None:
-        """Add the state of the worker's dataset after a batch of which nothing else lies at this place."""
-        offset, nbytes = self._put_state(batch, state, lambda state: state, STATE_BLOB)
-        self._ledger.attach(place, offset | (STATE_BLOB if offset else ERROR_BLOB), nbytes)
-
-    def _put_state(
-        self, batch: int, state: Callable[[], Any], message: Callable[[Any], Any], kind: int
-    ) -> tuple[int, int]:
-        """Keep a message that holds a state or, if that cannot be had or sent, the error."""
-        try:
-            return self._put(batch, message((self._worker, state())), kind)
-        except Exception as error:
-            failed = message((self._worker, self._describe_error(error)))
-            return self._put_error(batch, failed, kind)
+        Args:
+            key: The sample's index in the dataset; None for a batch.
+            state: Returns the state of the worker's dataset; None without one.
+        """
+        self._blobs.attach_error(batch, place, error, key, state)
 
     def write_collated(
         self,
         batch: int,
         samples: list[Any],
         skipped: Sequence[int] = (),
-        state: _State | None = None,
-        named: str | None = None,
+        state: tuple[int, GetState] | None = None,
     ) -> None:
-        """Collate a batch of which this worker holds all samples; the caller fills their places afterwards.
+        """Collate a batch of which this worker has all samples (see :meth:`BatchPublisher.set_collated`)."""
+        self._publisher.set_collated(batch, samples, skipped=skipped, state=state)
 
-        What is collated is said to be there last. From then on the batch is complete, even if the worker dies.
+    def write_skipped(self, batch: int, skipped: Sequence[int]) -> None:
+        """Write that all samples of a batch are skipped; the caller then fills their places, ``skipped``."""
+        self._publisher.set_skipped(batch, skipped)
+
+    def publish_if_full(self, batch: int, outcome: int) -> None:
+        """Publish a batch that ``Ledger.fill`` or ``Ledger.fill_run`` left to this worker.
 
         Args:
-            skipped: Places of samples that were left out.
-            state: A place at which nothing else lies, and what gives the state of the worker's dataset after the batch.
-            named: The batch in messages; None: by its indices.
+            outcome: Their answer.
         """
-        begun_ns = self._tracer.now()
-        result = self._collated(batch, lambda: samples, named)
-        if state is not None:
-            self._write_state(batch, *state)
-        self._set_result(batch, skipped, result)
-        self._tracer.slice("collate", begun_ns)
-
-    def write_nothing(self, batch: int, skipped: Sequence[int]) -> None:
-        """Say that all samples of a batch are skipped; these are their places, which the caller fills afterwards."""
-        self._set_result(batch, skipped, (SKIP_BLOB, 0))
-
-    def _set_result(self, batch: int, skipped: Sequence[int], result: tuple[int, int]) -> None:
-        for place in skipped:
-            self._ledger.attach(place, SKIP_BLOB, 0)
-        self._ledger.set_result(batch, *result)
-
-    def finished(self, batch: int, outcome: int) -> None:
-        """Act on the answer of ``Ledger.fill``."""
         if outcome == MUST_COLLATE:
-            self.collate(batch)
+            self._publisher.publish_collated(batch)
 
-    def collate(self, batch: int) -> None:
-        """Collate a full batch from what its workers wrote and publish it."""
-        begun_ns = self._tracer.now()
-        offsets = [offset for _, offset, _ in self._ledger.blobs(batch)]
-        self._ledger.set_ready(batch, *self._collated(batch, lambda: self._gathered(batch)))
-        # Not before: whoever is interrupted collates them again.
-        for offset in offsets:
-            self._store.drop(offset)
-        self._tracer.slice("collate", begun_ns)
+    def publish_collated(self, batch: int) -> None:
+        """Collate a full batch that another worker left, and publish it."""
+        self._publisher.publish_collated(batch)
 
-    def _gathered(self, batch: int) -> list[Any]:
-        """The samples of a full batch, from what its workers wrote; without those that were skipped."""
-        _, layout_offset, _, _, count, _ = self._ledger.contents(batch)
-        fields, layout = 0, None
+    def _pack_all(self, batch: int, layout: Layout, samples: list[Any]) -> bool:
+        count = len(samples)
+        offset = self._ledger.allocate(batch, layout.fields_nbytes(count))
+        fields = _Fields(0, layout, layout.packer(count), offset, count)
+        if not self._pack_run(fields, 0, samples):
+            return False
+        # A worker that was interrupted here may have offered other fields before.
+        record = LayoutRecord(offset, count, layout)
+        return share_layout(self._ledger, self._segment, batch, record).fields == offset
+
+    def _pack_run(self, fields: _Fields, k: int, samples: list[Any]) -> bool:
+        """Copy samples to consecutive places; False if one does not fit the layout or holds strings."""
+        _, layout, packer, offset, count = fields
+        kept_nbytes = _SHARED_WORK_BYTES // len(samples) if self._in_main_process else _NEVER
+        tensors = packer.pack_run(samples, self._segment.address + offset, k, kept_nbytes)
+        if tensors:
+            layout.stack(self._segment.array, offset, count, k, tensors, kept_nbytes)
+        return tensors is not None
+
+    def _fields(self, batch: int, sample: Any) -> _Fields | None:
+        """Return the fields of a batch; None if it has none yet and this sample has no layout."""
+        generation, layout_offset, count = self._ledger.fields(batch)
+        fields = self._open.get(batch)
+        if fields is not None and fields.generation == generation:
+            return fields
         if layout_offset:
-            fields, _, layout = read_layout(self._segment, layout_offset)
-        samples = []
-        for k, (kind, offset, nbytes) in enumerate(self._ledger.blobs(batch)):
-            if kind == SKIP_BLOB and not offset:
-                continue
-            value = self._store.peek(offset, nbytes, kind) if kind or offset else []
-            if kind != SAMPLE_BLOB:
-                if layout is None or len(value) != layout.num_texts:
-                    raise damaged("what belongs to a sample")
-                value = layout.sample(self._segment.array, fields, count, k, value)
-            samples.append(value)
-        if not samples:
-            raise _NothingLeftError
-        held = next((sample for sample in samples if type(sample) is _Held), None)
-        if held is None:
-            return samples
-        run_again = self.run_again()
-        if run_again is None or not self._ledger.describe(batch)[3]:
-            held.error.reraise()
-            raise AssertionError(held)
-        return run_again(batch)
-
-    def _collated(
-        self, batch: int, gather: Callable[[], list[Any]], named: str | None = None
-    ) -> tuple[int, int]:
-        # For whoever finds this process dead: which batch it was on, and no sample.
-        lease = self._lease
-        before = lease[0], lease[1], lease[2]
-        lease[0], lease[1], lease[2] = 0, now_ns(), FIRST_COLLATED - batch
-        try:
-            samples = gather()
-            result = self._collate_fn(samples if self._auto_collation else samples[0])
-            offset, nbytes = self._put(batch, result, SAMPLE_BLOB, "result")
-            return offset | SAMPLE_BLOB, nbytes
-        except _NothingLeftError:
-            return SKIP_BLOB, 0
-        except self._catches as raised:
-            error: BaseException = raised
-            if isinstance(error, StopIteration):
-                named = named or f"the batch of {indices_of(self._ledger, self._keys, batch)}"
-                error = not_the_end(f"collate_fn, called for {named},", error)
-            offset, nbytes = self._put_error(
-                batch, SampleError(self._describe_error(error)), ERROR_BLOB
-            )
-            return offset | ERROR_BLOB, nbytes
-        finally:
-            lease[0], lease[1], lease[2] = before
-
-    def _keys(self, batch: int, k: int, count: int) -> Sequence[Any]:
-        return keys_of(self._ledger, self._store, batch, k, count)
-
-    def _packing(self, batch: int, sample: Any) -> _Packing | None:
-        """How samples get into the batch; None if this one cannot start it."""
-        generation, offset, count = self._ledger.fields(batch)
-        packing = self._open.get(batch)
-        if packing is not None and packing.generation == generation:
-            return packing
-        if offset:
-            fields, _, layout = read_layout(self._segment, offset)
+            record = read_layout(self._segment, layout_offset)
         else:
-            inferred = self._infer(sample)
-            if inferred is None:
+            layout = self._infer(sample)
+            if layout is None:
                 return None
-            fields = self._ledger.allocate(batch, inferred.fields_nbytes(count))
-            fields, layout = self._publish(batch, inferred, fields, count)
-        packing = _Packing(generation, layout, layout.packer(count), fields, count)
-        self._open[batch] = packing
-        return packing
+            offset = self._ledger.allocate(batch, layout.fields_nbytes(count))
+            own = LayoutRecord(offset, count, layout)
+            record = share_layout(self._ledger, self._segment, batch, own)
+        packer = record.layout.packer(count)
+        fields = _Fields(generation, record.layout, packer, record.fields, count)
+        self._open[batch] = fields
+        return fields
 
     def _infer(self, sample: Any) -> Layout | None:
         layout = Layout.infer(sample, self._last)
         if layout is not None:
             self._last = layout
         return layout
-
-    def _publish(self, batch: int, layout: Layout, fields: int, count: int) -> tuple[int, Layout]:
-        """Offer a layout and its fields for the batch; returns those that hold: the first that were offered."""
-        data = layout.to_bytes()
-        data = _layout_record(fields, count, data)
-        offset = self._ledger.allocate(batch, len(data))
-        self._segment.write(offset, data)
-        holding = self._ledger.publish_layout(batch, offset)
-        if holding != offset:
-            fields, _, layout = read_layout(self._segment, holding)
-        return fields, layout
-
-    def _attach(self, batch: int, place: int, value: Any, kind: int) -> None:
-        try:
-            offset, nbytes = self._put(batch, value, kind)
-        except self._catches as error:
-            # What cannot travel becomes the error that says so.
-            failure: Any = SampleError(self._describe_error(error))
-            if kind == SAMPLE_BLOB:
-                failure, self.holds = _Held(failure), True
-            else:
-                kind = ERROR_BLOB
-            offset, nbytes = self._put_error(batch, failure, kind)
-            if not offset:
-                kind = ERROR_BLOB
-        self._ledger.attach(place, offset | kind, nbytes)
-
-    def _put_error(self, batch: int, error: Any, kind: int) -> tuple[int, int]:
-        """Keep an error; offset 0 if the slot has no room even for that, and the reader knows what to say."""
-        try:
-            return self._put(batch, error, kind)
-        except MemoryError:
-            return 0, 0
-
-    def _put(
-        self, batch: int, value: Any, kind: int, purpose: Purpose = "sample"
-    ) -> tuple[int, int]:
-        return self._store.put(
-            lambda nbytes: self._ledger.allocate(batch, nbytes), value, purpose, kind
-        )

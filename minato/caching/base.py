@@ -1,4 +1,4 @@
-"""What all caches have in common."""
+"""The base class of all caches, and their counters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import warnings
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
-from minato._counters import Counters
+from minato._support.counters import Counters
+from minato.errors import MinatoWarning
 
 __all__ = ["Cache", "CacheReport"]
 
@@ -17,15 +18,15 @@ _DIGEST_NBYTES = 16
 
 
 class CacheReport(NamedTuple):
-    """What a cache did since it was made, in all processes.
+    """Counters of a cache since its creation, over all processes.
 
     Attributes:
-        hits: Samples that were there.
-        misses: Samples that were not, or not whole.
-        damaged: Those of them that were there and could not be used.
-        errors: How often a sample could not be looked for or kept because the disk fails.
-        full: Samples that were not kept because of the quota.
-        stored_bytes: What was added.
+        hits: Samples found in the cache.
+        misses: Samples not found, or damaged.
+        damaged: Samples found with invalid content.
+        errors: Reads and writes that failed because of the disk.
+        full: Samples not stored because of the quota.
+        stored_bytes: Bytes added.
     """
 
     hits: int
@@ -42,11 +43,11 @@ class CacheReport(NamedTuple):
 
 
 class Cache(ABC):
-    """Keeps samples up to a quota; what comes when it is full is not kept, and nothing makes way for it.
+    """Stores samples up to a quota. A full cache stores no more samples and evicts none.
 
-    It is a convenience: if its store fails, one warning says so, and samples come from the dataset.
+    If the store fails, it warns once, and samples come from the dataset.
 
-    In epochs every sample comes once in turn, so that a cache which evicts would throw away what is needed next.
+    Each epoch reads every sample once, so an evicting cache would drop samples shortly before their next use.
 
     Args:
         quota_bytes: What the kept samples may take together, without the overhead of the store.
@@ -104,7 +105,7 @@ class Cache(ABC):
                 if entry[:_DIGEST_NBYTES] != _digest(key, entry[_DIGEST_NBYTES:]):
                     raise ValueError("another entry, or a damaged one")
                 sample = pickle.loads(memoryview(entry)[_DIGEST_NBYTES:])
-            except Exception:  # whatever unpickling raises: it is made anew
+            except Exception:  # unpickling may raise anything: the sample is built again
                 self.counters.add(misses=1, damaged=1)
                 self._drop(key)
                 return False, None
@@ -137,7 +138,7 @@ class Cache(ABC):
             warnings.warn(
                 f"{self!r} failed ({type(error).__name__}: {error}): samples that it cannot give or keep are read from "
                 "the dataset",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )
         self.counters.add(errors=1)

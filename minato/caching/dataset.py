@@ -25,7 +25,7 @@ class CachedDataset(Dataset[Any]):
 
     Args:
         steps: The transforms before the cache.
-        asked: Counts the generators that were asked of minato for the sample in hand.
+        asked: Counts the generators that the current sample has requested from minato.
 
     Raises:
         TypeError: The dataset or a transform has no fingerprint, and the cache no ``version``.

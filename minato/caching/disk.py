@@ -12,7 +12,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from minato._files import PRIVATE, check_private, is_private, open_regular, write_all
+from minato._support.files import PRIVATE, check_private, is_private, open_regular, write_all
 from minato.caching.base import Cache
 
 __all__ = ["DiskCache"]
@@ -130,7 +130,7 @@ class DiskCache(Cache):
     def _store(self, key: bytes, entry: bytes) -> int:
         samples = self._samples()
         size = len(entry)
-        # Taken first: whoever looks and then takes would, with others, take too much.
+        # Reserve first: checking before reserving would let several processes exceed the quota together.
         if self._add(size) > self.quota_bytes:
             self._add(-size)
             return -1

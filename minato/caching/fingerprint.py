@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minato._counters import Counters
+from minato._support.counters import Counters
 
 __all__ = ["fingerprint"]
 
@@ -27,7 +27,7 @@ def fingerprint(*parts: Any) -> bytes:
     ``__fingerprint__`` counts by what that returns, in the place of its attributes.
 
     Raises:
-        TypeError: A part holds something that cannot be told apart from others of its kind.
+        TypeError: A part holds an object that cannot be distinguished from others of its type.
     """
     hasher = _Hasher()
     for part in parts:

@@ -1,4 +1,4 @@
-"""``minato doctor`` on the command line: which fast paths are active, and what limits minato on this machine."""
+"""``minato doctor``: the active fast paths, and the limits of this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from minato._core import tensor_memory
 from minato._core.limits import explaining_limits, futex_error, soft_limit
 from minato._core.segment import Segment
 from minato._version import __version__
-from minato.observe.report.rows import in_words
+from minato.observe.report.units import format_value
 from minato.transforms import rng_memory
 
 __all__ = ["Finding", "add_to", "fast_paths", "machine"]
@@ -45,9 +45,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        state: ``"ok"``; ``"note"``: good to know, costs little; ``"limit"``: makes minato slower, or fail.
-        value: What was found.
-        remedy: What to do; empty if nothing need be done.
+        state: ``"ok"``; ``"note"``: a small cost; ``"limit"``: makes minato slower, or fail.
+        value: The present value.
+        remedy: The remedy; empty if none is needed.
     """
 
     name: str
@@ -64,7 +64,7 @@ def _finding(name: str, value: str, remedy: str, *, limits: bool) -> Finding:
 
 
 def fast_paths() -> list[Finding]:
-    """Whether each fast path is active in this process, and if not, why."""
+    """The state of each fast path in this process, with the reason where it is not active."""
     return [
         _compiled_core(),
         _dlpack(),
@@ -88,7 +88,7 @@ def _compiled_core() -> Finding:
 
 
 def _needs_core(name: str) -> Finding | None:
-    """The compiled core contains some of the fast paths; without it, that is what is to be said of them."""
+    """The finding for a part of the compiled core where that is not in use, else None."""
     if _core.USE_EXTENSIONS:
         return None
     return Finding(name, "note", "not active: part of the compiled core")
@@ -100,7 +100,7 @@ def _dlpack() -> Finding:
         name,
         hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
         f"not active: torch {torch.__version__} does not offer it",
-        "install a newer torch; minato asks for the shape and strides of each tensor in Python until then",
+        "install a newer torch; until then minato reads the shape and strides of each tensor in Python",
     )
 
 
@@ -114,7 +114,7 @@ def _tensor_fields() -> Finding:
     name = "tensor fields"
     why_not, remedy = _forbidden() or (
         f"not active: not found in torch {torch.__version__}",
-        "report the version of torch to minato; until then each tensor costs 0.15 µs more",
+        "report this version of torch to the project; until then each tensor costs 0.15 µs more",
     )
     return _needs_core(name) or _active(name, tensor_memory.find() is not None, why_not, remedy)
 
@@ -124,7 +124,7 @@ def _generator_memory() -> Finding:
     missing = ", ".join(name for name, is_found in found.items() if not is_found)
     why_not, remedy = _forbidden() or (
         f"not active for {missing}",
-        "report the versions of Python, NumPy and torch to minato; until then seed= costs 5 µs more a sample",
+        "report the versions of Python, NumPy and torch to the project; until then seed= costs 5 µs more per sample",
     )
     return _active("generator memory", not missing, why_not, remedy)
 
@@ -133,15 +133,15 @@ def _batch_rules() -> Finding:
     return _active(
         "batches in place",
         _compat.collates_by_default(),
-        "not active: torch's default_collate has other rules than minato",
-        "use the newest minato with this torch; until then torch's default_collate builds the batches",
+        "not active: the rules of torch's default_collate have changed",
+        "use the latest minato with this torch; until then torch's default_collate builds the batches",
     )
 
 
 def _memfd() -> Finding:
     name, remedy = "memfd", "allow memfd_create in the security policy (seccomp) of the container"
     if not hasattr(os, "memfd_create"):
-        remedy = "use Python on Linux with glibc 2.27 or newer; until then batches lie in files in TMPDIR"
+        remedy = "use Python on Linux with glibc 2.27 or newer; until then batches are stored in files in TMPDIR"
         return Finding(name, "limit", "this Python has no memfd_create", remedy)
     try:
         with explaining_limits("make shared memory"):
@@ -165,9 +165,9 @@ def _private_names() -> Iterator[Finding]:
     installed = [name for name in _compat.PRIVATE_NAMES if name.is_installed()]
     missing = [name for name in installed if not name.is_present()]
     if not missing:
-        yield Finding("private names", "ok", f"all {len(installed)} are as expected")
+        yield Finding("private names", "ok", f"all {len(installed)} are present")
     for name in missing:
-        remedy = f"use the newest minato, or another version of {name.name.partition('.')[0]}"
+        remedy = f"use the latest minato, or another version of {name.name.partition('.')[0]}"
         yield Finding("private names", "limit", f"no {name.name}: {name.without}", remedy)
 
 
@@ -175,7 +175,7 @@ def _private_names() -> Iterator[Finding]:
 
 
 def machine() -> list[Finding]:
-    """What the machine or container allows, each with a remedy where it limits minato."""
+    """The limits of the machine or container, each with a remedy where it limits minato."""
     return [
         *_versions(),
         _kernel(),
@@ -228,7 +228,7 @@ def _cores() -> Finding:
     return _finding(
         "cores",
         f"{usable} of {allotted}" if usable < allotted else str(usable),
-        "lift the affinity of the process (taskset, --cpu-bind=none, OMP_PROC_BIND=false), if it is not meant",
+        "lift the affinity of the process (taskset, --cpu-bind=none, OMP_PROC_BIND=false), unless it is intended",
         limits=usable < allotted,
     )
 
@@ -240,7 +240,7 @@ def _cpu_quota() -> Finding:
     return _finding(
         "cpu quota",
         f"{quota:g} cores of {usable}",
-        f"raise the quota of the container (cpu.max), or use num_workers={max(int(quota), 1)} at most",
+        f"raise the quota of the container (cpu.max), or use at most num_workers={max(int(quota), 1)}",
         limits=quota < usable,
     )
 
@@ -279,8 +279,8 @@ def _address_space() -> Finding:
     limit = soft_limit("RLIMIT_AS")
     return _finding(
         "address space",
-        "unlimited" if limit is None else in_words(limit, "bytes"),
-        "lift the limit (ulimit -v unlimited): a loader reserves terabytes, which take no memory",
+        "unlimited" if limit is None else format_value(limit, "bytes"),
+        "lift the limit (ulimit -v unlimited): a loader reserves terabytes of addresses, which need no memory",
         limits=limit is not None and limit < 4 * _ROOMY_ADDRESS_SPACE,
     )
 
@@ -289,8 +289,8 @@ def _file_size() -> Finding:
     limit = soft_limit("RLIMIT_FSIZE")
     return _finding(
         "file size",
-        "unlimited" if limit is None else in_words(limit, "bytes"),
-        "lift the limit (ulimit -f unlimited): it holds for shared memory too",
+        "unlimited" if limit is None else format_value(limit, "bytes"),
+        "lift the limit (ulimit -f unlimited): it also applies to shared memory",
         limits=limit is not None and limit < _ROOMY_ADDRESS_SPACE,
     )
 
@@ -313,7 +313,7 @@ def _overcommit() -> Finding:
     return _finding(
         "overcommit",
         mode,
-        "set sysctl vm.overcommit_memory to 0 or 1: with 2, address space counts as memory",
+        "set sysctl vm.overcommit_memory to 0 or 1: with 2, reserved addresses count as memory",
         limits=mode == "2",
     )
 
@@ -322,8 +322,8 @@ def _memory() -> Finding:
     available, whole = _system.available_memory_bytes(), _system.memory_limit_bytes()
     return _finding(
         "memory",
-        f"{in_words(available, 'bytes')} of {in_words(whole, 'bytes')} available",
-        "raise the container's limit (memory.max), or end other programs: batches in shared memory count, too",
+        f"{format_value(available, 'bytes')} of {format_value(whole, 'bytes')} available",
+        "raise the container's limit (memory.max), or end other programs: batches in shared memory also count",
         limits=available < _SPARE_MEMORY,
     )
 
@@ -331,9 +331,9 @@ def _memory() -> Finding:
 def _out_of_memory() -> Finding:
     kills = _system.memory_kills()
     return _finding(
-        "ended for memory",
+        "killed by OOM",
         f"{kills} processes" if kills else "none",
-        "raise the container's limit (memory.max), use fewer workers, or give memory_budget_bytes=",
+        "raise the container's limit (memory.max), use fewer workers, or set memory_budget=",
         limits=kills > 0,
     )
 
@@ -342,14 +342,14 @@ def _dev_shm() -> Finding:
     name = "/dev/shm"
     if not os.access(_SHM, os.W_OK):
         remedy = (
-            "mount a tmpfs there: the locks of multiprocessing need it, minato's batches do not"
+            "mount a tmpfs there: the locks of multiprocessing need it; minato's batches do not"
         )
         return Finding(name, "limit", "not writable", remedy)
     statistics = os.statvfs(_SHM)
     free = statistics.f_bavail * statistics.f_frsize
     return _finding(
         name,
-        f"{in_words(free, 'bytes')} free; minato's batches do not use it",
+        f"{format_value(free, 'bytes')} free; minato's batches do not use it",
         "enlarge it (docker run --shm-size=1g): torch's shared tensors and the locks of multiprocessing use it",
         limits=free < _SPARE_SHM,
     )
@@ -360,8 +360,8 @@ def _start_method() -> Finding:
     if method == "fork":
         return Finding("start method", "ok", method)
     remedy = (
-        "use persistent_workers=True; or multiprocessing_context='fork' where the program has no threads then, "
-        "as each worker imports the program again"
+        "use persistent_workers=True; or multiprocessing_context='fork' if the program has no threads at that time: "
+        "each worker imports the program again"
     )
     return Finding("start method", "note", method, remedy)
 
@@ -372,7 +372,7 @@ def _start_method() -> Finding:
 def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
     parser = commands.add_parser(
-        "doctor", help="say which fast paths are active and what limits minato on this machine"
+        "doctor", help="report the active fast paths and the limits of this machine"
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=_run, failed="the machine cannot be examined: {}")

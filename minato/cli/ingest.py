@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from minato.cli.loading import Refused, made
-from minato.ingest.job import ingest
-from minato.ingest.journal import JournalError
-from minato.ingest.store import Unknown, open_store
+from minato.sources.ingest.job import ingest
+from minato.sources.ingest.journal import JournalError
+from minato.sources.ingest.store import Unknown, open_store
 from minato.sources.settings import Env
 
 __all__ = ["add_to"]
@@ -19,21 +19,21 @@ __all__ = ["add_to"]
 def add_to(commands: Any) -> None:
     """Add the command to a parser's subparsers."""
     parser = commands.add_parser(
-        "ingest", help="write a folder, a dataset or an iterable into a store"
+        "ingest", help="write a directory, a dataset or an iterable into a store"
     )
     parser.add_argument(
         "what",
         metavar="WHAT",
-        help="a folder, or module:function or file.py:function that returns a dataset or an iterable",
+        help="a directory, or module:function or file.py:function that returns a dataset or an iterable",
     )
     parser.add_argument(
         "store",
         metavar="STORE",
-        help="sqlite:FILE, lmdb:FOLDER, parquet:FOLDER, postgresql://…, redis://…, cassandra://…, "
-        "file:///FOLDER, s3://…, gs://…, az://…, or one of the last four with tar+ before it",
+        help="sqlite:FILE, lmdb:DIRECTORY, parquet:DIRECTORY, postgresql://…, redis://…, cassandra://…, "
+        "file:///DIRECTORY, s3://…, gs://…, az://…, or one of the last four with the prefix tar+",
     )
     parser.add_argument(
-        "--table", default="samples", help="table, or beginning of the keys; default: samples"
+        "--table", default="samples", help="table, or prefix of the keys; default: samples"
     )
     parser.add_argument(
         "--password-env", metavar="NAME", help="the environment variable that holds a password"
@@ -46,10 +46,13 @@ def add_to(commands: Any) -> None:
         "--verify", action="store_true", help="read everything back and compare checksums"
     )
     parser.add_argument(
-        "--journal", type=Path, metavar="FILE", help="what notes the progress; default: one here"
+        "--journal",
+        type=Path,
+        metavar="FILE",
+        help="records the progress; default: a file in this directory",
     )
     parser.set_defaults(
-        run=_run, failed="{}; what is written stays, and the same command goes on from there"
+        run=_run, failed="{}; written samples stay, and the same command resumes there"
     )
 
 
@@ -61,7 +64,9 @@ def _run(options: argparse.Namespace) -> None:
     what: Any = options.what
     if not Path(what).is_dir():
         if ":" not in what:
-            raise Refused(f"there is no folder {what!r}: check the path, or write module:function")
+            raise Refused(
+                f"there is no directory {what!r}: check the path, or write module:function"
+            )
         what = made(what)
         if not isinstance(what, Iterable) and not hasattr(what, "__getitem__"):
             raise Refused(
@@ -82,6 +87,6 @@ def _run(options: argparse.Namespace) -> None:
         raise Refused(str(error)) from None
     verified = f", {done.verified} verified" if options.verify else ""
     print(
-        f"{done.samples} samples, {done.stored_bytes / 1e6:.1f} MB, {done.written} of them written now{verified}, "
+        f"{done.samples} samples, {done.stored_bytes / 1e6:.1f} MB, {done.written} written by this run{verified}, "
         f"in {done.taken_s:.1f} s"
     )

@@ -1,4 +1,4 @@
-"""What a user names on the command line: a function that makes something."""
+"""Functions that the user names on the command line: ``module:function`` or ``file.py:function``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Refused", "made"]
 
 
 class Refused(Exception):
-    """What the user gave cannot be used; the message says how to mend it."""
+    """An argument of the command is invalid; the message contains the remedy."""
 
 
 def made(factory: str) -> Any:
-    """Call what is named as ``module:function`` or ``file.py:function``.
+    """Call the function ``module:function`` or ``file.py:function``, and return its result.
 
     Raises:
-        Refused: It cannot be found, or raised.
+        Refused: It does not exist, or raised.
     """
     place, _, name = factory.rpartition(":")
     if not place or not name:
@@ -42,22 +42,24 @@ def _imported(place: str) -> Any:
         path = Path(place).resolve()
         if not path.is_file():
             raise Refused(f"there is no file {place!r}: check the path")
-        sys.path.insert(0, str(path.parent))  # workers that are not forked import it by its name
+        sys.path.insert(0, str(path.parent))  # spawned workers import it by this name
         module = importlib.import_module(path.stem)
         if (
             getattr(module, "__file__", None) is None
             or Path(module.__file__ or "").resolve() != path
         ):
-            sys.path.remove(str(path.parent))  # else workers would import the file for the module
+            sys.path.remove(
+                str(path.parent)
+            )  # otherwise workers import the file instead of the module
             raise Refused(
-                f"{place!r} has the name of another module, {path.stem!r}, which Python takes in its place: rename it"
+                f"{place!r} has the name of another module, {path.stem!r}, which Python imports instead: rename it"
             )
         return module
     except Refused:
         raise
     except ModuleNotFoundError as error:
         raise Refused(
-            f"{place!r} cannot be imported: {error}; check its name and the folder"
+            f"{place!r} cannot be imported: {error}; check its name and the directory"
         ) from None
     except (Exception, SystemExit) as error:
         raise Refused(f"importing {place!r} raised {type(error).__name__}: {error}") from None

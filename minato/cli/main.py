@@ -1,6 +1,6 @@
-"""The command line: ``minato profile`` says what limits a loader of yours, ``minato ingest`` fills a store.
+"""The command line: ``minato profile`` names the bottleneck of a loader, ``minato ingest`` fills a store.
 
-``minato doctor`` says what limits minato on this machine.
+``minato doctor`` reports what limits minato on this machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,14 +21,16 @@ import torch.utils.data
 
 from minato import _core
 from minato._core.clock import now_ns
-from minato._files import open_lines, printable, write_atomically
-from minato._standin import TorchDataLoader
+from minato._support.files import open_lines, write_atomically
+from minato._support.loader_class import TorchDataLoader
+from minato._support.text import printable
 from minato._version import __version__
 from minato.cli import doctor, ingest
 from minato.cli.loading import Refused, made
 from minato.loader import DataLoader
 from minato.observe.report import html, text
-from minato.observe.report.rows import in_words
+from minato.observe.report.report import Report
+from minato.observe.report.units import format_value
 
 __all__ = ["main"]
 
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        0; 1 if something went wrong on the way, or limits minato; 2 if what was asked for is not possible.
+        0; 1 after a failure, or if ``minato doctor`` finds a limit; 2 for invalid arguments.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"minato: {printable(str(error), lines=True)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # Nobody reads any more. The interpreter would try to flush again at its end.
+        # The reader has closed the pipe. The interpreter would flush again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -59,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_a_line(error: Exception) -> str:
-    """Type and first line of an exception; of what a worker raised, from the traceback that it comes with."""
+    """Type and first line of an exception; of one from a worker, from the traceback in its text."""
     text = str(error).strip()
     _, traceback, rest = text.rpartition("Traceback (most recent call last):\n")
     if traceback:
@@ -77,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     profile = commands.add_parser(
-        "profile", help="run a loader, torch's or minato's, and say what limits it"
+        "profile", help="run a loader, torch's or minato's, and name its bottleneck"
     )
     profile.add_argument(
         "factory",
@@ -85,17 +87,17 @@ def _parser() -> argparse.ArgumentParser:
         help="module:function or file.py:function that returns a loader",
     )
     profile.add_argument(
-        "--batches", type=int, metavar="N", help="stop after so many batches; default: one epoch"
+        "--batches", type=int, metavar="N", help="stop after N batches; default: one epoch"
     )
     profile.add_argument(
         "--step-ms",
         type=float,
         default=0.0,
         metavar="MS",
-        help="what a training step takes; default: 0",
+        help="duration of a training step; default: 0",
     )
     profile.add_argument("--json", action="store_true", help="print the report as JSON")
-    profile.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts, too")
+    profile.add_argument("--html", type=Path, metavar="FILE", help="also write a page with charts")
     profile.set_defaults(run=_profile, failed="the loader raised {}; run it by itself to see where")
     ingest.add_to(commands)
     doctor.add_to(commands)
@@ -103,16 +105,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _version() -> str:
-    abilities = {
+    features = {
         "core": "compiled" if _core.USE_EXTENSIONS else "pure Python",
         "memfd": hasattr(os, "memfd_create"),
         "futex": sys.platform == "linux" and _core.USE_EXTENSIONS,
         "NVML": _has_nvml(),
     }
-    told = ", ".join(f"{name}: {in_words(value, '')}" for name, value in abilities.items())
-    return (
-        f"minato {__version__} ({told}; torch {torch.__version__}, Python {sys.version.split()[0]})"
-    )
+    listed = ", ".join(f"{name}: {format_value(value, '')}" for name, value in features.items())
+    return f"minato {__version__} ({listed}; torch {torch.__version__}, Python {sys.version.split()[0]})"
 
 
 def _has_nvml() -> bool:
@@ -127,7 +127,7 @@ def _profile(options: argparse.Namespace) -> None:
     if options.batches is not None and options.batches < 1:
         raise Refused(f"--batches {options.batches} is too few: give at least 1")
     if not 0 <= options.step_ms < float("inf"):
-        raise Refused(f"--step-ms {options.step_ms} is not possible: give 0 or more")
+        raise Refused(f"--step-ms {options.step_ms} is invalid: give 0 or more")
     if options.html is not None:
         _check_writable(options.html)
     step_s = options.step_ms / 1e3
@@ -135,12 +135,12 @@ def _profile(options: argparse.Namespace) -> None:
     given = _loader(options.factory)
     mine = given if isinstance(given, DataLoader) else _as_minato(given)
     theirs = _as_torch(mine) if mine is given else given
-    mine._watch_gpus()
+    mine._inspector().watch_gpus()
     seconds = {"minato": _timed(mine, options.batches, step_s)}
     if theirs is not None:
         seconds["torch"] = _timed(theirs, options.batches, step_s)
     report = mine.report()
-    rows = [(name, in_words(taken, "s")) for name, taken in seconds.items()]
+    rows = [(name, format_value(taken, "s")) for name, taken in seconds.items()]
     if options.html is not None:
         page = html.page(report, html.table(("loader", "time"), rows))
         try:
@@ -151,13 +151,13 @@ def _profile(options: argparse.Namespace) -> None:
         print(json.dumps({**report.to_dict(), "comparison_s": seconds}))
         return
     _show(report)
-    print("\nThe same batches with")
+    print("\nTime for the same batches with")
     for name, taken in rows:
         print(f"  {name:8}{taken}")
 
 
-def _show(report: Any) -> None:
-    """In colour where that is possible."""
+def _show(report: Report) -> None:
+    """Print the report, in colour if rich is installed."""
     try:
         import rich.console
     except ImportError:
@@ -168,17 +168,21 @@ def _show(report: Any) -> None:
 
 def _check_writable(path: Path) -> None:
     try:
-        os.close(open_lines(path, html.BEGINS, "a page of minato's"))
+        os.close(open_lines(path, html.PREFIX, "a report page of minato"))
     except OSError as error:
         raise Refused(
-            f"--html {path} cannot be written: {error.strerror}; name a file in a folder that you may write to"
+            f"--html {path} cannot be written: {error.strerror}; name a file in a directory that you may write to"
         ) from None
     except ValueError as error:
         raise Refused(f"--html: {error}") from None
 
 
-def _loader(factory: str) -> Any:
-    """What the user's factory returns, if that is a loader."""
+def _loader(factory: str) -> TorchDataLoader[Any]:
+    """The loader that the user's factory returns.
+
+    Raises:
+        Refused: It returns something else.
+    """
     loader = made(factory)
     if not isinstance(loader, TorchDataLoader):
         raise Refused(
@@ -187,20 +191,20 @@ def _loader(factory: str) -> Any:
     return loader
 
 
-def _as_minato(loader: Any) -> Any:
-    """Minato's loader over the dataset and the sampler of torch's."""
+def _as_minato(loader: TorchDataLoader[Any]) -> DataLoader[Any]:
+    """A loader of minato over the dataset and the sampler of torch's."""
     return DataLoader(loader.dataset, **_arguments(loader))
 
 
-def _as_torch(loader: Any) -> Any:
-    """Torch's loader of the same, None where minato's own arguments make the samples."""
+def _as_torch(loader: Any) -> TorchDataLoader[Any] | None:
+    """The equivalent loader of torch, None if the loader has transforms."""
     if loader.transforms is not None:
         return None
     return TorchDataLoader(loader.dataset, **_arguments(loader))
 
 
-def _arguments(loader: Any) -> dict[str, Any]:
-    """Torch's arguments that make such a loader."""
+def _arguments(loader: TorchDataLoader[Any]) -> dict[str, Any]:
+    """The arguments of torch with which such a loader is constructed."""
     names = (
         "num_workers",
         "collate_fn",
@@ -228,9 +232,9 @@ def _arguments(loader: Any) -> dict[str, Any]:
     return found
 
 
-def _timed(loader: Any, batches: int | None, step_s: float) -> float:
-    """Seconds that an epoch takes, or so many batches."""
-    begun_ns = now_ns()
+def _timed(loader: Iterable[Any], batches: int | None, step_s: float) -> float:
+    """Seconds of an epoch, or of its first ``batches`` batches."""
+    start_ns = now_ns()
     for _ in itertools.islice(loader, batches):
-        time.sleep(step_s)  # as a step on a GPU leaves the processor alone
-    return (now_ns() - begun_ns) / 1e9
+        time.sleep(step_s)  # like a step on a GPU, which leaves the CPU idle
+    return (now_ns() - start_ns) / 1e9

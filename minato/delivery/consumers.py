@@ -1,38 +1,40 @@
-"""One loader for several consumers, each in a thread of its own."""
+"""One loader for several consumers, each in its own thread."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from minato.delivery.device import leaves_moved
-from minato.delivery.device_copy import Accelerator, accelerator_of
+from minato.checks import check_device, check_whole
+from minato.delivery.accelerator import Accelerator, accelerator_of, memory_pinner
+from minato.delivery.device import move_leaves
+from minato.delivery.iterator import BatchIterator
 
-__all__ = ["Consumer", "Group"]
+__all__ = ["Consumer", "Group", "make_consumers"]
 
 _LIVENESS_S = 1.0
-"""How often a waiting consumer looks whether the threads that it waits for are still there."""
+"""How often a waiting consumer checks whether the threads that it waits for are alive."""
 
 
 class _Outcome(NamedTuple):
-    """What came of asking for a batch."""
+    """A batch, or the error in its place."""
 
     batch: Any
     error: Exception | None
 
 
-class _Seat:
-    """A consumer's part in one epoch.
+class _Member:
+    """A consumer's membership in one epoch.
 
     Attributes:
-        epoch: Number of that, among those of the group.
-        thread: Which uses it.
-        inbox: What was fetched for it: one at most.
+        epoch: Number of the epoch in the group.
+        thread: The thread that uses it.
+        inbox: Batches that were fetched for it, one at most.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -42,13 +44,12 @@ class _Seat:
 
 
 class Group:
-    """Deals the batches of a loader out to consumers: to whoever has waited longest.
+    """Distributes the batches of a loader: each goes to the consumer that has waited longest.
 
-    So a consumer that asks gets one before any other gets two, and one that does not ask gets none. Whoever waits does
-    the fetching for all.
+    A consumer that waits gets one batch before any other gets two. The waiting threads fetch for all, one at a time.
 
     Args:
-        open_epoch: Gives the iterator of the next epoch.
+        open_epoch: Returns the iterator of the next epoch.
     """
 
     def __init__(self, open_epoch: Callable[[], Iterator[Any]]) -> None:
@@ -56,77 +57,76 @@ class Group:
         self._epoch = -1
         self._batches: Iterator[Any] = iter(())
         self._over = True
-        self._news = (
+        self._changed = (
             threading.Condition()
-        )  # re-entrant: the garbage collector may have a seat left inside it
+        )  # re-entrant: the garbage collector may call leave() inside it
         self._fetcher: threading.Thread | None = None
-        self._seats: list[_Seat] = []
-        self._waiting: deque[_Seat] = deque()
+        self._members: list[_Member] = []
+        self._waiting: deque[_Member] = deque()
         self._left_over: deque[_Outcome] = deque()
 
-    def enter(self, passes: int) -> _Seat:
-        """Take part in an epoch, or open the next one as soon as nobody is in the last.
+    def enter(self, number: int) -> _Member:
+        """Join an epoch, or open the next one as soon as all consumers have left the last.
 
         Args:
-            passes: Number of the consumer's pass, from 0; it takes part in this epoch, or in a later one if the others
-                have gone on.
+            number: Of the consumer's epoch, from 0; it joins this epoch, or a later one that the others are in.
 
         Raises:
-            RuntimeError: Those that are in the last epoch wait for this very thread.
+            RuntimeError: The last epoch cannot end, because this thread itself is in the middle of it.
         """
-        with self._news:
-            while passes > self._epoch and (self._fetching() or self._others()):
+        with self._changed:
+            while number > self._epoch and (self._fetching() or self._others()):
                 if not self._fetching() and all(
-                    seat.thread is threading.current_thread() for seat in self._others()
+                    member.thread is threading.current_thread() for member in self._others()
                 ):
                     raise RuntimeError(
-                        "the next epoch begins when all consumers are through with the last one, and this thread is "
+                        "the next epoch begins when all consumers have finished the last one, and this thread is "
                         "itself in the middle of that with another consumer: go on with it, or drop its iterator"
                     )
-                self._news.wait(_LIVENESS_S)
-            if passes > self._epoch:
+                self._changed.wait(_LIVENESS_S)
+            if number > self._epoch:
                 self._left_over.clear()
                 self._batches = self._open_epoch()
                 self._epoch, self._over = self._epoch + 1, False
-            seat = _Seat(self._epoch)
-            self._seats.append(seat)
-            return seat
+            member = _Member(self._epoch)
+            self._members.append(member)
+            return member
 
     def _fetching(self) -> bool:
-        """Whether somebody is fetching a batch: a thread that is gone is not."""
+        """Whether a living thread is fetching a batch."""
         return self._fetcher is not None and self._fetcher.is_alive()
 
-    def _others(self) -> list[_Seat]:
-        """Seats that somebody uses in an epoch that is not over."""
+    def _others(self) -> list[_Member]:
+        """Members of an epoch that is not over, whose threads live."""
         if self._over:
             return []
         return [
-            each for each in self._seats if each.epoch == self._epoch and each.thread.is_alive()
+            each for each in self._members if each.epoch == self._epoch and each.thread.is_alive()
         ]
 
-    def next(self, seat: _Seat) -> Any:
-        """The next batch for a seat.
+    def next(self, member: _Member) -> Any:
+        """The next batch for a member.
 
         Raises:
             StopIteration: Its epoch is over.
-            Exception: What the batch's samples raised; the next call goes on.
+            Exception: Of the batch's samples; the next call goes on.
         """
-        with self._news:
-            seat.thread = threading.current_thread()
-            self._waiting.append(seat)
+        with self._changed:
+            member.thread = threading.current_thread()
+            self._waiting.append(member)
             try:
-                while not seat.inbox:
-                    if seat.epoch == self._epoch and self._left_over:
-                        seat.inbox.append(self._left_over.popleft())
-                    elif seat.epoch != self._epoch or self._over:
+                while not member.inbox:
+                    if member.epoch == self._epoch and self._left_over:
+                        member.inbox.append(self._left_over.popleft())
+                    elif member.epoch != self._epoch or self._over:
                         raise StopIteration
                     elif self._fetching():
-                        self._news.wait(_LIVENESS_S)
+                        self._changed.wait(_LIVENESS_S)
                     else:
                         self._fetch()
             finally:
-                self._waiting.remove(seat)
-            outcome = seat.inbox.popleft()
+                self._waiting.remove(member)
+            outcome = member.inbox.popleft()
         batch, error = outcome
         del outcome
         if error is None:
@@ -137,10 +137,10 @@ class Group:
             del error  # its traceback holds this frame
 
     def _fetch(self) -> None:
-        """Fetch a batch for whoever has waited longest."""
+        """Fetch a batch for the member that has waited longest."""
         self._fetcher = threading.current_thread()
         outcome: _Outcome | None = None
-        self._news.release()
+        self._changed.release()
         try:
             outcome = _Outcome(next(self._batches), None)
         except StopIteration:
@@ -148,34 +148,34 @@ class Group:
         except Exception as error:
             outcome = _Outcome(None, error)
         finally:
-            self._news.acquire()
+            self._changed.acquire()
             self._fetcher = None
-            self._news.notify_all()
+            self._changed.notify_all()
         if outcome is None:
             self._over, self._batches = True, iter(())
         else:
-            # Whoever was given one may not have woken up yet; the one that fetches has none.
-            next(seat for seat in self._waiting if not seat.inbox).inbox.append(outcome)
+            # A member with a batch may not have woken up yet; the one that fetches has none.
+            next(member for member in self._waiting if not member.inbox).inbox.append(outcome)
             del outcome  # an error's traceback holds this frame
 
-    def leave(self, seat: _Seat) -> None:
-        """Give up a seat; what the epoch still holds is for the others."""
-        with self._news:
-            self._seats.remove(seat)
-            if seat.epoch == self._epoch:
-                self._left_over.extend(seat.inbox)
-            self._news.notify_all()
+    def leave(self, member: _Member) -> None:
+        """Leave an epoch; its remaining batches are for the other members."""
+        with self._changed:
+            self._members.remove(member)
+            if member.epoch == self._epoch:
+                self._left_over.extend(member.inbox)
+            self._changed.notify_all()
 
 
 class Consumer:
-    """One of several that a loader's batches are dealt out to; ``for`` goes through its part of an epoch.
+    """One of several consumers of a loader; ``for`` iterates over its part of an epoch.
 
-    The number of batches it gets is not known before: whoever asks gets the next one. Made by ``loader.consumers()``;
-    to be used by one thread at a time.
+    The number of its batches depends on how often it asks for one. Made by ``loader.consumers()``; to be used by one
+    thread at a time.
 
     Args:
         group: Shared by all consumers.
-        device: Where its batches go, None for main memory.
+        device: Where its batches are copied to, None for host memory.
 
     Attributes:
         device: The same.
@@ -185,42 +185,42 @@ class Consumer:
         self.device = device
         self._group = group
         self._accelerator = None if device is None else accelerator_of(device)
-        self._passes = 0
+        self._next = 0
         self._part: Callable[[], _Part | None] = lambda: None
 
     @property
-    def locks_pages(self) -> bool:
-        """Whether its device copies from page-locked memory by itself."""
-        return self._accelerator is not None and self._accelerator.locks_pages
+    def pins_memory(self) -> bool:
+        """Whether its device copies from pinned memory by itself."""
+        return self._accelerator is not None and self._accelerator.pins_memory
 
     def __iter__(self) -> Iterator[Any]:
-        """Its part of the next epoch, which begins when no consumer is in the last one any more.
+        """Its part of the next epoch, which begins when all consumers have left the last one.
 
-        The n-th pass of each consumer is the n-th epoch, or the one that the others are in by then. A part that is
-        broken off, by ``break`` or an exception, leaves what is left of the epoch to the other consumers.
+        The n-th iteration of each consumer is the n-th epoch, or the one that the others are in by then. A part that
+        ends early, by ``break`` or an exception, leaves the rest of the epoch to the other consumers.
         """
         self.close()
-        part = _Part(self._group, self._passes, self._accelerator)
-        self._passes = part.epoch + 1
+        part = _Part(self._group, self._next, self._accelerator)
+        self._next = part.epoch + 1
         self._part = weakref.ref(part)
         return part
 
     def close(self) -> None:
-        """Break its present part off, whoever still holds the iterator; the next pass is the next epoch."""
+        """End its present part, even if the iterator is still referenced; the next iteration is the next epoch."""
         part = self._part()
         if part is not None:
             part.close()
 
 
 class _Part:
-    """What ``iter(consumer)`` gives."""
+    """The iterator of a consumer."""
 
-    def __init__(self, group: Group, passes: int, accelerator: Accelerator | None) -> None:
+    def __init__(self, group: Group, number: int, accelerator: Accelerator | None) -> None:
         self._group = group
         self._accelerator = accelerator
-        self._seat = group.enter(passes)
-        self.epoch = self._seat.epoch
-        self.close = weakref.finalize(self, group.leave, self._seat)
+        self._member = group.enter(number)
+        self.epoch = self._member.epoch
+        self.close = weakref.finalize(self, group.leave, self._member)
         self.close.atexit = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -231,17 +231,50 @@ class _Part:
             raise StopIteration
         try:
             if self._accelerator is None:
-                return self._group.next(self._seat)
+                return self._group.next(self._member)
             return self._sent(self._accelerator)
         except StopIteration:
             self.close()
             raise
 
     def _sent(self, accelerator: Accelerator) -> Any:
-        # The batch in main memory is dropped inside: then its slot waits for the stream that copies it.
-        batch = [self._group.next(self._seat)]
+        # The batch in host memory is dropped inside: then its slot waits for the stream that copies it.
+        batch = [self._group.next(self._member)]
         with accelerator.copying():
-            sent = leaves_moved(batch.pop(), accelerator.copy)
-            mark = accelerator.mark()
-        accelerator.wait(mark)
+            sent = move_leaves(batch.pop(), accelerator.copy)
+            mark = accelerator.record_event()
+        accelerator.wait_event(mark)
         return sent
+
+
+def make_consumers(
+    open_epoch: Callable[[], Iterator[Any]],
+    n: int | None,
+    devices: Sequence[str | torch.device] | None,
+) -> tuple[Consumer, ...]:
+    """Consumers of one loader; see ``DataLoader.consumers``.
+
+    Args:
+        open_epoch: Returns the iterator of the loader's next epoch.
+    """
+    if (n is None) == (devices is None):
+        raise ValueError(f"n={n} and devices={devices}: give one of the two")
+    if devices is None:
+        check_whole("n", n, 1)
+        places: list[torch.device | None] = [None] * (n or 0)
+    else:
+        found = [check_device(device) for device in devices]
+        places = [None if each is None or each.type == "cpu" else each for each in found]
+        if not places:
+            raise ValueError(f"devices={devices!r} is empty: give a device for each consumer")
+
+    def open_locked() -> Iterator[Any]:
+        batches = open_epoch()
+        if locker is not None and isinstance(batches, BatchIterator):
+            batches.pin_slots(locker)
+        return batches
+
+    group = Group(open_locked)
+    consumers = tuple(Consumer(group, place) for place in places)
+    locker = memory_pinner() if any(each.pins_memory for each in consumers) else None
+    return consumers

@@ -1,143 +1,151 @@
-"""Batches on their way to a device."""
+"""Copies batches to a device while it computes."""
 
 from __future__ import annotations
 
 import collections.abc
 import copy
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from minato._core.ledger import Ledger
 from minato.batching.arena import Arena, Slot
-from minato.batching.page_locks import Mark
-from minato.batching.reader import BatchReader
-from minato.delivery.device_copy import Accelerator, accelerator_of
-from minato.delivery.prefetch import AheadReader
+from minato.batching.pinned_slots import DeviceEvent, PinnedSlots
+from minato.delivery.accelerator import Accelerator, accelerator_of
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 
-__all__ = ["Staged", "StagedReader", "leaves_moved", "onto_device"]
+__all__ = ["DeviceCopier", "copy_batch", "device_copier", "move_leaves"]
 
 
-class Staged(NamedTuple):
-    """A batch whose copy to the device is under way.
+class _Copy(NamedTuple):
+    """A batch whose copies were queued.
 
     Attributes:
-        batch: On the device.
-        host: In the arena, whose slot must stay: it also holds what comes with the batch.
-        mark: Behind its copy.
+        batch: The batch on the device.
+        host: The batch in the arena. A reference to it keeps the slot leased.
+        event: Passes when the copies have run.
     """
 
     batch: Any
     host: Any
-    mark: Mark
+    event: DeviceEvent
 
 
-class StagedReader(AheadReader):
-    """Reads batches onto a device, to which those whose turn comes next are sent beforehand.
+class DeviceCopier:
+    """Copies batches to a device (a :class:`minato.delivery.prefetch.Copier`).
 
     Args:
-        reader: Reads them from their slots.
-        arena: Where these are.
         accelerator: The device.
-        tracer: Records the copies, and the time that asking for them takes.
+        slots: Pinned slots of the arena; None if the device gains nothing from them.
+        tracer: Records the time to queue copies, and the time until they have run.
     """
 
     def __init__(
         self,
-        reader: BatchReader,
-        ledger: Ledger,
-        arena: Arena,
         accelerator: Accelerator,
+        slots: PinnedSlots | None,
         *,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
-        super().__init__(reader, ledger)
-        self._locks = arena.locks
         self._accelerator = accelerator
+        self._slots = slots
         self._tracer = tracer
-        self._copies: deque[tuple[int, Mark]] = deque()  # under way, if a trace is recorded
+        self._traced: deque[tuple[int, DeviceEvent]] = deque()  # copies that may still run
 
-    def _begin(self, record: int, slot: Slot) -> Staged:
-        begun_ns = self._tracer.now()
+    def wants(self, nbytes: int) -> bool:
+        """Return True: a device copies batches of any size while it computes."""
+        return True
+
+    def start(self, slot: Slot, read: Callable[[], Any]) -> _Copy:
+        """Read a batch and queue its copies."""
+        start_ns = self._tracer.now()
         try:
-            host = self._reader.read(record, slot)
-            with self._accelerator.copying():
-                try:
-                    batch = leaves_moved(host, self._accelerator.copy)
-                finally:
-                    mark = self._accelerator.mark()
-                    if self._locks is not None:
-                        self._locks.read_until(slot, mark)
+            host = read()
+            batch, event = copy_batch(self._accelerator, host, functools.partial(self._keep, slot))
         finally:
-            self._tracer.slice("send to device", begun_ns)
+            self._tracer.slice("send to device", start_ns)
         if self._tracer.enabled:
-            self._copies.append((begun_ns, mark))
-            self._record_copies()
-        return Staged(batch, host, mark)
+            self._traced.append((start_ns, event))
+            self._trace_copies()
+        return _Copy(batch, host, event)
 
-    def _finish(self, begun: Staged) -> Any:
-        """The batch on the device; what the program asks of that from now on waits for the copy."""
-        self._accelerator.wait(begun.mark)
-        self._record_copies()
-        return begun.batch
+    def finish(self, started: _Copy) -> Any:
+        """Return the batch; work that the program queues from now on waits for the copies."""
+        self._accelerator.wait_event(started.event)
+        self._trace_copies()
+        return started.batch
 
-    def _record_copies(self) -> None:
-        """Record the copies that have ended; asked at every batch, this is late by a batch at most."""
-        while self._copies and self._copies[0][1].query():
-            begun_ns, _ = self._copies.popleft()
-            self._tracer.span("copy to device", begun_ns, self._tracer.now())
+    def copy(self, slot: Slot, read: Callable[[], Any]) -> Any:
+        """Copy a batch, and return it as :meth:`finish` does."""
+        return self.finish(self.start(slot, read))
+
+    def _keep(self, slot: Slot, event: DeviceEvent) -> None:
+        if self._slots is not None:
+            self._slots.in_use_until(slot, event)
+
+    def _trace_copies(self) -> None:
+        """Record the copies that have ended. Called for each batch: their recorded end is late by one batch at most."""
+        while self._traced and self._traced[0][1].query():
+            start_ns, _ = self._traced.popleft()
+            self._tracer.span("copy to device", start_ns, self._tracer.now())
 
 
-def onto_device(
-    device: torch.device | None,
-    reader: BatchReader,
-    ledger: Ledger,
-    arena: Arena,
-    *,
-    tracer: Tracer = NULL_TRACER,
-) -> StagedReader | None:
-    """What reads batches onto a device, from page-locked slots if the device can make use of that.
+def device_copier(
+    device: torch.device, arena: Arena, *, tracer: Tracer = NULL_TRACER
+) -> DeviceCopier:
+    """Return a copier to a device, and pin the arena's slots if the device copies faster from pinned memory."""
+    accelerator = accelerator_of(device)
+    if accelerator.pins_memory:
+        arena.pin_slots(accelerator)
+    return DeviceCopier(accelerator, arena.pinned_slots, tracer=tracer)
+
+
+def copy_batch(
+    accelerator: Accelerator, host: Any, keep: Callable[[DeviceEvent], None]
+) -> tuple[Any, DeviceEvent]:
+    """Queue the copies of a batch; returns the batch on the device, and the event after its copies.
 
     Args:
-        device: None: they stay in main memory, and so there is no such reader.
-        tracer: Records what it does.
+        host: The batch in host memory.
+        keep: Called with the event, which says how long the device may read the host memory. It is called too when a
+            copy raises, as copies queued before still run.
     """
-    if device is None:
-        return None
-    accelerator = accelerator_of(device)
-    if accelerator.locks_pages:
-        arena.lock_pages(accelerator)
-    return StagedReader(reader, ledger, arena, accelerator, tracer=tracer)
+    with accelerator.copying():
+        try:
+            batch = move_leaves(host, accelerator.copy)
+        finally:
+            event = accelerator.record_event()
+            keep(event)
+    return batch, event
 
 
-def leaves_moved(data: Any, move: Callable[[Any], Any]) -> Any:
-    """A batch with all tensors, and all objects that have torch's ``to``, moved, as torch's pinning goes through it.
+def move_leaves(data: Any, move: Callable[[Any], Any]) -> Any:
+    """Return a batch with ``move`` applied to each tensor and each object that has torch's ``to``.
 
-    Source: ``torch.utils.data._utils.pin_memory``.
+    Containers are rebuilt by the rules of ``torch.utils.data._utils.pin_memory``.
     """
     if isinstance(data, torch.Tensor) or hasattr(data, "to"):
         return move(data)
     if isinstance(data, (str, bytes)):
         return data
-    make: Any = type(data)  # which may take something else, and raises TypeError then
+    make: Any = type(data)  # raises TypeError if its constructor takes other arguments
     if isinstance(data, collections.abc.Mapping):
-        moved = {key: leaves_moved(value, move) for key, value in data.items()}
+        moved = {key: move_leaves(value, move) for key, value in data.items()}
         try:
             if isinstance(data, collections.abc.MutableMapping):
-                clone = copy.copy(data)  # of a type that may have more to it than its items
+                clone = copy.copy(data)  # keeps attributes of a subclass
                 clone.update(moved)
                 return clone
             return make(moved)
         except TypeError:
             return moved
     if isinstance(data, tuple):
-        items = [leaves_moved(value, move) for value in data]
+        items = [move_leaves(value, move) for value in data]
         return make(*items) if hasattr(data, "_fields") else make(items)
     if isinstance(data, collections.abc.Sequence):
-        items = [leaves_moved(value, move) for value in data]
+        items = [move_leaves(value, move) for value in data]
         try:
             if isinstance(data, collections.abc.MutableSequence):
                 changed = copy.copy(data)

@@ -1,4 +1,4 @@
-"""What ``iter(loader)`` gives."""
+"""The iterator of a loader."""
 
 from __future__ import annotations
 
@@ -11,150 +11,109 @@ from typing import Any, Protocol
 
 from minato._compat import TorchIterator, is_iterable, is_profiling, pin_batch
 from minato._core.clock import now_ns
-from minato._postponed import not_the_end
-from minato._ranges import in_profile
-from minato.batching.page_locks import PageLocker
-from minato.checks import IN_PLACE
-from minato.delivery.device_copy import page_locker
+from minato._support.exceptions import not_the_end
+from minato.batching.pinned_slots import MemoryPinner
+from minato.delivery.accelerator import memory_pinner
 from minato.delivery.pinning import Pin
+from minato.observe.trace.torch_profiler import in_profile
+from minato.options import IN_PLACE
+from minato.sampling.epoch import Epoch
 
-__all__ = ["BatchIterator", "BatchSource", "Pass"]
+__all__ = ["BatchIterator", "BatchSource"]
 
 
 class BatchSource(Protocol):
     """Where batches come from (the engine)."""
 
-    def begin(
-        self,
-        batches: Iterator[list[Any]],
-        epoch: int,
-        seed: int,
-        expected: Callable[[], Any],
-        progress: Any,
-        size: Callable[[], int | None],
-    ) -> bool:
-        """Start a pass; False if what was loaded ahead for it was in vain."""
+    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
+        """Start an epoch; False if the batches that were prefetched for it were not its own.
+
+        Args:
+            batches: The indices of each batch, as ``epoch.batches`` yields them.
+        """
 
     def next(self) -> Any:
         """The next batch."""
 
     def pinned(self, duration_ns: int) -> None:
-        """Learn how long it took to pin it."""
+        """Record how long it took to pin it."""
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Keep the memory of batches in place, for a device that reads from there."""
 
     def shut_down(self) -> Any:
         """End the workers."""
 
 
-class Pass(Protocol):
-    """One run over the sampler, as the loader sees it."""
-
-    @property
-    def epoch(self) -> int:
-        """Its number."""
-
-    @property
-    def seed(self) -> int:
-        """What the randomness of its samples starts from."""
-
-    @property
-    def progress(self) -> Any:
-        """Told what becomes of it."""
-
-    def entering(self) -> None:
-        """Learn that the sampler is about to be asked for its iterator."""
-
-    def seeded(self, base_seed: int) -> int:
-        """Learn torch's draw for the workers; returns the one that holds."""
-
-    def batches(self, indices: Iterator[Any]) -> Iterator[list[Any]]:
-        """The keys of each batch."""
-
-    def size(self) -> int | None:
-        """How many samples it has, None if nobody knows."""
-
-    def expected(self) -> Any:
-        """``(batches, epoch, seed)`` of the next pass, or None."""
-
-    def foretold_wrongly(self) -> None:
-        """Learn that the pass was not the expected one."""
-
-
 class BatchIterator(TorchIterator):
     """Iterates over a loader's batches; the torch class it extends is what trainers look for.
 
     Args:
-        make_source: Called with torch's draw for the workers. The source is this iterator's own; its workers end when
-            the iterator is exhausted, unless they persist.
-        new_pass: Called with the loader once per pass, before anything is drawn for it; holds no loader itself.
+        make_source: Called with the first epoch. The source is this iterator's own; its workers end when the iterator
+            is exhausted, unless they persist.
+        begin_epoch: Called with the loader once per epoch, before anything is drawn for it; holds no loader itself.
         may_pin: Whether batches come in main memory, where they can be pinned.
         pins_ahead: Whether the source takes ``pin=``, and then gives batches as ``pinning.Pinned``.
-        put_by: Called with a source that is exhausted, before its workers are ended: True if it is kept as it is.
+        keep_idle: Called with a source that is exhausted, before its workers are ended: True if it is kept as it is.
     """
 
     def __init__(
         self,
         loader: Any,
         make_source: Callable[..., BatchSource],
-        new_pass: Callable[[Any], Pass],
+        begin_epoch: Callable[[Any], Epoch],
         may_pin: bool = True,
         pins_ahead: bool = False,
-        put_by: Callable[[Any], bool] = lambda source: False,
+        keep_idle: Callable[[Any], bool] = lambda source: False,
     ) -> None:
         self._turn = threading.RLock()
         self._in_turn = False
+        self._is_closed = False
         self._owner = os.getpid()
-        self._put_by = put_by
-        self._new_pass = new_pass
-        self._pass = new_pass(loader)
+        self._keep_idle = keep_idle
+        self._begin_epoch = begin_epoch
+        self._epoch = begin_epoch(loader)
         super().__init__(loader)
         if self._num_workers > 0:
             if loader.prefetch_factor <= 0:
                 raise AssertionError(
                     "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
                 )
-            self._pass.entering()
+            self._epoch.entering()
             super()._reset(loader, first_iter=True)  # as torch, which asks the sampler twice
         elif self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._pin_memory = self._pin_memory and may_pin
-        self._base_seed = self._pass.seeded(int(self._base_seed))
+        self._base_seed = self._epoch.set_base_seed(int(self._base_seed))
         self._pin: Pin = functools.partial(pin_batch, device=self._pin_memory_device)
         self._checks_length = is_iterable(self)
-        locker = page_locker() if self._pin_memory and loader.pin_memory == IN_PLACE else None
+        locker = memory_pinner() if self._pin_memory and loader.pin_memory == IN_PLACE else None
         ahead = {"pin": self._pin} if self._pin_memory and pins_ahead and locker is None else {}
-        self._source: BatchSource | None = make_source(self._base_seed, **ahead)
+        self._source: BatchSource | None = make_source(self._epoch, **ahead)
         if locker is not None:  # then torch finds that there is nothing to copy
-            self._source.lock_pages(locker)
+            self._source.pin_slots(locker)
         if ahead:
             self._pin = methodcaller("result")
         self._begin()
 
     def _begin(self) -> None:
         assert self._source is not None
-        this = self._pass
-        batches = this.batches(self._sampler_iter)
-        begun = self._source.begin(
-            batches, this.epoch, this.seed, this.expected, this.progress, this.size
-        )
-        if not begun:
-            this.foretold_wrongly()
+        if not self._source.begin(self._epoch, self._epoch.batches(self._sampler_iter)):
+            self._epoch.prefetches_next = False
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if os.getpid() != self._owner:
             self._enter_child()
         with self._turn:
-            self._pass = self._new_pass(loader)
+            self._epoch = self._begin_epoch(loader)
             super()._reset(loader, first_iter)
-            self._base_seed = self._pass.seeded(int(self._base_seed))
+            self._base_seed = self._epoch.set_base_seed(int(self._base_seed))
             self._begin()
 
     def __next__(self) -> Any:
         if os.getpid() != self._owner:
             self._enter_child()
-        with self._turn:  # several threads may take turns: each batch goes to one of them
+        with self._turn:  # several threads may call next(): each batch goes to one of them
             if self._in_turn:
                 raise RuntimeError(
                     "next() of an iterator is called inside of its own next(), by the dataset, the sampler or a "
@@ -167,54 +126,69 @@ class BatchIterator(TorchIterator):
                 self._in_turn = False
 
     def _enter_child(self) -> None:
-        """Note that this process is a forked child of the iterator's: without workers it has a copy of its own."""
+        """Continue in a forked child of the iterator's process, which has a copy of its own if there are no workers."""
         if self._num_workers > 0:
             raise RuntimeError(
                 f"this iterator and its workers belong to the process with pid {self._owner}, and a forked child "
                 f"(pid {os.getpid()}) cannot go on with them: make a DataLoader of its own there"
             )
         self._owner = os.getpid()
-        self._turn, self._in_turn = threading.RLock(), False  # another thread may have had it
+        self._turn, self._in_turn = threading.RLock(), False  # a thread of the parent may hold it
 
     def _next_in_turn(self) -> Any:
-        # The same range that torch records, but only while somebody is profiling: it costs more than a small batch.
+        # torch's own method records a range for profilers, which takes longer than a small batch.
         if self._checks_length or is_profiling():
-            return (
-                super().__next__()
-            )  # which also compares the number of batches with a stream's length
+            return super().__next__()  # also compares the number of batches with a stream's length
         batch = self._next_data()
         self._num_yielded += 1
         return batch
 
     def _next_data(self) -> Any:
         if self._source is None:
+            if self._is_closed:
+                raise RuntimeError(
+                    "the loader of this iterator was closed before the end of the epoch: call iter(loader) to start "
+                    "again"
+                )
             raise StopIteration
         try:
             batch = self._source.next()
         except StopIteration:
             if not self._persistent_workers:
-                if self._put_by(self._source):
+                if self._keep_idle(self._source):
                     self._source = None
                 self._shutdown_workers()
             raise
-        if self._pin_memory:
-            begun_ns = now_ns()
-            with in_profile("minato: pin memory"):
-                try:
-                    batch = self._pin(batch)
-                except StopIteration as stop:
-                    raise not_the_end("pin_memory() of a batch", stop) from stop
-            self._source.pinned(now_ns() - begun_ns)
+        return self._pinned(self._source, batch) if self._pin_memory else batch
+
+    def _pinned(self, source: BatchSource, batch: Any) -> Any:
+        """Return a batch in pinned memory."""
+        start_ns = now_ns()
+        with in_profile("minato: pin memory"):
+            try:
+                batch = self._pin(batch)
+            except StopIteration as stop:
+                raise not_the_end("pin_memory() of a batch", stop) from stop
+        source.pinned(now_ns() - start_ns)
         return batch
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def close(self) -> None:
+        """End the workers; ``next()`` raises RuntimeError afterwards, unless the epoch is over."""
+        if os.getpid() != self._owner:
+            return  # a forked child has none of the workers
+        with self._turn:
+            if self._source is not None:
+                self._is_closed = True
+                self._shutdown_workers()
+
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Keep the memory of batches in place, for a device that reads from there."""
         if self._source is not None:
-            self._source.lock_pages(locker)
+            self._source.pin_slots(locker)
 
     @property
     def _workers(self) -> list[Any]:
-        # Programs ask by this name of torch's whether there are worker processes, and end them.
+        # Programs use this attribute of torch's iterator to look for worker processes, and to end them.
         if self._num_workers == 0:
             raise AttributeError("there are no workers in num_workers=0")
         return list(getattr(self._source, "workers", ()))

@@ -1,37 +1,34 @@
-"""Batches that torch pins beside the training, before their turn has come."""
+"""Copies batches to pinned memory by torch, in a thread."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from minato._core.ledger import Ledger
 from minato.batching.arena import Slot
-from minato.batching.reader import BatchReader
-from minato.delivery.prefetch import AheadReader, Upcoming
 
-__all__ = ["Pin", "Pinned", "PinnedReader"]
+__all__ = ["Pin", "PinCopier", "Pinned"]
 
 _WORTH_A_THREAD_BYTES = 1 << 20
-"""Smaller batches are copied in less time than two threads need to take turns."""
+"""The iterator itself pins smaller batches: that takes less time than a switch between two threads."""
 
 Pin = Callable[[Any], Any]
 """Copies a batch to memory that torch has pinned."""
 
 
 class Pinned(Protocol):
-    """A batch on its way there."""
+    """A batch that is or will be pinned."""
 
     def result(self) -> Any:
-        """The batch, once it is pinned. Raises what pinning raised."""
+        """Return the pinned batch; raises the exception of its pinning."""
 
 
 class _Unpinned(NamedTuple):
-    """One that whoever asks for it has to pin."""
+    """A batch that ``result`` pins."""
 
     pin: Pin
     batch: Any
@@ -40,59 +37,53 @@ class _Unpinned(NamedTuple):
         return self.pin(self.batch)
 
 
-class PinnedReader(AheadReader):
-    """Reads batches as :class:`Pinned`; a thread pins large ones whose turn comes next.
+class PinCopier:
+    """Pins large batches early, in one thread (a :class:`minato.delivery.prefetch.Copier` of :class:`Pinned` batches).
 
-    It belongs to the device that is current when the reader is made, and ends with the reader.
+    The thread uses the device that is current when the copier is made. It ends with the copier.
 
     Args:
-        reader: Reads them from their slots.
+        pin: Pins a batch.
     """
 
-    def __init__(self, reader: BatchReader, ledger: Ledger, pin: Pin) -> None:
-        super().__init__(reader, ledger)
+    def __init__(self, pin: Pin) -> None:
         self._pin = pin
         thread = ThreadPoolExecutor(1, "minato-pin", _enter_thread, (_current_device(),))
         self._submit = thread.submit
-        # Not waiting: the last reference may go in the thread itself.
+        # Without waiting: the thread itself may drop the last reference.
         weakref.finalize(self, thread.shutdown, wait=False, cancel_futures=True)
 
-    def read(self, record: int, slot: Slot) -> Pinned:
-        """The batch; one that the thread has not been given is for the caller to pin."""
-        if record in self._begun:
-            begun: Pinned = super().read(record, slot)
-            return begun
-        return _Unpinned(self._pin, self._reader.read(record, slot))
+    def wants(self, nbytes: int) -> bool:
+        """Return whether a batch is large enough for the thread."""
+        return nbytes >= _WORTH_A_THREAD_BYTES
 
-    def stage(self, upcoming: Iterable[Upcoming]) -> None:
-        """As ever, of large batches."""
-        super().stage(item for item in upcoming if self._is_large(item.record))
-
-    def _is_large(self, record: int) -> bool:
-        *_, used_bytes = self._ledger.contents(record)
-        return used_bytes >= _WORTH_A_THREAD_BYTES
-
-    def _begin(self, record: int, slot: Slot) -> Pinned:
-        batch = self._reader.read(record, slot)
+    def start(self, slot: Slot, read: Callable[[], Any]) -> Pinned:
+        """Read a batch and pin it in the thread."""
+        batch = read()
         try:
             return self._submit(self._pin, batch)
-        except RuntimeError:  # no more threads: the main one has ended, and another trains on
+        except RuntimeError:  # the main thread has ended: Python starts no more threads
             return _Unpinned(self._pin, batch)
 
-    def _finish(self, begun: Pinned) -> Pinned:
-        return begun
+    def finish(self, started: Pinned) -> Pinned:
+        """Return the batch; its ``result`` waits for the thread."""
+        return started
+
+    def copy(self, slot: Slot, read: Callable[[], Any]) -> Pinned:
+        """Return a batch that its ``result`` pins in the calling thread."""
+        return _Unpinned(self._pin, read())
 
 
 def _current_device() -> int:
     accelerator: Any = torch.accelerator
-    # Torch 2.6 has another name for it, and for what sets it.
-    now = getattr(accelerator, "current_device_index", None) or accelerator.current_device_idx
-    return int(now())
+    # The names of torch 2.6.
+    current = getattr(accelerator, "current_device_index", None) or accelerator.current_device_idx
+    return int(current())
 
 
 def _enter_thread(device: int) -> None:
     accelerator: Any = torch.accelerator
     choose = getattr(accelerator, "set_device_index", None) or accelerator.set_device_idx
     choose(device)
-    # For this thread, as torch: copying shall not take the training's cores.
+    # For this thread alone, as torch does: copies must not use the cores of the training.
     torch.set_num_threads(1)

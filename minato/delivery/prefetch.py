@@ -1,83 +1,104 @@
-"""Readers that begin with a batch before its turn has come."""
+"""Reads batches before the training loop asks for them, and starts their copies."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from minato._core.codes import ENDED, ERROR_BLOB, FAILED, KIND_MASK, SKIPPED, STATES
 from minato._core.ledger import Ledger
-from minato._postponed import Postponed
+from minato._support.exceptions import Postponed
 from minato.batching.arena import Slot
 from minato.batching.reader import BatchReader
 
-__all__ = ["AheadReader", "Upcoming"]
+__all__ = ["Copier", "PrefetchReader", "Upcoming"]
 
 
 class Upcoming(Protocol):
-    """A complete batch whose turn comes."""
+    """A complete batch that ``next()`` has not returned yet."""
 
     record: int
     slot: Slot
 
 
-class AheadReader(ABC):
-    """Reads batches as a :class:`BatchReader`, and does more with them, beforehand with those whose turn comes next.
+class Copier(Protocol):
+    """Copies batches to a device or to pinned memory.
 
-    These count as open all the while: neither the loader's state nor the memory budget takes them for delivered.
-
-    Args:
-        reader: Reads them from their slots.
+    ``read`` makes the batch: tensors that view its slot. A slot is free when its last view is gone, so a copier holds
+    the batch until nothing reads the slot by CPU. For reads by a device, which no reference shows, it records an event
+    with :meth:`PinnedSlots.in_use_until`.
     """
 
-    def __init__(self, reader: BatchReader, ledger: Ledger) -> None:
+    def wants(self, nbytes: int) -> bool:
+        """Whether to start the copy of a batch of this size before ``next()`` asks for it."""
+
+    def start(self, slot: Slot, read: Callable[[], Any]) -> Any:
+        """Start to copy a batch; returns the argument of ``finish``."""
+
+    def finish(self, started: Any) -> Any:
+        """Return the batch, whose copy was started earlier."""
+
+    def copy(self, slot: Slot, read: Callable[[], Any]) -> Any:
+        """Return a batch whose copy was not started earlier."""
+
+
+class PrefetchReader:
+    """Reads batches like :class:`BatchReader`, and has the next ones copied early.
+
+    A batch that was read early counts as open until ``next()`` returns it: neither the loader's state nor the memory
+    budget takes it for delivered.
+
+    Args:
+        reader: Reads a batch from its slot.
+        ledger: Holds the records of batches.
+        copier: Copies what was read.
+    """
+
+    def __init__(self, reader: BatchReader, ledger: Ledger, copier: Copier) -> None:
         self._reader = reader
         self._ledger = ledger
-        # By the ledger's record: what was begun, or the error that this raised.
-        self._begun: dict[int, Any] = {}
-        # A batch that is on its way may have left its slot, where this lay, to others.
+        self._copier = copier
+        # By record: the started copy, or the exception that starting it raised.
+        self._started: dict[int, Any] = {}
+        # Read with the batch: the slot that holds the state may be in use again before ``next()`` asks for it.
         self._states: dict[int, tuple[int, Any] | None] = {}
 
     def read(self, record: int, slot: Slot) -> Any:
-        """The batch.
+        """Return a batch.
 
         Raises:
-            Exception: What a sample of the batch, its collation, or what is done with it raised.
+            Exception: A sample of the batch, its collation, or its copy raised it.
         """
-        begun = self._begun.pop(record, None)
+        started = self._started.pop(record, None)
         self._states.pop(record, None)
-        if isinstance(begun, Postponed):
-            begun.reraise()
-        return self._finish(self._begin(record, slot) if begun is None else begun)
+        if isinstance(started, Postponed):
+            started.reraise()
+        if started is None:
+            return self._copier.copy(slot, functools.partial(self._reader.read, record, slot))
+        return self._copier.finish(started)
 
     def state(self, record: int) -> tuple[int, Any] | None:
-        """As :meth:`BatchReader.state`."""
+        """Return the state of the worker's dataset (see :meth:`BatchReader.state`)."""
         return self._states[record] if record in self._states else self._reader.state(record)
 
     def discard(self, record: int, slot: Slot) -> None:
-        """Drop a batch that nobody wants any more."""
+        """Drop a batch that ``next()`` will not return."""
         self._states.pop(record, None)
-        if self._begun.pop(record, None) is None:
+        if self._started.pop(record, None) is None:
             self._reader.discard(record, slot)
 
-    def stage(self, upcoming: Iterable[Upcoming]) -> None:
-        """Begin with batches whose turn comes next; what goes wrong is raised when it has come."""
+    def prefetch(self, upcoming: Iterable[Upcoming]) -> None:
+        """Start the copies of the next batches; :meth:`read` raises their exceptions."""
         for item in upcoming:
-            flags, _, result, *_ = self._ledger.contents(item.record)
-            plain = not flags & (FAILED | ENDED | SKIPPED) and result & KIND_MASK != ERROR_BLOB
-            if plain and item.record not in self._begun:
-                try:
-                    if flags & STATES:
-                        self._states[item.record] = self._reader.state(item.record)
-                    self._begun[item.record] = self._begin(item.record, item.slot)
-                except Exception as error:
-                    self._begun[item.record] = Postponed(error)
-
-    @abstractmethod
-    def _begin(self, record: int, slot: Slot) -> Any:
-        """Read a batch and begin with it; returns what ``_finish`` needs."""
-
-    @abstractmethod
-    def _finish(self, begun: Any) -> Any:
-        """The batch."""
+            flags, _, result, *_, nbytes = self._ledger.contents(item.record)
+            has_data = not flags & (FAILED | ENDED | SKIPPED) and result & KIND_MASK != ERROR_BLOB
+            if not has_data or item.record in self._started or not self._copier.wants(nbytes):
+                continue
+            try:
+                if flags & STATES:
+                    self._states[item.record] = self._reader.state(item.record)
+                read = functools.partial(self._reader.read, item.record, item.slot)
+                self._started[item.record] = self._copier.start(item.slot, read)
+            except Exception as error:
+                self._started[item.record] = Postponed(error)

@@ -6,20 +6,20 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, MapDataPipe
 
-from minato._stateful import is_stateful
 from minato.caching.base import Cache
 from minato.caching.dataset import CachedDataset
 from minato.options import Options
-from minato.transforms.chain import Chain
-from minato.transforms.rng import generators_asked
+from minato.sampling.state import is_stateful
+from minato.transforms.compose import Transforms
+from minato.transforms.rng import generators_created
 
-__all__ = ["behind", "check_cache"]
+__all__ = ["check_cache", "wrap_dataset"]
 
 
 def check_cache(
     cache: Cache,
     options: Options,
-    chain: Chain,
+    chain: Transforms,
     dataset: Any,
     num_workers: int,
     persistent_workers: bool,
@@ -43,15 +43,15 @@ def check_cache(
             "cache= keeps samples that are always the same, and those of a dataset with a state_dict() depend on its "
             "state: leave it out"
         )
-    if options.worker_method == "ray":
+    if options.worker_kind == "ray":
         raise ValueError(
-            f"{cache!r} keeps samples on this machine, and worker_method='ray' reads them on others: leave it out"
+            f"{cache!r} keeps samples on this machine, and workers=RayWorkers(...) reads them on others: leave it out"
         )
     workers_end = num_workers > 0 and not persistent_workers
-    if workers_end and options.worker_method == "process" and not cache.shared:
+    if workers_end and options.worker_kind == "process" and not cache.shared:
         raise ValueError(
             f"{cache!r} belongs to one process, and the worker processes of each epoch are new ones: use a DiskCache, "
-            "persistent_workers=True or worker_method='thread'"
+            "persistent_workers=True or workers='thread'"
         )
     if cache.after is not None and cache.after > len(chain):
         raise ValueError(
@@ -59,9 +59,9 @@ def check_cache(
         )
 
 
-def behind(cache: Cache, dataset: Any, chain: Chain) -> tuple[Any, Chain]:
+def wrap_dataset(cache: Cache, dataset: Any, chain: Transforms) -> tuple[Any, Transforms]:
     """The dataset that workers read, with the cached transforms in it, and the transforms that are left."""
     cut = len(chain) if cache.after is None else cache.after
-    return CachedDataset(dataset, chain.steps[:cut], cache, generators_asked), Chain(
+    return CachedDataset(dataset, chain.steps[:cut], cache, generators_created), Transforms(
         chain.steps[cut:]
     )

@@ -1,66 +1,62 @@
-"""The stages wired together: from a loader's options to running workers and back to batches."""
+"""The stages wired together, from indices to batches."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from minato import _pickling
 from minato._core.clock import now_ns
 from minato._core.codes import FAILED, STATES
-from minato._core.ledger import Ledger
-from minato._core.segment import Segment
-from minato._core.wait import Gate
-from minato._postponed import Postponed, not_the_end
-from minato._signals import exiting, keep_raised
+from minato._support import pickling
+from minato._support.exceptions import Postponed, not_the_end
 from minato.batching.arena import Arena
-from minato.batching.page_locks import PageLocker
+from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.reader import BatchReader
 from minato.batching.serialization import LocalStore, SharedStore
-from minato.delivery.device import onto_device
-from minato.delivery.pinning import Pin, PinnedReader
-from minato.delivery.prefetch import AheadReader
-from minato.engine.history import Experience
-from minato.engine.metrics import EngineGauges
+from minato.delivery.device import device_copier
+from minato.delivery.pinning import Pin, PinCopier
+from minato.delivery.prefetch import Copier, PrefetchReader
+from minato.engine.history import History
+from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan
 from minato.engine.pools import make_pool
-from minato.engine.profile_store import Memory
-from minato.engine.worker_context import Workplace
+from minato.engine.profile_store import ProfileStore
+from minato.engine.shared_state import SharedState
+from minato.engine.worker_context import WorkerContext
 from minato.errors import ErrorBudgetError
-from minato.observe.stats.epoch_log import Journal
-from minato.observe.stats.profile import Meters, Profile
-from minato.observe.stats.snapshot import Standing
-from minato.observe.stats.summary import merged
+from minato.observe.stats.costs import CostStats
+from minato.observe.stats.epoch_log import EpochLog
+from minato.observe.stats.histograms import merged
+from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace.loop import LoopTrack
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.sampling.epoch import Epoch
 from minato.scheduling.assignment import AnyWorker, RoundRobin
 from minato.scheduling.batches import InFlight
 from minato.scheduling.cost_model import EarlyStart
 from minato.scheduling.dataset_state import Replicas
 from minato.scheduling.dispatcher import Dispatcher
 from minato.scheduling.prefetch_window import Window
-from minato.scheduling.protocols import Progress
 from minato.scheduling.slow_threshold import TimeoutPolicy
 from minato.scheduling.wait_stats import Flow
-from minato.workers.active_workers import Roster
 from minato.workers.current_sample import InHand, sample_in_hand
 from minato.workers.error_policy import FailureCount
 from minato.workers.oom import Shortage
-from minato.workers.read_limit import Traffic
 from minato.workers.restart_policy import Deaths
 from minato.workers.scaler import Scaler, WatchedPool
+from minato.workers.signals import exiting, keep_raised
 
 __all__ = ["Engine"]
 
-_LOOK_EVERY_NS = 10_000_000
-_LOOK_SHARE = 500
-"""Costs are looked at again after so long, and after so many times as long as the last look took."""
+_READ_COSTS_EVERY_NS = 10_000_000
+_READ_COSTS_SHARE = 500
+"""Costs are read again after this time, and after this multiple of the time that the last reading took."""
 _BATCH_RECORDS = 2048
 _BATCH_RECORDS_IN_LINE = 64
 _POSITIONS = 1 << 16
-"""Batches and samples that can be in flight: 4 MiB of ledger, of which only the batches' part is touched at once."""
+"""Samples that can be in flight: 4 MiB of ledger, whose pages are touched as they are used."""
 
 
 def _end(
@@ -68,110 +64,105 @@ def _end(
 ) -> None:
     try:
         if shut_down():
-            arena.take_back()
+            arena.reclaim_unleased()
     finally:
         while afterwards and not exiting():
             afterwards.pop()()
 
 
 class Engine:
-    """Workers, their shared memory, and the consumer's end of it.
+    """The stages of one loader, wired together: workers, their shared memory, and the consumer's end of it.
 
     Args:
-        arena: Where the batches lie; that of an earlier engine has warm pages.
-        experience: What earlier engines have learned of the samples; this one adds to it.
-        make_reader: Makes what batches are, of full slots; by default tensors of this process.
-        pin: Copies batches to memory that the device can read by itself: they come as :class:`Pinned`, then.
+        arena: Holds the batches; that of an earlier engine has warm pages.
+        history: What earlier engines have measured; this one adds to it.
+        make_reader: Makes batches of full slots; by default tensors of this process.
+        pin: Copies batches to pinned memory: ``next`` then returns :class:`Pinned`.
+
+    Attributes:
+        plan: What it does.
+        arena: The same.
+        ledger: Who works on which sample.
+        meters: The measurements of each worker.
+        timeouts: Decides which samples are slow.
+        afterwards: Functions to call once the workers have ended, the last first, unless the interpreter exits.
+        shut_down: Ends the workers; runs by itself when the engine is dropped or the interpreter exits.
     """
 
     def __init__(
         self,
         plan: Plan,
         arena: Arena,
-        experience: Experience,
+        history: History,
+        *,
         make_reader: type[BatchReader] | None = None,
         pin: Pin | None = None,
     ) -> None:
+        worker, pool, prefetch = plan.worker, plan.pool, plan.prefetch
         self.plan = plan
         self.arena = arena
-        self._memory = None if plan.profile is None else Memory(plan.profile, plan)
-        if self._memory is not None and experience.costs is None:
-            experience.costs = self._memory.costs()
-        positions = max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
-        records = _BATCH_RECORDS if plan.num_workers else _BATCH_RECORDS_IN_LINE
-        sizes = (max(plan.most_workers, 1), records, positions)
-        ledger_nbytes = -(-Ledger.nbytes(*sizes) // 64) * 64
-        in_processes = plan.num_workers > 0 and plan.worker_method == "process"
-        meters_nbytes = sizes[0] * Meters.nbytes(len(plan.chain))
-        roster_offset = ledger_nbytes + meters_nbytes
-        traffic_offset = roster_offset + Roster.NBYTES
-        segment = Segment(traffic_offset + Traffic.nbytes(sizes[0]), shared=in_processes)
-        self.ledger = Ledger(segment.array, sizes, segment.descriptor)
-        ready = Gate(segment.array, self.ledger.ready_gate_offset)
-        store = SharedStore(self.arena.segment) if in_processes else LocalStore()
-        workplace = Workplace(
-            plan,
-            segment,
-            ledger_nbytes,
-            roster_offset,
-            traffic_offset,
-            self.arena.segment,
+        self._profiles: ProfileStore | None = None
+        if plan.profile is not None:
+            self._profiles = ProfileStore(plan.profile, worker.pipeline)
+            if history.costs is None:
+                history.costs = self._profiles.costs()
+        state = SharedState.create(
+            num_workers=worker.count,
+            records=_BATCH_RECORDS_IN_LINE if worker.in_line else _BATCH_RECORDS,
+            positions=max(_POSITIONS, 1 << (4 * prefetch.largest_batch - 1).bit_length()),
+            num_steps=len(worker.pipeline.chain),
+            shared=worker.in_processes,
+        )
+        self.ledger = state.ledger
+        store = SharedStore(arena.segment) if worker.in_processes else LocalStore()
+        context = WorkerContext(
+            worker,
+            state.layout,
+            arena.segment,
             store,
-            habits=experience.habits if plan.num_workers == 0 else None,
-            policy=plan.policy,
+            habits=history.habits if worker.in_line else None,
+            policy=plan.failures.policy,
         )
-        roster = workplace.roster(self.ledger)
-        roster.want(max(plan.most_workers, 1))
-        self.meters = [workplace.meters(number) for number in range(sizes[0])]
-        """What each worker has measured."""
-        self._profile = Profile(plan.chain.names)
-        window = Window(
-            plan.num_workers,
-            plan.window_batches,
-            plan.budget_bytes,
-            # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
-            # delivered by then: else nothing would keep it from being in time.
-            None if plan.order.bound else plan.order.max_lag,
-            # Batches that hold as many samples as all workers read at once.
-            -(-plan.num_workers * plan.fetching.concurrency // plan.largest_batch),
-            plan.fetching.slow_start,
-            plan.shares_budget,
-        )
-        settles = plan.policy is not None and plan.policy.on_error != "raise"
-        deaths = Deaths(plan.restarts, settles, Shortage(window) if in_processes else None)
+        state.active.want(worker.count)
+        self.meters = [state.meters(number) for number in range(worker.count)]
+        self._profile = CostStats(worker.pipeline.chain.names)
+        window = _window(plan)
+        settles = plan.failures.policy is not None and plan.failures.policy.on_error != "raise"
+        deaths = Deaths(pool.restarts, settles, Shortage(window) if worker.in_processes else None)
         flow = Flow()
-        self._pool = make_pool(plan, workplace, self.ledger, ready, roster, deaths, flow)
-        reader = (make_reader or BatchReader)(self.ledger, self.arena, store)
-        self._observers: list[Journal | LoopTrack] = []
-        if experience.journal is not None:
-            self._observers.append(experience.journal)
+        self._pool = make_pool(plan, context, state, deaths, flow)
+        reader = (make_reader or BatchReader)(self.ledger, arena, store)
+        self._observers: list[EpochLog | LoopTrack] = []
+        if history.journal is not None:
+            self._observers.append(history.journal)
         tracer: Tracer = NULL_TRACER
-        if plan.tracks is not None:
-            tracer = track = plan.tracks.loop()
+        if worker.tracks is not None:
+            tracer = track = worker.tracks.loop()
             self._observers.append(LoopTrack(track))
-        self._ahead = plan.prefetch_to_device
-        self._staging: AheadReader | None = onto_device(
-            plan.device, reader, self.ledger, self.arena, tracer=tracer
-        )
+        self._ahead = prefetch.to_device
+        copier: Copier | None = None
         if pin is not None:
-            self._staging, self._ahead = PinnedReader(reader, self.ledger, pin), 1
-        self._reader = self._staging or reader
-        self._experience = experience
+            copier, self._ahead = PinCopier(pin), 1
+        elif prefetch.device is not None:
+            copier = device_copier(prefetch.device, arena, tracer=tracer)
+        self._prefetcher = None if copier is None else PrefetchReader(reader, self.ledger, copier)
+        self._reader = self._prefetcher or reader
+        self._history = history
         self._early_start: EarlyStart | None = None
-        if plan.starts_early:
+        if worker.starts_early:
             self._early_start = EarlyStart(
-                ledger=self.ledger, costs=experience.cost_model, num_workers=plan.num_workers
+                ledger=self.ledger, costs=history.cost_model, num_workers=pool.first
             )
-            if experience.costs is not None:
-                self._early_start.mean_ns = experience.costs.mean
+            if history.costs is not None:
+                self._early_start.mean_ns = history.costs.mean
         self._scaler: Scaler | None = None
-        if experience.staffing is not None and plan.num_workers > 0:
+        if history.staffing is not None and not worker.in_line:
             flow.watched, times = True, [meters.total for meters in self.meters]
             self._scaler = Scaler(
-                experience.staffing,
-                plan.most_workers,
+                history.staffing,
+                worker.count,
                 self._pool,
-                roster,
+                state.active,
                 window,
                 flow,
                 self.ledger,
@@ -180,125 +171,123 @@ class Engine:
             )
         self._dispatcher = Dispatcher(
             self.ledger,
-            ready,
+            state.ready,
             self._pool if self._scaler is None else WatchedPool(self._pool, self._scaler),
-            self.arena,
+            arena,
             window,
-            plan.order,
+            worker.order,
             RoundRobin(
-                max(plan.num_workers, 1),
-                plan.order.name == "strict",
-                cast(int, plan.window_batches),
-                plan.replicas,
+                worker.count,
+                worker.order.name == "strict",
+                cast(int, prefetch.batches),
+                worker.replicas,
                 self._reader.state,
             )
-            if plan.round_robin
+            if worker.round_robin
             else AnyWorker(),
             store,
             self._reader.discard,
             plan.timeout_s,
-            plan.num_workers > 0 and not plan.persistent,
-            plan.policy is not None,
-            plan.drop_last,
+            not worker.in_line and not pool.persistent,
+            plan.failures.policy is not None,
+            worker.pipeline.drop_last,
             self._early_start,
             flow,
             tracer=tracer,
-            waiting="wait" if plan.num_workers else "load",
+            waiting="load" if worker.in_line else "wait",
         )
-        self._in_hand = functools.partial(
+        self._current_sample = functools.partial(
             sample_in_hand,
             self.ledger,
-            functools.partial(workplace.read_keys, self.ledger),
-            plan.chain.names,
+            functools.partial(context.read_keys, self.ledger),
+            worker.pipeline.chain.names,
         )
-        self._failures = None
-        if plan.policy is not None:
-            self._failures = FailureCount(plan.policy.log, plan.error_budget, plan.quarantine)
-        self._late: Postponed | None = None
+        self._failures: FailureCount | None = None
+        if plan.failures.policy is not None:
+            failures = plan.failures
+            self._failures = FailureCount(plan.failures.policy.log, failures.budget, failures.log)
+        self._pending_error: Postponed | None = None
         self._taken: tuple[InFlight, int, Any] | None = None
-        """A batch that was read, its bytes and itself, until the program gets it."""
+        """A batch that was read, its bytes and itself, until ``next`` returns it."""
         self._started = False
         self._started_ns = now_ns()
-        self.timeouts = TimeoutPolicy(plan.slow, experience.costs)
-        """Decides which samples are slow."""
-        experience.decision = self.timeouts.decision
-        self.ledger.slow_ns = experience.decision.threshold_ns
-        self._look_due_ns = self._started_ns + _LOOK_EVERY_NS
-        self._gauges = EngineGauges(
+        self.timeouts = TimeoutPolicy(plan.slow, history.costs)
+        history.decision = self.timeouts.decision
+        self.ledger.slow_ns = history.decision.threshold_ns
+        self._costs_due_ns = self._started_ns + _READ_COSTS_EVERY_NS
+        self._metrics = EngineMetrics(
             self.ledger,
             self.meters,
             self._profile,
             window,
             flow,
-            roster,
+            state.active,
             self.timeouts,
             deaths,
             self._failures,
         )
-        self._parts_slow = (
-            self._early_start is not None or plan.order.name == "fast_first" or plan.defers
+        self._uses_threshold = (
+            self._early_start is not None or worker.order.name == "fast_first" or worker.defers
         )
-        self._sent = plan if in_processes and plan.context.get_start_method() != "fork" else None
-        if self._sent is not None:
-            workplace.write_plan(self.arena)
+        self._sends_plan = worker.in_processes and pool.context.get_start_method() != "fork"
+        if self._sends_plan:
+            context.write_plan(arena)
         self.afterwards: list[Callable[[], object]] = []
-        """What is to be done once the workers have ended, unless the interpreter exits; the last comes first."""
-        if plan.shares_budget:
+        if prefetch.shares_budget:
             self.afterwards.append(window.end)
-        if plan.replicas is not None:
-            self.afterwards.append(plan.replicas.settle)
-        if experience.journal is not None:
-            self.afterwards.append(functools.partial(experience.journal.settle, self._gauges))
+        if worker.replicas is not None:
+            self.afterwards.append(worker.replicas.settle)
+        if history.journal is not None:
+            self.afterwards.append(functools.partial(history.journal.settle, self._metrics))
         keep_raised()
-        self.shut_down = weakref.finalize(
-            self, _end, self._pool.shut_down, self.arena, self.afterwards
-        )
-        """Ends the workers; runs by itself when the engine is dropped or the interpreter exits."""
+        self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, arena, self.afterwards)
 
-    def begin(
-        self,
-        batches: Iterable[list[Any]],
-        epoch: int,
-        seed: int,
-        expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None],
-        progress: Progress,
-        size: Callable[[], int | None],
-    ) -> bool:
-        """Start a pass (see ``Dispatcher.begin``) and, with the first one, the workers.
+    def begin(self, epoch: Epoch, batches: Iterator[Any]) -> bool:
+        """Start an epoch and, with the first one, the workers.
 
         Args:
-            size: Tells how many samples it has, or None if nobody knows.
+            batches: The indices of each batch, as ``epoch.batches`` yields them.
+
+        Returns:
+            False if batches had been prefetched for this epoch and were not its own; they are dropped.
         """
-        self._late = None  # of a pass that was broken off
+        self._pending_error = None  # of an epoch that was abandoned
         if self._taken is not None:
             self._dispatcher.deliver(self._taken[0])
             self._taken = None
-        self._experience.engine = weakref.ref(self)
+        self._history.engine = weakref.ref(self)
         for observer in self._observers:
-            observer.begin(epoch, progress, self._gauges)
+            observer.begin(epoch.number, epoch.progress, self._metrics)
         if self._failures is not None:
-            self._failures.begin(size())
-        foretold = self._dispatcher.begin(batches, epoch, seed, expected, progress)
+            self._failures.begin(epoch.size())
+        predicted = self._dispatcher.begin(
+            batches, epoch.number, epoch.seed, epoch.expected, epoch.progress
+        )
         if self._scaler is not None:
             self._scaler.restart()
-        if self.plan.num_workers > 0:
+        if not self.plan.worker.in_line:
             self._dispatcher.refill()
         if not self._started:
             self._start()
         for observer in self._observers:
-            observer.begun()
-        return foretold
+            observer.started()
+        return predicted
 
     def next(self) -> Any:
-        """The next batch. Raises StopIteration at the end of the pass, and what the batch's samples raised."""
+        """The next batch.
+
+        Raises:
+            StopIteration: The epoch is over.
+            Exception: Of the batch's samples; the next call goes on.
+        """
         for observer in self._observers:
             observer.enter()
         if self._taken is None:
             item = self._find()
             flags, *_, used_bytes = self.ledger.contents(item.record)
             try:
-                if self.plan.replicas is not None and flags & (STATES | FAILED):
-                    self._note_state(self.plan.replicas, item.record)
+                if self.plan.worker.replicas is not None and flags & (STATES | FAILED):
+                    self._note_state(self.plan.worker.replicas, item.record)
                 try:
                     batch = self._reader.read(item.record, item.slot)
                 except StopIteration as stop:
@@ -308,23 +297,23 @@ class Engine:
                 try:
                     self._prepare(item)
                 finally:
-                    self._hand_over(item, used_bytes)
+                    self._returned(item, used_bytes)
                 raise
             self._dispatcher.done(item, used_bytes)
             self._taken = item, used_bytes, batch
-            # Functions of the user's may be interrupted in here: then the next call has the batch.
+            # User functions may be interrupted in here: then the next call returns the batch.
             self._prepare(item)
         item, used_bytes, batch = self._taken
         self._taken = None
-        self._hand_over(item, used_bytes)
+        self._returned(item, used_bytes)
         return batch
 
     def _find(self) -> InFlight:
         """Wait for the next batch."""
         try:
-            if self._late is not None:
-                late, self._late = self._late, None
-                late.reraise()
+            if self._pending_error is not None:
+                error, self._pending_error = self._pending_error, None
+                error.reraise()
             if self._failures is not None:
                 self._failures.check()
             item = self._dispatcher.next()
@@ -332,14 +321,14 @@ class Engine:
             self._dispatcher.abandon()
             raise
         except StopIteration:
-            if self.plan.replicas is not None:
-                self.plan.replicas.present = (
-                    None  # the next pass begins with the dataset as it will be
+            if self.plan.worker.replicas is not None:
+                self.plan.worker.replicas.present = (
+                    None  # the next epoch begins with the dataset as it is then
                 )
             if self._failures is not None:
                 self._failures.end()
-            if self._memory is not None:
-                self._memory.keep(self.profile(), self.timeouts.recent)
+            if self._profiles is not None:
+                self._profiles.keep(self.profile(), self.timeouts.recent)
             for observer in self._observers:
                 observer.finish()
             raise
@@ -348,48 +337,48 @@ class Engine:
         return item
 
     def _prepare(self, item: InFlight) -> None:
-        """Make ready for the calls to come before this one returns a batch."""
-        self._look_ahead(item)
-        if self._staging is not None:
-            self._staging.stage(self._dispatcher.upcoming(self._ahead))
+        """Start the work of later calls before this one returns a batch."""
+        self._prepare_workers(item)
+        if self._prefetcher is not None:
+            self._prefetcher.prefetch(self._dispatcher.upcoming(self._ahead))
         self.arena.trim(self._dispatcher.num_open)
 
-    def _hand_over(self, item: InFlight, used_bytes: int) -> None:
-        """Note that the program gets a batch, or its error."""
+    def _returned(self, item: InFlight, used_bytes: int) -> None:
+        """Record that ``next`` returns a batch, or raises its error."""
         self._dispatcher.deliver(item)
         if self._observers:
-            samples = item.keys[0] if self.plan.streams else len(item.keys)
+            samples = item.keys[0] if self.plan.worker.pipeline.streams else len(item.keys)
             for observer in self._observers:
-                observer.leave(samples, used_bytes, self._standing)
+                observer.leave(samples, used_bytes, self._snapshot)
 
-    def _look_ahead(self, item: InFlight) -> None:
-        """See to what the workers do next; what goes wrong is raised by the next call: this one has a batch."""
+    def _prepare_workers(self, item: InFlight) -> None:
+        """Give the workers their next work; an error is raised by the next call, because this one has a batch."""
         try:
-            if self._parts_slow:
-                self._mark_slow()
+            if self._uses_threshold:
+                self._update_threshold()
             if self._scaler is not None:
                 self._scaler.look()
-            if self.plan.num_workers > 0:
+            if not self.plan.worker.in_line:
                 self._dispatcher.top_up()
-            if self.plan.restarts:
+            if self.plan.pool.restarts:
                 self._pool.check_early()
             if self._early_start is not None:
                 self._early_start.learn(item.record)
         except Exception as error:
-            self._late = Postponed(error)
+            self._pending_error = Postponed(error)
 
-    def _standing(self) -> Standing:
-        self._gauges.look(self._pool.usage)
-        return self._gauges.standing(self._dispatcher.num_open, self._dispatcher.num_ready)
+    def _snapshot(self) -> LoaderSnapshot:
+        self._metrics.look(self._pool.usage)
+        return self._metrics.snapshot(self._dispatcher.num_open, self._dispatcher.num_ready)
 
     def pinned(self, duration_ns: int) -> None:
-        """Learn how long it took to pin the batch that ``next`` returned."""
+        """Record how long it took to pin the batch that ``next`` returned."""
         for observer in self._observers:
             observer.pinned(duration_ns)
 
-    def lock_pages(self, locker: PageLocker) -> None:
+    def pin_slots(self, locker: MemoryPinner) -> None:
         """Keep the memory of batches in place, for a device that reads from there."""
-        self.arena.lock_pages(locker)
+        self.arena.pin_slots(locker)
 
     def _note_state(self, replicas: Replicas, record: int) -> None:
         if (state := self._reader.state(record)) is not None:
@@ -400,35 +389,35 @@ class Engine:
         """The worker processes, if workers are processes of this machine."""
         return list(self._pool.processes)
 
-    def profile(self) -> Profile:
-        """What samples have cost so far, and since this was last asked."""
+    def profile(self) -> CostStats:
+        """Costs of the samples so far, and since the last call."""
         self._profile.update(self.meters)
         return self._profile
 
     def running(self, least_ns: int) -> list[tuple[int, InHand, int]]:
-        """Number, sample and its time in ns so far of each worker that has been on a sample for so long."""
-        if self.plan.streams:
+        """Worker, sample and time in ns of each sample that has run for at least ``least_ns``."""
+        if self.plan.worker.pipeline.streams:
             return []
         workers, now = range(len(self.meters)), now_ns()
-        held = ((worker, sample) for worker in workers if (sample := self._in_hand(worker)))
+        held = ((worker, sample) for worker in workers if (sample := self._current_sample(worker)))
         times = ((worker, sample, now - sample.started_ns) for worker, sample in held)
         return [each for each in times if each[2] >= least_ns]
 
-    def _mark_slow(self) -> None:
-        """Tell the workers from which cost on a sample is slow, when enough have run since the last time."""
+    def _update_threshold(self) -> None:
+        """Set from which cost on a sample is slow, when enough samples have run since the last time."""
         now = now_ns()
-        if now < self._look_due_ns:
+        if now < self._costs_due_ns:
             return
         elapsed_s = (now - self._started_ns) / 1e9
         if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
             running_ns = [now - begun_ns for begun_ns in self.ledger.begun()]
-            self._experience.decision = self.timeouts.observe(times, elapsed_s, running_ns)
-            self.ledger.slow_ns = self._experience.decision.threshold_ns
-            self._experience.costs = self.timeouts.recent
+            self._history.decision = self.timeouts.observe(times, elapsed_s, running_ns)
+            self.ledger.slow_ns = self._history.decision.threshold_ns
+            self._history.costs = self.timeouts.recent
             if self._early_start is not None:
                 self._early_start.mean_ns = self.timeouts.recent.mean
-        self._look_due_ns = now + max(_LOOK_EVERY_NS, _LOOK_SHARE * (now_ns() - now))
+        self._costs_due_ns = now + max(_READ_COSTS_EVERY_NS, _READ_COSTS_SHARE * (now_ns() - now))
 
     def _start(self) -> None:
         self._started = True
@@ -437,18 +426,37 @@ class Engine:
             self._pool.start(upcoming if self.plan.starts_as_needed else None)
         except Exception as error:
             self.shut_down()
-            if self._sent is not None:
-                _pickling.advise(error)
-                _pickling.check_picklable("transforms", self._sent.chain.steps)
-                for name in ("dataset", "collate_fn", "worker_init_fn"):
-                    _pickling.check_picklable(name, getattr(self._sent, name))
+            if self._sends_plan:
+                worker = self.plan.worker
+                pickling.advise(error)
+                pickling.check_picklable("transforms", worker.pipeline.chain.steps)
+                pickling.check_picklable("dataset", worker.pipeline.dataset)
+                pickling.check_picklable("collate_fn", worker.pipeline.collate_fn)
+                pickling.check_picklable("worker_init_fn", worker.init_fn)
             raise
 
-    def rest(self) -> None:
-        """Let go of a pass that is over and of the worker in line; ``begin`` may follow."""
+    def reset(self) -> None:
+        """Drop an epoch that is over and the worker in the main process; ``begin`` may follow."""
         self._dispatcher.abandon()
         self._started = False
 
     def cancel(self) -> None:
         """Abandon what is in flight."""
         self._dispatcher.cancel_all()
+
+
+def _window(plan: Plan) -> Window:
+    """How many batches may be open."""
+    worker, prefetch = plan.worker, plan.prefetch
+    return Window(
+        plan.pool.first,
+        prefetch.batches,
+        prefetch.budget_bytes,
+        # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
+        # delivered by then: else nothing would keep it from being in time.
+        None if worker.order.bound else worker.order.max_lag,
+        # Batches that hold as many samples as all workers read at once.
+        -(-plan.pool.first * worker.fetching.concurrency // prefetch.largest_batch),
+        worker.fetching.slow_start,
+        prefetch.shares_budget,
+    )

@@ -1,4 +1,4 @@
-"""What ``iter(loader)`` opens, engine and pass: a part of ``DataLoader``."""
+"""Epochs and engines for the iterators of one loader: a new engine each time, or the last one again."""
 
 from __future__ import annotations
 
@@ -6,154 +6,199 @@ import functools
 import os
 import warnings
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
-from minato._compat import index_sampler
-from minato._stateful import is_stateful
-from minato.options import Options
-from minato.sampling.epoch import Course, Run, is_stream
-from minato.sampling.replay import RecordedOrder
-from minato.transforms.chain import Chain
-from minato.transforms.owned import Owned
+from minato.engine.spec import LoaderSpec
+from minato.errors import MinatoWarning
+from minato.sampling.completed import Completed
+from minato.sampling.epoch import Epoch
+from minato.sampling.position import Position
+from minato.transforms.owned import OwnedGenerators
 
-if TYPE_CHECKING:
-    from minato.batching.arena import SpareArenas
+if TYPE_CHECKING:  # all stages: the first iterator loads them
     from minato.batching.reader import BatchReader
+    from minato.delivery.iterator import BatchSource
     from minato.delivery.pinning import Pin
     from minato.engine.engine import Engine
-    from minato.engine.history import Experience
+    from minato.engine.history import History
     from minato.engine.plan import Plan
     from minato.observe.trace.track import Trace
-    from minato.shared_pool.session import Sharing
 
-__all__ = ["Opening", "RestingEngine"]
+__all__ = ["EngineFactory", "RankSession"]
 
 
-class RestingEngine:
-    """The engine of an iterator that has come to its end, for the loader's next one.
+class RankSession(Protocol):
+    """A loader's part in a pool of workers that several ranks share (``minato.shared_pool``)."""
 
-    Where the work is done in line, an engine takes as long to make as several small batches, and its ledger's pages
-    would be cold.
+    @property
+    def place(self) -> str:
+        """This rank among all, in words."""
+
+    @property
+    def hosts(self) -> bool:
+        """Whether the workers are this rank's."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank on this node."""
+
+    def pooled(self, spec: LoaderSpec) -> LoaderSpec:
+        """The spec for all ranks of the node; the same spec if this rank provides for no other."""
+
+    def history(self, spec: LoaderSpec) -> History:
+        """The history of a new loader."""
+
+    def source(
+        self, spec: LoaderSpec, epoch: Epoch, make_engine: Callable[..., Engine]
+    ) -> BatchSource:
+        """Where the batches of a new iterator come from.
+
+        Args:
+            make_engine: ``EngineFactory.engine`` with all but ``spec`` and ``epoch``, and ``make_reader``.
+        """
+
+    def done_by_all(self, spec: LoaderSpec, epoch: int, own: Completed) -> Completed:
+        """What all ranks have done of the epoch that they resume, as far as this one has to know it."""
+
+
+class IdleEngine:
+    """The engine of an iterator that is exhausted, kept for the loader's next one.
+
+    In the main process, an engine takes as long to make as several small batches, and its ledger's pages would be cold.
     """
 
     def __init__(self) -> None:
         self._kept: deque[Engine] = deque(maxlen=1)
 
-    def put_by(self, engine: Any) -> bool:
-        """Keep an engine whose pass is over, if it can serve again."""
-        if not engine.plan.can_rest:
+    def keep(self, engine: Any) -> bool:
+        """Keep an engine whose epoch is over; False if it cannot be used again."""
+        if not engine.plan.reusable:
             return False
-        engine.rest()
+        engine.reset()
         self._kept.append(engine)
         return True
 
-    def take(self, loader: Any) -> Engine | None:
-        """The engine, if there is one that suits the loader as it is now, in this process."""
+    def take(self, spec: LoaderSpec, epoch: Epoch) -> Engine | None:
+        """The engine, if there is one of this process that suits the loader as it is now."""
         try:
-            engine = self._kept.pop()  # at once: another thread may ask, too
+            engine = self._kept.pop()  # atomic: another thread may take it, too
         except IndexError:
             return None
-        suits = engine.arena.owner == os.getpid() and engine.plan.suits(loader)
+        suits = engine.arena.owner == os.getpid() and engine.plan.suits(spec, epoch.replicas)
         return engine if suits else None
 
 
-class Opening:
-    """Makes engines and passes, of this loader's rank or for all that share its pool."""
+class EngineFactory:
+    """Begins epochs and makes engines for one loader; it holds no loader.
 
-    dataset: Any
-    num_workers: int
-    persistent_workers: bool
-    _iterator: Any
-    _index_sampler: Any
-    _options: Options
-    _course: Course
-    _chain: Chain
-    _experience: Experience
-    _replay: RecordedOrder | None
-    _spare_arenas: SpareArenas
-    _resting_engine: RestingEngine
-    _trace: Trace | None
-    _sharing: Sharing | None
-    _warned_of_generators = False
+    Args:
+        session: The loader's part in a shared pool, or None.
+        trace: Records what its engines do, or None.
 
-    @property
-    def _whole(self) -> Any:
-        """What stands for this loader where all ranks that share its pool are meant."""
-        return self if self._sharing is None else self._sharing.pooled(self)
+    Attributes:
+        idle: Keeps the engine of the last iterator.
+    """
 
-    def _refuse_ranks(self, what: str) -> None:
-        if self._sharing is not None and not self._sharing.alone:
-            raise ValueError(
-                f"{what} is about one rank's own workers, and with shared_pool=True there are none: use a loader "
-                "without it"
-            )
+    def __init__(self, *, session: RankSession | None = None, trace: Trace | None = None) -> None:
+        from minato.batching.arena import ArenaCache
 
-    def _refuse_attached(self, what: str) -> None:
-        if self._sharing is not None and not self._sharing.hosts:
-            raise ValueError(
-                f"{what} is about the workers of all ranks of this node, and local rank 0 has them: ask its loader"
-            )
+        self._session = session
+        self._trace = trace
+        self._spare_arenas = ArenaCache()
+        self.idle = IdleEngine()
+        self._warned_of_generators = False
 
-    @staticmethod
-    def _fresh_memory() -> tuple[SpareArenas, RestingEngine]:
-        """What iterators leave to later ones of the same loader, in the same process."""
-        from minato.batching.arena import SpareArenas
+    def fresh(self, *, traced: bool = True) -> EngineFactory:
+        """One for a copy of the loader, which must not write to the same arenas."""
+        return EngineFactory(session=self._session, trace=self._trace if traced else None)
 
-        return SpareArenas(), RestingEngine()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _factory, (self._session, self._trace)
 
-    def _fresh_experience(self) -> Experience:
-        from minato.engine.history import (
-            Experience,
-        )  # half of the scheduler, which importing minato need not load
+    def epoch(self, spec: LoaderSpec, position: Position, *, persists: bool) -> Epoch:
+        """Begin the next epoch.
 
-        make = Experience.of if self._sharing is None else self._sharing.experience
-        return make(self._options, self.num_workers)
+        Args:
+            persists: The iterator of the last epoch goes on.
+        """
+        before = None if position.last is None else position.last.replicas
+        session = None if self._session is None or self._session.alone else self._session
+        resumes = position.resumes
+        whole, done = spec, None
+        if session is not None:
+            whole = session.pooled(spec)
+            if resumes is not None:
+                done = session.done_by_all(spec, *resumes)
+        epoch, state = position.open(whole.sampling, done=done, persists=persists)
+        if session is not None:
+            own = None if resumes is None else resumes[1]
+            from minato.sampling.rank_progress import RankProgress
 
-    @property
-    def _keeps_replicas(self) -> bool:
-        return is_stream(self) or is_stateful(self.dataset)
+            epoch.progress.part = RankProgress(len(spec.sampling.index_sampler), own)
+        if spec.keeps_replicas:
+            if not persists or before is None:
+                from minato.scheduling.dataset_state import Replicas
 
-    @property
-    def _most_replicas(self) -> int:
-        """How many copies of the dataset there can be."""
-        return max(self._options.max_workers or 0, self.num_workers, 1)
+                lasting = spec.workers.persistent or spec.workers.count == 0
+                before = Replicas(spec.most_replicas, lasting, state)
+            epoch.replicas = before  # persistent workers go on as they are
+        return epoch
 
-    @property
-    def _in_threads(self) -> bool:
-        return self.num_workers > 0 and self._options.worker_method != "process"
+    def source(self, spec: LoaderSpec, history: History, epoch: Epoch, **pin: Any) -> BatchSource:
+        """Where the batches of a new iterator come from: an engine, or the engine of all ranks.
 
-    def _make_engine(
-        self, base_seed: int, reader: type[BatchReader] | None = None, pin: Pin | None = None
+        Args:
+            pin: ``pin=``, if the engine copies batches to pinned memory.
+        """
+        if self._session is None:
+            return self.engine(spec, epoch, history=history, **pin)
+        return self._session.source(spec, epoch, functools.partial(self.engine, history=history))
+
+    def engine(
+        self,
+        spec: LoaderSpec,
+        epoch: Epoch,
+        *,
+        history: History,
+        make_reader: type[BatchReader] | None = None,
+        pin: Pin | None = None,
     ) -> Engine:
-        from minato.engine.engine import Engine  # all stages: the first iterator loads them
+        """An engine for a new iterator, whose first epoch is given."""
+        from minato.engine.engine import Engine
         from minato.engine.plan import Plan
 
-        if (resting := self._resting_engine.take(self)) is not None:
-            return resting
-        arena = self._spare_arenas.take(shared=self.num_workers > 0 and not self._in_threads)
-        num_workers = most_workers = self.num_workers
-        if self._experience.staffing is not None:
-            num_workers, most_workers = self._experience.staffing.numbers(self.persistent_workers)
-        plan = Plan.of(self, base_seed, num_workers, most_workers)
+        idle = self.idle.take(spec, epoch)
+        if idle is not None:
+            return idle
+        in_processes = spec.workers.count > 0 and not spec.in_threads
+        arena = self._spare_arenas.take(shared=in_processes)
+        numbers = spec.workers.count, spec.workers.count
+        if history.staffing is not None:
+            numbers = history.staffing.numbers(spec.workers.persistent)
+        tracks = None if self._trace is None else self._trace.take()
+        plan = Plan.of(spec, epoch, num_workers=numbers[0], most_workers=numbers[1], tracks=tracks)
         self._warn_of_generators(plan)
-        engine = Engine(plan, arena, self._experience, reader, pin)
-        # Its pages are warm: the next engine takes it, once nobody writes to it for this one.
+        engine = Engine(plan, arena, history, make_reader=make_reader, pin=pin)
+        # Its pages are warm: the next engine takes it, once no worker writes to it.
         engine.afterwards.append(functools.partial(self._spare_arenas.append, arena))
-        if self._trace is not None and plan.tracks is not None:
-            engine.afterwards.append(functools.partial(self._trace.give_back, plan.tracks))
+        if self._trace is not None and tracks is not None:
+            engine.afterwards.append(functools.partial(self._trace.give_back, tracks))
         return engine
 
     def _warn_of_generators(self, plan: Plan) -> None:
-        """Name the generators of dataset and transforms that are not bound to samples, once."""
-        if self._warned_of_generators or not plan.seeds_samples:
+        """Warn once of generators of dataset and transforms that are not bound to samples."""
+        worker = plan.worker
+        if self._warned_of_generators or not worker.seeds_samples:
             return
         self._warned_of_generators = True
-        owned = Owned({"dataset": plan.dataset, **plan.chain.by_name})
+        pipeline = worker.pipeline
+        owned = OwnedGenerators({"dataset": pipeline.dataset, **pipeline.chain.by_name})
         unbound, cause = owned.others, "minato does not know how to write their states"
-        if self._in_threads and plan.worker_method == "thread":
+        if worker.method == "thread" and not worker.in_line:
             unbound, cause = owned.names, "worker threads share them"
-        elif plan.fetching.at_once:
-            reads = Owned({"dataset": plan.dataset}).names
+        elif worker.fetching.at_once:
+            reads = OwnedGenerators({"dataset": pipeline.dataset}).names
             if reads:
                 unbound, cause = reads, "reads of several samples share them"
         if unbound:
@@ -161,30 +206,10 @@ class Opening:
                 f"the dataset or its transforms hold random generators that cannot be bound to samples, as {cause}: "
                 f"{', '.join(unbound)}. Their numbers depend on which worker runs which sample, so a seeded run does "
                 "not repeat. Call minato.numpy_rng(), python_rng() or torch_rng() inside the sample instead",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )
 
-    def _new_pass(self) -> Run:
-        course = self._course
-        before = None if course.last is None else course.last.replicas
-        sharing = None if self._sharing is None or self._sharing.alone else self._sharing
-        resumes = course.resumes
-        done = None if sharing is None or resumes is None else sharing.done_by_all(self, *resumes)
-        persists = self._iterator is not None
-        run, state = course.open(self._whole, self._replay, done, persists)
-        if sharing is not None:
-            from minato.sampling.rank_progress import Part
 
-            assert course.last is not None
-            own = None if resumes is None else resumes[1]
-            course.last.progress.part = Part(len(index_sampler(self)), own)
-        if self._keeps_replicas:
-            assert course.last is not None
-            if self._iterator is None or before is None:
-                from minato.scheduling.dataset_state import Replicas
-
-                lasting = self.persistent_workers or self.num_workers == 0
-                before = Replicas(self._most_replicas, lasting, state)
-            course.last.replicas = before  # persistent workers go on as they are
-        return run
+def _factory(session: RankSession | None, trace: Trace | None) -> EngineFactory:
+    return EngineFactory(session=session, trace=trace)

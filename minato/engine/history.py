@@ -1,41 +1,46 @@
-"""What a loader has learned, kept from one iterator to the next."""
+"""What outlives an iterator of a loader: costs of samples, number of workers, log of the epochs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from minato._core.histogram import Histogram
-from minato.observe.stats.epoch_log import Journal
-from minato.options import Options
+from minato.engine.spec import LoaderSpec
+from minato.observe.stats.epoch_log import EpochLog
 from minato.scheduling.cost_model import CostModel
 from minato.scheduling.slow_threshold import Decision, TimeoutPolicy
+from minato.workers.current_sample import InHand
 from minato.workers.runner import Habits
 from minato.workers.scaler import Staffing
 
-if TYPE_CHECKING:
-    from minato.engine.engine import Engine
-
-__all__ = ["Experience"]
+__all__ = ["History", "RunningEngine"]
 
 
-def _nobody() -> None:
-    """In place of a reference to an engine that is gone."""
+class RunningEngine(Protocol):
+    """The engine of the newest iterator, as reports see it."""
+
+    def running(self, least_ns: int) -> list[tuple[int, InHand, int]]:
+        """Worker, sample and time in ns of each sample that has run for at least ``least_ns``."""
+
+
+def _no_engine() -> None:
+    """A reference to an engine that is gone."""
 
 
 @dataclass
-class Experience:
+class History:
     """What a loader knows of its samples from one iterator to the next.
 
     Attributes:
-        cost_model: What each sample cost in earlier epochs.
-        costs: Service times in ns of late.
-        decision: Which samples are slow, as of the last look.
-        habits: What the worker in line has learned.
-        staffing: How many workers help; None: all of them work.
-        journal: What reports are made from; None: nothing is noted.
-        engine: The newest one, while it is in use.
+        cost_model: Cost of each sample in earlier epochs.
+        costs: Costs of recent samples, in ns.
+        decision: The latest decision on which samples are slow.
+        habits: The cost estimate of the worker in the main process.
+        staffing: The number of active workers; None: all are active.
+        journal: The log of epochs from which reports are made; None: nothing is measured.
+        engine: A weak reference to the newest engine.
     """
 
     cost_model: CostModel = field(default_factory=CostModel)
@@ -43,12 +48,16 @@ class Experience:
     decision: Decision = TimeoutPolicy().decision
     habits: Habits = field(default_factory=Habits)
     staffing: Staffing | None = None
-    journal: Journal | None = None
-    engine: Callable[[], Engine | None] = _nobody
+    journal: EpochLog | None = None
+    engine: Callable[[], RunningEngine | None] = _no_engine
 
     @classmethod
-    def of(cls, options: Options, num_workers: int) -> Experience:
-        """What a new loader knows."""
-        limits = options.min_workers, options.max_workers
-        staffing = Staffing.of(options.controller, num_workers, *limits)
-        return cls(staffing=staffing, journal=Journal() if options.measure else None)
+    def of(cls, spec: LoaderSpec) -> History:
+        """That of a new loader."""
+        options = spec.options
+        scale = options.autoscale
+        staffing = None
+        if scale is not None:
+            count = spec.workers.count
+            staffing = Staffing.of(scale.controller, count, scale.min, scale.max)
+        return cls(staffing=staffing, journal=EpochLog() if options.stats else None)

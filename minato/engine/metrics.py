@@ -1,4 +1,4 @@
-"""The counters of an engine in one place, for reports."""
+"""All counters of an engine in one place, for observers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
-from minato.observe.stats.counters import Readings
-from minato.observe.stats.profile import Meters, Profile
+from minato.observe.stats.costs import CostStats, Meters
 from minato.observe.stats.slowest import SlowSample
-from minato.observe.stats.snapshot import Labour, Standing
+from minato.observe.stats.snapshot import LoaderSnapshot, Metrics, WorkerActivity
 from minato.scheduling.prefetch_window import Window
 from minato.scheduling.slow_threshold import Decision, TimeoutPolicy
 from minato.scheduling.wait_stats import Flow
@@ -21,24 +20,24 @@ from minato.workers.cpu_time import Usage
 from minato.workers.error_policy import FailureCount
 from minato.workers.restart_policy import Deaths
 
-__all__ = ["EngineGauges"]
+__all__ = ["EngineMetrics"]
 
 
 _LOOK_NS = 100_000_000
 _LOOK_SHARE = 200
-"""What workers get of the cores is looked at no more often than this, nor for more than a 200th of the time."""
+"""The workers' processor time is read at most this often, and during at most a 200th of the time."""
 
 
 @dataclass
-class EngineGauges:
-    """What an engine's parts have counted.
+class EngineMetrics:
+    """The counters of an engine's parts.
 
-    It must hold nothing that leads to the engine or its loader: it waits for their end.
+    It must not refer to the engine or its loader: the epoch log keeps it until their end.
     """
 
     ledger: Ledger
     meters: Sequence[Meters]
-    profile: Profile
+    profile: CostStats
     window: Window
     flow: Flow
     roster: Roster
@@ -46,17 +45,17 @@ class EngineGauges:
     deaths: Deaths
     failures: FailureCount | None
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
-    """Processor time of the workers when it was last looked at: they may be gone by now."""
+    """Processor time of the workers at the last reading: they may have ended since."""
     _look_due_ns: int = 0
 
     def look(self, usage: Callable[[], Usage]) -> None:
-        """Ask for the workers' processor time, if that was not done of late."""
+        """Read the workers' processor time, unless it was read a moment ago."""
         now = now_ns()
         if now >= self._look_due_ns:
             self.usage = usage()
             self._look_due_ns = now + max(_LOOK_NS, _LOOK_SHARE * (now_ns() - now))
 
-    def readings(self) -> Readings:
+    def metrics(self) -> Metrics:
         """All counters and histograms now."""
         self.profile.update(self.meters)
         worked = [self.ledger.activity(worker) for worker in range(len(self.meters))]
@@ -72,12 +71,17 @@ class EngineGauges:
             self.failures.look()
             counts.update(self.failures.totals)
             counts["retries"] = self.failures.retries
-        return Readings(counts, self.profile.run)
+        return Metrics(counts, self.profile.run)
 
-    def standing(self, in_flight: int, ready: int) -> Standing:
-        """How things stand now, with so many batches open or ready, and so many ready."""
+    def snapshot(self, in_flight: int, ready: int) -> LoaderSnapshot:
+        """A snapshot of the pipeline.
+
+        Args:
+            in_flight: Batches that are open or ready.
+            ready: Batches that are ready.
+        """
         window = self.window
-        return Standing(
+        return LoaderSnapshot(
             self.roster.wanted,
             in_flight,
             ready,
@@ -86,11 +90,11 @@ class EngineGauges:
             window.budget_bytes,
         )
 
-    def labour(self) -> Labour:
-        """What the workers have done; reads shared memory only, so that any thread may ask."""
+    def activity(self) -> WorkerActivity:
+        """Totals of the workers' work; reads shared memory only, so that any thread may call it."""
         worked = [self.ledger.activity(worker)[1:] for worker in range(len(self.meters))]
         stages = zip(*([each.dataset, *each.steps] for each in self.meters), strict=True)
-        return Labour(
+        return WorkerActivity(
             sum(busy_ns for busy_ns, _ in worked),
             sum(idle_ns for _, idle_ns in worked),
             tuple(
@@ -104,11 +108,11 @@ class EngineGauges:
         return [sample for meters in self.meters for sample in meters.slowest.read()]
 
     def skipped(self) -> Collection[Any]:
-        """The samples that were left out."""
+        """Indices of the samples that were left out."""
         return () if self.failures is None else self.failures.skipped
 
     def decision(self) -> Decision:
-        """What counts as slow now."""
+        """The latest decision on which samples are slow."""
         return self.timeouts.decision
 
     @property

@@ -1,4 +1,4 @@
-"""What a loader's arguments come to: all that its engine and its workers go by."""
+"""What one engine does, from a loader's arguments, and the part of it that travels to the workers."""
 
 from __future__ import annotations
 
@@ -9,239 +9,343 @@ from typing import Any
 
 import torch
 
-from minato._compat import index_sampler, is_batched
 from minato._core.limits import explaining_limits
 from minato._core.seeding import mix
 from minato._system import local_ranks, memory_of_late_bytes
-from minato.fetching import Fetching
+from minato.engine.spec import LoaderSpec
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.observe.trace.track import Tracks
-from minato.options import Options, Unbound
-from minato.sampling.epoch import Standing, is_stream
+from minato.options import FetchOptions, Options
+from minato.sampling.epoch import Epoch
 from minato.sampling.samplers import largest_batch
 from minato.scheduling.batches import Order
 from minato.scheduling.dataset_state import Replicas
 from minato.scheduling.slow_threshold import TimeoutSettings
-from minato.transforms.chain import Chain
-from minato.workers.error_policy import ErrorPolicy, FailureLog
+from minato.transforms.compose import Transforms
+from minato.workers.error_policy import FailureHandler, FailureLog
 
-__all__ = ["Plan"]
+__all__ = ["Pipeline", "Plan", "WorkerPlan"]
 
 _SHARE_OF_MEMORY = 4
 """The default budget of all loaders of a node is available memory divided by this."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All that defines the work, as the loader's arguments give it.
+class Pipeline:
+    """From an index to a batch.
 
     Attributes:
-        batched: Keys come in lists (``batch_size`` or a ``batch_sampler``).
-        num_workers: Workers that work at first.
-        most_workers: Workers that there can be.
-        seeds_samples: Randomness is bound to each sample rather than to the worker.
-        window_batches: Batches in flight, None to let the budget decide.
-        persistent: The workers stay for further passes.
+        batched: Samples come in lists (``batch_size`` or a ``batch_sampler``), and ``collate_fn`` gets these.
+        drop_last: The incomplete last batch of a stream is dropped.
         streams: The dataset is iterable.
-        round_robin: Batch k is for worker k mod n, as with torch.
-        restarts: A dead worker process is replaced.
-        drop_last: Whether a stream's incomplete batch is dropped.
-        budget_bytes: What batches in flight may take together; by default of all loaders of this process …
-        shares_budget: … which then divide it among them.
-        largest_batch: Samples in the largest batch, as far as it is known.
-        policy: What to do about samples that raise; None: they are errors.
-        error_budget: How many of them an epoch may have.
-        quarantine: Path of the file that keeps them.
-        sample_timeout_s: How long a sample may take.
-        replicas: The states of the workers' copies of the dataset, if it is iterable or has a state.
-        state_every: Of how many batches of a stream's worker one comes with the state; None: none does.
-        slow: From which cost on a sample is slow.
-        profile: Folder that keeps what samples cost, None for none.
-        fetching: How samples are read at once.
-        measure: Keep what a report needs.
-        tracks: Of the trace, None for none.
-        device: Where batches go, None for main memory.
-        prefetch_to_device: How many go there before their turn.
-        ray_options: What Ray is told of each actor.
     """
 
     dataset: Any
-    chain: Chain
+    chain: Transforms
     collate_fn: Callable[[Any], Any]
     batched: bool
-    num_workers: int
-    most_workers: int
-    worker_method: str
-    context: Any
-    worker_init_fn: Callable[[int], None] | None
-    base_seed: int
-    seeds_samples: bool
-    order: Order
-    window_batches: int | None
-    budget_bytes: int
-    shares_budget: bool
-    largest_batch: int
-    timeout_s: float
-    persistent: bool
-    streams: bool
-    round_robin: bool
     drop_last: bool
-    restarts: bool
-    policy: ErrorPolicy | None
-    error_budget: float | None
-    quarantine: str | None
-    sample_timeout_s: float | None
-    replicas: Replicas | None
-    state_every: int | None
-    slow: TimeoutSettings
-    profile: str | None
-    fetching: Fetching
-    measure: bool
-    tracks: Tracks | None
-    device: torch.device | None
-    prefetch_to_device: int
-    ray_options: Mapping[str, Any]
+    streams: bool
 
     @classmethod
-    def of(cls, loader: Any, base_seed: int, num_workers: int, most_workers: int) -> Plan:
-        """The plan of a loader's next iterator.
+    def of(cls, spec: LoaderSpec) -> Pipeline:
+        """That of a loader, with its cache behind the dataset."""
+        dataset, chain, sampling = spec.dataset, spec.transforms, spec.sampling
+        if spec.cache is not None:
+            from minato.engine.caching import wrap_dataset
 
-        Args:
-            loader: A ``minato.DataLoader`` whose next run is opened.
-            base_seed: What torch drew for the workers.
-            num_workers: Workers that work at first.
-            most_workers: Workers that there can be.
-
-        Raises:
-            ValueError: The dataset's state would be that of copies in the cluster.
-        """
-        options: Options = loader._options
-        run: Standing = loader._course.last
-        if run.replicas is not None and options.worker_method == "ray":
-            raise ValueError(
-                "the dataset has a state_dict() of its own, which worker_method='ray' does not bring back from the "
-                "cluster: use worker_method='process'"
-            )
-        streams = is_stream(loader)
-        round_robin = streams or options.schedule == "round_robin"
-        window: int | None = None
-        if loader.num_workers == 0:
-            window = 1
-        elif round_robin or not isinstance(loader.prefetch_factor, Unbound):
-            window = most_workers * loader.prefetch_factor
-        policy: ErrorPolicy | None = None
-        if options.settles_failures:
-            # A log of failures for each iterator.
-            policy = ErrorPolicy(options.on_error, options.retries, FailureLog(options.quarantine))
-        dataset, chain = loader.dataset, loader._chain
-        if loader.cache is not None:
-            from minato.engine.caching import behind
-
-            dataset, chain = behind(loader.cache, dataset, chain)
-        if options.seed is not None:
-            base_seed = mix(options.seed, run.epoch, 0) >> 2
+            dataset, chain = wrap_dataset(spec.cache, dataset, chain)
         return cls(
             dataset=dataset,
             chain=chain,
-            collate_fn=loader.collate_fn,
-            batched=is_batched(loader),
-            num_workers=num_workers,
-            most_workers=most_workers,
-            worker_method=options.worker_method,
-            context=loader.multiprocessing_context or torch.multiprocessing.get_context(),
-            worker_init_fn=loader.worker_init_fn,
-            base_seed=base_seed,
-            seeds_samples=options.rng == "sample" and not streams,
-            order=Order(options.order, options.max_lag),
-            window_batches=window,
-            budget_bytes=options.memory_budget_bytes or _default_budget_bytes(options),
-            shares_budget=options.memory_budget_bytes is None and num_workers > 0,
-            largest_batch=largest_batch(index_sampler(loader), is_batched(loader)),
-            timeout_s=loader.timeout,
-            persistent=loader.persistent_workers,
-            streams=streams,
-            round_robin=round_robin,
-            drop_last=loader.drop_last,
-            # State that workers hold would be lost with them.
-            restarts=options.on_worker_death == "restart"
-            and not round_robin
-            and run.replicas is None,
-            policy=policy,
-            error_budget=options.error_budget,
-            quarantine=options.quarantine,
-            sample_timeout_s=options.sample_timeout_s,
-            replicas=run.replicas,
-            state_every=options.snapshot_every_n_steps or None,
-            slow=TimeoutSettings(options.slow_percentile / 100, options.slow_after_s),
-            profile=options.profile,
-            fetching=Fetching.of(options.fetch_concurrency),
-            measure=bool(options.measure),
-            tracks=None if loader._trace is None else loader._trace.take(),
-            device=options.target,
-            prefetch_to_device=options.prefetch_to_device,
-            ray_options=options.ray_options or {},
+            collate_fn=spec.collate_fn,
+            batched=sampling.batched,
+            drop_last=sampling.drop_last,
+            streams=sampling.streams,
         )
 
-    def worker_tracer(self, number: int) -> Tracer:
-        """What records the work of worker ``number``."""
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What a worker does; travels to worker processes.
+
+    Attributes:
+        method: ``process``, ``thread`` or ``ray``.
+        in_line: The only worker is the training process itself.
+        count: Workers that there can be.
+        base_seed: torch's draw for the workers.
+        seeds_samples: Randomness is bound to each sample rather than to the worker.
+        round_robin: Batch k is for worker k mod n, as with torch.
+        replicas: The states of the workers' copies of the dataset, if it is iterable or has a state.
+        state_every: A stream's worker sends its state with one of so many batches; None: never.
+        fetching: How samples are read concurrently.
+        measure: Times are taken for a report.
+        tracks: Of the trace, None for none.
+    """
+
+    pipeline: Pipeline
+    method: str
+    in_line: bool
+    count: int
+    init_fn: Callable[[int], None] | None
+    base_seed: int
+    seeds_samples: bool
+    order: Order
+    round_robin: bool
+    replicas: Replicas | None
+    state_every: int | None
+    fetching: FetchOptions
+    measure: bool
+    tracks: Tracks | None
+
+    def tracer(self, number: int) -> Tracer:
+        """The tracer of worker ``number``."""
         return NULL_TRACER if self.tracks is None else self.tracks.worker(number)
 
-    @functools.cached_property
-    def can_rest(self) -> bool:
-        """Whether the same engine will do for a later iterator, because nothing of an earlier one is left in it."""
-        keeps = (self.policy, self.replicas, self.profile, self.tracks, self.device)
-        return (
-            self.num_workers == 0
-            and all(part is None for part in keeps)
-            and not self.fetching.at_once
-        )
-
-    def suits(self, loader: Any) -> bool:
-        """Whether a loader's next iterator would get the same plan, if this one can rest, but for the seed."""
-        options, batched = loader._options, is_batched(loader)
-        return bool(
-            loader.num_workers == 0
-            and loader._course.last.replicas is None
-            and self.dataset is loader.dataset
-            and self.collate_fn is loader.collate_fn
-            and self.order == Order(options.order, options.max_lag)
-            and (self.batched, self.drop_last) == (batched, loader.drop_last)
-            and self.timeout_s == loader.timeout
-            and self.largest_batch == largest_batch(index_sampler(loader), batched)
-        )
+    @property
+    def in_processes(self) -> bool:
+        """Whether the workers are processes of this machine."""
+        return not self.in_line and self.method == "process"
 
     @property
     def sends_states(self) -> bool:
-        """Whether the state of a worker's copy of a map-style dataset goes with each batch, to which it belongs."""
-        in_processes = self.num_workers > 0 and self.worker_method == "process"
-        return self.replicas is not None and in_processes and self.order.bound
+        """Whether the state of a worker's copy of a map-style dataset is sent with each of its batches."""
+        return self.replicas is not None and self.in_processes and self.order.bound
 
     @property
-    def starts_as_needed(self) -> bool:
-        """Whether workers may be started later than others: their number is fixed, and nothing is for a certain one."""
-        is_fixed = self.num_workers == self.most_workers
-        return is_fixed and not self.round_robin and self.replicas is None
+    def takes_lists(self) -> bool:
+        """Whether the dataset loads all samples of a batch in one call."""
+        return self.pipeline.batched and bool(getattr(self.pipeline.dataset, "__getitems__", None))
 
     @property
     def starts_early(self) -> bool:
         """Whether samples may start before their turn."""
-        lists = self.batched and bool(getattr(self.dataset, "__getitems__", None))
-        return self.num_workers > 0 and not (self.round_robin or self.streams or lists)
+        return not (self.in_line or self.round_robin or self.pipeline.streams or self.takes_lists)
 
     @property
     def defers(self) -> bool:
-        """Whether a worker may defer a slow sample for quicker ones.
+        """Whether a worker may defer a slow sample for faster ones.
 
-        Where each sample has its own place, the batch that the consumer waits for needs the slow sample itself. Where
-        several samples are read at once, a slow read keeps no other waiting.
+        Where each sample has its own place, the batch that the consumer waits for needs the slow sample itself. With
+        concurrent reads a slow read delays no other.
         """
         return (
             not self.order.bound
-            and self.num_workers > 0
-            and len(self.chain) > 0
+            and not self.in_line
+            and len(self.pipeline.chain) > 0
             and not self.fetching.at_once
             and not (self.round_robin or self.replicas is not None)
         )
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """How the workers are started, and what happens when one dies.
+
+    Attributes:
+        first: Workers that are active at first; 0: the main process does the work.
+        context: Of ``multiprocessing``.
+        persistent: The workers stay for later epochs.
+        restarts: A worker process that dies is replaced.
+        ray_options: Of each actor.
+    """
+
+    first: int
+    context: Any
+    persistent: bool
+    restarts: bool
+    ray_options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PrefetchSettings:
+    """How many batches are loaded ahead.
+
+    Attributes:
+        batches: That may be open; None: the budget decides.
+        budget_bytes: What they may take together; by default of all loaders of this process …
+        shares_budget: … which then divide it among them.
+        largest_batch: Samples in the largest batch, as far as it is known.
+        device: Where batches are copied to; None: they stay in host memory.
+        to_device: Batches that are copied there ahead.
+    """
+
+    batches: int | None
+    budget_bytes: int
+    shares_budget: bool
+    largest_batch: int
+    device: torch.device | None
+    to_device: int
+
+
+@dataclass(frozen=True)
+class FailureSettings:
+    """What happens to samples that raise, or take too long.
+
+    Attributes:
+        policy: None: they are errors of their batches.
+        budget: How many of an epoch may fail.
+        log: Path of the file of failures.
+        sample_timeout_s: Limit of a sample's time.
+    """
+
+    policy: FailureHandler | None
+    budget: float | None
+    log: str | None
+    sample_timeout_s: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one engine does.
+
+    Attributes:
+        timeout_s: torch's ``timeout``, 0 for none.
+        slow: Which samples are slow.
+        profile: Folder that keeps the costs of samples, None for none.
+    """
+
+    worker: WorkerPlan
+    pool: PoolSettings
+    prefetch: PrefetchSettings
+    failures: FailureSettings
+    slow: TimeoutSettings
+    profile: str | None
+    timeout_s: float
+
+    @classmethod
+    def of(
+        cls,
+        spec: LoaderSpec,
+        epoch: Epoch,
+        *,
+        num_workers: int,
+        most_workers: int,
+        tracks: Tracks | None = None,
+    ) -> Plan:
+        """The plan of a loader's next engine.
+
+        Args:
+            epoch: The first that it loads.
+            num_workers: Workers that are active at first.
+            most_workers: Workers that there can be.
+            tracks: Of the trace.
+
+        Raises:
+            ValueError: The dataset's state would be that of copies in the cluster.
+        """
+        options, errors, replicas = spec.options, spec.options.errors, epoch.replicas
+        if replicas is not None and options.worker_kind == "ray":
+            raise ValueError(
+                "the dataset has a state_dict() of its own, which workers=RayWorkers(...) does not bring back from the "
+                "cluster: use workers='process'"
+            )
+        streams = spec.sampling.streams
+        round_robin = streams or options.compat == "torch"
+        base_seed = epoch.base_seed
+        if options.seed is not None:
+            base_seed = mix(options.seed, epoch.number, 0) >> 2
+        worker = WorkerPlan(
+            pipeline=Pipeline.of(spec),
+            method=options.worker_kind,
+            in_line=spec.workers.count == 0,
+            count=max(most_workers, 1),
+            init_fn=spec.workers.init_fn,
+            base_seed=base_seed,
+            seeds_samples=options.seeds_samples and not streams,
+            order=_order(options),
+            round_robin=round_robin,
+            replicas=replicas,
+            state_every=options.snapshot_every_n_steps or None,
+            fetching=options.fetch_concurrency,
+            measure=bool(options.stats),
+            tracks=tracks,
+        )
+        pool = PoolSettings(
+            first=num_workers,
+            context=spec.workers.context or torch.multiprocessing.get_context(),
+            persistent=spec.workers.persistent,
+            # The state that a worker holds is lost with it.
+            restarts=errors.on_worker_death == "restart" and not round_robin and replicas is None,
+            ray_options=options.actor_options,
+        )
+        policy: FailureHandler | None = None
+        if errors.handles_samples or errors.sample_timeout is not None:
+            # A log of failures for each iterator.
+            log = FailureLog(errors.log_path)
+            policy = FailureHandler(errors.outcome, errors.tries_again, log)
+        return cls(
+            worker=worker,
+            pool=pool,
+            prefetch=_prefetch(spec, num_workers, most_workers, round_robin),
+            failures=FailureSettings(
+                policy, errors.max_failures, errors.log_path, errors.sample_timeout
+            ),
+            slow=TimeoutSettings(options.stragglers.share, options.stragglers.after_s),
+            profile=options.cost_history,
+            timeout_s=spec.workers.timeout_s,
+        )
+
+    @functools.cached_property
+    def reusable(self) -> bool:
+        """Whether a later iterator can use the same engine, because it holds nothing of the last one."""
+        worker = self.worker
+        keeps = (
+            self.failures.policy,
+            worker.replicas,
+            self.profile,
+            worker.tracks,
+            self.prefetch.device,
+        )
+        return (
+            worker.in_line and all(part is None for part in keeps) and not worker.fetching.at_once
+        )
+
+    def suits(self, spec: LoaderSpec, replicas: Replicas | None) -> bool:
+        """Whether a loader's next engine would get the same plan but for the seed, if this one is reusable."""
+        pipeline, sampling = self.worker.pipeline, spec.sampling
+        return bool(
+            spec.workers.count == 0
+            and replicas is None
+            and pipeline.dataset is spec.dataset
+            and pipeline.collate_fn is spec.collate_fn
+            and self.worker.order == _order(spec.options)
+            and (pipeline.batched, pipeline.drop_last) == (sampling.batched, sampling.drop_last)
+            and self.timeout_s == spec.workers.timeout_s
+            and self.prefetch.largest_batch
+            == largest_batch(sampling.index_sampler, sampling.batched)
+        )
+
+    @property
+    def starts_as_needed(self) -> bool:
+        """Whether workers may be started one by one: their number is fixed, and no batch is for a certain one."""
+        worker = self.worker
+        return (
+            self.pool.first == worker.count and not worker.round_robin and worker.replicas is None
+        )
+
+
+def _order(options: Options) -> Order:
+    return Order(options.order, options.max_lag)
+
+
+def _prefetch(
+    spec: LoaderSpec, num_workers: int, most_workers: int, round_robin: bool
+) -> PrefetchSettings:
+    options, workers = spec.options, spec.workers
+    batches: int | None = None
+    if workers.count == 0:
+        batches = 1
+    elif round_robin or workers.bounds_prefetch:
+        batches = most_workers * (workers.prefetch_factor or 0)
+    return PrefetchSettings(
+        batches=batches,
+        budget_bytes=options.memory_budget or _default_budget_bytes(options),
+        shares_budget=options.memory_budget is None and num_workers > 0,
+        largest_batch=largest_batch(spec.sampling.index_sampler, spec.sampling.batched),
+        device=options.target,
+        to_device=options.prefetch_to_device,
+    )
 
 
 def _default_budget_bytes(options: Options) -> int:

@@ -1,4 +1,4 @@
-"""The workers of an engine: in processes, in threads, in a Ray cluster, or in line."""
+"""The workers of an engine: processes, threads, Ray actors, or the main process itself."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import functools
 from collections.abc import Callable
 from typing import cast
 
-from minato._core.ledger import Ledger
-from minato._core.wait import Gate
 from minato._system import available_cores
 from minato.batching.serialization import LocalStore
 from minato.batching.writer import BatchWriter
 from minato.engine.plan import Plan
-from minato.engine.worker_context import Workplace
+from minato.engine.shared_state import SharedState
+from minato.engine.worker_context import WorkerContext
 from minato.engine.worker_main import initialise, restore, run_worker_process
 from minato.scheduling.wait_stats import Flow
 from minato.transforms import rng_memory
-from minato.workers.active_workers import Roster
 from minato.workers.current_sample import has_begun
 from minato.workers.exceptions import wrapped
 from minato.workers.local_pools import InlinePool, ThreadPool
@@ -32,97 +30,96 @@ __all__ = ["make_pool"]
 
 def make_pool(
     plan: Plan,
-    workplace: Workplace,
-    ledger: Ledger,
-    ready: Gate,
-    roster: Roster,
+    context: WorkerContext,
+    state: SharedState,
     deaths: Deaths,
     flow: Flow,
 ) -> WorkerPool:
     """The workers that a plan asks for, not yet started."""
-    if plan.num_workers == 0:
+    work, ledger, ready = plan.worker, state.ledger, state.ready
+    if work.in_line:
 
         def in_line(number: int) -> Worker:
-            restore(plan, number)
-            return workplace.worker(
-                number, ledger, lambda error: error, None, BaseException, in_line=True
-            )
+            restore(work, number)
+            return context.worker(number, state, lambda error: error, None, BaseException)
 
         def give_back() -> None:
             ledger.release(0)
-            cast(LocalStore, workplace.store).sweep(ledger)
+            cast(LocalStore, context.store).sweep(ledger)
 
         return InlinePool(in_line, give_back)
 
     def stop() -> None:
         ledger.shut_down()
-        roster.dismiss()
+        state.active.dismiss()
 
     def may_leave(number: int) -> bool:
         return ledger.draining and not ledger.owns(number)
 
     def wanted(number: int, parent_lives: Callable[[], bool]) -> bool:
-        return workplace.roster(ledger).stand_by(
+        return state.active.stand_by(
             number, lambda: ledger.stopping or ledger.draining, parent_lives
         )
 
-    if plan.worker_method == "thread":
+    if work.method == "thread":
 
         def in_thread(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
             if not wanted(number, consumer_lives):
                 return None
-            with announced(number, plan.most_workers, plan.base_seed, plan.dataset):
-                failure = initialise(plan, number)
-            return workplace.worker(
-                number, ledger, wrapped(f"worker thread {number}"), failure, BaseException
+            with announced(number, work.count, work.base_seed, work.pipeline.dataset):
+                failure = initialise(work, number)
+            return context.worker(
+                number, state, wrapped(f"worker thread {number}"), failure, BaseException
             )
 
-        return ThreadPool(plan.most_workers, in_thread, ready, stop, may_leave)
+        return ThreadPool(work.count, in_thread, ready, stop, may_leave)
     overdue: Overdue | None = None
-    if plan.sample_timeout_s is not None:
-        workplace.stacks = StackFile()
-        overdue = Overdue(ledger, plan.sample_timeout_s, workplace.stacks)
+    if plan.failures.sample_timeout_s is not None:
+        context.stacks = StackFile()
+        overdue = Overdue(ledger, plan.failures.sample_timeout_s, context.stacks)
 
     def sink(number: int) -> BatchWriter:
-        return workplace.writer(number, ledger, lambda error: error)
+        return context.writer(number, ledger, lambda error: error)
 
     buried = Burial(
         ledger,
-        functools.partial(workplace.read_keys, ledger),
-        plan.chain.names,
+        functools.partial(context.read_keys, ledger),
+        work.pipeline.chain.names,
         sink,
-        plan.most_workers,
+        work.count,
         deaths,
         flow,
         overdue,
-        plan.policy,
-        plan.worker_tracer,
+        plan.failures.policy,
+        work.tracer,
     )
-    if plan.worker_method == "ray":
-        from minato.ray.actor import Work
-        from minato.ray.pool import ActorPool, Crew
+    if work.method == "ray":
+        from minato.ray.actor import ActorSpec
+        from minato.ray.pool import ActorGroup, ActorPool
 
-        work = Work(
-            plan.dataset, plan.chain, plan.most_workers, plan.base_seed, plan.worker_init_fn
+        spec = ActorSpec(
+            work.pipeline.dataset, work.pipeline.chain, work.count, work.base_seed, work.init_fn
         )
-        crew = Crew(work, plan.ray_options)
+        group = ActorGroup(spec, plan.pool.ray_options)
 
         def with_actor(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
             if not wanted(number, consumer_lives):
                 return None
             wrap = wrapped(f"Ray actor {number}")
-            return workplace.worker(number, ledger, wrap, None, Exception, hired=crew.hire(number))
+            return context.worker(
+                number, state, wrap, None, Exception, hired=group.start_actor(number)
+            )
 
-        return ActorPool(crew, buried, plan.most_workers, with_actor, ready, stop, may_leave)
-    if plan.seeds_samples:
-        rng_memory.examine()
-    is_forked = plan.context.get_start_method() == "fork"
+        return ActorPool(group, buried, work.count, with_actor, ready, stop, may_leave)
+    if work.seeds_samples:
+        rng_memory.probe_generators()
+    is_forked = plan.pool.context.get_start_method() == "fork"
     return ProcessPool(
-        plan.context,
-        plan.most_workers,
-        plan.num_workers,
+        plan.pool.context,
+        work.count,
+        plan.pool.first,
         run_worker_process,
-        (workplace,),
+        (context,),
         ready,
         stop,
         may_leave,
@@ -130,6 +127,6 @@ def make_pool(
         lambda: ledger.unclaimed() > 0,
         functools.partial(has_begun, ledger),
         # Forking is quick. Others import torch first, which takes a core.
-        plan.most_workers if is_forked else max(int(available_cores()), 1),
+        work.count if is_forked else max(int(available_cores()), 1),
         overdue,
     )

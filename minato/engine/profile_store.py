@@ -1,41 +1,42 @@
-"""What one run of a program leaves for the next: the costs of samples."""
+"""Costs of samples, kept on disk for the next run of the program."""
 
 from __future__ import annotations
 
 import warnings
 
 from minato._core.histogram import Histogram
-from minato.engine.plan import Plan
-from minato.observe.stats.profile import Profile, fingerprint
+from minato.engine.plan import Pipeline
+from minato.errors import MinatoWarning
+from minato.observe.stats.costs import CostStats, fingerprint
 
-__all__ = ["Memory"]
+__all__ = ["ProfileStore"]
 
 
-class Memory:
+class ProfileStore:
     """A folder with a profile for each dataset, list of transforms and machine.
 
     Args:
-        folder: Made when the first profile is kept.
-        plan: Whose dataset and transforms the profile is about.
+        folder: Created when the first profile is saved.
+        pipeline: Its dataset and transforms name the profile.
     """
 
-    def __init__(self, folder: str, plan: Plan) -> None:
+    def __init__(self, folder: str, pipeline: Pipeline) -> None:
         self._folder = folder
-        self._key = fingerprint(plan.dataset, plan.chain.steps)
+        self._key = fingerprint(pipeline.dataset, pipeline.chain.steps)
 
     def costs(self) -> Histogram | None:
-        """What samples cost in the latest run, None if nobody knows."""
-        kept = Profile.load(self._folder, self._key)
+        """Costs of samples in the latest run; None if there is no profile of it."""
+        kept = CostStats.load(self._folder, self._key)
         return None if kept is None else kept[1]
 
-    def keep(self, profile: Profile, recent: Histogram) -> None:
-        """Keep what samples have cost, and what they cost of late; a folder that cannot be written is no error."""
+    def keep(self, profile: CostStats, recent: Histogram) -> None:
+        """Save the costs of all samples and of recent ones; a folder that cannot be written gives a warning."""
         costs = recent if recent.count else profile.run["total"]
         try:
             profile.save(self._folder, self._key, costs)
         except OSError as error:
             warnings.warn(
                 f"profile={self._folder!r} cannot be written, so the next run begins without it: {error}",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )

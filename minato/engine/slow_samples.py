@@ -1,4 +1,4 @@
-"""What a loader knows of its slow samples."""
+"""The slow samples of a loader."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minato.engine.history import Experience
-from minato.observe.stats.reordering import Lateness
+from minato.engine.history import History
+from minato.observe.stats.lateness import Lateness
 
 __all__ = ["RunningSample", "SlowSamples"]
 
 
 @dataclass(frozen=True)
 class RunningSample:
-    """A slow sample that a worker is still on.
+    """A slow sample that a worker is still loading.
 
     Attributes:
-        index: What the dataset is asked for.
+        index: Of the dataset.
         worker: Number of the worker.
-        running_s: How long it has been on it, in seconds; without the time before it was deferred, if it was.
+        running_s: Time that it has taken so far, in seconds; without the time before it was deferred, if it was.
         transform: Name of the transform that runs; None: the dataset itself.
     """
 
@@ -31,17 +31,17 @@ class RunningSample:
 
 @dataclass(frozen=True)
 class SlowSamples:
-    """Which samples are slow, and where they lay in the batches of one epoch.
+    """Which samples are slow, and where they are in the batches of one epoch.
 
     Attributes:
         threshold_s: A sample that takes longer, in seconds, is slow; 0: none is.
         why: ``warm-up``, ``uniform`` (costs differ too little), ``following`` (the threshold follows the costs) or
-            ``fixed`` (by ``slow_after_s``).
+            ``fixed`` (by ``StragglerPolicy.after_s``).
         share: Of the latest samples, the share that was slow, from 0 to 1.
-        lags: How many samples of the newest iterator's epoch came so many batches later than in the sampler's order;
+        lags: Number of samples of the newest iterator's epoch by how many batches later they came than in strict order;
             negative: earlier. 0 for all of them in ``strict`` order.
         shares: Of each batch of that epoch, as they were delivered, the share of its samples that were slow.
-        running: Slow samples that are being worked on, the longest first; empty with iterable datasets.
+        running: Slow samples that are still being loaded, the longest first; empty with iterable datasets.
     """
 
     threshold_s: float
@@ -52,9 +52,9 @@ class SlowSamples:
     running: tuple[RunningSample, ...]
 
     @classmethod
-    def of(cls, experience: Experience, lateness: Lateness) -> SlowSamples:
-        """From what a loader has learned, and the record of its newest epoch."""
-        decision, engine = experience.decision, experience.engine()
+    def of(cls, history: History, lateness: Lateness) -> SlowSamples:
+        """From a loader's history, and the order of its newest epoch."""
+        decision, engine = history.decision, history.engine()
         running: list[RunningSample] = []
         if decision.threshold_ns and engine is not None:
             running = [
@@ -69,6 +69,21 @@ class SlowSamples:
             tuple(lateness.slow_shares),
             tuple(sorted(running, key=lambda each: -each.running_s)),
         )
+
+    def __str__(self) -> str:
+        if not self.threshold_s:
+            return f"No sample is slow ({self.why})."
+        lines = [
+            f"Samples above {self.threshold_s:.3g} s are slow ({self.why}): {self.share:.1%} of the latest.",
+            f"{self.late_share:.1%} of the samples came in a later batch than their own, "
+            f"at most {self.most_late} batches late.",
+        ]
+        lines += [
+            f"Sample {each.index!r} has run for {each.running_s:.3g} s on worker {each.worker}, "
+            f"in {each.transform or 'the dataset'}."
+            for each in self.running
+        ]
+        return "\n".join(lines)
 
     @property
     def late_share(self) -> float:

@@ -1,50 +1,51 @@
-"""What a worker process runs. It imports no more than a worker needs: processes that are not forked load it anew."""
+"""What a worker process runs. It imports no more than a worker needs: processes that are not forked load it again."""
 
 from __future__ import annotations
 
 from minato._core.clock import now_ns
 from minato._core.codes import STARTING
-from minato._core.ledger import Ledger
-from minato._postponed import not_the_end
-from minato.engine.plan import Plan
-from minato.engine.worker_context import Workplace
+from minato._support.exceptions import not_the_end
+from minato.engine.plan import WorkerPlan
+from minato.engine.shared_state import SharedState
+from minato.engine.worker_context import WorkerContext
 from minato.workers.exceptions import wrapped
 from minato.workers.process_pool import enter_worker_process, parent_watch
 
 __all__ = ["initialise", "restore", "run_worker_process"]
 
 
-def run_worker_process(number: int, workplace: Workplace) -> None:
-    """Work as worker ``number`` until there is nothing left to do, or the consumer ends."""
+def run_worker_process(number: int, context: WorkerContext) -> None:
+    """Work as worker ``number`` until nothing is left to do, or the training process ends."""
     parent_lives = parent_watch()
-    plan = workplace.plan
+    plan = context.plan
     try:
-        enter_worker_process(number, plan.most_workers, plan.base_seed, plan.dataset)
-        if workplace.stacks is not None:
-            workplace.stacks.listen()
-        ledger = Ledger(workplace.segment.array, None, workplace.segment.descriptor)
-        if not workplace.roster(ledger).stand_by(
+        enter_worker_process(number, plan.count, plan.base_seed, plan.pipeline.dataset)
+        if context.stacks is not None:
+            context.stacks.listen()
+        state = SharedState.attach(context.layout)
+        ledger = state.ledger
+        if not state.active.stand_by(
             number, lambda: ledger.stopping or ledger.draining, parent_lives
         ):
             return
         lease = ledger.lease_words(number)
-        if plan.worker_init_fn is not None:
+        if plan.init_fn is not None:
             lease[1], lease[2] = now_ns(), STARTING
         failure = initialise(plan, number)
         lease[2] = -1
         wrap = wrapped(f"worker process {number}", in_process=True)
-        worker = workplace.worker(number, ledger, wrap, failure, BaseException)
+        worker = context.worker(number, state, wrap, failure, BaseException)
         worker.loop(parent_lives)
         worker.close()
     except KeyboardInterrupt:
-        pass  # the consumer was interrupted too, and says so
+        pass  # the training process was interrupted too, and reports it
 
 
-def initialise(plan: Plan, number: int) -> Exception | None:
-    """Prepare worker ``number``; what goes wrong is the failure of its first sample."""
+def initialise(plan: WorkerPlan, number: int) -> Exception | None:
+    """Prepare worker ``number``; an error is returned, and becomes that of its first sample."""
     try:
-        if plan.worker_init_fn is not None:
-            plan.worker_init_fn(number)
+        if plan.init_fn is not None:
+            plan.init_fn(number)
         restore(plan, number)
     except StopIteration as stop:
         return not_the_end("worker_init_fn", stop)
@@ -53,8 +54,8 @@ def initialise(plan: Plan, number: int) -> Exception | None:
     return None
 
 
-def restore(plan: Plan, number: int) -> None:
-    """Give this worker's copy of the dataset the state that an earlier run left it in."""
+def restore(plan: WorkerPlan, number: int) -> None:
+    """Load the state in which an earlier epoch left this worker's copy of the dataset."""
     state = None if plan.replicas is None else plan.replicas.each[number].dataset
     if state is not None:
-        plan.dataset.load_state_dict(state)
+        plan.pipeline.dataset.load_state_dict(state)

@@ -1,6 +1,6 @@
-"""Adapters to trainers, each connected when it is imported and a ``minato.DataLoader`` has been made.
+"""Adapters to trainers, installed when the trainer is imported and a ``minato.DataLoader`` exists.
 
-Nothing of a trainer is imported from here. The environment variable ``MINATO_INTEGRATIONS=0`` leaves all of them out.
+This package imports no trainer. The environment variable ``MINATO_INTEGRATIONS=0`` disables all adapters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _connected = False
 
 
 def connect() -> None:
-    """Install the adapters of trainers that are imported already, and of others when they are; once in a process."""
+    """Install the adapters of imported trainers now, and of others when they are imported; once per process."""
     global _connected
     if _connected or os.environ.get("MINATO_INTEGRATIONS") == "0":
         return
@@ -28,7 +28,7 @@ def connect() -> None:
 
 
 def _adapt_accelerate(module: ModuleType) -> None:
-    from minato.integrations import accelerate  # of no use without the library
+    from minato.integrations import accelerate  # needed with the library only
 
     accelerate.install(module)
 
@@ -37,11 +37,11 @@ def _when_imported(name: str, install: Callable[[Any], None]) -> None:
     if name in sys.modules:
         install(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Watch(name, install))
+        sys.meta_path.insert(0, _ImportHook(name, install))
 
 
-class _Watch:
-    """Finds nothing itself: has one module adapted right after it was executed, before anybody takes names from it."""
+class _ImportHook:
+    """A finder that finds nothing itself; it adapts one module after its execution, before others import its names."""
 
     def __init__(self, name: str, install: Callable[[Any], None]) -> None:
         self._name = name
@@ -71,5 +71,5 @@ class _Watch:
                 sys.meta_path.remove(self)
                 self._install(module)
 
-        # On this one loader, which stays the module's: resources and sources are looked up through it.
+        # Replaced on this loader object, which the module keeps: it looks up resources and sources.
         loader.exec_module = exec_module

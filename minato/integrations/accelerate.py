@@ -1,7 +1,7 @@
 """Hugging Face Accelerate, which rebuilds loaders as torch's from a fixed list of attributes.
 
-``Accelerator.prepare`` and ``skip_first_batches`` make a new loader out of parts of the given one. Here they are told
-to make it with the given one's own ``_rebuilt``, if it has that, so that a plain ``accelerator.prepare(loader)`` works.
+``Accelerator.prepare`` and ``skip_first_batches`` construct a new loader from parts of the given one. With this adapter
+they call the given loader's ``_rebuilt`` instead, if it has one, so that ``accelerator.prepare(loader)`` works.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from minato._rebinding import rebind
+from minato._support.loader_class import rebind
+from minato.errors import MinatoWarning
 
 __all__ = ["install"]
 
@@ -27,8 +28,8 @@ class _Build:
     """One rebuilding of a loader.
 
     Attributes:
-        make: Makes a loader like the given one; None if that is not ours.
-        done: It was asked to.
+        make: Constructs a loader like the given one; None if that is not minato's.
+        done: Whether it was called.
     """
 
     def __init__(self, make: Callable[..., Any] | None) -> None:
@@ -40,13 +41,14 @@ _current: ContextVar[_Build | None] = ContextVar("minato_accelerate_build", defa
 
 
 def install(module: Any) -> None:
-    """Adapt ``accelerate.data_loader``; a warning says so if it is not as expected."""
-    wanted = (*_REBUILDERS, *_WRAPPERS, "DataLoader")
-    missing = [name for name in wanted if not hasattr(module, name)]
+    """Adapt ``accelerate.data_loader``; warn if it lacks an expected name."""
+    expected = (*_REBUILDERS, *_WRAPPERS, "DataLoader")
+    missing = [name for name in expected if not hasattr(module, name)]
     if missing:
         warnings.warn(
             f"minato does not know this version of accelerate ({module.__name__} has no {', '.join(missing)}): "
-            "what accelerator.prepare() makes of a minato.DataLoader will load with torch's engine",
+            "accelerator.prepare() turns a minato.DataLoader into a loader with torch's engine",
+            MinatoWarning,
             stacklevel=2,
         )
         return
@@ -55,16 +57,16 @@ def install(module: Any) -> None:
     module.DataLoader = _make_loader
     for name in _REBUILDERS:
         original = getattr(module, name)
-        adapted = _like_the_given(original)
+        adapted = _rebuilding_alike(original)
         setattr(module, name, adapted)
         rebind(original, adapted)
     for name in _WRAPPERS:
         wrapper = getattr(module, name)
-        wrapper.set_epoch = _telling_ours(wrapper.set_epoch)
+        wrapper.set_epoch = _forwarding_to_minato(wrapper.set_epoch)
 
 
 def _make_loader(*arguments: Any, **keywords: Any) -> Any:
-    """What accelerate calls by the name of torch's class."""
+    """Replaces torch's class in accelerate."""
     build = _current.get()
     if build is None or build.make is None:
         return torch.utils.data.DataLoader(*arguments, **keywords)
@@ -81,7 +83,7 @@ def _building(build: _Build) -> Iterator[None]:
         _current.reset(token)
 
 
-def _like_the_given(rebuild: Callable[..., Any]) -> Callable[..., Any]:
+def _rebuilding_alike(rebuild: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(rebuild)
     def adapted(dataloader: Any, *arguments: Any, **keywords: Any) -> Any:
         build = _Build(getattr(dataloader, "_rebuilt", None))
@@ -89,8 +91,9 @@ def _like_the_given(rebuild: Callable[..., Any]) -> Callable[..., Any]:
             result = rebuild(dataloader, *arguments, **keywords)
         if build.make is not None and not build.done:
             warnings.warn(
-                f"accelerate's {rebuild.__name__} made a loader of another kind from a minato.DataLoader, so it loads "
-                "without minato; leave use_stateful_dataloader out to keep it",
+                f"accelerate's {rebuild.__name__} made another loader from a minato.DataLoader, so it loads "
+                "without minato; omit use_stateful_dataloader to keep it",
+                MinatoWarning,
                 stacklevel=2,
             )
         return result
@@ -98,7 +101,7 @@ def _like_the_given(rebuild: Callable[..., Any]) -> Callable[..., Any]:
     return adapted
 
 
-def _telling_ours(set_epoch: Callable[..., None]) -> Callable[..., None]:
+def _forwarding_to_minato(set_epoch: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(set_epoch)
     def adapted(self: Any, epoch: int) -> None:
         set_epoch(self, epoch)

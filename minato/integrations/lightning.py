@@ -1,6 +1,6 @@
-"""Lightning, which builds loaders anew from the names of their arguments; that works with ours as it is.
+"""Lightning, which reconstructs loaders from the names of their arguments; minato's loader needs no adapter for that.
 
-Only in ``Trainer.predict`` it also relies on the sequence of the batches.
+Only ``Trainer.predict`` also relies on the order of the batches.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ __all__ = ["counts_batches"]
 
 
 def counts_batches(batch_sampler: Any) -> bool:
-    """Tell whether the k-th batch delivered is taken for the k-th that this batch sampler made."""
+    """Whether the trainer assumes that the k-th batch is the k-th of this batch sampler."""
     return type(batch_sampler).__name__ == LIGHTNING_PREDICT_SAMPLER

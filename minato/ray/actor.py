@@ -1,4 +1,4 @@
-"""What a Ray actor does: it runs samples, with all their transforms, for a worker of the training process."""
+"""The actor in the Ray cluster: it runs samples with all transforms for a worker of the training process."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ import numpy as np
 from minato._compat import ExceptionWithTraceback
 from minato._core.clock import now_ns
 from minato._core.steps import run_steps
-from minato._pickling import SidePickler
+from minato._support.pickling import SidePickler
 from minato.observe.stats.size import nbytes_of
-from minato.transforms.chain import Chain
-from minato.transforms.owned import Owned
+from minato.transforms.compose import Transforms
+from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 from minato.workers.process_pool import seed_worker
 
-__all__ = ["Answer", "SampleServer", "Work", "unpacked"]
+__all__ = ["ActorSpec", "SampleResult", "SampleServer", "unpack"]
 
 
 @dataclass(frozen=True)
-class Work:
-    """What all actors of a loader need.
+class ActorSpec:
+    """Arguments that all actors of a loader share.
 
     Attributes:
-        num_workers, base_seed: As torch's worker processes have them.
+        num_workers, base_seed: The same values as in torch's worker processes.
     """
 
     dataset: Any
-    chain: Chain
+    chain: Transforms
     num_workers: int
     base_seed: int
     worker_init_fn: Callable[[int], None] | None
 
 
-class Answer(NamedTuple):
-    """What became of a sample.
+class SampleResult(NamedTuple):
+    """The result of one sample.
 
     Attributes:
-        failed: Whether it raised.
-        pickled: The sample, or the exception, …
-        arrays: … and the bytes of its arrays.
-        laps_ns: What the dataset took, and each transform; of one that raised, all in one.
-        cpu_ns: Processor time of it all.
-        size_bytes: Of what the dataset gave.
-        step: The transform that ran last; -1: none, but the dataset.
+        failed: Whether the sample raised.
+        pickled: The sample or its exception, without the data of arrays.
+        arrays: Bytes of these arrays.
+        laps_ns: Time of the dataset and of each transform; one total time if the sample raised.
+        cpu_ns: CPU time of all of them.
+        size_bytes: Size of the dataset's item.
+        step: Index of the transform that ran last; -1: the dataset itself.
     """
 
     failed: bool
@@ -67,38 +67,40 @@ class Answer(NamedTuple):
 
 
 class SampleServer:
-    """Runs samples, one after the other. Its process is to torch and to the dataset what a worker process is.
+    """Runs samples one after the other.
+
+    torch and the dataset see its process as a worker process.
 
     Args:
-        number: Of the worker that asks.
+        number: Number of the worker that it serves.
     """
 
-    def __init__(self, number: int, work: Work) -> None:
-        self._dataset = work.dataset
-        self._steps = work.chain.steps
-        self._roots = {"dataset": work.dataset, **work.chain.by_name}
+    def __init__(self, number: int, spec: ActorSpec) -> None:
+        self._dataset = spec.dataset
+        self._steps = spec.chain.steps
+        self._roots = {"dataset": spec.dataset, **spec.chain.by_name}
         self._randomness: SampleRandomness | None = None
-        self._looked_again = False
+        self._rescanned = False
         self._laps = array("q", bytes(8 * len(self._steps)))
         self._cursor = array("q", [-1])
         self._failure: Exception | None = None
-        seed_worker(number, work.num_workers, work.base_seed, work.dataset)
+        seed_worker(number, spec.num_workers, spec.base_seed, spec.dataset)
         try:
-            if work.worker_init_fn is not None:
-                work.worker_init_fn(number)
+            if spec.worker_init_fn is not None:
+                spec.worker_init_fn(number)
         except Exception as error:
             self._failure = error
 
-    def whereabouts(self) -> tuple[int, str]:
-        """Process id, and name of the machine."""
+    def process_and_node(self) -> tuple[int, str]:
+        """Return the process id and the name of the machine."""
         return os.getpid(), platform.node()
 
-    def sample(self, key: Any, epoch: int, seed: int | None, occurrence: int) -> Answer:
-        """Run a sample.
+    def sample(self, key: Any, epoch: int, seed: int | None, occurrence: int) -> SampleResult:
+        """Run a sample and return its result, or the exception that it raised.
 
         Args:
-            seed: What its randomness starts from; None: it is not bound to the sample.
-            occurrence: How often the key came before in the epoch.
+            seed: Base seed of the sample's randomness; None: the randomness does not depend on the sample.
+            occurrence: How often the key occurred before in the epoch.
         """
         self._cursor[0] = -1
         size_bytes = 0
@@ -112,25 +114,25 @@ class SampleServer:
                 laps_ns = [now_ns() - begun_ns]
                 size_bytes = nbytes_of(value)
                 value, _ = run_steps(self._steps, value, 0, 0, self._laps, self._cursor)
-                if self._looked_again or self._randomness is None:
+                if self._rescanned or self._randomness is None:
                     break
-                # The first sample may make generators, which were bound to nothing in it.
-                self._looked_again = True
+                # The first sample may create generators, which were not seeded while it ran.
+                self._rescanned = True
                 if not self._randomness.look():
                     break
-            failed, parts = False, _packed(value)
+            failed, parts = False, _pack(value)
             laps_ns += self._laps
         except Exception as error:
-            failed, parts = True, _packed_error(error)
+            failed, parts = True, _pack_error(error)
             laps_ns = [now_ns() - begun_ns]
         cpu_ns = thread_time_ns() - cpu_ns
-        return Answer(failed, *parts, laps_ns, cpu_ns, size_bytes, self._cursor[0])
+        return SampleResult(failed, *parts, laps_ns, cpu_ns, size_bytes, self._cursor[0])
 
     def _bind(self, seed: int | None, epoch: int, key: Any, occurrence: int) -> None:
         if seed is None:
             return
         if self._randomness is None or self._randomness.base_seed != seed:
-            self._randomness = SampleRandomness(seed, owned=Owned(self._roots))
+            self._randomness = SampleRandomness(seed, owned=OwnedGenerators(self._roots))
         self._randomness.bind(epoch, key, occurrence)
 
 
@@ -139,7 +141,7 @@ def _pickler() -> type[SidePickler]:
     cloudpickle: Any = importlib.import_module("ray.cloudpickle")
 
     class Pickler(SidePickler, cloudpickle.Pickler):  # type: ignore[misc]
-        """Arrays beside the pickle, and what the user's main module defines as Ray has sent it here."""
+        """Pickles arrays out of band, and definitions of the user's main module by value."""
 
         def reducer_override(self, value: Any) -> Any:
             reduced = super().reducer_override(value)
@@ -150,24 +152,24 @@ def _pickler() -> type[SidePickler]:
     return Pickler
 
 
-def _packed(value: Any) -> tuple[bytes, list[Any]]:
+def _pack(value: Any) -> tuple[bytes, list[Any]]:
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     _pickler()(file, buffers, "result").dump(value)
     return file.getvalue(), [np.asarray(buffer.raw()) for buffer in buffers]
 
 
-def _packed_error(error: Exception) -> tuple[bytes, list[Any]]:
-    """The same for an exception, with its traceback as text; one that cannot travel is told of by another."""
+def _pack_error(error: Exception) -> tuple[bytes, list[Any]]:
+    """Pickle an exception with its traceback as text; a RuntimeError replaces one that cannot be pickled."""
     try:
-        packed = _packed(ExceptionWithTraceback(error, error.__traceback__))
-        unpacked(*packed)
+        packed = _pack(ExceptionWithTraceback(error, error.__traceback__))
+        unpack(*packed)
         return packed
     except Exception:
-        told = RuntimeError(f"{type(error).__qualname__}: {error}")
-        return _packed(ExceptionWithTraceback(told, error.__traceback__))
+        replacement = RuntimeError(f"{type(error).__qualname__}: {error}")
+        return _pack(ExceptionWithTraceback(replacement, error.__traceback__))
 
 
-def unpacked(pickled: bytes, arrays: list[Any]) -> Any:
-    """What was packed, in memory of its own: what Ray hands out may not be written to."""
+def unpack(pickled: bytes, arrays: list[Any]) -> Any:
+    """Return the packed object in writable memory; Ray's own buffers are read-only."""
     return pickle.loads(pickled, buffers=[bytearray(part) for part in arrays])

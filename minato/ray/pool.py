@@ -1,4 +1,4 @@
-"""Workers in a Ray cluster: each is a thread here and an actor there."""
+"""Workers in a Ray cluster: each is a local thread and a remote actor."""
 
 from __future__ import annotations
 
@@ -10,68 +10,71 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minato._compat import kill_actor
-from minato.ray.actor import SampleServer, Work
+from minato.ray.actor import ActorSpec, SampleServer
 from minato.ray.reads import ActorLost
 from minato.workers.local_pools import ThreadPool
 
-__all__ = ["ActorPool", "Crew"]
+__all__ = ["ActorGroup", "ActorPool"]
 
 
-class Crew:
+class ActorGroup:
     """The actors of a loader.
 
     Args:
-        work: What they need; it is put into Ray's object store once, for all of them.
-        options: What Ray is told of each (``ActorClass.options``).
+        spec: Their arguments; they are put into Ray's object store once.
+        options: Ray's options of each actor (``ActorClass.options``).
     """
 
-    def __init__(self, work: Work, options: Mapping[str, Any]) -> None:
-        self._work = work
+    def __init__(self, spec: ActorSpec, options: Mapping[str, Any]) -> None:
+        self._spec = spec
         self._options = options
         self._ray: Any = None
         self._job = ""
-        self._hire: Callable[[int], Any] | None = None
+        self._make_actor: Callable[[int], Any] | None = None
         self._actors: dict[int, Any] = {}
         self._lock = threading.Lock()
 
-    def assemble(self) -> None:
-        """Connect to the cluster, as Ray does by default if the program has not done so."""
+    def connect(self) -> None:
+        """Connect to the cluster with Ray's defaults, unless the program is already connected."""
         ray = self._ray = importlib.import_module("ray")
         if not ray.is_initialized():
             ray.init()
         self._job = ray.get_runtime_context().get_job_id()
         server = ray.remote(SampleServer).options(**{"num_cpus": 1, **self._options})
-        work = ray.put(self._work)
-        self._hire = lambda number: server.remote(number, work)
+        spec = ray.put(self._spec)
+        self._make_actor = lambda number: server.remote(number, spec)
 
     def check(self) -> None:
-        """Raise if the actors cannot be reached any more."""
+        """Raise a RuntimeError if the actors cannot be reached any more."""
         if not self._connected():
             raise RuntimeError(
-                "Ray was shut down while a loader with worker_method='ray' was in use"
+                "Ray was shut down while a loader with workers=RayWorkers(...) was in use"
             )
 
     def _connected(self) -> bool:
-        # Ray connects anew, as another job, where anybody calls an actor after the connection was closed.
+        # A call of an actor after the connection was closed would connect again, as another job.
         try:
             if not self._ray.is_initialized():
                 return False
             job: str = self._ray.get_runtime_context().get_job_id()
             return job == self._job
-        except Exception:  # in the middle of either
+        except Exception:  # while Ray connects or disconnects
             return False
 
-    def hire(self, number: int) -> tuple[Any, Callable[[], None], Callable[[], bool]]:
-        """A new actor for worker ``number``, what ends it, and what tells whether it can be asked.
+    def start_actor(self, number: int) -> tuple[Any, Callable[[], None], Callable[[], bool]]:
+        """Start an actor for worker ``number``.
 
-        It begins when the cluster has room for it.
+        The actor begins as soon as the cluster has free resources for it.
+
+        Returns:
+            The actor's handle, a function that ends it, and one that returns whether Ray is connected.
         """
-        assert self._hire is not None
+        assert self._make_actor is not None
         with self._lock:
-            actor = self._actors[number] = self._hire(number)
+            actor = self._actors[number] = self._make_actor(number)
         return actor, functools.partial(self._end, actor), self._ray.is_initialized
 
-    def dismiss(self) -> None:
+    def end_all(self) -> None:
         """End all actors."""
         with self._lock:
             actors = list(self._actors.values())
@@ -80,27 +83,27 @@ class Crew:
             self._end(actor)
 
     def _end(self, actor: Any) -> None:
-        with contextlib.suppress(Exception):  # then the actor has ended with the connection
+        with contextlib.suppress(Exception):  # the actor has ended with the connection
             kill_actor(self._ray, actor)
 
 
 class ActorPool(ThreadPool):
-    """Starts worker threads with an actor each, replaces those whose actor is lost, and ends them.
+    """Worker threads with one actor each; a worker whose actor is lost is replaced.
 
     Args:
-        buried: Called with ``(number, pid, loss)`` of a lost worker; gives its samples out again, or raises.
-        args: Those of :class:`ThreadPool`.
+        buried: Called with ``(number, pid, loss)`` of a lost worker; reassigns its samples, or raises.
+        args: Arguments of :class:`ThreadPool`.
     """
 
-    def __init__(self, crew: Crew, buried: Callable[..., None], *args: Any) -> None:
+    def __init__(self, group: ActorGroup, buried: Callable[..., None], *args: Any) -> None:
         super().__init__(*args)
-        self._crew = crew
+        self._group = group
         self._buried = buried
         self._lost: dict[int, ActorLost] = {}
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
-        """Start all threads; each works as soon as the cluster has room for its actor."""
-        self._crew.assemble()
+        """Start all threads; each works as soon as the cluster has free resources for its actor."""
+        self._group.connect()
         super().start(enough)
 
     def _run(self, number: int) -> None:
@@ -112,7 +115,7 @@ class ActorPool(ThreadPool):
 
     def check(self) -> None:
         """Replace workers whose actors are lost, or raise torch's RuntimeError."""
-        self._crew.check()
+        self._group.check()
         for number, lost in list(self._lost.items()):
             self._buried(number, lost.pid, lost.loss)
             del self._lost[number]
@@ -125,8 +128,8 @@ class ActorPool(ThreadPool):
         return [number for number in super()._gone() if number not in self._lost]
 
     def shut_down(self) -> bool:
-        """End the actors, and with them what the threads wait for; returns whether there are no threads any more."""
+        """End the actors, which wakes their threads; return whether all threads have ended."""
         if self._is_owner:
             self._stop()
-            self._crew.dismiss()
+            self._group.end_all()
         return super().shut_down()

@@ -1,4 +1,4 @@
-"""A worker's end of a Ray actor: samples are asked for, answers come back, or the actor is lost."""
+"""A worker's side of a Ray actor: it requests samples and receives results, or finds the actor lost."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from collections.abc import Callable
 from typing import Any
 
 from minato._core.clock import now_ns
-from minato.observe.stats.profile import Meters
-from minato.ray.actor import Answer, unpacked
+from minato.observe.stats.costs import Meters
+from minato.ray.actor import SampleResult, unpack
 from minato.transforms.rng import current
 from minato.workers.reads import FinishedReads, Read
 from minato.workers.restart_policy import Loss
 
 __all__ = ["ActorLost", "ActorReads"]
 
-_FELT = 0.1
-"""The way to the actor and back is felt where it takes more than this part of a sample."""
+_NOTICEABLE = 0.1
+"""A round trip to the actor is noticeable if it takes more than this share of a sample's time."""
 _MOST_AHEAD = 8
 _SMOOTHING = 0.3
 """Weight of the latest sample in the mean times."""
 
 _NODE_DIED = "its node has died"
-"""In what Ray says of an actor."""
+"""Part of Ray's error text."""
 
 
 class ActorLost(BaseException):
-    """The actor is gone, and so its worker ends. No error of a sample: nothing that catches these may see it.
+    """The actor is lost, so its worker ends.
+
+    A BaseException, because handlers of samples' errors must not catch it.
 
     Args:
-        pid: Of its process, None if nobody knows.
+        pid: Its process id; None if unknown.
     """
 
     def __init__(self, pid: int | None, loss: Loss) -> None:
@@ -39,17 +41,17 @@ class ActorLost(BaseException):
 
 
 class ActorReads(FinishedReads):
-    """Samples that an actor runs one after the other, as reads of a worker; and the same as a dataset.
+    """The samples that an actor runs, as in-flight reads of a worker and as a dataset.
 
-    The next one is asked for while one runs, where the way to the actor would be felt. Until the actor has begun, the
-    limit is 0: a worker whose actor has no room in the cluster claims nothing.
+    If round trips are noticeable, it requests the next samples while one runs. Until the actor has started, the limit
+    is 0: a worker whose actor waits for free resources claims nothing.
 
     Args:
         actor: Handle of a :class:`minato.ray.actor.SampleServer`.
-        end: Ends it.
-        connected: Tells whether there is a connection to the cluster.
-        lease: The worker's lease words, the third of which names the transform that ran.
-        meters: Receive what the stages cost.
+        end: Ends the actor.
+        connected: Returns whether there is a connection to the cluster.
+        lease: The worker's lease words; the third is the index of the transform that ran.
+        meters: Receive the times of dataset and transforms.
     """
 
     def __init__(
@@ -66,15 +68,15 @@ class ActorReads(FinishedReads):
         self._connected = connected
         self._lease = lease
         self._meters = meters
-        self._usual_ns = self._way_ns = 0.0
+        self._mean_sample_ns = self._round_trip_ns = 0.0
         self._alone: Read | None = None
         self._pid: int | None = None
         self._host = ""
         self._lost: Exception | None = None
-        actor.whereabouts.remote().future().add_done_callback(self._arrive)
+        actor.process_and_node.remote().future().add_done_callback(self._on_started)
 
-    def _arrive(self, future: Any) -> None:
-        # In a thread of Ray's, as the other callbacks.
+    def _on_started(self, future: Any) -> None:
+        # Ray calls this and the other callbacks in a thread of its own.
         try:
             self._pid, self._host = future.result()
         except Exception as error:
@@ -82,7 +84,7 @@ class ActorReads(FinishedReads):
         self._news.set()
 
     def submit(self, read: Read) -> None:
-        """Ask for a sample; those beyond the limit queue up."""
+        """Request a sample; requests beyond the limit wait in the actor's queue."""
         if not self.outstanding:
             self._alone = read
         self.outstanding += 1
@@ -93,14 +95,14 @@ class ActorReads(FinishedReads):
             read.error = error
             self._finish(read)
             return
-        future.add_done_callback(functools.partial(self._answered, read))
+        future.add_done_callback(functools.partial(self._on_result, read))
 
     def _ask(self, key: Any, epoch: int, seed: int | None, occurrence: int) -> Any:
         if not self._connected():  # the call would open another one
             raise ConnectionError("the connection to the cluster is closed")
         return self._actor.sample.remote(key, epoch, seed, occurrence).future()
 
-    def _answered(self, read: Read, future: Any) -> None:
+    def _on_result(self, read: Read, future: Any) -> None:
         try:
             read.value = future.result()
         except Exception as error:
@@ -108,78 +110,80 @@ class ActorReads(FinishedReads):
         self._finish(read)
 
     def finished(self) -> Read | None:
-        """Take back a sample that was run, the first first; None if there is none.
+        """Return the oldest finished sample; None if there is none.
 
         Raises:
-            ActorLost: There will be no more.
+            ActorLost: The actor is lost.
         """
         if self._lost is not None:
-            raise self._loss(self._lost)
+            raise self._actor_lost(self._lost)
         if self.limit == 0:
-            # The news stays, so that the worker does not rest before it has claimed.
+            # The event stays set, so that the worker does not sleep before it has claimed a sample.
             self.limit = int(self._pid is not None)
             return None
         read = super().finished()
         if read is None:
             return None
         if read.error is not None:
-            raise self._loss(read.error)
-        answer: Answer = read.value
-        read.duration_ns = sum(answer.laps_ns)
-        read.step = answer.step
-        self._learn(read)
-        read.value, read.error = self._taken(answer)
+            raise self._actor_lost(read.error)
+        result: SampleResult = read.value
+        read.duration_ns = sum(result.laps_ns)
+        read.step = result.step
+        self._update_limit(read)
+        read.value, read.error = self._unpack(result)
         return read
 
     def __getitem__(self, key: Any) -> Any:
-        """The sample that this thread has in hand, run once more while the caller waits."""
+        """Run this thread's current sample once more and wait for it."""
         seed, epoch, _, occurrence = current() or (None, 0, None, 0)
         try:
-            answer: Answer = self._ask(key, epoch, seed, occurrence).result()
+            result: SampleResult = self._ask(key, epoch, seed, occurrence).result()
         except Exception as error:
-            raise self._loss(error) from None
-        value, raised = self._taken(answer)
+            raise self._actor_lost(error) from None
+        value, raised = self._unpack(result)
         if raised is not None:
-            self._lease[2] = answer.step
+            self._lease[2] = result.step
             raise raised
         return value
 
     def close(self) -> None:
-        """End the actor, whatever it does."""
+        """End the actor, even while it runs a sample."""
         self._end()
 
-    def _learn(self, read: Read) -> None:
-        """Ask for as many samples ahead as it takes for the actor not to wait for the next one."""
-        self._usual_ns = _smoothed(self._usual_ns, read.duration_ns)
-        if read is self._alone:  # any other had to wait for the actor, too
+    def _update_limit(self, read: Read) -> None:
+        """Set the limit so that the actor never waits for the next request."""
+        self._mean_sample_ns = _smoothed(self._mean_sample_ns, read.duration_ns)
+        if read is self._alone:  # the other samples also waited for the actor
             self._alone = None
-            self._way_ns = _smoothed(self._way_ns, now_ns() - read.started_ns - read.duration_ns)
-        felt = self._way_ns > _FELT * self._usual_ns
-        ahead = 1 + int(self._way_ns / max(self._usual_ns, 1)) if felt else 0
+            self._round_trip_ns = _smoothed(
+                self._round_trip_ns, now_ns() - read.started_ns - read.duration_ns
+            )
+        is_noticeable = self._round_trip_ns > _NOTICEABLE * self._mean_sample_ns
+        ahead = 1 + int(self._round_trip_ns / max(self._mean_sample_ns, 1)) if is_noticeable else 0
         self.limit = 1 + min(ahead, _MOST_AHEAD)
 
-    def _taken(self, answer: Answer) -> tuple[Any, BaseException | None]:
-        """A sample, or what it raised; its costs are noted."""
+    def _unpack(self, result: SampleResult) -> tuple[Any, BaseException | None]:
+        """Return a sample or its exception, and record its times."""
         try:
-            result = unpacked(answer.pickled, answer.arrays)
+            value = unpack(result.pickled, result.arrays)
         except Exception as error:
             return None, error
-        if answer.failed:
-            return None, result
+        if result.failed:
+            return None, value
         meters = self._meters
-        dataset_ns, *steps_ns = answer.laps_ns
+        dataset_ns, *steps_ns = result.laps_ns
         meters.dataset.record(dataset_ns)
         for histogram, step_ns in zip(meters.steps, steps_ns, strict=True):
             histogram.record(step_ns)
-        meters.size.record(answer.size_bytes)
-        meters.cpu.record(answer.cpu_ns)
+        meters.size.record(result.size_bytes)
+        meters.cpu.record(result.cpu_ns)
         meters.transforms.record(len(steps_ns))
-        return result, None
+        return value, None
 
-    def _loss(self, error: BaseException) -> ActorLost:
-        """What to tell of an actor that does not answer any more."""
+    def _actor_lost(self, error: BaseException) -> ActorLost:
+        """Return the exception for an actor that no longer responds."""
         started = self._pid is not None
-        # Ray says whether it was lost while it was made, and nothing where it could not be made at all.
+        # Ray reports whether the actor failed while it started; without a report it could not be started.
         unable = not started and getattr(error, "actor_init_failed", True)
         blameless = started or _NODE_DIED in str(error)
         where = f" on {self._host}" if started else ""
@@ -191,6 +195,6 @@ def _smoothed(mean_ns: float, latest_ns: int) -> float:
 
 
 def _reason(error: BaseException) -> str:
-    """What Ray says, without the lines that name the actor."""
+    """Return Ray's message without the lines that name the actor."""
     lines = [line.strip() for line in str(error).splitlines() if not line.startswith("\t")]
     return " ".join(lines[1:] or lines) or type(error).__name__

@@ -15,43 +15,43 @@ from minato.checks import check_choice, check_whole
 __all__ = ["CostBatchSampler"]
 
 _POOL_BATCHES = 50
-"""By default so many batches' worth of samples are sorted together."""
+"""Default size of a pool, in batches."""
 
 Costs = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class CostBatchSampler(Sampler[list[int]]):
-    """A ``batch_sampler`` whose batches cost at most so much: tokens, pixels, bytes, or seconds.
+    """A ``batch_sampler`` with a limit on the cost of a batch: tokens, pixels, bytes, or seconds.
 
-    Samples are drawn in random order, sorted by cost within pools, and cut to batches, so that a batch holds samples of
-    similar cost and little is padded. All ranks get the same number of batches, and in each step batches of similar
-    cost: where the number does not divide, large batches are cut in two. So each index comes once per epoch over all
-    ranks; only where all batches hold one sample, some come again.
+    It draws samples in random order, sorts them by cost within pools, and divides each pool into batches. So a batch
+    holds samples of similar cost, with little padding. All ranks get the same number of batches, and in each step
+    batches of similar cost: where the number does not divide, it halves large batches. Each index comes once per epoch
+    over all ranks; only if all batches hold one sample, some indices repeat.
 
-    The order is a function of (seed, epoch), and all ranks must be given the same costs. In a ``minato.DataLoader``
-    each pass is the next epoch; elsewhere call ``set_epoch``.
+    The order is a function of (seed, epoch), and all ranks must have the same costs. A ``minato.DataLoader`` sets the
+    epoch; elsewhere call ``set_epoch``.
 
     Args:
-        costs: What each index costs, at least 0; or a function that says so, to be asked once for each index.
-        max_cost: What a batch may cost.
+        costs: Cost of each index, at least 0; or a function of the index, which is called once for each.
+        max_cost: Largest cost of a batch.
         size: Number of samples, where ``costs`` is a function.
         padded: A batch costs its number of samples times the largest of their costs, as if all were padded to the
             longest (``max_tokens``); otherwise the sum of their costs.
-        max_size: How many samples a batch may have at most.
+        max_size: Largest number of samples in a batch.
         shuffle: Whether the order is random; otherwise it is the same in each epoch.
-        seed: What the order follows from, besides the epoch.
-        pool: How many samples are sorted together, and cut to batches without a rest: the more, the less padding, and
-            the less do batches differ from one epoch to the next. By default about 50 batches' worth.
-        oversized: What becomes of samples that cost more than ``max_cost``: ``"raise"``, ``"alone"`` (each is a batch)
-            or ``"skip"``.
+        seed: Seed of the order.
+        pool: Number of samples that are sorted together. Larger pools have less padding, and batches that differ less
+            between epochs. By default about 50 batches.
+        oversized: For samples that cost more than ``max_cost``: ``"raise"``, ``"alone"`` (each is a batch) or
+            ``"skip"``.
         num_replicas: Number of ranks; by default torch.distributed's, or 1. Use 1 where a trainer shards the batches.
-        rank: Which of them this is.
+        rank: Number of this rank.
 
     Raises:
-        ValueError, TypeError: An argument is not possible, or a sample is oversized.
+        ValueError, TypeError: An argument is invalid, or a sample is oversized.
 
     Attributes:
-        epoch: The epoch whose batches ``iter()`` gives; set it with ``set_epoch``.
+        epoch: The epoch whose batches ``iter()`` yields; set it with ``set_epoch``.
     """
 
     def __init__(
@@ -107,18 +107,18 @@ class CostBatchSampler(Sampler[list[int]]):
         self._cut: tuple[int, list[list[int]]] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose batches ``iter()`` and ``len()`` tell."""
+        """Choose the epoch of ``iter()`` and ``len()``."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Batches of each rank in this epoch."""
+        """Number of batches of each rank in this epoch."""
         return len(self._all_batches()) // self.num_replicas
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter(self._all_batches()[self.rank :: self.num_replicas])
 
     def _all_batches(self) -> list[list[int]]:
-        """The batches of all ranks: those of the first step, of the second, and so on."""
+        """Return the batches of all ranks: those of the first step, of the second, and so on."""
         if self._cut is None or self._cut[0] != self.epoch:
             random = np.random.default_rng(mix(self._seed, self.epoch, 0))
             order = random.permutation(self._indices) if self._shuffle else self._indices
@@ -141,19 +141,19 @@ class CostBatchSampler(Sampler[list[int]]):
         return self._cut[1]
 
     def _packed(self, indices: np.ndarray[Any, Any]) -> list[list[int]]:
-        """Batches of one pool, by rising cost."""
+        """Return the batches of one pool, by rising cost."""
         costs = self._costs[indices]
         by_cost = np.argsort(costs, kind="stable")
-        keys, batches, start, total = indices[by_cost].tolist(), [], 0, 0.0
+        ordered, batches, start, total = indices[by_cost].tolist(), [], 0, 0.0
         for number, cost in enumerate(costs[by_cost].tolist()):
             count = number - start
             after = cost * (count + 1) if self._padded else total + cost
             if count and (after > self.max_cost or count == self._max_size):
-                batches.append(keys[start:number])
+                batches.append(ordered[start:number])
                 start, after = number, cost
             total = after
-        if keys:
-            batches.append(keys[start:])
+        if ordered:
+            batches.append(ordered[start:])
         return batches
 
 
@@ -174,7 +174,7 @@ def _checked(costs: Any, size: int | None) -> Costs:
 
 
 def _fill_steps(batches: list[list[int]], ranks: int) -> None:
-    """Make the number of batches one that divides by that of the ranks: halve large ones, or repeat some."""
+    """Make the number of batches divisible by the number of ranks: halve large ones, or repeat some."""
     while len(batches) % ranks:
         largest = max(range(len(batches)), key=lambda number: len(batches[number]))
         batch = batches[largest]

@@ -1,4 +1,4 @@
-"""Samplers that know ranks, and what all ranks of a node draw together."""
+"""Samplers of distributed training, and the batches of all ranks of a node together."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ from torch.utils.data import DistributedSampler
 
 from minato.sampling.sampler_epoch import nested
 
-__all__ = ["InTurn", "RankSampler", "at_rank", "ranked"]
+__all__ = ["InterleavedRanks", "RankSampler", "ranked", "sampler_at_rank"]
 
 
 class RankSampler(DistributedSampler[int]):
-    """torch's sampler for ranks, whose epochs differ without being told.
+    """torch's sampler for ranks. The loader sets its epoch, so that epochs differ without ``set_epoch``.
 
     Args:
         data_source: Anything with a length.
         count: Number of ranks.
-        rank: Of this one.
+        rank: Number of this rank.
         shuffle: Whether (seed, epoch) permutes the indices.
         seed: The same in all ranks.
-        drop_last: Whether what does not divide by the ranks is dropped, rather than filled up.
+        drop_last: Whether indices that do not divide by the ranks are dropped; otherwise some are repeated.
     """
 
     def __init__(
         self, data_source: Sized, count: int, rank: int, shuffle: bool, seed: int, drop_last: bool
     ) -> None:
-        # torch's generator takes no more than 64 bits, to which the epoch is added.
+        # torch adds the epoch to the seed, and its generator takes 64 bits.
         seed %= 1 << 62
         super().__init__(cast(Any, data_source), count, rank, shuffle, seed, drop_last)
 
 
 def ranked(sampler: Any) -> Any | None:
-    """The first of the nested samplers that knows ranks, by ``rank`` and ``num_replicas``; None if none does."""
+    """Return the first of the nested samplers with ``rank`` and ``num_replicas``; None if there is none."""
     known = (
         one for one in nested(sampler) if hasattr(one, "rank") and hasattr(one, "num_replicas")
     )
     return next(known, None)
 
 
-def at_rank(sampler: Any, rank: int) -> Any:
-    """A copy of a sampler, as another rank has it."""
+def sampler_at_rank(sampler: Any, rank: int) -> Any:
+    """Return a copy of a sampler, as another rank has it."""
     here = copy.copy(sampler)
     if hasattr(sampler, "rank") and hasattr(sampler, "num_replicas"):
         here.rank = rank
     elif getattr(sampler, "sampler", None) is not None:
-        here.sampler = at_rank(sampler.sampler, rank)
+        here.sampler = sampler_at_rank(sampler.sampler, rank)
     else:
-        here.batch_sampler = at_rank(sampler.batch_sampler, rank)
+        here.batch_sampler = sampler_at_rank(sampler.batch_sampler, rank)
     return here
 
 
-class InTurn:
-    """What several ranks draw: the first batch of each, then the second of each, and so on.
+class InterleavedRanks:
+    """The batches of several ranks: the first batch of each, then the second of each, and so on.
 
     Args:
-        sampler: Of one of them; knows ranks.
-        ranks: All of them.
+        sampler: The index sampler of one rank.
+        ranks: The ranks.
 
     Attributes:
         sampler: The same.
@@ -75,9 +75,9 @@ class InTurn:
         return len(self.sampler) * len(self.ranks)
 
     def __iter__(self) -> Iterator[Any]:
-        """Raises ValueError where one rank has fewer batches than another."""
+        """Yield the batches. Raises ValueError if one rank has fewer batches than another."""
         ended = object()
-        draws = [iter(at_rank(self.sampler, rank)) for rank in self.ranks]
+        draws = [iter(sampler_at_rank(self.sampler, rank)) for rank in self.ranks]
         while True:
             step = [next(draw, ended) for draw in draws]
             over = [batch is ended for batch in step]

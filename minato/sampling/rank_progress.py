@@ -1,58 +1,58 @@
-"""What one rank has had of a pass that several ranks share."""
+"""The batches of one rank, in an epoch that several ranks share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from minato.sampling.coverage import Done, Portion, Tally, merged
+from minato.sampling.completed import BatchPart, Completed, Tally, merged
 
-__all__ = ["Part", "united"]
+__all__ = ["RankProgress", "merged_ranks"]
 
 
-class Part:
-    """Counts what one rank is handed; the pass itself is followed where it is dealt out.
+class RankProgress:
+    """Counts the batches that one rank gets. The rank that runs the workers counts those of the whole epoch.
 
     Args:
-        length: Batches that this rank gets of the whole pass.
-        before: What earlier runs have handed it of a pass that is resumed; None: it begins at the beginning.
+        length: Number of batches that this rank gets in the whole epoch.
+        before: Batches of earlier runs, where an epoch is resumed; None: the epoch begins.
 
     Attributes:
         before: The same.
-        finished: Whether it has had all, and has seen the end.
+        finished: Whether the rank got all its batches, and the end of the epoch.
     """
 
-    def __init__(self, length: int, before: Done | None = None) -> None:
+    def __init__(self, length: int, before: Completed | None = None) -> None:
         self.before = before
         self.finished = False
         self._length = length
-        self._done = before or Done()
-        self._ranges = list(self._done.ranges)
-        self._batches = self._done.batches
-        self._samples, self._hash = self._done.delivered
+        self._completed = before or Completed()
+        self._ranges = list(self._completed.ranges)
+        self._batches = self._completed.batches
+        self._samples, self._hash = self._completed.delivered
 
-    def handed(self, portion: Portion) -> None:
-        """Note a batch that the program gets."""
-        ranges, samples, hashes = portion
+    def handed(self, part: BatchPart) -> None:
+        """Count a batch that the program gets."""
+        ranges, samples, hashes = part  # a plain tuple from another process
         self._ranges += ranges
         self._batches += 1
         self._samples += samples
         self._hash += hashes
 
     def ended(self) -> None:
-        """Note that there is no other batch for this rank."""
+        """Note that the epoch has no other batch for this rank."""
         self.finished = self._batches == self._length
 
-    def done(self) -> Done:
-        """All that it has had of the pass, in this run and before."""
+    def done(self) -> Completed:
+        """Return what this rank got in the epoch, in this run and earlier ones."""
         tally = Tally.of(self._samples, self._hash)
-        return Done(merged(self._ranges), self._batches, tally)
+        return Completed(merged(self._ranges), self._batches, tally)
 
 
-def united(parts: Iterable[Done]) -> Done:
-    """What several ranks have had together.
+def merged_ranks(parts: Iterable[Completed]) -> Completed:
+    """Return what several ranks got together.
 
     Raises:
-        ValueError: Two of them have had the same.
+        ValueError: Two ranks got the same sample.
     """
     parts = list(parts)
     ranges = [pair for part in parts for pair in part.ranges]
@@ -64,7 +64,7 @@ def united(parts: Iterable[Done]) -> Done:
         )
     samples = sum(part.delivered.samples for part in parts)
     hashes = sum(part.delivered.hash for part in parts)
-    return Done(together, sum(part.batches for part in parts), Tally.of(samples, hashes))
+    return Completed(together, sum(part.batches for part in parts), Tally.of(samples, hashes))
 
 
 def _count(ranges: Iterable[tuple[int, int]]) -> int:

@@ -1,9 +1,9 @@
-"""The order of batches in a file, to be repeated: JSON lines, one per batch.
+"""Records the order of batches in a file, and replays it: JSON lines, one per batch.
 
-An epoch begins with ``{"minato_order": 1, "epoch": e, "seed": s, "first_batch": b}``. Then each delivered batch is a
-list of its keys in the order of their places, where ``[key, n]`` is a key that came n times before in the epoch, and
-``{"end": n}`` says that there were n batches. A run that goes on after an interruption appends: what it says of an
-epoch from batch b on takes the place of what was there.
+An epoch begins with ``{"minato_order": 1, "epoch": e, "seed": s, "first_batch": b}``. Each delivered batch is a list of
+its indices in the order of their places. ``[index, n]`` is an index that occurred n times before in the epoch.
+``{"end": n}`` ends an epoch of n batches. A resumed run appends: its record of an epoch from batch b on replaces the
+earlier one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from operator import index as as_integer
 from typing import Any, BinaryIO
 
-from minato._files import cut_torn_line, open_lines, open_regular, write_all
-from minato._occurrences import Again
+from minato._support.files import cut_torn_line, open_lines, open_regular, write_all
+from minato.sampling.occurrences import Again
 
 __all__ = ["OrderRecord", "RecordedOrder"]
 
@@ -28,14 +28,14 @@ _BEGINS = b'{"minato_order":'
 
 
 class OrderRecord:
-    """Writes down one pass while it runs; each batch is in the file before the consumer has it.
+    """Records one epoch while it runs; each batch is in the file before ``next()`` returns it.
 
     Args:
-        path: Appended to; a last line that is not complete is cut off. Made with mode 0600 if it does not exist.
-        first_batch: How many batches of the pass were delivered before.
+        path: File to append to; an incomplete last line is cut off. A new file has mode 0600.
+        first_batch: Number of batches of the epoch that were delivered before.
 
     Raises:
-        ValueError: The file holds something else, which is untouched.
+        ValueError: The file holds something else, and is not changed.
         OSError: The file cannot be written.
     """
 
@@ -45,31 +45,31 @@ class OrderRecord:
         self._close = weakref.finalize(self, os.close, self._descriptor)
         cut_torn_line(self._descriptor)
         self._waiting: dict[int, int | str | list[Any]] = {}
-        self._asked = 0
+        self._requested = 0
         self._batches = first_batch
         self._write(
             {"minato_order": _VERSION, "epoch": epoch, "seed": seed, "first_batch": first_batch}
         )
 
-    def asked(self, keys: Any) -> None:
-        """Number the keys of the next batch that the sampler gives.
+    def requested(self, keys: Any) -> None:
+        """Number the indices of the next batch that the sampler yields.
 
         Raises:
-            TypeError: A key is neither an integer nor a string.
+            TypeError: An index is neither an integer nor a string.
         """
         for key in keys:
-            self._waiting[self._asked] = _plain(key)
-            self._asked += 1
-        self._asked += not len(keys)
+            self._waiting[self._requested] = _to_json(key)
+            self._requested += 1
+        self._requested += not len(keys)
 
     def delivered(self, numbers: list[int]) -> None:
-        """Write down a batch, by the numbers of the keys at its places."""
+        """Record a batch, given the numbers of the indices at its places."""
         found = (self._waiting.pop(number, None) for number in numbers)
         self._write([key for key in found if key is not None])
         self._batches += 1
 
     def finish(self) -> None:
-        """Write down that the pass is complete."""
+        """Record the end of the epoch."""
         self._write({"end": self._batches})
         self._close()
 
@@ -78,22 +78,22 @@ class OrderRecord:
         write_all(self._descriptor, data, self._path)
 
 
-def _plain(key: Any) -> int | str | list[Any]:
+def _to_json(key: Any) -> int | str | list[Any]:
     if type(key) is Again:
-        return [_plain(key.key), key.occurrence]
+        return [_to_json(key.key), key.occurrence]
     if isinstance(key, str):
         return key
     try:
         return as_integer(key)
     except TypeError:
         raise TypeError(
-            f"record_order can only write keys that are integers or strings, and {key!r} is a "
-            f"{type(key).__name__}: leave record_order out, or let the sampler give such keys"
+            f"record_order can only write indices that are integers or strings, and {key!r} is a "
+            f"{type(key).__name__}: leave record_order out, or let the sampler yield such indices"
         ) from None
 
 
 def _line(raw: bytes) -> Any:
-    """What a line holds, None if it is not whole."""
+    """Return the content of a line; None if it is incomplete."""
     try:
         return json.loads(raw) if raw.endswith(b"\n") else None
     except (ValueError, RecursionError):
@@ -117,7 +117,7 @@ def _is_key(key: Any) -> bool:
 
 @dataclass
 class _Epoch:
-    """Where the batches of an epoch stand in the file."""
+    """Offsets of the batches of an epoch in the file."""
 
     seed: int
     line: int
@@ -126,13 +126,13 @@ class _Epoch:
 
 
 class RecordedOrder:
-    """Reads what ``OrderRecord`` has written.
+    """Reads a file that ``OrderRecord`` wrote.
 
-    The file is read twice: at once, to see that it is whole, and batch by batch while it is replayed.
+    It is read twice: at once, to check it, and batch by batch during the replay.
 
     Raises:
-        ValueError: It is no such file; the message names it and the line.
-        OSError: It cannot be read.
+        ValueError: It is no such file; the message names the file and the line.
+        OSError: The file cannot be read.
     """
 
     def __init__(self, path: str) -> None:
@@ -150,9 +150,9 @@ class RecordedOrder:
         epoch: _Epoch | None = None
         offset = 0
         for number, raw in enumerate(file, 1):
-            line = self._parsed(raw, number)
+            line = self._parse(raw, number)
             if isinstance(line, dict) and "minato_order" in line:
-                epoch = self._begun(line, number)
+                epoch = self._begin_epoch(line, number)
             elif epoch is None:
                 raise self._wrong(number, "an epoch must begin with a line that names it")
             elif isinstance(line, list):
@@ -165,7 +165,7 @@ class RecordedOrder:
                 raise self._wrong(number, f"{len(epoch.offsets)} batches stand before it")
             offset += len(raw)
 
-    def _parsed(self, raw: bytes, number: int) -> Any:
+    def _parse(self, raw: bytes, number: int) -> Any:
         line = _line(raw)
         if _is_batch(line) or (
             isinstance(line, dict) and ("end" in line or "minato_order" in line)
@@ -173,7 +173,7 @@ class RecordedOrder:
             return line
         raise self._wrong(number, "it is no line of a recorded order")
 
-    def _begun(self, line: dict[str, Any], number: int) -> _Epoch:
+    def _begin_epoch(self, line: dict[str, Any], number: int) -> _Epoch:
         if type(line["minato_order"]) is not int or line["minato_order"] != _VERSION:
             raise self._wrong(
                 number, f"version {line['minato_order']!r}, and this minato reads {_VERSION}"
@@ -194,10 +194,10 @@ class RecordedOrder:
         return ValueError(f"{self._path}, line {number}: {why}")
 
     def seed(self, epoch: int) -> int:
-        """What the randomness of the epoch's samples started from.
+        """Return the seed of the epoch's samples.
 
         Raises:
-            ValueError: The epoch is not in the file, or not to its end.
+            ValueError: The file does not hold the epoch, or not to its end.
         """
         found = self._epochs.get(epoch)
         if found is None:
@@ -212,7 +212,7 @@ class RecordedOrder:
         return found.seed
 
     def batches(self, epoch: int) -> Iterator[list[int | str | Again]]:
-        """The keys of each batch of a complete epoch."""
+        """Yield the indices of each batch of a complete epoch."""
         with self._opened() as file:
             for number, offset in enumerate(self._epochs[epoch].offsets):
                 file.seek(offset)

@@ -1,4 +1,4 @@
-"""What decides the order of a pass, kept so that its keys can be drawn again."""
+"""States of generators and samplers that decide the order of an epoch, kept to draw its indices again."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from torch.utils.data import (
 )
 
 from minato._compat import EndlessSampler, ExceptionWrapper
-from minato._stateful import is_stateful
-from minato.sampling.distributed import InTurn
+from minato.sampling.distributed import InterleavedRanks
 from minato.sampling.sampler_epoch import epoch_of, nested
 from minato.sampling.samplers import SEEDED
+from minato.sampling.state import is_stateful
 
-__all__ = ["Draw"]
+__all__ = ["SamplerState"]
 
 _DRAWS_NOTHING = (
     BatchSampler,
@@ -35,19 +35,19 @@ _DRAWS_NOTHING = (
     *SEEDED,
     SequentialSampler,
     EndlessSampler,
-    InTurn,
+    InterleavedRanks,
 )
-"""Samplers that use no generator that outlives a pass."""
+"""Samplers without a generator that outlives an epoch."""
 _DRAWS_AT_FIRST = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-"""Samplers that use torch's default generator before their first key, and not afterwards."""
+"""Samplers that use torch's default generator before their first index, and not afterwards."""
 
 
-class _Apart:
-    """Draws from an iterator that finds torch's default generator as it left it.
+class _IsolatedIterator:
+    """Iterates with a state of torch's default generator of its own.
 
     Args:
-        state: Of the generator, for the first draw.
-        once: Only the first draw uses the generator.
+        state: State of the generator for the first ``next()``.
+        once: Only the first ``next()`` uses the generator.
     """
 
     def __init__(self, iterator: Iterator[Any], state: torch.Tensor, once: bool) -> None:
@@ -55,7 +55,7 @@ class _Apart:
         self._state: torch.Tensor | None = state
         self._once = once
 
-    def __iter__(self) -> _Apart:
+    def __iter__(self) -> _IsolatedIterator:
         return self
 
     def __next__(self) -> Any:
@@ -70,15 +70,15 @@ class _Apart:
             torch.default_generator.set_state(outside)
 
 
-class Draw:
-    """The states of generators and samplers before the first key of a pass was drawn.
+class SamplerState:
+    """States of generators and samplers before the first index of an epoch was drawn.
 
-    They are noted twice, since samplers differ in when they draw: before ``iter(sampler)``, and before the first
-    ``next()`` of what that gave. Once it is known that ``iter()`` drew nothing, the first note is dropped.
+    They are taken twice, as some samplers draw in ``iter(sampler)``, and others in the first ``next()`` of its result.
+    If ``iter()`` cannot have drawn, the first states are dropped.
 
     Args:
-        generator: The loader's, or None.
-        index_sampler: Gives keys, or batches of them.
+        generator: The loader's generator, or None.
+        index_sampler: Yields indices, or batches of them.
     """
 
     def __init__(self, generator: torch.Generator | None, index_sampler: Any) -> None:
@@ -97,30 +97,33 @@ class Draw:
         self._state: dict[str, Any] = {"before_iter": None, "before_first": None, "iterator": None}
         self._error: ExceptionWrapper | None = None
 
-    def entering(self) -> None:
-        """Note what counts before ``iter(sampler)``."""
+    def before_iter(self) -> None:
+        """Take the states before ``iter(sampler)``."""
         self._state["epoch"] = epoch_of(self._sampler)
         self._state["before_iter"] = self._generator_states()
         self._error = None
         with self._keeping_errors():
             self._state["samplers"] = self._sampler_states()
 
-    def first(self, iterator: Any) -> None:
-        """Note what counts before the first key is drawn from what ``iter(sampler)`` gave."""
+    def before_first(self, iterator: Any) -> None:
+        """Take the states before the first ``next()`` of the result of ``iter(sampler)``."""
         if isinstance(iterator, GeneratorType):
-            self._state["before_iter"] = None  # the body of a generator has not begun before
+            self._state["before_iter"] = (
+                None  # the body of a generator runs from the first next() on
+            )
         self._state["before_first"] = self._generator_states()
         if is_stateful(iterator):
             with self._keeping_errors():
                 self._state["iterator"] = copy.deepcopy(iterator.state_dict())
 
-    def again(self, state: dict[str, Any], samplers: bool = True) -> Iterator[Any]:
-        """``iter(sampler)``, with everything as a state tells that it was; the next key is the first.
+    def redraw(self, state: dict[str, Any], samplers: bool = True) -> Iterator[Any]:
+        """Return ``iter(sampler)`` with all states as they were; its next index is the first of the epoch.
+
+        torch's default generator has its earlier state for the draws of the sampler, and its present one otherwise.
 
         Args:
-            samplers: Whether samplers with a state get theirs.
-
-        For the draws of the sampler, torch's default generator is as it was; for all others, it is as it is.
+            state: Result of :meth:`to_plain`.
+            samplers: Whether stateful samplers get their states.
         """
         self._state = _loaded(state)
         outside = torch.default_generator.get_state()
@@ -130,7 +133,9 @@ class Draw:
                 return iterator
             kinds = {type(sampler) for sampler in nested(self._sampler)}
             inside = torch.default_generator.get_state()
-            return _Apart(iterator, inside, once=kinds <= {*_DRAWS_NOTHING, *_DRAWS_AT_FIRST})
+            return _IsolatedIterator(
+                iterator, inside, once=kinds <= {*_DRAWS_NOTHING, *_DRAWS_AT_FIRST}
+            )
         finally:
             torch.default_generator.set_state(outside)
 
@@ -147,10 +152,10 @@ class Draw:
         return iterator
 
     def check(self, plain: dict[str, Any]) -> None:
-        """Check that a state can be taken up by these generators and samplers.
+        """Check that a state fits these generators and samplers.
 
         Raises:
-            ValueError: It is damaged; the message names the part.
+            ValueError: It does not; the message names the part.
         """
         epoch, samplers = plain.get("epoch"), plain.get("samplers")
         if not (epoch is None or isinstance(epoch, int)):
@@ -172,22 +177,25 @@ class Draw:
                 except (ValueError, TypeError, RuntimeError):
                     raise _damaged(name, state) from None
 
-    def settle(self, state: dict[str, Any]) -> None:
-        """Bring generators and samplers to a state that ``between`` gave."""
+    def load(self, state: dict[str, Any]) -> None:
+        """Load a state of :meth:`idle_state` into generators and samplers."""
         self._state = _loaded(state)
         self._load_samplers()
         self._load_generators("before_iter")
 
-    def between(self) -> dict[str, Any]:
-        """What decides the order of the next pass, while there is none: the present states, as plain data."""
-        own = [None, *self._generator_states()[1:]]  # torch's default generator is the program's
+    def idle_state(self) -> dict[str, Any]:
+        """Return the present states as plain data. Between epochs, they decide the order of the next one."""
+        own = [
+            None,
+            *self._generator_states()[1:],
+        ]  # torch's default generator belongs to the program
         return _plain({"before_iter": own, "samplers": self._sampler_states()})
 
-    def plain(self) -> dict[str, Any]:
-        """What was noted, as plain data.
+    def to_plain(self) -> dict[str, Any]:
+        """Return the states as plain data.
 
         Raises:
-            Exception: What the ``state_dict()`` of a sampler or its iterator raised when it was to be noted.
+            Exception: ``state_dict()`` of a sampler or its iterator raised it.
         """
         if self._error is not None:
             self._error.reraise()
@@ -198,12 +206,12 @@ class Draw:
 
     @property
     def sources(self) -> tuple[int, int]:
-        """How many generators there are besides torch's default one, and how many samplers that keep a state."""
+        """Number of generators besides torch's default one, and of stateful samplers."""
         return len(self._generators), len(self._stateful)
 
     @contextmanager
     def _keeping_errors(self) -> Iterator[None]:
-        """Keep what ``state_dict()`` raises: nobody may ask for the loader's state."""
+        """Keep an exception of ``state_dict()`` until a program asks for the loader's state."""
         try:
             yield
         except Exception:
@@ -228,7 +236,7 @@ class Draw:
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of generators as text, everything else copied."""
+    """Return a copy of a state, with the bytes of generators as strings."""
     plain = {}
     for name, value in state.items():
         if name.startswith("before") and value is not None:
@@ -241,7 +249,7 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loaded(plain: dict[str, Any]) -> dict[str, Any]:
-    """The other way round."""
+    """Return the state that ``_plain`` encoded."""
     state = dict(plain)
     for name, value in plain.items():
         if name.startswith("before") and value is not None:

@@ -1,18 +1,18 @@
-"""Which epoch a sampler is in, for samplers that are told."""
+"""The epoch of samplers that have ``set_epoch``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["epoch_of", "nested", "tell_epoch"]
+__all__ = ["epoch_of", "nested", "set_sampler_epoch"]
 
 _DEEPEST = 8
-"""Samplers in one another; more is an object that answers to every name."""
+"""Most nested samplers; an object with more returns something for every attribute."""
 
 
 def nested(sampler: Any) -> Iterator[Any]:
-    """A sampler, the one that it draws from, and so on, by the attributes ``sampler`` and ``batch_sampler``."""
+    """Yield a sampler, the one it draws from, and so on, by the attributes ``sampler`` and ``batch_sampler``."""
     for _ in range(_DEEPEST):
         if sampler is None:
             return
@@ -22,7 +22,7 @@ def nested(sampler: Any) -> Iterator[Any]:
 
 
 def epoch_of(sampler: Any) -> int | None:
-    """The ``epoch`` of the first of the nested samplers that has one."""
+    """Return the ``epoch`` of the first nested sampler that has one; None without."""
     for one in nested(sampler):
         epoch = getattr(one, "epoch", None)
         if isinstance(epoch, int):
@@ -30,7 +30,7 @@ def epoch_of(sampler: Any) -> int | None:
     return None
 
 
-def tell_epoch(sampler: Any, epoch: int) -> None:
+def set_sampler_epoch(sampler: Any, epoch: int) -> None:
     """Call ``set_epoch`` of all nested samplers that have it, as trainers do."""
     for one in nested(sampler):
         set_epoch = getattr(one, "set_epoch", None)

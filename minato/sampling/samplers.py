@@ -1,4 +1,4 @@
-"""The order of keys: permutations that are functions of (seed, epoch), and what the next pass will be."""
+"""Samplers whose order is a function of (seed, epoch), batches of indices, and the sampler of the next epoch."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from minato._core.arrivals import Occurrences
 from minato._core.seeding import mix
-from minato._occurrences import Recurring
 from minato.sampling.cost_batches import CostBatchSampler
-from minato.sampling.distributed import InTurn, RankSampler
+from minato.sampling.distributed import InterleavedRanks, RankSampler
+from minato.sampling.occurrences import Recurring
 
 __all__ = [
     "SEEDED",
     "SeededSampler",
-    "batches_of",
     "counted",
+    "index_batches",
     "largest_batch",
     "next_sampler",
     "sizes_of",
 ]
 
 _MOST_COUNTED = 1 << 28
-"""Of a dataset's indices, so many are counted in an array."""
+"""Largest number of a dataset's indices that an array counts."""
 
 
 class SeededSampler(RandomSampler):
-    """Shuffles by (seed, epoch) alone, so that the order of any epoch is known at any time.
+    """Shuffles by (seed, epoch) alone: the order of any epoch is known in advance.
 
-    A ``RandomSampler``, because that is how trainers recognise that a loader shuffles.
+    It is a ``RandomSampler``, as trainers look for that class to see whether a loader shuffles.
 
     Args:
         data_source: Anything with a length.
         seed: Any integer.
 
     Attributes:
-        epoch: The epoch whose permutation ``iter()`` gives; set it with ``set_epoch``.
+        epoch: The epoch whose permutation ``iter()`` yields; set it with ``set_epoch``.
     """
 
     def __init__(self, data_source: Sized, seed: int) -> None:
@@ -50,7 +50,7 @@ class SeededSampler(RandomSampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation that the next ``iter()`` gives."""
+        """Choose the permutation that the next ``iter()`` yields."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -60,15 +60,15 @@ class SeededSampler(RandomSampler):
 
 
 SEEDED = (SeededSampler, CostBatchSampler, RankSampler)
-"""Samplers that each run of a loader tells its epoch."""
+"""Samplers whose epoch the loader sets at the beginning of each epoch."""
 
 
-def batches_of(index_sampler: Any, batched: bool, whole: bool = False) -> Iterator[Any]:
-    """The keys of each batch, in a list; without batching each key is a batch of its own.
+def index_batches(index_sampler: Any, batched: bool, whole: bool = False) -> Iterator[Any]:
+    """Return the indices of each batch, in a list; without batching each index is a batch of one.
 
     Args:
-        whole: The dataset gets all keys of a batch in one call, so that their container matters: sequences, arrays
-            and tensors are given as they are.
+        whole: The dataset gets all indices of a batch in one call (``__getitems__``). Then their container matters:
+            sequences, arrays and tensors stay as they are.
     """
     if not batched:
         return map(_alone, index_sampler)
@@ -76,47 +76,48 @@ def batches_of(index_sampler: Any, batched: bool, whole: bool = False) -> Iterat
 
 
 def counted(
-    batches: Iterator[Any], index_sampler: Any, length: int | None, number_of: Callable[[Any], int]
+    batches: Iterator[Any], index_sampler: Any, length: int | None, index_hash: Callable[[Any], int]
 ) -> Iterator[Any]:
-    """The batches of an epoch from its beginning, with each index marked that came before in it.
+    """Return all batches of an epoch, with each index marked that occurs again in it.
 
     Args:
-        length: Of the dataset; None if it has none.
-        number_of: An integer that stands for a key that is neither an integer nor a string.
+        length: Length of the dataset; None if it has none.
+        index_hash: Returns an integer for an index that is neither an integer nor a string.
     """
     if not _may_repeat(index_sampler):
         return batches
-    # Ranks count each for itself, as they do without a shared pool.
-    ranks = len(index_sampler.ranks) if type(index_sampler) is InTurn else 1
+    # Each rank counts its own indices, as without a shared pool.
+    ranks = len(index_sampler.ranks) if type(index_sampler) is InterleavedRanks else 1
     size = min(length or 0, _MOST_COUNTED)
-    counts = itertools.cycle([Occurrences(size, number_of) for _ in range(ranks)])
+    counts = itertools.cycle([Occurrences(size, index_hash) for _ in range(ranks)])
 
-    def count(keys: Any) -> Any:
-        found = next(counts).count(keys)
-        return keys if found is None else Recurring(keys, found)
+    def count(indices: Any) -> Any:
+        found = next(counts).count(indices)
+        return indices if found is None else Recurring(indices, found)
 
     return map(count, batches)
 
 
 def _may_repeat(sampler: Any) -> bool:
-    """Whether a sampler may give an index more than once in an epoch."""
-    if type(sampler) in (BatchSampler, InTurn):
+    """Return whether a sampler may yield an index more than once in an epoch."""
+    if type(sampler) in (BatchSampler, InterleavedRanks):
         return _may_repeat(sampler.sampler)
     if type(sampler) is RandomSampler:
         return sampler.replacement or sampler.num_samples > len(sampler.data_source)
     return type(sampler) not in (SequentialSampler, DistributedSampler, *SEEDED)
 
 
-def _alone(key: Any) -> list[Any]:
-    return [key]
+def _alone(index: Any) -> list[Any]:
+    return [index]
 
 
-def _as_given(keys: Any) -> Any:
-    return keys if isinstance(keys, (tuple, range, np.ndarray, torch.Tensor)) else list(keys)
+def _as_given(indices: Any) -> Any:
+    kept = (tuple, range, np.ndarray, torch.Tensor)
+    return indices if isinstance(indices, kept) else list(indices)
 
 
 def largest_batch(index_sampler: Any, batched: bool) -> int:
-    """How many samples a batch has at most, as far as the sampler says so: by ``batch_size``, or as a list."""
+    """Return the largest number of samples in a batch, if ``batch_size`` or a list of batches shows it; else 1."""
     size = getattr(index_sampler, "batch_size", None)
     if batched and isinstance(index_sampler, (list, tuple)):
         size = max((len(batch) for batch in index_sampler if isinstance(batch, Sized)), default=1)
@@ -124,20 +125,20 @@ def largest_batch(index_sampler: Any, batched: bool) -> int:
 
 
 def sizes_of(index_sampler: Any, batched: bool) -> Iterator[list[int]]:
-    """How many samples each batch of an iterable dataset shall have, in the place of its keys."""
+    """Yield the size of each batch of an iterable dataset, in place of its indices."""
     for index in index_sampler:
         yield [len(index) if batched else 1]
 
 
 def next_sampler(index_sampler: Any) -> Any | None:
-    """What the index sampler will be in the next epoch, or None if that is not certain to be known.
+    """Return the index sampler of the next epoch; None if it cannot be predicted.
 
-    Known are sequences, ``SeededSampler``, ``CostBatchSampler`` and ``DistributedSampler`` (whose epoch is expected to
-    be raised by one), alone or in a plain ``BatchSampler``; and what several ranks draw from these.
+    Predictable are ``SequentialSampler``, ``SeededSampler``, ``CostBatchSampler`` and ``DistributedSampler`` (with the
+    next epoch's number), alone or in a plain ``BatchSampler``, and several ranks of these.
     """
-    if type(index_sampler) is InTurn:
+    if type(index_sampler) is InterleavedRanks:
         inner = next_sampler(index_sampler.sampler)
-        return None if inner is None else InTurn(inner, index_sampler.ranks)
+        return None if inner is None else InterleavedRanks(inner, index_sampler.ranks)
     if type(index_sampler) is BatchSampler:
         inner = next_sampler(index_sampler.sampler)
         if inner is None:

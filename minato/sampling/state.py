@@ -1,19 +1,22 @@
-"""The state of a loader as plain data, and whether it fits the loader that gets it."""
+"""The state of a loader as plain data, and whether it fits the loader that gets it; which objects have a state."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import reprlib
 from collections.abc import Callable
 from typing import Any
 
-from minato._compat import index_sampler
-from minato.observe.stats.size import length_of
-from minato.sampling.coverage import Done, Tally
-from minato.sampling.sampler_epoch import nested
+import torch
 
-__all__ = ["checked", "done_of", "plain_done", "signature"]
+from minato.observe.stats.size import length_of
+from minato.sampling.completed import Completed, Tally
+from minato.sampling.sampler_epoch import nested
+from minato.sampling.spec import SamplingSpec
+
+__all__ = ["checked", "completed_from_plain", "completed_to_plain", "is_stateful", "signature"]
 
 _VERSION = 1
 _INT64 = 1 << 63
@@ -28,25 +31,25 @@ _WORDS = {
 }
 
 
-def signature(loader: Any, is_stream: bool, sources: tuple[int, int]) -> dict[str, Any]:
-    """What must be the same in the loader that saves a state and the one that loads it.
+def signature(spec: SamplingSpec, sources: tuple[int, int]) -> dict[str, Any]:
+    """The facts that must be the same in the loader that saves a state and the one that loads it.
 
     Args:
-        sources: How many generators and stateful samplers it has.
+        sources: Number of its generators, and of its samplers with ``state_dict()``.
     """
-    sampler = index_sampler(loader)
+    sampler = spec.index_sampler
     generators, stateful = sources
     return {
         "kind": _FAMILY,
         "version": _VERSION,
-        "place": None if loader._sharing is None else loader._sharing.place,
-        "dataset_length": None if is_stream else length_of(loader.dataset),
+        "place": spec.rank,
+        "dataset_length": None if spec.streams else length_of(spec.dataset),
         "sampler": " of ".join(type(one).__qualname__ for one in nested(sampler)),
         "sampler_length": length_of(sampler),
-        "batch_size": loader.batch_size,
-        "drop_last": loader.drop_last,
-        "order": loader._options.order,
-        "seed": loader._options.seed,
+        "batch_size": spec.batch_size,
+        "drop_last": spec.drop_last,
+        "order": spec.order,
+        "seed": spec.seed,
         "generators": generators,
         "stateful_samplers": stateful,
     }
@@ -150,7 +153,7 @@ def _is_done(value: Any) -> bool:
     )
 
 
-def plain_done(done: Done) -> dict[str, Any]:
+def completed_to_plain(done: Completed) -> dict[str, Any]:
     """What is done of a pass as plain data."""
     return {
         "ranges": [list(pair) for pair in done.ranges],
@@ -160,11 +163,30 @@ def plain_done(done: Done) -> dict[str, Any]:
     }
 
 
-def done_of(plain: dict[str, Any]) -> Done:
+def completed_from_plain(plain: dict[str, Any]) -> Completed:
     """The other way round."""
-    return Done(
+    return Completed(
         tuple((first, end) for first, end in plain["ranges"]),
         plain["batches"],
         Tally(*plain["delivered"]),
         Tally(*plain["skipped"]),
     )
+
+
+def is_stateful(thing: Any) -> bool:
+    """Whether an object has ``state_dict()``, which takes no arguments, and ``load_state_dict``.
+
+    The weights of a module are not the state of its data, and a class has no state.
+    """
+    if isinstance(thing, (type, torch.nn.Module)):
+        return False
+    state_dict = getattr(thing, "state_dict", None)
+    if not callable(state_dict) or not callable(getattr(thing, "load_state_dict", None)):
+        return False
+    try:
+        inspect.signature(state_dict).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a compiled function does not say what it takes
+        pass
+    return True

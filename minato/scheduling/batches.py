@@ -47,7 +47,7 @@ class InFlight:
     slot: Any
     keys_slot: Any
     keys_offset: int
-    pass_index: int
+    epoch_slot: int
     epoch: int
     seed: int
     owner: int
@@ -137,9 +137,9 @@ class Leavings:
         # samples have run whose own batch is delivered.
         if not self.cancelled:
             return
-        running = {item.pass_index for item in self.delivered}
+        running = {item.epoch_slot for item in self.delivered}
         if all(
-            item.pass_index not in running
+            item.epoch_slot not in running
             and self._ledger.settled(item.record)
             and self._ledger.close(item.record)
             for item in self.cancelled

@@ -95,9 +95,9 @@ class EarlyStart:
 
         Samples of earlier epochs are needed sooner.
         """
-        _, first, *_, pass_index = self._ledger.describe(batch)
-        if pass_index != self._pass_index:
-            self._pass_index, self._epoch_start = pass_index, first
+        _, first, *_, epoch_slot = self._ledger.describe(batch)
+        if epoch_slot != self._pass_index:
+            self._pass_index, self._epoch_start = epoch_slot, first
         threshold_ns = self._threshold_ns
         if threshold_ns == 0:
             return

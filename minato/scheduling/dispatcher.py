@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from minato._core.codes import ENDED, KIND_MASK, NUM_PASSES, READY, SKIP_BLOB, SKIPPED
+from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
 from minato._core.ledger import Ledger
-from minato._core.wait import Gate
-from minato._occurrences import unmarked
+from minato._core.wait import EventCount
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.sampling.occurrences import unmarked
 from minato.scheduling.assignment import Assignment
 from minato.scheduling.batches import InFlight, Leavings, Order, fitting
 from minato.scheduling.cost_model import EarlyStart
@@ -52,7 +52,7 @@ class Dispatcher:
     def __init__(
         self,
         ledger: Ledger,
-        gate: Gate,
+        gate: EventCount,
         pool: Pool,
         slots: Slots,
         window: Window,
@@ -148,7 +148,7 @@ class Dispatcher:
             self._drawn.extend(itertools.islice(self._batches, len(ahead)))
             right = [item.keys for item in ahead] == list(self._drawn)
         if ahead and right:
-            self._pass = ahead[0].pass_index, epoch, seed, ahead[0].pass_start
+            self._pass = ahead[0].epoch_slot, epoch, seed, ahead[0].pass_start
             for item in ahead:
                 item.progress = progress
             self._open = ahead
@@ -186,20 +186,21 @@ class Dispatcher:
         leavings = self._leavings
         while True:
             used = {
-                item.pass_index
+                item.epoch_slot
                 for batches in (self._open, self._ahead, leavings.delivered, leavings.cancelled)
                 for item in batches
             }
             # Never the number of the last pass: it also tells a worker that a new one has begun.
-            later = (self._pass[0] + 1 + i for i in range(NUM_PASSES - 1))
+            later = (self._pass[0] + 1 + i for i in range(NUM_EPOCH_SLOTS - 1))
             free = next(
-                (index % NUM_PASSES for index in later if index % NUM_PASSES not in used), None
+                (index % NUM_EPOCH_SLOTS for index in later if index % NUM_EPOCH_SLOTS not in used),
+                None,
             )
             if free is not None:
                 break
             # So many abandoned passes still run that the ledger cannot tell another one from them.
             self._sleep(time.monotonic() + _SETTLING_S)
-        self._ledger.open_pass(free)
+        self._ledger.open_epoch(free)
         self._pass = free, epoch, seed, None
 
     # ---- batches ----------------------------------------------------------------------------
@@ -273,7 +274,7 @@ class Dispatcher:
         if self._filled_up:
             return False
         self._filled_up = True
-        self._ledger.fill_up(self._open[0].pass_index)
+        self._ledger.fill_skipped(self._open[0].epoch_slot)
         return True
 
     def done(self, item: InFlight, batch_bytes: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+from minato.errors import MinatoWarning
+
 __all__ = ["Window"]
 
 _DEPTH = 2
@@ -120,10 +122,10 @@ class Window:
         if batch_bytes > self.budget_bytes and not self._warned and not self._fixed:
             self._warned = True
             warnings.warn(
-                f"one batch takes {batch_bytes} bytes, more than memory_budget_bytes="
-                f"{self.budget_bytes}: batches are loaded one at a time. Raise memory_budget_bytes to at "
+                f"one batch takes {batch_bytes} bytes, more than memory_budget="
+                f"{self.budget_bytes}: batches are loaded one at a time. Raise memory_budget to at "
                 "least twice the size of a batch.",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )
         self._batch_bytes = max(float(batch_bytes), 0.9 * self._batch_bytes)

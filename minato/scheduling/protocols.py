@@ -64,8 +64,11 @@ class Sink(Protocol):
     """Where a worker's samples go (the assembler's writer)."""
 
     collates: bool
-    holds: bool
     run_again: Callable[[], Callable[[int], list[Any]] | None]
+
+    @property
+    def has_unsendable(self) -> bool:
+        """Whether a sample could not be pickled for another worker."""
 
     def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
         """Put samples at consecutive places, the first of which is number k of the batch."""
@@ -97,11 +100,11 @@ class Sink(Protocol):
     ) -> None:
         """Collate all samples of a batch, or those of them that are not skipped, with the dataset's state after it."""
 
-    def write_nothing(self, batch: int, skipped: Sequence[int]) -> None:
+    def write_skipped(self, batch: int, skipped: Sequence[int]) -> None:
         """Say that all samples of a batch are skipped."""
 
-    def finished(self, batch: int, outcome: int) -> None:
+    def publish_if_full(self, batch: int, outcome: int) -> None:
         """Act on what the ledger said when a place was filled."""
 
-    def collate(self, batch: int) -> None:
+    def publish_collated(self, batch: int) -> None:
         """Collate a full batch that a dead worker left."""

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a node, over connections whose both ends have proved that they know a key."""
+"""Messages between the ranks of a node, over connections that both ends have authenticated."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from contextlib import suppress
 from typing import Any
 
 from minato.shared_pool.handshake import WrongKeyError, peer_of, prove
-from minato.shared_pool.meeting import Meeting
 from minato.shared_pool.messages import encoded
+from minato.shared_pool.rendezvous import Rendezvous
 
 __all__ = ["Channel", "connected"]
 
 _HEAD = struct.Struct("<IB")
-"""Bytes of a message, and whether a descriptor comes with it."""
+"""Header of a message: its bytes, and whether a file descriptor comes with it."""
 _MOST_BYTES = 1 << 28
-"""Of a message: the state of a pass that is resumed can be large."""
+"""Size limit of a message; the state of a resumed epoch can be large."""
 _PIECE_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 4
-"""That wait for their messages: with each piece of the stream comes one at most."""
+"""Limit of received descriptors whose messages are incomplete; each piece of the stream brings at most one."""
 _BUFFER_BYTES = 1 << 20
-"""Room for messages that the other process has not read; the system may allow less (net.core.wmem_max)."""
+"""Send buffer for messages that the other process has not read; the kernel may allow less (net.core.wmem_max)."""
 _SEND_S = 30.0
-"""A process that leaves so little room for a message for so long counts as ended."""
+"""A process whose buffer stays full for this long counts as ended."""
 _AGAIN_S = 0.02
-"""Pause before somebody who is not there yet is called again."""
+"""Pause between attempts to connect."""
 
 
-def connected(meeting: Meeting, patience_s: float, decode: Callable[[bytes], Any]) -> Channel:
-    """A channel to the host that listens there, or will within so many seconds.
+def connected(rendezvous: Rendezvous, timeout_s: float, decode: Callable[[bytes], Any]) -> Channel:
+    """Return a channel to the server that listens there, or starts to within ``timeout_s`` seconds.
 
     Args:
-        decode: For the channel.
+        decode: Decodes messages of the channel.
 
     Raises:
-        TimeoutError: Nobody listens, or whoever does does not answer; the text says which.
-        ConnectionError: The host has ended, or refuses this process.
-        PermissionError: Another user listens, or somebody who does not know the key.
+        TimeoutError: No server listens, or it does not respond; the text says which.
+        ConnectionError: The server has ended, or refuses this process.
+        PermissionError: A process of another user listens, or one that does not know the key.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while True:
-        found = meeting.call()
+        found = rendezvous.call()
         if found is not None:
             connection, key = found
             try:
@@ -58,23 +58,23 @@ def connected(meeting: Meeting, patience_s: float, decode: Callable[[bytes], Any
                 connection.close()
                 raise TimeoutError(
                     f"local rank 0 (process {pid}) has not given this rank its place in the pool of this loader within "
-                    f"{patience_s:.0f} s"
+                    f"{timeout_s:.0f} s"
                 ) from None
-            except WrongKeyError:  # of a host that has ended, while the next one takes its place
+            except WrongKeyError:  # the key of a server that has ended, while the next one starts
                 connection.close()
                 if time.monotonic() > deadline:
                     raise WrongKeyError(
                         f"process {pid} listens in the place of local rank 0, and does not know the key in "
-                        f"{meeting.directory}"
+                        f"{rendezvous.directory}"
                     ) from None
             except BaseException:
                 connection.close()
                 raise
         elif time.monotonic() > deadline:
             raise TimeoutError(
-                f"local rank 0 has not begun to iterate over this loader within {patience_s:.0f} s: with "
-                "shared_pool=True it hosts the workers of all ranks of its node, and must take part; and all ranks "
-                f"must use the same directory for temporary files, as they meet in {meeting.directory}"
+                f"local rank 0 has not begun to iterate over this loader within {timeout_s:.0f} s: with "
+                "shared_pool=True it runs the workers of all ranks of its node, and must take part; and all ranks "
+                f"must use the same directory for temporary files, as they meet in {rendezvous.directory}"
             )
         time.sleep(_AGAIN_S)
 
@@ -82,21 +82,21 @@ def connected(meeting: Meeting, patience_s: float, decode: Callable[[bytes], Any
 class Channel:
     """A connection to one other process.
 
-    Any thread may send; one at a time may receive.
+    Any thread may send; one thread at a time may receive.
 
     Args:
-        connection: It is closed with the channel, or if the channel is refused.
-        decode: Makes a message of bytes; raises ValueError if they are none.
-        takes_descriptors: Whether the other process may send descriptors. If not, they do not arrive.
+        connection: Closed with the channel, or if the constructor raises.
+        decode: Decodes the bytes of a message; raises ValueError for invalid ones.
+        takes_descriptors: Whether the other process may send descriptors. If not, the kernel drops them.
 
     Raises:
-        PermissionError: The other process is another user's.
+        PermissionError: The other process belongs to another user.
 
     Attributes:
-        pid: The other process.
-        over: Whether it has ended, or closed the connection. What it sent before may still be in ``received``.
-        fault: Why the connection was given up, if not because the other process did.
-        received: ``(message, descriptor or None)`` of what has come.
+        pid: Process id of the other process.
+        over: Whether it has ended or closed the connection. ``received`` may still hold messages sent before.
+        fault: Why this process gave the connection up; None if it did not.
+        received: Received ``(message, descriptor or None)``, oldest first.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Channel:
         self.received: deque[tuple[Any, int | None]] = deque()
 
     def _watched(self) -> int | None:
-        # A connection stays open while a child of the other process's holds a copy of it. The process does not.
+        # A connection stays open while a child of the other process holds a copy; a pidfd reports the process itself.
         if hasattr(os, "pidfd_open"):
             with suppress(OSError):  # it has ended already, or is in another namespace
                 return os.pidfd_open(self.pid)
@@ -137,17 +137,17 @@ class Channel:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What becomes readable when there is something to receive, or the other process has ended."""
+        """Descriptors that become readable when there is data to receive, or the other process has ended."""
         connection = self._connection.fileno()
         return (connection,) if self._watch is None else (connection, self._watch)
 
     @property
     def has_room(self) -> bool:
-        """Whether a message of usual size can be sent without waiting for the other process to receive others."""
+        """Whether the send buffer has space for a message of usual size."""
         return bool(self._room.poll(0))
 
     def send(self, message: tuple[Any, ...], descriptor: int | None = None) -> None:
-        """Send a message, and a descriptor, of which the other process gets one of its own.
+        """Send a message and a descriptor, which the kernel duplicates for the other process.
 
         Raises:
             OSError: The other process has ended, or does not receive.
@@ -166,11 +166,11 @@ class Channel:
             self._connection.sendall(data[sent:])
 
     def wait(self, timeout_s: float) -> None:
-        """Receive what has come, or what comes next within so many seconds."""
+        """Receive available messages; wait for one up to ``timeout_s`` seconds."""
         ready = {descriptor for descriptor, _ in self._poll.poll(timeout_s * 1000)}
         if self._connection.fileno() in ready:
             self._receive()
-        elif ready:  # it has ended, and all it sent has been received
+        elif ready:  # the process has ended, and all its messages have been received
             self.over = True
 
     def _receive(self) -> None:
@@ -211,18 +211,18 @@ class Channel:
             self.received.append((message, descriptor))
 
     def give_up(self, why: str) -> None:
-        """Receive nothing more: the other process is not to be trusted, or cannot be heard."""
+        """Stop receiving: the other process is not trusted, or its messages cannot be read."""
         self.fault, self.over = why, True
         self._data.clear()
         self.hang_up()
 
     def hang_up(self) -> None:
-        """End the connection, for children that hold a copy of it too; whoever receives finds that it is over."""
+        """Shut the connection down, also for children that hold a copy; the receiving thread notices."""
         with suppress(OSError):  # the other end is closed
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up, and give all descriptors back."""
+        """Shut the connection down, and close all descriptors."""
         self.over = True
         self.hang_up()
         self._connection.close()

@@ -1,4 +1,4 @@
-"""One pool of workers for all ranks of a node: the ranks that do not host it."""
+"""The client of a shared pool: a rank that receives batches from local rank 0."""
 
 from __future__ import annotations
 
@@ -13,147 +13,151 @@ from typing import Any
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
 from minato.shared_pool.channel import Channel, connected
-from minato.shared_pool.descriptors import Annex, Parcel, Shipment
-from minato.shared_pool.meeting import Meeting
-from minato.shared_pool.messages import Greeting, Had, from_host
-from minato.shared_pool.rank_slot import AHEAD
-from minato.shared_pool.server import PATIENCE_S
+from minato.shared_pool.descriptors import BatchDescriptor, BatchHandle, RemoteArena
+from minato.shared_pool.messages import Hello, RankCompleted, from_host
+from minato.shared_pool.rank_slot import PREFETCH_BATCHES
+from minato.shared_pool.rendezvous import Rendezvous
+from minato.shared_pool.server import RANK_TIMEOUT_S
 
-__all__ = ["Link"]
+__all__ = ["PoolClient"]
 
 _LIVENESS_S = 1.0
 _LOADS = "which loads for all ranks of this node"
 _ENDED = f"{_LOADS}, has ended or dropped this loader"
-_LINKS: set[Link] = set()
-"""All that are connected: whoever holds a batch needs the connection, though the loader be gone."""
+_CONNECTED: set[PoolClient] = set()
+"""All connected clients: a batch needs its client, even after the loader is gone."""
 
 
-class Link:
-    """A rank's connection to the host of its node.
+class PoolClient:
+    """A rank's connection to the server of its node.
 
     Args:
-        meeting: Where the host is found.
-        me: Who this is.
-        patience_s: How long to wait until it is there, and until it begins a pass.
+        rendezvous: Where the server listens.
+        me: Rank and settings of this process.
+        timeout_s: Time limit for the server to listen, and to begin an epoch.
 
     Raises:
-        RuntimeError: It is not there in time, has another loader in this place, or has ended.
-        PermissionError: Another user has its place, or somebody who does not know its key.
+        RuntimeError: The server does not listen in time, has another loader under this number, or has ended.
+        PermissionError: The listening process belongs to another user, or does not know the key.
     """
 
-    def __init__(self, meeting: Meeting, me: Greeting, patience_s: float = PATIENCE_S) -> None:
-        self._patience_s = patience_s
+    def __init__(
+        self, rendezvous: Rendezvous, me: Hello, timeout_s: float = RANK_TIMEOUT_S
+    ) -> None:
+        self._timeout_s = timeout_s
         self._owner = os.getpid()
-        self._turn = threading.RLock()
+        self._lock = threading.RLock()
         self._dropped: deque[tuple[int, int]] = deque()
         self._outbox: deque[tuple[str, int, Any]] = deque()
         self._sending = False
-        self._annexes: dict[int, Annex] = {}
+        self._remote_arenas: dict[int, RemoteArena] = {}
         self._given_back: set[tuple[int, Slot]] = set()
-        self._rounds = 0
-        self._round = -1  # no pass
+        self._next_epoch = 0
+        self._epoch = -1  # no epoch
         self._closed = False
-        self._broken: str | None = None  # why the pool cannot go on, if the host has said so
+        self._broken: str | None = None  # why the pool cannot continue, as the server has reported
         try:
-            self._channel: Channel = connected(meeting, patience_s, from_host)
+            self._channel: Channel = connected(rendezvous, timeout_s, from_host)
         except TimeoutError as error:
             raise RuntimeError(str(error)) from None
         except ConnectionError:
             raise RuntimeError(f"local rank 0, {_ENDED}, or refuses this process") from None
-        _LINKS.add(self)
-        self._say("hello", 0, me)
+        _CONNECTED.add(self)
+        self._send("hello", 0, me)
         try:
             late = "has not given this rank its place in the pool of this loader"
-            _, self._rounds = self._hear("welcome", late=late)
+            _, self._next_epoch = self._receive("welcome", late=late)
         except BaseException:
             self.close()
             raise
 
-    def enter(self, epoch: int, before: Had | None = None) -> int:
-        """Begin the next pass, as soon as the host does; returns its number.
+    def enter(self, epoch: int, before: RankCompleted | None = None) -> int:
+        """Begin the next epoch as soon as the server does, and return its number.
 
         Args:
-            before: What this rank has had of the pass that is resumed; None: it begins at the beginning.
+            before: The part of a resumed epoch that this rank has done; None: the epoch is not resumed.
 
         Raises:
-            RuntimeError: The host, or another rank, has ended, or the host does not come, or is in another epoch. The
-                next call is for the same pass.
+            RuntimeError: The server or another rank has ended, or the server does not begin the epoch, or begins
+                another one. The next call is for the same epoch.
         """
-        with self._turn:
-            self.leave(self._round)
-            number = self._rounds
-            self._say("enter", number, (epoch, before))
-            self._hear("open", late="has not begun the next epoch of this loader")
-            self._round, self._rounds = number, number + 1
-            for _ in range(AHEAD):
-                self._say("next", number)
+        with self._lock:
+            self.leave(self._epoch)
+            number = self._next_epoch
+            self._send("enter", number, (epoch, before))
+            self._receive("open", late="has not begun the next epoch of this loader")
+            self._epoch, self._next_epoch = number, number + 1
+            for _ in range(PREFETCH_BATCHES):
+                self._send("next", number)
             return number
 
-    def next(self, number: int) -> Shipment:
-        """The next batch, which views the host's memory.
+    def next(self, number: int) -> BatchHandle:
+        """Return the next batch, which views the server's memory.
 
         Raises:
-            StopIteration: The pass is over.
-            RuntimeError: The host, or another rank, has ended, or the host's engine cannot go on.
+            StopIteration: The epoch is over.
+            RuntimeError: The server or another rank has ended, or the server's engine cannot continue.
         """
-        with self._turn:
-            if number != self._round:
+        with self._lock:
+            if number != self._epoch:
                 raise StopIteration
-            match self._hear("batch", "end", "failed"):
-                case ("batch", _, arena, parcel, portion):
-                    self._say("next", number)
-                    return self._annexes[arena].received(parcel, portion)
+            match self._receive("batch", "end", "failed"):
+                case ("batch", _, arena, batch_descriptor, portion):
+                    self._send("next", number)
+                    return self._remote_arenas[arena].received(batch_descriptor, portion)
                 case ("failed", _, why):
-                    self._round = -1
+                    self._epoch = -1
                     raise RuntimeError(f"local rank 0, {_LOADS}: {why}")
-            self._round = -1
+            self._epoch = -1
             raise StopIteration
 
     def has_next(self, number: int) -> bool:
-        """Whether a batch is there."""
-        with self._turn:
+        """Whether a batch is available."""
+        with self._lock:
             self._channel.wait(0)
             first = self._first()
-            return number == self._round and first is not None and first[0] == "batch"
+            return number == self._epoch and first is not None and first[0] == "batch"
 
     def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Slots whose pages the host has given back since this was last asked."""
+        """Return slots whose pages the server has returned to the system since the last call."""
         slots, self._given_back = self._given_back, set()
-        return [(self._annexes[arena].segment, slot) for arena, slot in slots]
+        return [(self._remote_arenas[arena].segment, slot) for arena, slot in slots]
 
     def leave(self, number: int) -> None:
-        """Be through with a pass."""
-        if number >= 0 and number == self._round:
-            self._round = -1
-            self._say("leave", number)
+        """Leave an epoch."""
+        if number >= 0 and number == self._epoch:
+            self._epoch = -1
+            self._send("leave", number)
 
     def close(self) -> None:
-        """Take leave for ever; the connection ends when no batch is left that views the host's memory."""
+        """Deregister; the connection ends when no batch views the server's memory any more."""
         if os.getpid() != self._owner or self._closed:
             return
-        self.leave(self._round)
-        if not hasattr(sys, "last_value"):  # an exception ends the process: the others shall know
-            self._say("bye", 0)
+        self.leave(self._epoch)
+        if not hasattr(
+            sys, "last_value"
+        ):  # an exception ends the process: the other ranks must notice
+            self._send("bye", 0)
         self._closed = True
         self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        if self._closed and not any(annex.num_leased for annex in self._annexes.values()):
+        if self._closed and not any(remote.num_leased for remote in self._remote_arenas.values()):
             self._channel.close()
-            _LINKS.discard(self)
+            _CONNECTED.discard(self)
 
     def _returned(self, arena: int, start: int) -> None:
-        # By the garbage collector, which may come by in the middle of anything here.
+        # The garbage collector may call this in the middle of any operation here.
         self._dropped.append((arena, start))
         if os.getpid() == self._owner:
             self._close_if_unused()
 
-    def _say(self, kind: str, number: int, more: Any = None) -> None:
+    def _send(self, kind: str, number: int, more: Any = None) -> None:
         if os.getpid() != self._owner:
             return
         self._outbox.append((kind, number, more))
         if self._sending or self._channel.over:
-            return  # in the middle of a message, which sends this one next
+            return  # the call that is sending a message sends this one next
         self._sending = True
         try:
             while self._outbox:
@@ -161,30 +165,30 @@ class Link:
                 dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
                 self._channel.send((kind, number, dropped, more))
         except OSError:
-            self._channel.hang_up()  # whoever receives finds why
+            self._channel.hang_up()  # the receiving call reports the reason
         finally:
             self._sending = False
 
-    def _hear(self, *kinds: str, late: str | None = None) -> tuple[Any, ...]:
-        """The next message of these kinds.
+    def _receive(self, *kinds: str, late: str | None = None) -> tuple[Any, ...]:
+        """Return the next message of these kinds.
 
         Args:
-            late: What the host has not done, if it lives and they do not come in time; None: they may take any time.
+            late: What the server has failed to do, for the error after a timeout; None: no time limit.
         """
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._timeout_s
         while True:
             while (message := self._first()) is not None:
                 self._channel.received.popleft()
                 if message[0] in ("broken", "refused"):
-                    self._round = -1
+                    self._epoch = -1
                     if message[0] == "broken":
                         self._broken = message[1]
                     raise RuntimeError(message[1])
                 if message[0] in kinds:
                     return message
             if self._channel.over:
-                self._round = -1
-                if self._broken is not None:  # the host may since have ended, for the same reason
+                self._epoch = -1
+                if self._broken is not None:  # the server may have ended since, for the same reason
                     raise RuntimeError(self._broken)
                 fault = self._channel.fault
                 how = _ENDED if fault is None else f"{_LOADS}, cannot be heard any more: {fault}"
@@ -192,38 +196,42 @@ class Link:
             if late is not None and time.monotonic() > deadline:
                 raise RuntimeError(
                     f"local rank 0 (process {self._channel.pid}) {late}, for which this rank has waited "
-                    f"{self._patience_s:.0f} s: with shared_pool=True all ranks must iterate as often, and none may "
+                    f"{self._timeout_s:.0f} s: with shared_pool=True all ranks must iterate as often, and none may "
                     "keep the others waiting for so long"
                 )
             self._channel.wait(_LIVENESS_S)
 
     def _first(self) -> tuple[Any, ...] | None:
-        """The first message for whoever asks; what is about memory is seen to, what belongs to past passes let go."""
+        """Return the first pending message; handle those about memory, and drop those of past epochs."""
         while self._channel.received and not self._channel.fault:
             message, descriptor = self._channel.received[0]
             match message:
                 case ("arena", number, nbytes):
-                    self._annex(number, descriptor, nbytes)
+                    self._map_arena(number, descriptor, nbytes)
                 case ("given back", places):
                     for arena, slot in places:
                         if self._holds(arena, slot):
                             self._given_back.add((arena, slot))
-                case ("batch", _, arena, Parcel() as parcel, _) if not self._holds(arena, parcel):
+                case ("batch", _, arena, BatchDescriptor() as batch_descriptor, _) if (
+                    not self._holds(arena, batch_descriptor)
+                ):
                     pass
-                case ("batch", number, arena, Parcel(slot=slot), _) if number != self._round:
+                case ("batch", number, arena, BatchDescriptor(slot=slot), _) if (
+                    number != self._epoch
+                ):
                     self._dropped.append((arena, slot.start))
-                case ("end" | "failed", number, *_) if number != self._round:
+                case ("end" | "failed", number, *_) if number != self._epoch:
                     pass
-                case ("open", number) if number != self._rounds:
-                    pass  # the second answer to whoever asked twice
+                case ("open", number) if number != self._next_epoch:
+                    pass  # the second answer to a repeated request
                 case _:
                     first: tuple[Any, ...] = message
                     return first
             self._channel.received.popleft()
         return None
 
-    def _annex(self, number: int, descriptor: int | None, nbytes: int) -> None:
-        """Map an arena that the host has sent."""
+    def _map_arena(self, number: int, descriptor: int | None, nbytes: int) -> None:
+        """Map an arena that the server has sent."""
         self._channel.received[0] = None, None  # its descriptor is taken
         try:
             if descriptor is None:
@@ -232,12 +240,12 @@ class Link:
         except (OSError, ValueError) as error:
             self._channel.give_up(f"the memory that it sent cannot be mapped: {error}")
             return
-        self._annexes[number] = Annex(segment, partial(self._returned, number))
+        self._remote_arenas[number] = RemoteArena(segment, partial(self._returned, number))
 
-    def _holds(self, arena: int, what: Parcel | Slot) -> bool:
-        """Whether something lies in an arena that is known; if not, the host is not listened to any more."""
-        annex = self._annexes.get(arena)
-        if annex is not None and annex.holds(what):
+    def _holds(self, arena: int, what: BatchDescriptor | Slot) -> bool:
+        """Whether a slot or descriptor lies in a known arena; if not, give the channel up."""
+        remote = self._remote_arenas.get(arena)
+        if remote is not None and remote.holds(what):
             return True
         self._channel.give_up("it named memory that it has not sent")
         return False

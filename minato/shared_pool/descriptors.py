@@ -1,4 +1,4 @@
-"""Full slots as they are told to other processes, which have the arena's memory but not its ledger."""
+"""Descriptors of full slots for processes that map the arena's memory but not its ledger."""
 
 from __future__ import annotations
 
@@ -12,23 +12,31 @@ import numpy as np
 from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, SAMPLE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
-from minato.batching.reader import BatchReader, check_texts, raised, too_large
+from minato.batching.layout_record import read_layout
+from minato.batching.reader import BatchReader, check_texts
+from minato.batching.sample_error import raise_sample_error, slot_overflow_error
 from minato.batching.serialization import SharedStore, Store
-from minato.batching.writer import read_layout
 
-__all__ = ["Annex", "Packed", "Parcel", "ParcelReader", "Shipment", "opened"]
+__all__ = [
+    "BatchDescriptor",
+    "BatchHandle",
+    "DescriptorReader",
+    "LeasedBatch",
+    "RemoteArena",
+    "open_batch",
+]
 
 
-class Parcel(NamedTuple):
-    """What has to be known to make a batch of a slot.
+class BatchDescriptor(NamedTuple):
+    """The data from which a process builds the batch of a slot.
 
     Attributes:
-        slot: Where all of it lies.
-        layout: Arena offset of the layout, if that is what the batch is made by.
-        result: Arena offset and bytes of the pickled batch otherwise; or of the error, if
-        failed: a sample or the collation raised.
-        texts: Arena offset and bytes of each sample's texts, (0, 0) where it has none.
-        nbytes: How much of the slot was written.
+        slot: The slot that holds the batch.
+        layout: Arena offset of the batch's layout; 0: it has none.
+        result: Arena offset and bytes of the pickled batch, or of the pickled error; ``(0, 0)``: none.
+        failed: Whether a sample or the collation raised.
+        texts: Arena offset and bytes of each sample's strings; ``(0, 0)``: it has none.
+        nbytes: Number of bytes written to the slot.
     """
 
     slot: Slot
@@ -39,35 +47,35 @@ class Parcel(NamedTuple):
     nbytes: int
 
 
-class Packed(NamedTuple):
-    """A parcel, what keeps its slot for it, and what is in it for the account of whoever gets it."""
+class LeasedBatch(NamedTuple):
+    """A descriptor, the lease of its slot, and the part of the epoch that the batch covers."""
 
-    parcel: Parcel
+    descriptor: BatchDescriptor
     lease: np.ndarray[Any, np.dtype[np.uint8]]
     portion: Any = None
 
 
-class Shipment(NamedTuple):
-    """A parcel that has come to where it is opened.
+class BatchHandle(NamedTuple):
+    """A received batch that is not built yet.
 
     Attributes:
-        segment: The arena's memory, as this process has it.
-        parcel: The same.
-        portion: What is in it, for the account of whoever gets it.
-        open: Gives the batch (see :func:`opened`). To be called once, so that the slot becomes free again.
+        segment: This process's mapping of the arena.
+        descriptor: The batch's descriptor.
+        portion: The part of the epoch that the batch covers.
+        open: Returns the batch (see :func:`open_batch`). Must be called once, so that the slot becomes free again.
     """
 
     segment: Segment
-    parcel: Parcel
+    descriptor: BatchDescriptor
     portion: Any
     open: Callable[[], Any]
 
 
-class ParcelReader(BatchReader):
-    """Gives batches as parcels, for whoever opens them."""
+class DescriptorReader(BatchReader):
+    """Reads batches as descriptors, which another process may open."""
 
-    def read(self, batch: int, slot: Slot) -> Packed:
-        """The batch in ``slot``, which is leased to the parcel, errors included."""
+    def read(self, batch: int, slot: Slot) -> LeasedBatch:
+        """Return the descriptor of the batch, or of its error, in ``slot``, with a lease of the slot."""
         flags, layout, result, nbytes, _, used = self._ledger.contents(batch)
         kind, offset = result & KIND_MASK, result & ~KIND_MASK
         failed = bool(flags & FAILED) or kind == ERROR_BLOB
@@ -79,38 +87,37 @@ class ParcelReader(BatchReader):
                 (start, size) if kind == TEXT_BLOB else (0, 0)
                 for kind, start, size in self._ledger.blobs(batch)
             )
-        return Packed(
-            Parcel(slot, layout, (offset, nbytes), failed, texts, used),
+        return LeasedBatch(
+            BatchDescriptor(slot, layout, (offset, nbytes), failed, texts, used),
             self._arena.lease(slot, used),
         )
 
 
-def opened(parcel: Parcel, segment: Segment, store: Store, lease: Any) -> Any:
-    """The batch of a parcel; its arrays view the lease.
+def open_batch(descriptor: BatchDescriptor, segment: Segment, store: Store, lease: Any) -> Any:
+    """Return the batch of a descriptor; its arrays view the lease.
 
     Raises:
-        DamagedError: What lies there is not what the workers wrote.
-        Exception: What a sample of the batch, or its collation, raised.
+        DamagedError: The memory does not hold what the workers wrote.
+        Exception: The exception of a sample of the batch, or of its collation.
     """
-    if parcel.failed:
-        if not parcel.result[0]:
-            raised(too_large(parcel.slot))
-        raised(store.get(*parcel.result, None, ERROR_BLOB))
-    if parcel.result[0]:
-        return store.get(*parcel.result, lease, SAMPLE_BLOB)
-    fields, count, layout = read_layout(segment, parcel.layout, parcel.slot)
-    texts = [store.get(*place, None, TEXT_BLOB) if place[0] else [] for place in parcel.texts]
+    if descriptor.failed:
+        if not descriptor.result[0]:
+            raise_sample_error(slot_overflow_error(descriptor.slot))
+        raise_sample_error(store.get(*descriptor.result, None, ERROR_BLOB))
+    if descriptor.result[0]:
+        return store.get(*descriptor.result, lease, SAMPLE_BLOB)
+    fields, count, layout = read_layout(segment, descriptor.layout, descriptor.slot)
+    texts = [store.get(*place, None, TEXT_BLOB) if place[0] else [] for place in descriptor.texts]
     check_texts(layout, count, texts)
-    return layout.batch(lease, fields - parcel.slot.start, count, texts)
+    return layout.batch(lease, fields - descriptor.slot.start, count, texts)
 
 
-class Annex:
-    """An arena of another process, as far as its memory goes.
+class RemoteArena:
+    """The mapped memory of another process's arena.
 
     Args:
-        segment: That memory; an attribute too.
-        returned: Called with the start of a slot, by any thread and at any time, when nothing of what was opened in it
-            is left.
+        segment: The memory; an attribute too.
+        returned: Called with the start of a slot when the last tensor of its batch is gone, by any thread at any time.
     """
 
     def __init__(self, segment: Segment, returned: Callable[[int], None]) -> None:
@@ -121,30 +128,32 @@ class Annex:
 
     @property
     def num_leased(self) -> int:
-        """Slots of which something is left."""
+        """Number of slots whose batches are in use."""
         return len(self._leases)
 
-    def holds(self, what: Parcel | Slot) -> bool:
-        """Whether a slot lies in the memory, or a parcel with all its parts in a slot that does."""
-        slot = what.slot if isinstance(what, Parcel) else what
+    def holds(self, what: BatchDescriptor | Slot) -> bool:
+        """Whether a slot, or a descriptor's slot with all its parts, lies in the memory."""
+        slot = what.slot if isinstance(what, BatchDescriptor) else what
         if not 0 <= slot.start <= slot.end <= self.segment.nbytes:
             return False
-        if not isinstance(what, Parcel):
+        if not isinstance(what, BatchDescriptor):
             return True
         places = [(what.layout, 0), what.result, *what.texts, (slot.start, what.nbytes)]
         return all(
             slot.start <= start and start + nbytes <= slot.end for start, nbytes in places if start
         )
 
-    def received(self, parcel: Parcel, portion: Any) -> Shipment:
-        """A parcel, to be opened here."""
-        return Shipment(self.segment, parcel, portion, functools.partial(self._open, parcel))
+    def received(self, descriptor: BatchDescriptor, portion: Any) -> BatchHandle:
+        """Return a handle of the batch, which this process opens."""
+        return BatchHandle(
+            self.segment, descriptor, portion, functools.partial(self._open, descriptor)
+        )
 
-    def _open(self, parcel: Parcel) -> Any:
-        start, end = parcel.slot
+    def _open(self, descriptor: BatchDescriptor) -> Any:
+        start, end = descriptor.slot
         lease = self.segment.array[start:end]
         self._leases[start] = weakref.ref(lease, functools.partial(self._end, start))
-        return opened(parcel, self.segment, self._store, lease)
+        return open_batch(descriptor, self.segment, self._store, lease)
 
     def _end(self, start: int, reference: weakref.ref[Any]) -> None:
         self._leases.pop(start, None)

@@ -1,7 +1,7 @@
-"""How two ranks prove to each other that they know a key, before either reads a message of the other.
+"""Mutual authentication of two ranks by a shared key, before either reads a message of the other.
 
-The rank that calls sends a random challenge. The host answers with one of its own, and with a proof: an HMAC of both
-challenges. The rank checks that and sends its own proof. All of this has a fixed size.
+The client sends a random challenge. The server responds with a challenge of its own and a proof: an HMAC of both
+challenges. The client checks the proof and sends its own. All parts have a fixed size.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from minato._serving import Client
+from minato._support.socket_server import Client
 
-__all__ = ["Newcomer", "WrongKeyError", "credentials", "peer_of", "prove"]
+__all__ = ["PendingConnection", "WrongKeyError", "credentials", "peer_of", "prove"]
 
 _PEER = struct.Struct("3i")
 _CHALLENGE_BYTES = 32
 _PROOF_BYTES = 32
-_HOST, _RANK = b"minato host\0", b"minato rank\0"
+_SERVER, _CLIENT = b"minato host\0", b"minato rank\0"
 _OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
 _UID_MAP = Path("/proc/self/uid_map")
 _ALL_UIDS = ["0", "0", "4294967295"]
 
 
 class WrongKeyError(PermissionError):
-    """The other end does not know the key."""
+    """The other process does not know the key."""
 
 
 def credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end of a connection, as the kernel knows them."""
+    """Return process and user id at the other end of a connection, as the kernel reports them."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     pid, user, _ = _PEER.unpack(raw)
     return pid, user
 
 
 def peer_of(connection: socket.socket) -> int:
-    """The process at the other end.
+    """Return the id of the process at the other end.
 
     Raises:
-        PermissionError: It is another user's, or may be.
+        PermissionError: It belongs to another user, or this cannot be excluded.
     """
     pid, theirs = credentials(connection)
     user = os.geteuid()
@@ -55,7 +55,7 @@ def peer_of(connection: socket.socket) -> int:
         )
     if user in _unknown_users():
         raise PermissionError(
-            f"this process runs as user {user}, which in its user namespace stands for all users without a number "
+            f"this process runs as user {user}, which in its user namespace represents all users without a mapping "
             "there: with shared_pool=True run the ranks as a user that the namespace maps (/proc/self/uid_map)"
         )
     return pid
@@ -63,7 +63,7 @@ def peer_of(connection: socket.socket) -> int:
 
 @cache
 def _unknown_users() -> tuple[int, ...]:
-    """The number that the kernel shows for users that this process's namespace does not map, if there are any."""
+    """Return the number that the kernel shows for users without a mapping in this process's user namespace, if any."""
     try:
         if _UID_MAP.read_text().split() == _ALL_UIDS:
             return ()
@@ -77,14 +77,14 @@ def _proof(key: bytes, side: bytes, called: bytes, heard: bytes) -> bytes:
 
 
 def prove(connection: socket.socket, key: bytes, deadline: float) -> None:
-    """Go through the handshake at the rank's end.
+    """Run the client's side of the handshake.
 
     Args:
         deadline: By ``time.monotonic()``.
 
     Raises:
-        TimeoutError: The host does not answer.
-        ConnectionError: It has hung up.
+        TimeoutError: The server does not respond.
+        ConnectionError: It has closed the connection.
         WrongKeyError: It does not know the key.
     """
     challenge = secrets.token_bytes(_CHALLENGE_BYTES)
@@ -98,17 +98,17 @@ def prove(connection: socket.socket, key: bytes, deadline: float) -> None:
             raise ConnectionResetError
         answer += data
     theirs, proof = answer[:_CHALLENGE_BYTES], answer[_CHALLENGE_BYTES:]
-    if not hmac.compare_digest(proof, _proof(key, _HOST, challenge, theirs)):
+    if not hmac.compare_digest(proof, _proof(key, _SERVER, challenge, theirs)):
         raise WrongKeyError
-    connection.sendall(_proof(key, _RANK, challenge, theirs))
+    connection.sendall(_proof(key, _CLIENT, challenge, theirs))
 
 
-class Newcomer(Client):
-    """The host's end of the handshake.
+class PendingConnection(Client):
+    """The server's side of the handshake, of a connection that is not authenticated yet.
 
     Args:
-        connection: It is closed with the newcomer, or handed on.
-        admit: Called with the connection of a rank that has proved that it knows the key.
+        connection: Closed unless the other process proves that it knows the key.
+        admit: Called with the connection once the other process has proved it.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Newcomer(Client):
         self._proved = False
 
     def step(self) -> bool:
-        """Receive more of the challenge, or of the proof; never more than these."""
+        """Receive more of the challenge or the proof, and never bytes beyond them."""
         wanted = _CHALLENGE_BYTES + (_PROOF_BYTES if self._own else 0)
         data = self.connection.recv(wanted - len(self._heard))
         self._heard += data
@@ -131,14 +131,14 @@ class Newcomer(Client):
         challenge = self._heard[:_CHALLENGE_BYTES]
         if not self._own:
             self._own = secrets.token_bytes(_CHALLENGE_BYTES)
-            answer = self._own + _proof(self._key, _HOST, challenge, self._own)
+            answer = self._own + _proof(self._key, _SERVER, challenge, self._own)
             return self.connection.send(answer) == len(answer)
-        expected = _proof(self._key, _RANK, challenge, self._own)
+        expected = _proof(self._key, _CLIENT, challenge, self._own)
         self._proved = hmac.compare_digest(self._heard[_CHALLENGE_BYTES:], expected)
         return False
 
     def close(self) -> None:
-        """Hand the connection on, or end it."""
+        """Pass the authenticated connection on, or close it."""
         if self._proved:
             self._admit(self.connection)
         else:

@@ -1,4 +1,4 @@
-"""What the ranks of a node say to each other: JSON, each field of which is checked where it arrives."""
+"""Messages between the ranks of a node: JSON, every field of which the receiver checks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from minato.batching.arena import Slot
-from minato.shared_pool.descriptors import Parcel
+from minato.shared_pool.descriptors import BatchDescriptor
 
-__all__ = ["Greeting", "Had", "encoded", "from_host", "from_rank"]
+__all__ = ["Hello", "RankCompleted", "encoded", "from_host", "from_rank"]
 
 _LARGEST = 1 << 63
 _MODULUS = 1 << 64
 Pairs = tuple[tuple[int, int], ...]
 
 
-class Greeting(NamedTuple):
-    """What a rank says when it comes.
+class Hello(NamedTuple):
+    """The first message of a client.
 
     Attributes:
-        local_rank: Among those of the node.
-        rank: Among all of the job.
-        loader: What must be the same for all that share a pool: values by their names, as text.
+        local_rank: Its rank on the node.
+        rank: Its rank in the job.
+        loader: Settings that must be equal in all ranks that share a pool, as strings by name.
     """
 
     local_rank: int
@@ -32,13 +32,13 @@ class Greeting(NamedTuple):
     loader: dict[str, str]
 
 
-class Had(NamedTuple):
-    """What a rank has had of a pass in earlier runs (see :class:`minato.sampling.coverage.Done`).
+class RankCompleted(NamedTuple):
+    """The part of a resumed epoch that a rank has done (see :class:`minato.sampling.completed.Completed`).
 
     Attributes:
-        ranges: Ordinals ``[first, end)`` of the keys.
-        batches: How many batches.
-        delivered, skipped: How many keys, and the sum of their hashes.
+        ranges: Ordinals ``[first, end)`` of the indices.
+        batches: Number of batches.
+        delivered, skipped: Number of indices, and the sum of their hashes.
     """
 
     ranges: Pairs
@@ -48,15 +48,21 @@ class Had(NamedTuple):
 
 
 def encoded(message: tuple[Any, ...]) -> bytes:
-    """A message as bytes.
+    """Return a message as bytes.
 
     Raises:
-        TypeError: It holds something else than tuples, texts, integers, truth values and None.
+        TypeError: It holds other types than tuples, strings, integers, bools and None.
     """
     match message:
-        case ("batch", number, arena, Parcel() as parcel, (ranges, samples, hashes)):
+        case (
+            "batch",
+            number,
+            arena,
+            BatchDescriptor() as descriptor,
+            (ranges, samples, hashes),
+        ):
             # Flat lists: there may be a pair for each sample.
-            parts = parcel._replace(texts=_flat(parcel.texts))  # type: ignore[arg-type]
+            parts = descriptor._replace(texts=_flat(descriptor.texts))  # type: ignore[arg-type]
             message = "batch", number, arena, parts, (_flat(ranges), samples, hashes)
     # numpy's integers become Python's.
     return json.dumps(message, separators=(",", ":"), default=operator.index).encode()
@@ -67,28 +73,28 @@ def _flat(pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
 
 
 def from_rank(data: bytes) -> tuple[str, int, Pairs, Any]:
-    """What another rank says to the host: ``(kind, number of the pass, places it has dropped, more)``.
+    """Decode a client's message: ``(kind, number of the epoch, slots it has dropped, more)``.
 
     Raises:
-        ValueError: These bytes are no such message.
+        ValueError: The bytes are no such message.
     """
     match _parsed(data):
         case ["hello", 0, [], [local_rank, rank, dict(loader)]]:
             facts = {_text(name): _text(value) for name, value in loader.items()}
-            return "hello", 0, (), Greeting(_count(local_rank), _count(rank), facts)
+            return "hello", 0, (), Hello(_count(local_rank), _count(rank), facts)
         case ["enter", number, dropped, [int(epoch), before]]:
-            had = None if before is None else _had(before)
+            had = None if before is None else _rank_completed(before)
             return "enter", _count(number), _pairs(dropped), (epoch, had)
         case [("next" | "leave" | "bye") as kind, number, dropped, None]:
             return kind, _count(number), _pairs(dropped), None
-    raise ValueError("no message of a rank")
+    raise ValueError("not a message of a client")
 
 
 def from_host(data: bytes) -> tuple[Any, ...]:
-    """What the host says to another rank: its kind, and what belongs to it.
+    """Decode a message of the server: its kind and its fields.
 
     Raises:
-        ValueError: These bytes are no such message.
+        ValueError: The bytes are no such message.
     """
     match _parsed(data):
         case [("welcome" | "open" | "end") as kind, number]:
@@ -101,10 +107,16 @@ def from_host(data: bytes) -> tuple[Any, ...]:
             return "arena", _count(number), _count(nbytes)
         case ["given back", list(places)]:
             return "given back", tuple(map(_place, places))
-        case ["batch", number, arena, parcel, [ranges, samples, hashes]]:
+        case ["batch", number, arena, descriptor, [ranges, samples, hashes]]:
             portion = list(_unflat(ranges)), _count(samples), _count(hashes, _MODULUS)
-            return "batch", _count(number), _count(arena), _parcel(parcel), portion
-    raise ValueError("no message of a host")
+            return (
+                "batch",
+                _count(number),
+                _count(arena),
+                _descriptor(descriptor),
+                portion,
+            )
+    raise ValueError("not a message of a server")
 
 
 def _parsed(data: bytes) -> Any:
@@ -116,13 +128,13 @@ def _parsed(data: bytes) -> Any:
 
 def _count(value: Any, limit: int = _LARGEST) -> int:
     if type(value) is not int or not 0 <= value < limit:
-        raise ValueError("a number is out of its range, or none")
+        raise ValueError("a number is missing or out of range")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError("a text is none")
+        raise ValueError("expected a string")
     return value
 
 
@@ -136,17 +148,17 @@ def _pairs(value: Any) -> Pairs:
 
 
 def _unflat(value: Any) -> Pairs:
-    """Pairs of what they are one after the other."""
+    """Return the pairs of a flat list."""
     items = _items(value)
     if len(items) % 2 or set(map(type, items)) - {int} or min(items, default=0) < 0:
-        raise ValueError("a list of pairs is none")
+        raise ValueError("expected a list of pairs")
     _count(max(items, default=0))
     return tuple(zip(items[::2], items[1::2], strict=True))
 
 
 def _items(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise ValueError("a list is none")
+        raise ValueError("expected a list")
     return value
 
 
@@ -162,11 +174,11 @@ def _place(value: Any) -> tuple[int, Slot]:
     return _count(arena), _slot(slot)
 
 
-def _parcel(value: Any) -> Parcel:
+def _descriptor(value: Any) -> BatchDescriptor:
     slot, layout, result, failed, texts, nbytes = _items(value)
     if type(failed) is not bool:
-        raise ValueError("a truth value is none")
-    return Parcel(
+        raise ValueError("expected a bool")
+    return BatchDescriptor(
         _slot(slot), _count(layout), _pair(result), failed, _unflat(texts), _count(nbytes)
     )
 
@@ -176,6 +188,6 @@ def _tally(value: Any) -> tuple[int, int]:
     return _count(samples), _count(hashes, _MODULUS)
 
 
-def _had(value: Any) -> Had:
+def _rank_completed(value: Any) -> RankCompleted:
     ranges, batches, delivered, skipped = _items(value)
-    return Had(_pairs(ranges), _count(batches), _tally(delivered), _tally(skipped))
+    return RankCompleted(_pairs(ranges), _count(batches), _tally(delivered), _tally(skipped))

@@ -1,4 +1,4 @@
-"""The ranks of a node at the host of their pool: what each has coming to it."""
+"""The server's view of the ranks of a node: their batches, requests and leases."""
 
 from __future__ import annotations
 
@@ -8,55 +8,55 @@ from typing import Any, Protocol
 
 from minato.batching.arena import Arena, Slot
 from minato.shared_pool.channel import Channel
-from minato.shared_pool.descriptors import Packed
-from minato.shared_pool.messages import Greeting, Had
+from minato.shared_pool.descriptors import LeasedBatch
+from minato.shared_pool.messages import Hello, RankCompleted
 
 __all__ = [
-    "AHEAD",
-    "FAREWELL",
-    "Round",
-    "Seat",
+    "DRAIN_BATCHES",
+    "PREFETCH_BATCHES",
+    "PoolEpoch",
+    "RankSlot",
     "Source",
-    "misfit",
-    "next_seat",
-    "refusal",
+    "epoch_mismatch",
+    "next_rank",
+    "rejection_reason",
 ]
 
 
-AHEAD = 2
-"""Batches that each rank has asked for before it needs them, so that they are there when it does."""
-FAREWELL = 64
-"""So many more are sent unasked when the host takes leave, as far as the socket has room for them."""
+PREFETCH_BATCHES = 2
+"""Batches that each rank requests ahead of use."""
+DRAIN_BATCHES = 64
+"""Batches sent without a request when the server exits, as far as the socket's buffer takes them."""
 
 
 class Source(Protocol):
-    """What the host's engine is asked for."""
+    """The part of an engine that the server uses."""
 
     arena: Arena
 
     def next(self) -> Any:
-        """The next batch, packed."""
+        """Return the next batch as a leased descriptor."""
 
     def cancel(self) -> None:
-        """Abandon what is in flight."""
+        """Cancel the batches in flight."""
 
 
-class Round:
-    """One pass of all ranks.
+class PoolEpoch:
+    """One epoch of all ranks.
 
     Args:
-        number: Of the pass, from 0.
-        epoch: As the host numbers it.
-        quota: Batches that each rank gets, in earlier runs and this one.
-        seats: Number of ranks.
+        number: Number of the epoch in this pool, from 0.
+        epoch: The server's epoch number, from ``set_epoch``.
+        quota: Batches that each rank gets, including those before a resume.
+        rank_slots: Number of ranks.
         arena: Number of the engine's arena.
-        latest: Tells what was in the batch that the engine gave last.
-        done: Batches that all ranks together had of it in earlier runs; None: it begins at the beginning.
+        latest: Returns the part of the epoch that the engine's last batch covers.
+        done: Batches of all ranks before the resume; None: the epoch is not resumed.
 
     Attributes:
-        fetched: Batches that the engine has given.
-        exhausted: Whether it has ended the pass.
-        error: Why it cannot go on.
+        fetched: Batches that the engine has yielded.
+        exhausted: Whether the engine has ended the epoch.
+        error: Why it cannot continue.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Round:
         number: int,
         epoch: int,
         quota: int,
-        seats: int,
+        rank_slots: int,
         arena: int,
         latest: Callable[[], Any],
         done: int | None = None,
@@ -76,64 +76,63 @@ class Round:
         self.quota = quota
         self.latest = latest
         self.resumed = done is not None
-        self.total = quota * seats - (done or 0)
+        self.total = quota * rank_slots - (done or 0)
         self.arena = arena
         self.fetched = 0
         self.exhausted = False
         self.error: Exception | None = None
 
 
-class Seat:
-    """A rank's place in the present pass.
+class RankSlot:
+    """A rank in the current epoch.
 
     Attributes:
         rank: Its local rank.
-        channel: To its process; None for the host itself, and for one that is not connected.
-        state: ``away``: it has not begun the pass; ``in``; or ``out``: it is through with it.
-        inbox: Batches for it.
-        wants: How many more it has asked for.
-        dealt: How many it was given of the pass, those in the inbox and those of earlier runs included.
-        turn: When it asked.
-        leases: What keeps the slots of batches that it holds, by arena and start.
-        arenas: Numbers of the arenas whose memory it has.
-        given_back: Slots there whose pages were given back, by the number of their arena, of which it is still to be
-            told.
-        entering: Number and epoch of the pass that it waits for, and what it had of that in earlier runs.
-        gone: Why it will not come again.
+        channel: Channel to its process; None for the server itself, and for a rank that is not connected.
+        state: ``away``: it has not begun the epoch; ``in``: it takes part; ``out``: it has left.
+        inbox: Batches that wait for it.
+        wants: Number of requested batches that it has not received.
+        dealt: Number of batches assigned to it in the epoch, including the inbox and those before a resume.
+        asked_at: Sequence number of its last request.
+        leases: Leases of the slots whose batches it holds, by arena and start.
+        arenas: Numbers of the arenas that it has mapped.
+        given_back: Slots whose pages were returned to the system, with their arena's number; not reported to it yet.
+        entering: Number and epoch that it waits for, and the part done before a resume.
+        gone: Why it has ended; None while it has not.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.channel: Channel | None = None
         self.state = "out"
-        self.inbox: deque[Packed] = deque()
+        self.inbox: deque[LeasedBatch] = deque()
         self.wants = 0
         self.dealt = 0
-        self.turn = 0
+        self.asked_at = 0
         self.leases: dict[tuple[int, int], Any] = {}
         self.arenas: set[int] = set()
         self.given_back: set[tuple[int, Slot]] = set()
-        self.entering: tuple[int, int, Had | None] | None = None
+        self.entering: tuple[int, int, RankCompleted | None] | None = None
         self.gone: str | None = None
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for error messages."""
         process = "" if self.channel is None else f" (process {self.channel.pid})"
         return f"local rank {self.rank}{process}"
 
     def reset(self, dealt: int = 0) -> None:
-        """Begin a pass, of which it had so many batches in earlier runs."""
+        """Begin an epoch, of which the rank had ``dealt`` batches before a resume."""
         self.state = "away" if self.gone is None else "out"
         self.wants, self.dealt = 0, dealt
 
     def leave(self) -> None:
-        """Be through with it."""
+        """Leave the epoch."""
         self.state = "out"
         self.inbox.clear()
 
     def end(self, why: str) -> None:
-        """Take back all that its process had: it is gone."""
+        """Release all resources of the rank's process, which is gone."""
         self.leave()
         self.gone = self.gone or why
         self.channel = None
@@ -142,77 +141,88 @@ class Seat:
         self.entering = None
         self.leases.clear()
 
-    def hungry(self, quota: int) -> bool:
-        """Whether it waits for a batch to be fetched."""
+    def needs_batch(self, quota: int) -> bool:
+        """Whether it has requested a batch that must be fetched."""
         return self.state == "in" and self.wants > 0 and self.dealt < quota
 
-    def unserved(self, quota: int) -> bool:
-        """Whether another rank than the host is to be sent what is there already, and its socket has room."""
+    def can_be_sent(self, quota: int) -> bool:
+        """Whether a client has an available message, and its socket has space for it."""
         if self.state != "in" or not self.wants or self.channel is None:
             return False
         return (bool(self.inbox) or self.dealt == quota) and self.channel.has_room
 
 
-def next_seat(seats: list[Seat], this: Round, in_turn: bool) -> Seat:
-    """Whom the next batch of a pass is for.
+def next_rank(rank_slots: list[RankSlot], this: PoolEpoch, in_turn: bool) -> RankSlot:
+    """Return the rank that gets the next batch.
 
     Args:
-        in_turn: Batch k of the whole pass is rank k mod n's. Otherwise it is for whoever has waited longest, as long as
-            each gets as many in the end; if nobody waits, for any that is due one.
+        in_turn: Batch k of the epoch is for rank k mod n. Otherwise it is for the rank that has waited longest and has
+            not had its quota; if no rank waits, for any below its quota.
     """
     if in_turn:
-        return min(seats, key=lambda seat: (seat.dealt, seat.rank))
-    due = [seat for seat in seats if seat.dealt < this.quota]
+        return min(rank_slots, key=lambda slot: (slot.dealt, slot.rank))
+    due = [slot for slot in rank_slots if slot.dealt < this.quota]
     places = {"in": 0, "away": 1, "out": 2}
     return min(
-        due, key=lambda seat: (places[seat.state], len(seat.inbox), not seat.wants, seat.turn)
+        due,
+        key=lambda slot: (
+            places[slot.state],
+            len(slot.inbox),
+            not slot.wants,
+            slot.asked_at,
+        ),
     )
 
 
-def misfit(name: str, epoch: int, resumed: bool, host_epoch: int, host_resumed: bool) -> str | None:
-    """Why a rank cannot take part in a pass with the host; None if it can.
+def epoch_mismatch(
+    name: str, epoch: int, resumed: bool, server_epoch: int, server_resumed: bool
+) -> str | None:
+    """Return why a rank cannot join the server's epoch; None if it can.
 
     Args:
-        resumed, host_resumed: Whether they begin in the middle, each by the state that it has loaded.
+        resumed, server_resumed: Whether the client and the server resume the epoch from a loaded state.
     """
-    if (epoch, resumed) == (host_epoch, host_resumed):
+    if (epoch, resumed) == (server_epoch, server_resumed):
         return None
-    if not (resumed or host_resumed):
+    if not (resumed or server_resumed):
         return (
-            f"this is epoch {epoch} here and {host_epoch} for local rank 0: with shared_pool=True call set_epoch() "
+            f"this is epoch {epoch} here and {server_epoch} for local rank 0: with shared_pool=True call set_epoch() "
             "alike in all ranks"
         )
     where = {True: "in the middle, by the state that it has loaded", False: "at the beginning"}
     return (
-        f"{name} begins epoch {epoch} {where[resumed]}, and local rank 0 begins epoch {host_epoch} "
-        f"{where[host_resumed]}: with shared_pool=True load in each rank the state that it saved, all at the same step"
+        f"{name} begins epoch {epoch} {where[resumed]}, and local rank 0 begins epoch {server_epoch} "
+        f"{where[server_resumed]}: with shared_pool=True load in each rank the state that it saved "
+        "at the same step"
     )
 
 
-def refusal(seats: list[Seat], host: Greeting, who: Greeting, waits: bool) -> str | None:
-    """Why a rank that has come gets no seat; None if it does.
+def rejection_reason(
+    rank_slots: list[RankSlot], server: Hello, client: Hello, waits: bool
+) -> str | None:
+    """Return why a connecting rank is rejected; None if it is accepted.
 
     Args:
-        waits: Whether the place of a rank that has ended is free.
+        waits: Whether a new process may replace a rank that has ended.
     """
-    if who.loader != host.loader:
-        names = dict.fromkeys([*host.loader, *who.loader])
-        differ = [name for name in names if who.loader.get(name) != host.loader.get(name)]
-        here = ", ".join(f"{name}={who.loader.get(name, 'unknown')}" for name in differ)
-        there = ", ".join(f"{name}={host.loader.get(name, 'unknown')}" for name in differ)
+    if client.loader != server.loader:
+        names = dict.fromkeys([*server.loader, *client.loader])
+        differ = [name for name in names if client.loader.get(name) != server.loader.get(name)]
+        here = ", ".join(f"{name}={client.loader.get(name, 'unknown')}" for name in differ)
+        there = ", ".join(f"{name}={server.loader.get(name, 'unknown')}" for name in differ)
         return (
             f"this loader is not the one that local rank 0 has in its place: here it has {here}, and there {there}. "
             "Make all loaders with shared_pool=True in the same sequence, and alike, in all ranks"
         )
-    free = 0 < who.local_rank < len(seats) and seats[who.local_rank].channel is None
-    if not free or who.rank != host.rank + who.local_rank:
+    free = 0 < client.local_rank < len(rank_slots) and rank_slots[client.local_rank].channel is None
+    if not free or client.rank != server.rank + client.local_rank:
         return (
-            f"LOCAL_RANK={who.local_rank} with RANK={who.rank} is taken, or not possible where local rank 0 has "
-            f"RANK={host.rank} and there are {len(seats)} ranks: start the ranks of a node by torchrun"
+            f"LOCAL_RANK={client.local_rank} with RANK={client.rank} is taken, or not possible where local rank 0 has "
+            f"RANK={server.rank} and there are {len(rank_slots)} ranks: start the ranks of a node by torchrun"
         )
-    if seats[who.local_rank].gone is not None and not waits:
+    if rank_slots[client.local_rank].gone is not None and not waits:
         return (
-            f"{seats[who.local_rank].gone}, and the others do without it: on_rank_death='wait' lets another process "
-            "take its place"
+            f"{rank_slots[client.local_rank].gone}, and the other ranks continue without it: SharedPool('wait') lets "
+            "another process take its place"
         )
     return None

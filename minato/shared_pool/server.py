@@ -1,8 +1,9 @@
-"""One pool of workers for all ranks of a node: the rank that hosts it."""
+"""The server of a shared pool: local rank 0 distributes the batches of one engine to the ranks of a node."""
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 import threading
@@ -11,87 +12,109 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from minato._core.segment import Segment
-from minato.batching.arena import Slot
-from minato.shared_pool.descriptors import Packed
-from minato.shared_pool.listener import Switchboard
-from minato.shared_pool.meeting import Meeting
-from minato.shared_pool.messages import Greeting, Had
-from minato.shared_pool.rank_slot import AHEAD, FAREWELL, Round, Source, misfit, next_seat
-from minato.shared_pool.reception import Reception
+from minato.batching.arena import Arena, Slot
+from minato.shared_pool.channel import Channel
+from minato.shared_pool.descriptors import LeasedBatch
+from minato.shared_pool.listener import RankListener
+from minato.shared_pool.messages import Hello, RankCompleted
+from minato.shared_pool.rank_slot import (
+    DRAIN_BATCHES,
+    PREFETCH_BATCHES,
+    PoolEpoch,
+    RankSlot,
+    Source,
+    epoch_mismatch,
+    next_rank,
+    rejection_reason,
+)
+from minato.shared_pool.rendezvous import Rendezvous
 
-__all__ = ["PATIENCE_S", "Hub"]
+__all__ = ["RANK_TIMEOUT_S", "PoolServer"]
 
 _LIVENESS_S = 1.0
-"""How often whoever waits looks whether what it waits for can still come."""
-PATIENCE_S = 1800.0
-"""How long one rank waits for others that live, but do not come: as torch's collective operations by default."""
-_LINGER_S = 5.0
-"""How long the host's process stays at its end, in the middle of an epoch, while others do not go on."""
-_FAREWELL_S = 60.0
-"""The same if it has had its part of the epoch, and others have not had theirs."""
+"""Interval of liveness checks while waiting."""
+RANK_TIMEOUT_S = 1800.0
+"""Time limit for ranks that live but do not join: the default of torch's collective operations."""
+_EXIT_WAIT_S = 5.0
+"""How long the exiting server waits in the middle of an epoch while other ranks make no progress."""
+_DRAIN_S = 60.0
+"""The same limit if the server's rank has finished the epoch and others have not."""
 
 
-class Hub(Reception):
-    """Deals the batches of one engine after the other out to the ranks of a node.
+class PoolServer:
+    """Distributes batches of an engine to the ranks of a node; each epoch may have another engine.
 
-    Its own rank calls ``open``, ``next`` and ``leave``. A thread fetches batches as long as a rank waits for one; the
-    switchboard's thread hears the other ranks. The threads end with ``close``, when all ranks are through.
+    Its own rank calls ``open``, ``next`` and ``leave``. One thread fetches batches while a rank waits for one. The
+    listener's thread receives the clients' messages. After ``close`` the threads end when all ranks have left.
 
     Args:
-        meeting: Where the other ranks find it.
-        me: What the others must resemble.
+        rendezvous: Where clients find the server.
+        me: Rank and settings of this process; the clients' settings must be equal.
         count: Number of ranks.
-        in_turn: Whether batch k is rank k mod n's, or whoever's asks.
-        on_rank_death: What the others do when one ends.
+        in_turn: Whether batch k is for rank k mod n, or for the next rank that requests one.
+        on_rank_death: When one of them ends, ``raise`` an error in all others, let them ``continue`` without it, or let
+            them ``wait`` before the next epoch until another process has taken its place.
     """
 
     def __init__(
-        self, meeting: Meeting, me: Greeting, count: int, in_turn: bool, on_rank_death: str
+        self, rendezvous: Rendezvous, me: Hello, count: int, in_turn: bool, on_rank_death: str
     ) -> None:
-        super().__init__(me, count, on_rank_death)
+        self._me = me
+        self._raises = on_rank_death == "raise"
+        self._waits = on_rank_death == "wait"
+        self._begun = 0  # epochs
+        # Re-entrant: the garbage collector may drop a source in the middle of anything.
+        self._news = threading.Condition()
+        self._rank_slots = [RankSlot(rank) for rank in range(count)]
+        self._epoch: PoolEpoch | None = None
+        self._turns = itertools.count()
+        self._arenas: list[Arena] = []
+        self._broken: str | None = None  # why no rank can continue
+        self._closing = False
+        self._draining = False  # clients get more than they request
         self._in_turn = in_turn
         self._owner = os.getpid()
         self._done_before = [0] * count
-        self._switchboard = Switchboard(meeting, self._said, self._lost)
-        self._thread = threading.Thread(target=self._run, name="minato-hub", daemon=True)
+        self._listener = RankListener(rendezvous, self._on_message, self._on_disconnect)
+        self._thread = threading.Thread(target=self._run, name="minato-pool-server", daemon=True)
         self._thread.start()
         atexit.register(self._at_exit)
 
-    # ---- the host's own rank ----------------------------------------------------------------
+    # ---- the server's own rank ----------------------------------------------------------------
 
-    def gather(self, epoch: int, own: Had) -> list[Had]:
-        """What each rank has had of the pass that all resume, when all have come to begin it.
+    def gather_progress(self, epoch: int, own: RankCompleted) -> list[RankCompleted]:
+        """Wait for all ranks to resume an epoch, and return the part that each has done.
 
         Args:
-            epoch: Its number.
-            own: What the host's own rank has had.
+            epoch: Number of the epoch.
+            own: The part that the server's own rank has done.
 
         Raises:
-            RuntimeError: A rank has ended, does not come, or resumes another pass, or none.
+            RuntimeError: A rank has ended, does not join, or does not resume this epoch.
         """
-        self.settle()
+        self.finish_epoch()
         with self._news:
-            others = self._seats[1:]
+            others = self._rank_slots[1:]
 
             def late() -> list[str]:
-                return [seat.name for seat in others if seat.gone is None and seat.entering is None]
+                return [slot.name for slot in others if slot.gone is None and slot.entering is None]
 
             self._wait_for(
                 lambda: not late(), late, "has not come to go on in the middle of the epoch"
             )
             found, self._done_before = [own], [own.batches] + [0] * len(others)
-            for seat in others:
-                if seat.entering is not None:
-                    _, theirs, before = seat.entering
-                    why = misfit(seat.name, theirs, before is not None, epoch, True)
+            for slot in others:
+                if slot.entering is not None:
+                    _, theirs, before = slot.entering
+                    why = epoch_mismatch(slot.name, theirs, before is not None, epoch, True)
                     if before is None or why is not None:
                         self.refuse(str(why))
                     found.append(before)
-                    self._done_before[seat.rank] = before.batches
+                    self._done_before[slot.rank] = before.batches
             return found
 
     def refuse(self, why: str) -> NoReturn:
-        """End all passes, here and in the other ranks, with a RuntimeError."""
+        """End the epoch in all ranks with a RuntimeError, which this call raises."""
         with self._news:
             self._break(why)
         raise RuntimeError(why)
@@ -105,97 +128,98 @@ class Hub(Reception):
         latest: Callable[[], Any],
         resumed: bool,
     ) -> tuple[int, bool]:
-        """Begin the next pass when all ranks are through with the last one.
+        """Begin the next epoch when all ranks have left the last one.
 
         Args:
             source: The engine.
-            epoch: Number that the other ranks must give it, too.
+            epoch: Epoch number, which must be equal in all ranks.
             quota: Batches for each rank.
-            begin: Begins it in the engine.
-            latest: Tells what was in the batch that the engine gave last.
-            resumed: Whether it goes on with what ``gather`` has told.
+            begin: Begins the epoch in the engine.
+            latest: Returns the part of the epoch that the engine's last batch covers.
+            resumed: Whether the epoch continues from the result of ``gather_progress``.
 
         Returns:
-            The number of the pass, and what ``begin`` gave.
+            The number of the epoch in this pool, and the result of ``begin``.
 
         Raises:
-            RuntimeError: A rank has ended, or does not come.
+            RuntimeError: A rank has ended, or does not join.
         """
-        self.settle()
+        self.finish_epoch()
         begun = begin()
         with self._news:
             if source.arena not in self._arenas:
-                self._seats[0].arenas.add(len(self._arenas))
+                self._rank_slots[0].arenas.add(len(self._arenas))
                 self._arenas.append(source.arena)
                 source.arena.given_back = []
             arena, number = self._arenas.index(source.arena), self._begun
             self._begun += 1
             done = sum(self._done_before) if resumed else None
-            count = len(self._seats)
-            self._round = Round(source, number, epoch, quota, count, arena, latest, done)
-            for seat in self._seats:
-                seat.reset(self._done_before[seat.rank] if resumed else 0)
-            self._seats[0].state, self._seats[0].wants = "in", AHEAD
-            for seat in self._seats[1:]:
-                self._admit(seat)
+            count = len(self._rank_slots)
+            self._epoch = PoolEpoch(source, number, epoch, quota, count, arena, latest, done)
+            for slot in self._rank_slots:
+                slot.reset(self._done_before[slot.rank] if resumed else 0)
+            self._rank_slots[0].state, self._rank_slots[0].wants = "in", PREFETCH_BATCHES
+            for slot in self._rank_slots[1:]:
+                self._admit(slot)
             self._news.notify_all()
         return number, begun
 
-    def settle(self) -> None:
-        """Leave the last pass, and wait until all other ranks have.
+    def finish_epoch(self) -> None:
+        """Leave the last epoch, and wait until all other ranks have left it.
 
         Raises:
-            RuntimeError: A rank has ended, or does not come.
+            RuntimeError: A rank has ended, or does not leave.
         """
         with self._news:
-            self._seats[0].leave()
+            self._rank_slots[0].leave()
             self._news.notify_all()
             self._wait_for(
-                lambda: self._round is None and not self._missing(),
+                lambda: self._epoch is None and not self._missing(),
                 lambda: (
-                    [seat.name for seat in self._seats if seat.state != "out"] or self._missing()
+                    [slot.name for slot in self._rank_slots if slot.state != "out"]
+                    or self._missing()
                 ),
                 "is not through with the last epoch, or has ended and not come again, for the next one",
             )
 
     def _missing(self) -> list[str]:
-        """Ranks that have ended, and in whose place another process is awaited."""
-        return [seat.name for seat in self._seats if seat.gone is not None and self._waits]
+        """Return the names of ranks that have ended and wait for a replacement."""
+        return [slot.name for slot in self._rank_slots if slot.gone is not None and self._waits]
 
     def _wait_for(self, done: Callable[[], bool], late: Callable[[], list[str]], what: str) -> None:
-        """Wait until something is done, for which some ranks are late.
+        """Wait for a condition; ``late`` returns the names of the ranks that it depends on.
 
         Raises:
-            RuntimeError: A rank has ended, or is late for ever.
+            RuntimeError: A rank has ended, or the time limit has passed.
         """
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + RANK_TIMEOUT_S
         while self._broken is None and not done():
             self._check_threads()
             names = late()
             if names and time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{', '.join(names)} {what} of this loader, for which local rank 0 has waited {PATIENCE_S:.0f} s: "
-                    "with shared_pool=True all ranks must iterate as often"
+                    f"{', '.join(names)} {what} of this loader, for which local rank 0 has waited "
+                    f"{RANK_TIMEOUT_S:.0f} s: with shared_pool=True all ranks must iterate as often"
                 )
             self._news.wait(_LIVENESS_S)
-        gone = [seat.gone for seat in self._seats if seat.gone is not None]
+        gone = [slot.gone for slot in self._rank_slots if slot.gone is not None]
         if self._broken is not None or (gone and self._raises):
             raise RuntimeError(self._broken or gone[0])
 
-    def next(self, number: int) -> Packed:
-        """The next batch for the host's own rank.
+    def next(self, number: int) -> LeasedBatch:
+        """Return the next batch for the server's own rank.
 
         Raises:
-            StopIteration: The pass is over for it.
+            StopIteration: The epoch is over for this rank.
             RuntimeError: Another rank has ended.
-            Exception: The engine cannot go on.
+            Exception: The engine's error.
         """
-        own = self._seats[0]
+        own = self._rank_slots[0]
         with self._news:
             while True:
                 if self._broken is not None:
                     raise RuntimeError(self._broken)
-                this = self._round
+                this = self._epoch
                 if this is None or this.number != number or own.state != "in":
                     raise StopIteration
                 if own.inbox:
@@ -208,46 +232,46 @@ class Hub(Reception):
                 self._news.wait(_LIVENESS_S)
 
     def has_next(self, number: int) -> bool:
-        """Whether a batch is there for the host's own rank."""
+        """Whether a batch is available for the server's own rank."""
         with self._news:
-            return self.is_in(number) and bool(self._seats[0].inbox)
+            return self.is_in(number) and bool(self._rank_slots[0].inbox)
 
     def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Slots whose pages were given back since this was last asked."""
+        """Return slots whose pages were returned to the system since the last call."""
         with self._news:
-            slots, self._seats[0].given_back = self._seats[0].given_back, set()
+            slots, self._rank_slots[0].given_back = self._rank_slots[0].given_back, set()
             return [(self._arenas[arena].segment, slot) for arena, slot in slots]
 
     def leave(self, number: int) -> None:
-        """The host's own rank is through with a pass; the others go on."""
+        """The server's own rank leaves an epoch; the other ranks continue."""
         if os.getpid() != self._owner:
             return
         with self._news:
-            if self._round is not None and self._round.number == number:
-                self._seats[0].leave()
+            if self._epoch is not None and self._epoch.number == number:
+                self._rank_slots[0].leave()
                 self._news.notify_all()
 
     def is_in(self, number: int) -> bool:
-        """Whether the host's own rank is not through with a pass."""
-        this = self._round
-        return this is not None and this.number == number and self._seats[0].state == "in"
+        """Whether the server's own rank takes part in an epoch."""
+        this = self._epoch
+        return this is not None and this.number == number and self._rank_slots[0].state == "in"
 
     def close(self) -> None:
-        """End when all ranks are through with the present pass; nobody waits for that.
+        """End when all ranks have left the epoch, without waiting for them.
 
-        If this rank has had its part, the others get what is left of theirs at once, unless that is much: then they do
-        not need this process.
+        If this rank has finished the epoch, the others are sent up to ``DRAIN_BATCHES`` of their batches at once, so
+        that they do not need this process any more.
         """
         if os.getpid() != self._owner:
             return
         with self._news:
-            own, this = self._seats[0], self._round
+            own, this = self._rank_slots[0], self._epoch
             self._closing = True
             own.leave()
-            self._generous = this is not None and own.dealt == this.quota
-            for seat in self._seats[1:]:
-                if self._generous and seat.state == "in":
-                    seat.wants += FAREWELL
+            self._draining = this is not None and own.dealt == this.quota
+            for slot in self._rank_slots[1:]:
+                if self._draining and slot.state == "in":
+                    slot.wants += DRAIN_BATCHES
             self._news.notify_all()
 
     def _at_exit(self) -> None:
@@ -255,31 +279,159 @@ class Hub(Reception):
             return
         self.close()
         with self._news:
-            for seat in self._seats:
-                if seat.channel is None:
-                    seat.leave()
+            for slot in self._rank_slots:
+                if slot.channel is None:
+                    slot.leave()
             self._news.notify_all()
-        patience_s = _FAREWELL_S if self._generous else _LINGER_S
+        timeout_s = _DRAIN_S if self._draining else _EXIT_WAIT_S
         if hasattr(sys, "last_value"):  # an exception ends the process
-            patience_s = 0.0
+            timeout_s = 0.0
         before: object = None
-        while self._thread.is_alive() and (now := self._standing()) != before:
+        while self._thread.is_alive() and (now := self._progress()) != before:
             before = now
-            self._thread.join(patience_s)
+            self._thread.join(timeout_s)
         with self._news:
-            for seat in self._seats:
-                seat.leave()
+            for slot in self._rank_slots:
+                slot.leave()
             self._news.notify_all()
-        self._thread.join(_LINGER_S)
+        self._thread.join(_EXIT_WAIT_S)
 
-    def _standing(self) -> object:
-        """Another one if the pass has gone on."""
-        this = self._round
-        return this and this.fetched, [seat.state for seat in self._seats]
+    def _progress(self) -> object:
+        """Return a value that changes while the epoch makes progress."""
+        this = self._epoch
+        return this and this.fetched, [slot.state for slot in self._rank_slots]
 
     def _check_threads(self) -> None:
-        if not (self._thread.is_alive() and self._switchboard.works):
+        if not (self._thread.is_alive() and self._listener.works):
             raise RuntimeError("the thread that serves the ranks of this node has ended")
+
+    # ---- the other ranks, in the listener's thread ------------------------------------------
+
+    def _ask(self, slot: RankSlot) -> None:
+        slot.wants += 1
+        slot.asked_at = next(self._turns)
+        self._news.notify_all()
+
+    def _serve(self, slot: RankSlot) -> None:
+        """Send a client its requested batches, as far as they are available."""
+        this = self._epoch
+        if this is None or slot.channel is None or slot.state != "in":
+            return
+        while slot.wants and slot.inbox and slot.channel.has_room:  # sending never waits
+            if this.arena not in slot.arenas:
+                slot.arenas.add(this.arena)
+                segment = self._arenas[this.arena].segment
+                self._send(slot.channel, ("arena", this.arena, segment.nbytes), segment.descriptor)
+            if slot.given_back:  # before the slot can hold a new batch
+                self._send(slot.channel, ("given back", tuple(slot.given_back)))
+                slot.given_back.clear()
+            packed = slot.inbox.popleft()
+            slot.wants -= 1
+            slot.leases[this.arena, packed.descriptor.slot.start] = packed.lease
+            message = ("batch", this.number, this.arena, packed.descriptor, packed.portion)
+            self._send(slot.channel, message)
+        if slot.inbox or not slot.wants:
+            return
+        if slot.dealt == this.quota:
+            self._send(slot.channel, ("end", this.number))
+            slot.leave()
+        elif this.error is not None:
+            self._send(
+                slot.channel,
+                ("failed", this.number, f"{type(this.error).__name__}: {this.error}"),
+            )
+            slot.leave()
+
+    def _send(
+        self, channel: Channel | None, message: tuple[Any, ...], descriptor: int | None = None
+    ) -> None:
+        if channel is not None:
+            try:
+                channel.send(message, descriptor)
+            except OSError:
+                channel.hang_up()  # the listener finds that it is over
+
+    def _on_message(self, channel: Channel, message: tuple[Any, ...]) -> None:
+        kind, number, dropped, more = message
+        with self._news:
+            if kind == "hello":
+                self._welcome(channel, more)
+                return
+            slot = self._rank_slot_of(channel)
+            if slot is None:
+                return
+            for place in dropped:
+                slot.leases.pop(place, None)
+            this = self._epoch
+            here = this is not None and this.number == number
+            if kind == "enter":
+                slot.entering = number, *more
+                self._admit(slot)
+            elif kind == "next" and here and slot.state == "in":
+                self._ask(slot)
+                self._serve(slot)
+            elif kind == "leave" and here:
+                slot.leave()
+            elif kind == "bye":
+                slot.gone = f"{slot.name} has ended its use of this loader"
+                slot.leave()
+            self._news.notify_all()
+
+    def _rank_slot_of(self, channel: Channel) -> RankSlot | None:
+        return next((slot for slot in self._rank_slots if slot.channel is channel), None)
+
+    def _welcome(self, channel: Channel, who: Hello) -> None:
+        if self._rank_slot_of(channel) is not None:
+            raise ValueError("a rank that is connected asks for another rank slot")
+        why = rejection_reason(self._rank_slots, self._me, who, self._waits)
+        if why is not None:
+            self._send(channel, ("refused", why))
+            return
+        slot = self._rank_slots[who.local_rank]
+        slot.channel, slot.gone = channel, None
+        is_awaited = self._epoch is not None and slot.state == "away"
+        self._send(channel, ("welcome", self._begun - is_awaited))
+
+    def _admit(self, slot: RankSlot) -> None:
+        """Let a client join the epoch that it waits for, if that is open."""
+        if slot.entering is None:
+            return
+        number, epoch, before = slot.entering
+        this = self._epoch
+        if self._broken is not None:
+            self._send(slot.channel, ("broken", self._broken))
+        elif this is not None and this.number == number:
+            slot.entering = None
+            why = epoch_mismatch(slot.name, epoch, before is not None, this.epoch, this.resumed)
+            if why is None:
+                slot.state = "in"
+                slot.wants = DRAIN_BATCHES if self._draining else 0
+                self._send(slot.channel, ("open", number))
+            else:
+                self._send(slot.channel, ("refused", why))
+
+    def _on_disconnect(self, channel: Channel) -> None:
+        with self._news:
+            slot = self._rank_slot_of(channel)
+            if slot is None:
+                return
+            unexpected = slot.gone is None
+            how = "has ended" if channel.fault is None else f"was given up ({channel.fault})"
+            slot.end(f"{slot.name} {how}")
+            if unexpected and self._raises and not self._closing:
+                self._break(
+                    f"{slot.gone}, which shares the workers of this loader: the others cannot go on "
+                    "(SharedPool('continue') lets them)"
+                )
+            self._news.notify_all()
+
+    def _break(self, why: str) -> None:
+        """End the epoch in all ranks with an error."""
+        self._broken = why
+        for slot in self._rank_slots:
+            self._send(slot.channel, ("broken", why))
+            slot.leave()
+        self._news.notify_all()
 
     # ---- batches ----------------------------------------------------------------------------
 
@@ -292,68 +444,68 @@ class Hub(Reception):
                 self._break(f"local rank 0 cannot go on: {error!r}")
             raise
         finally:
-            self._switchboard.close()
+            self._listener.close()
             self._arenas.clear()  # without waiting for the garbage collector
             atexit.unregister(self._at_exit)
 
     def _step(self) -> bool:
-        """Do the next thing that is to be done; returns whether there will be more."""
+        """Run the next job; return whether there may be more."""
         with self._news:
             while (job := self._job()) is None:
                 self._news.wait(_LIVENESS_S)
-            this = self._round
+            this = self._epoch
         return this is not None and job(this)
 
-    def _job(self) -> Callable[[Round], bool] | None:
-        this = self._round
+    def _job(self) -> Callable[[PoolEpoch], bool] | None:
+        this = self._epoch
         if this is None:
             return self._finish if self._closing else None
-        if all(seat.state == "out" for seat in self._seats):
+        if all(slot.state == "out" for slot in self._rank_slots):
             return self._finish
-        if any(seat.unserved(this.quota) for seat in self._seats):
+        if any(slot.can_be_sent(this.quota) for slot in self._rank_slots):
             return self._push
-        hungry = (seat.hungry(this.quota) for seat in self._seats)
-        return self._fetch if this.error is None and any(hungry) else None
+        needs_batch = (slot.needs_batch(this.quota) for slot in self._rank_slots)
+        return self._fetch if this.error is None and any(needs_batch) else None
 
-    def _push(self, this: Round) -> bool:
+    def _push(self, this: PoolEpoch) -> bool:
         with self._news:
-            for seat in self._seats:
-                self._serve(seat)
+            for slot in self._rank_slots:
+                self._serve(slot)
         return True
 
-    def _fetch(self, this: Round) -> bool:
+    def _fetch(self, this: PoolEpoch) -> bool:
         try:
             packed = this.source.next()._replace(portion=this.latest())
             if this.fetched + 1 == this.total:
-                self._see_the_end(this)
+                self._end_engine_epoch(this)
         except Exception as error:
             with self._news:
                 self._fail(this, error)
             return True
         with self._news:
             self._note_given_back(this)
-            seat = next_seat(self._seats, this, self._in_turn)
+            slot = next_rank(self._rank_slots, this, self._in_turn)
             this.fetched += 1
-            seat.dealt += 1
-            if seat.state != "out":
-                seat.inbox.append(packed)
-                if seat is self._seats[0]:
-                    seat.wants -= seat.wants > 0
+            slot.dealt += 1
+            if slot.state != "out":
+                slot.inbox.append(packed)
+                if slot is self._rank_slots[0]:
+                    slot.wants -= slot.wants > 0
                 else:
-                    self._serve(seat)
+                    self._serve(slot)
             self._news.notify_all()
         return True
 
-    def _note_given_back(self, this: Round) -> None:
+    def _note_given_back(self, this: PoolEpoch) -> None:
         slots = this.source.arena.given_back
         while slots:
             place = this.arena, slots.pop()
-            for seat in self._seats:
-                if this.arena in seat.arenas:  # else it has nothing locked there
-                    seat.given_back.add(place)
+            for slot in self._rank_slots:
+                if this.arena in slot.arenas:  # otherwise it has pinned no pages there
+                    slot.given_back.add(place)
 
-    def _see_the_end(self, this: Round) -> None:
-        """Let the engine end the pass, before its last batch is handed out."""
+    def _end_engine_epoch(self, this: PoolEpoch) -> None:
+        """Let the engine end the epoch before its last batch is yielded."""
         try:
             this.source.next()
         except StopIteration:
@@ -363,23 +515,23 @@ class Hub(Reception):
             "the sampler gives more batches than its length: with shared_pool=True each rank gets as many as that"
         )
 
-    def _fail(self, this: Round, error: Exception) -> None:
+    def _fail(self, this: PoolEpoch, error: Exception) -> None:
         if isinstance(error, StopIteration):
             error = ValueError(
                 f"the sampler gave {this.fetched} batches for all ranks of this node, and its length promised "
                 f"{this.total}"
             )
         this.error = error
-        for seat in self._seats:
-            self._serve(seat)
+        for slot in self._rank_slots:
+            self._serve(slot)
         self._news.notify_all()
 
-    def _finish(self, this: Round) -> bool:
+    def _finish(self, this: PoolEpoch) -> bool:
         if not this.exhausted:
             this.source.cancel()
-        del this.source  # if it was for this pass alone, its workers end now, and its arena is free for the next one
+        del this.source  # an engine of this epoch alone ends its workers now, which frees its arena for the next one
         with self._news:
-            self._round = None
-            this.error = None  # its traceback knows this pass
+            self._epoch = None
+            this.error = None  # its traceback holds this epoch
             self._news.notify_all()
         return True

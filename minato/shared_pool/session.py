@@ -7,30 +7,32 @@ import itertools
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minato._compat import index_sampler, is_batched
-from minato._stateful import is_stateful
 from minato._system import available_cores
 from minato._version import __version__
-from minato.delivery.device_copy import accelerator_of
+from minato.delivery.accelerator import accelerator_of
 from minato.delivery.iterator import BatchSource
 from minato.engine.engine import Engine
-from minato.engine.history import Experience
-from minato.options import Options
-from minato.sampling.coverage import Done, Tally
-from minato.sampling.distributed import InTurn, RankSampler, ranked
-from minato.sampling.rank_progress import united
-from minato.shared_pool.client import Link
-from minato.shared_pool.descriptors import ParcelReader
-from minato.shared_pool.device_dock import Dock, DockedSource
-from minato.shared_pool.meeting import Meeting
-from minato.shared_pool.messages import Greeting
-from minato.shared_pool.server import Hub
-from minato.shared_pool.source import AttachedSource, HostSource, had
+from minato.engine.history import History
+from minato.engine.spec import LoaderSpec
+from minato.options import Options, StartingWorkers
+from minato.sampling.completed import Completed, Tally
+from minato.sampling.distributed import InterleavedRanks, RankSampler, ranked
+from minato.sampling.epoch import Epoch
+from minato.sampling.rank_progress import merged_ranks
+from minato.sampling.state import is_stateful
+from minato.shared_pool.client import PoolClient
+from minato.shared_pool.descriptors import DescriptorReader
+from minato.shared_pool.device_prefetch import DevicePrefetcher, DeviceSource
+from minato.shared_pool.messages import Hello
+from minato.shared_pool.rendezvous import Rendezvous
+from minato.shared_pool.server import PoolServer
+from minato.shared_pool.source import ClientSource, ServerSource, rank_completed
 
-__all__ = ["Place", "Sharing"]
+__all__ = ["PoolSession", "RankInfo"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _JOB_VARIABLES = ("MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -39,7 +41,7 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """A process among the ranks of its job, as torchrun tells it.
 
     Attributes:
@@ -55,7 +57,7 @@ class Place:
     local_count: int
 
     @classmethod
-    def of_environment(cls) -> Place | None:
+    def of_environment(cls) -> RankInfo | None:
         """This process's; None if there are no other ranks.
 
         Raises:
@@ -79,7 +81,7 @@ class Place:
         return cls(rank, count, local_rank, local_count)
 
 
-class Sharing:
+class PoolSession:
     """A loader's part in the pool of its node.
 
     Args:
@@ -87,33 +89,34 @@ class Sharing:
         on_rank_death: What the others do when one ends.
     """
 
-    def __init__(self, place: Place, on_rank_death: str) -> None:
+    def __init__(self, place: RankInfo, on_rank_death: str) -> None:
         self._place = place
         self._on_rank_death = on_rank_death
         self._number = next(_numbers)
         self._owner = os.getpid()
-        self._hub: Hub | None = None
-        self._link: Link | None = None
-        self._dock: Dock | None = None
+        self._server: PoolServer | None = None
+        self._client: PoolClient | None = None
+        self._prefetcher: DevicePrefetcher | None = None
 
-    def __reduce__(self) -> tuple[type[Sharing], tuple[Place, str]]:
-        return Sharing, (self._place, self._on_rank_death)
+    def __reduce__(self) -> tuple[type[PoolSession], tuple[RankInfo, str]]:
+        return PoolSession, (self._place, self._on_rank_death)
 
     @classmethod
-    def of(cls, options: Options) -> Sharing | None:
+    def of(cls, options: Options) -> PoolSession | None:
         """What a new loader needs; None if it is alone.
 
         Raises:
             ValueError: The ranks cannot be told from the environment, or this is no Linux.
         """
-        place = Place.of_environment() if options.shared_pool else None
-        if place is None:
+        pool = options.shared_pool
+        place = None if pool is None else RankInfo.of_environment()
+        if pool is None or place is None:
             return None
         if sys.platform != "linux":
             raise ValueError(
                 f"shared_pool=True needs sockets of Linux, and this is {sys.platform}: leave it out"
             )
-        return cls(place, options.on_rank_death)
+        return cls(place, pool.on_rank_death)
 
     @property
     def place(self) -> str:
@@ -171,70 +174,78 @@ class Sharing:
             )
         return shuffle, sampler
 
-    def experience(self, options: Options, num_workers: int) -> Experience:
-        """What a new loader knows, of the workers of all ranks or, where there are none, of nothing."""
+    def history(self, spec: LoaderSpec) -> History:
+        """The history of a new loader: of the workers of all ranks or, where there are none, of nothing."""
         if not self.hosts:
-            options = replace(options, measure=False, min_workers=None, max_workers=None)
-            return Experience.of(options, num_workers)
-        ours = self._pooled_options(options)
-        known = Experience.of(ours, num_workers * self._place.local_count)
-        if known.staffing is not None:
+            first = int(spec.options.num_workers)
+            options = replace(spec.options, stats=False, num_workers=first)
+            return History.of(replace(spec, options=options))
+        history = History.of(self._scaled(spec))
+        if history.staffing is not None:
             cores = available_cores(whole_node=True)
-            known.staffing.settings = replace(known.staffing.settings, cores=cores)
-        return known
+            history.staffing.settings = replace(history.staffing.settings, cores=cores)
+        return history
 
-    def _pooled_options(self, options: Options) -> Options:
-        names = ("memory_budget_bytes", "min_workers", "max_workers")
-        values = {name: getattr(options, name) for name in names}
+    def _scaled(self, spec: LoaderSpec) -> LoaderSpec:
+        """The spec with the workers and the memory of all ranks of this node, and no device: each rank has its own."""
         count = self._place.local_count
-        scaled: dict[str, Any] = {name: value and value * count for name, value in values.items()}
-        return replace(options, **scaled, device=None)  # each rank brings its part to its own
+        budget = spec.options.memory_budget and spec.options.memory_budget * count
+        first = spec.options.num_workers
+        pooled = first.times(count) if isinstance(first, StartingWorkers) else first * count
+        options = replace(spec.options, memory_budget=budget, num_workers=pooled, device=None)
+        workers = replace(spec.workers, count=spec.workers.count * count)
+        return replace(spec, workers=workers, options=options)
 
-    def pooled(self, loader: Any) -> Any:
-        """What stands for a loader where all ranks of the node are meant; itself, if it provides for no other."""
+    def pooled(self, spec: LoaderSpec) -> LoaderSpec:
+        """The spec for all ranks of the node; the same spec if this rank provides for no other."""
         if not self.hosts or self.alone:
-            return loader
+            return spec
         place = self._place
         ranks = range(place.rank, place.rank + place.local_count)
-        sampler = "batch_sampler" if is_batched(loader) else "sampler"
-        return loader._twin(
-            _options=self._pooled_options(loader._options),
-            num_workers=loader.num_workers * place.local_count,
-            **{sampler: InTurn(index_sampler(loader), ranks)},
-        )
+        sampler = InterleavedRanks(spec.sampling.index_sampler, ranks)
+        return replace(self._scaled(spec), sampling=replace(spec.sampling, index_sampler=sampler))
 
-    def source(self, loader: Any, base_seed: int) -> BatchSource:
+    def source(
+        self, spec: LoaderSpec, epoch: Epoch, make_engine: Callable[..., Engine]
+    ) -> BatchSource:
         """Where the batches of a new iterator come from.
+
+        Args:
+            make_engine: Called with a spec, its first epoch and, where it is not the default, ``make_reader``.
 
         Raises:
             RuntimeError: The ranks do not find each other, or this is a forked child.
         """
         if self.alone:
-            engine: Engine = loader._make_engine(base_seed)
+            engine: BatchSource = make_engine(spec, epoch)
             return engine
-        source, device = self._rank_source(loader, base_seed), loader._options.target
+        source, device = self._rank_source(spec, epoch, make_engine), spec.options.target
         source.keeps = (
             self  # an iterator outlives its loader, and with this object the channel ends
         )
         if device is None:
             return source
-        if self._dock is None:
-            self._dock = Dock(accelerator_of(device), loader._options.prefetch_to_device)
-        return DockedSource(source, self._dock)
+        if self._prefetcher is None:
+            self._prefetcher = DevicePrefetcher(
+                accelerator_of(device), spec.options.prefetch_to_device
+            )
+        return DeviceSource(source, self._prefetcher)
 
-    def _rank_source(self, loader: Any, base_seed: int) -> HostSource | AttachedSource:
+    def _rank_source(
+        self, spec: LoaderSpec, epoch: Epoch, make_engine: Callable[..., Engine]
+    ) -> ServerSource | ClientSource:
         self._check_owner()
         if not self.hosts:
-            if self._link is None:
-                self._link = Link(Meeting(self._number), self._greeting(loader))
-                weakref.finalize(self, self._link.close)
-            return AttachedSource(self._link)
-        hub = self._meet(loader)
-        hub.settle()
-        engine: Engine = self.pooled(loader)._make_engine(base_seed, ParcelReader)
-        return HostSource(hub, engine, index_sampler(loader))
+            if self._client is None:
+                self._client = PoolClient(Rendezvous(self._number), self._greeting(spec))
+                weakref.finalize(self, self._client.close)
+            return ClientSource(self._client)
+        server = self._pool_server(spec)
+        server.finish_epoch()
+        engine = make_engine(self.pooled(spec), epoch, make_reader=DescriptorReader)
+        return ServerSource(server, engine, spec.sampling.index_sampler)
 
-    def done_by_all(self, loader: Any, epoch: int, own: Done) -> Done:
+    def done_by_all(self, spec: LoaderSpec, epoch: int, own: Completed) -> Completed:
         """What all ranks have had of the pass in the middle of which they begin, as far as this one has to know.
 
         Args:
@@ -244,17 +255,17 @@ class Sharing:
             RuntimeError: The ranks do not find each other, or their states do not belong together.
         """
         if not self.hosts:
-            return Done()  # the host leaves out what is done
+            return Completed()  # the host leaves out what is done
         self._check_owner()
-        hub = self._meet(loader)
-        parts = hub.gather(epoch, had(own))
+        server = self._pool_server(spec)
+        parts = server.gather_progress(epoch, rank_completed(own))
         try:
-            return united(
-                Done(part.ranges, part.batches, Tally(*part.delivered), Tally(*part.skipped))
+            return merged_ranks(
+                Completed(part.ranges, part.batches, Tally(*part.delivered), Tally(*part.skipped))
                 for part in parts
             )
         except ValueError as error:
-            hub.refuse(str(error))
+            server.refuse(str(error))
 
     def _check_owner(self) -> None:
         if os.getpid() != self._owner:
@@ -263,36 +274,37 @@ class Sharing:
                 "make a loader without shared_pool here"
             )
 
-    def _greeting(self, loader: Any) -> Greeting:
-        known = ranked(index_sampler(loader))
+    def _greeting(self, spec: LoaderSpec) -> Hello:
+        sampling = spec.sampling
+        known = ranked(sampling.index_sampler)
         alike = {
             "minato": __version__,
             "ranks": self._place.local_count,
-            "dataset": type(loader.dataset).__qualname__,
-            "len(dataset)": len(loader.dataset),
+            "dataset": type(spec.dataset).__qualname__,
+            "len(dataset)": len(spec.dataset),
             "sampler": type(known).__qualname__,
             "sampler.shuffle": getattr(known, "shuffle", None),
             "sampler.seed": getattr(known, "seed", None),
-            "len(loader)": len(index_sampler(loader)),
-            "batch_size": loader.batch_size,
-            "drop_last": loader.drop_last,
-            "order": loader._options.order,
-            "seed": loader._options.seed,
-            "transforms": loader._chain.names,
-            "collate_fn": _name_of(loader.collate_fn),
+            "len(loader)": len(sampling.index_sampler),
+            "batch_size": sampling.batch_size,
+            "drop_last": sampling.drop_last,
+            "order": sampling.order,
+            "seed": sampling.seed,
+            "transforms": spec.transforms.names,
+            "collate_fn": _name_of(spec.collate_fn),
             "on_rank_death": self._on_rank_death,
         }
         facts = {name: str(value) for name, value in alike.items()}
-        return Greeting(self._place.local_rank, self._place.rank, facts)
+        return Hello(self._place.local_rank, self._place.rank, facts)
 
-    def _meet(self, loader: Any) -> Hub:
-        """The hub, where the other ranks find it."""
-        if self._hub is None:
-            in_turn = loader._options.order == "strict"
-            count, meeting = self._place.local_count, Meeting(self._number)
+    def _pool_server(self, spec: LoaderSpec) -> PoolServer:
+        """The server, where the other ranks find it."""
+        if self._server is None:
+            in_turn = spec.sampling.order == "strict"
+            count, rendezvous = self._place.local_count, Rendezvous(self._number)
             try:
-                self._hub = Hub(
-                    meeting, self._greeting(loader), count, in_turn, self._on_rank_death
+                self._server = PoolServer(
+                    rendezvous, self._greeting(spec), count, in_turn, self._on_rank_death
                 )
             except OSError as error:
                 remedy = "free space there, or set TMPDIR, in all ranks, to another directory"
@@ -302,12 +314,12 @@ class Sharing:
                         "one of them with another port (--master-port)"
                     )
                 raise RuntimeError(
-                    f"the ranks of this node cannot meet in {meeting.directory}: {error.strerror}; {remedy}"
+                    f"the ranks of this node cannot meet in {rendezvous.directory}: {error.strerror}; {remedy}"
                 ) from None
             weakref.finalize(
-                self, self._hub.close
+                self, self._server.close
             ).atexit = False  # at exit it waits for the others
-        return self._hub
+        return self._server
 
 
 def _name_of(function: Any) -> str:

@@ -1,45 +1,46 @@
-"""Where a rank's batches come from if all ranks of its node share one pool of workers."""
+"""The batches of one rank, if all ranks of its node share one pool of workers."""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, Protocol
 
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
-from minato.batching.page_locks import PageLocker
+from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.serialization import SharedStore
 from minato.delivery.iterator import BatchSource
-from minato.shared_pool.client import Link
-from minato.shared_pool.descriptors import Shipment, opened
-from minato.shared_pool.messages import Had
+from minato.sampling.epoch import Epoch
+from minato.shared_pool.client import PoolClient
+from minato.shared_pool.descriptors import BatchHandle, open_batch
+from minato.shared_pool.messages import RankCompleted
 from minato.shared_pool.rank_slot import Source
-from minato.shared_pool.server import Hub
+from minato.shared_pool.server import PoolServer
 
-__all__ = ["AttachedSource", "HostSource", "RankSource", "had"]
+__all__ = ["ClientSource", "RankSource", "ServerSource", "rank_completed"]
 
 
 class Part(Protocol):
-    """The account of what a rank has been handed of a pass."""
+    """Records which part of an epoch a rank has had."""
 
     before: Any
 
     def handed(self, portion: Any) -> None:
-        """Note a batch that the program gets."""
+        """Record a batch that the program receives."""
 
     def ended(self) -> None:
-        """Note that there is no other."""
+        """Record the end of the epoch."""
 
 
 class RankSource(ABC):
     """Batches of one rank, which may be taken before they are opened.
 
     Attributes:
-        part: Told what the program gets; whoever takes a batch by himself has to tell it.
-        keeps: What has to live as long as this source.
+        part: Records the batches that the program receives; a caller of ``take`` must record them itself.
+        keeps: An object that must live as long as this source.
     """
 
     part: Part
@@ -55,19 +56,17 @@ class RankSource(ABC):
         """Whether ``take`` would not wait."""
 
     @abstractmethod
-    def begin(
-        self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
-    ) -> bool:
-        """Start a pass of all ranks."""
+    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
+        """Start an epoch of all ranks."""
 
     def next(self) -> Any:
-        """The next batch for this rank."""
-        shipment = self.take()
-        self.part.handed(shipment.portion)
-        return shipment.open()
+        """Return the next batch for this rank."""
+        handle = self.take()
+        self.part.handed(handle.portion)
+        return handle.open()
 
-    def take(self) -> Shipment:
-        """The same, to be opened."""
+    def take(self) -> BatchHandle:
+        """Return a handle of the next batch."""
         try:
             return self._take()
         except StopIteration:
@@ -75,123 +74,128 @@ class RankSource(ABC):
             raise
 
     @abstractmethod
-    def _take(self) -> Shipment:
-        """The same; raises StopIteration where there is none."""
+    def _take(self) -> BatchHandle:
+        """Return a handle of the next batch; raise StopIteration at the end."""
 
     @abstractmethod
     def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Slots whose pages were given back; whoever has them locked must unlock them before the next batch there."""
+        """Return slots whose pages were returned to the system; the caller unpins them before their next batch."""
 
     def shut_down(self) -> None:
-        """Leave the pass; the workers end when all ranks have, unless they persist."""
+        """Leave the epoch; the workers end when all ranks have left it, unless they persist."""
         self._leave()
 
     def _leave_at_the_end(self, leave: Callable[[int], None]) -> None:
-        """Leave the present pass once: when it is asked for, or when this source is dropped."""
+        """Leave the epoch once: on request, or when this source is dropped."""
         finalizer = weakref.finalize(self, leave, self._number)
-        finalizer.atexit = False  # then the hub itself takes care
+        finalizer.atexit = False  # the server handles the exit itself
         self._leave = finalizer
 
 
 class _Engine(BatchSource, Source, Protocol):
-    """What the host has."""
+    """The engine of the server."""
 
 
-class HostSource(RankSource):
-    """Batches of the rank that hosts the pool (see :class:`minato.delivery.iterator.BatchSource`).
+class ServerSource(RankSource):
+    """Batches of the server's own rank (see :class:`minato.delivery.iterator.BatchSource`).
 
     Args:
-        hub: Deals the engine's batches out.
-        sampler: This rank's own, for its length.
+        server: Distributes the engine's batches.
+        sampler: This rank's sampler, for its length.
     """
 
-    def __init__(self, hub: Hub, engine: _Engine, sampler: Sized) -> None:
+    def __init__(self, server: PoolServer, engine: _Engine, sampler: Sized) -> None:
         super().__init__()
-        self._hub = hub
+        self._server = server
         self._engine = engine
         self._sampler = sampler
         self._store = SharedStore(engine.arena.segment)
 
     @property
     def has_next(self) -> bool:
-        """Whether a batch is there."""
-        return self._hub.has_next(self._number)
+        """Whether a batch is available."""
+        return self._server.has_next(self._number)
 
-    def begin(
-        self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
-    ) -> bool:
-        """Start a pass of all ranks, as soon as they are through with the last one."""
+    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
+        """Start an epoch of all ranks as soon as they have finished the last one."""
         self._leave()
-        self.part = progress.part
-        self._number, begun = self._hub.open(
+        self.part = _part_of(epoch)
+        self._number, begun = self._server.open(
             self._engine,
-            epoch,
+            epoch.number,
             len(self._sampler),
-            lambda: self._engine.begin(batches, epoch, seed, expected, progress, size),
-            progress.latest,
+            functools.partial(self._engine.begin, epoch, batches),
+            epoch.progress.latest,
             self.part.before is not None,
         )
-        self._leave_at_the_end(self._hub.leave)
+        self._leave_at_the_end(self._server.leave)
         return begun
 
-    def _take(self) -> Shipment:
-        parcel, lease, portion = self._hub.next(self._number)
+    def _take(self) -> BatchHandle:
+        descriptor, lease, portion = self._server.next(self._number)
         segment = self._engine.arena.segment
-        give = functools.partial(opened, parcel, segment, self._store, lease)
-        return Shipment(segment, parcel, portion, give)
+        give = functools.partial(open_batch, descriptor, segment, self._store, lease)
+        return BatchHandle(segment, descriptor, portion, give)
 
     def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Slots whose pages the engine has given back."""
-        return self._hub.given_back()
+        """Return slots whose pages the engine has returned to the system."""
+        return self._server.given_back()
 
     def pinned(self, duration_ns: int) -> None:
-        """Of no use here: what is measured is measured for all ranks."""
+        """Do nothing: times are measured for all ranks together."""
 
-    def lock_pages(self, locker: PageLocker) -> None:
-        """Nothing: what consumers of one rank copy, torch pins for them."""
+    def pin_slots(self, locker: MemoryPinner) -> None:
+        """Do nothing: torch pins the copies that a rank's consumers make."""
 
 
-class AttachedSource(RankSource):
-    """Batches of a rank that the host provides for."""
+class ClientSource(RankSource):
+    """Batches of a rank that is a client of the server."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, client: PoolClient) -> None:
         super().__init__()
-        self._link = link
+        self._client = client
 
     @property
     def has_next(self) -> bool:
-        """Whether a batch is there."""
-        return self._link.has_next(self._number)
+        """Whether a batch is available."""
+        return self._client.has_next(self._number)
 
-    def begin(
-        self, batches: Any, epoch: int, seed: int, expected: Any, progress: Any, size: Any
-    ) -> bool:
-        """Take part in the host's next pass; what this rank's sampler gives, the host's copy of it does."""
+    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
+        """Join the server's next epoch; the server has a copy of this rank's sampler."""
         self._leave()
-        self.part = progress.part
+        self.part = _part_of(epoch)
         before = self.part.before
-        self._number = self._link.enter(epoch, None if before is None else had(before))
-        self._leave_at_the_end(self._link.leave)
+        self._number = self._client.enter(
+            epoch.number, None if before is None else rank_completed(before)
+        )
+        self._leave_at_the_end(self._client.leave)
         return True
 
-    def _take(self) -> Shipment:
-        return self._link.next(self._number)
+    def _take(self) -> BatchHandle:
+        return self._client.next(self._number)
 
     def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Slots whose pages the host has given back."""
-        return self._link.given_back()
+        """Return slots whose pages the server has returned to the system."""
+        return self._client.given_back()
 
     def pinned(self, duration_ns: int) -> None:
-        """As with the host."""
+        """Do nothing, as in the server."""
 
-    def lock_pages(self, locker: PageLocker) -> None:
-        """As with the host."""
+    def pin_slots(self, locker: MemoryPinner) -> None:
+        """Do nothing, as in the server."""
 
 
-def had(done: Any) -> Had:
-    """What a rank has had of a pass, as it says so to the host.
+def _part_of(epoch: Epoch) -> Part:
+    """This rank's account of an epoch."""
+    part = epoch.progress.part
+    assert part is not None, "the epoch was begun without a session"
+    return part
+
+
+def rank_completed(done: Any) -> RankCompleted:
+    """Return the part of an epoch that a rank has done, as a message's field.
 
     Args:
-        done: See :class:`minato.sampling.coverage.Done`.
+        done: See :class:`minato.sampling.completed.Completed`.
     """
-    return Had(done.ranges, done.batches, tuple(done.delivered), tuple(done.skipped))
+    return RankCompleted(done.ranges, done.batches, tuple(done.delivered), tuple(done.skipped))

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from torch.utils.data import Dataset
 
-from minato._counters import Counters
-from minato._files import printable
+from minato._support.counters import Counters
+from minato._support.text import printable
 from minato.errors import MinatoError
 from minato.sources.retry import Retry
 

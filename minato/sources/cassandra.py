@@ -37,7 +37,7 @@ class _Session(NamedTuple):
 class Cassandra(KeyedSource):
     """Rows of a table by their primary key, one column; a sample is a dict of the columns, all of them in one read.
 
-    One prepared statement serves all reads. The keys of a batch are asked for at once; with ``fetch_concurrency`` the
+    One prepared statement serves all reads. The keys of a batch are requested at once; with ``fetch_concurrency`` the
     reads of a worker are coroutines that the driver's callbacks wake.
 
     Args:

@@ -89,7 +89,7 @@ class Connections(Generic[T]):
                 # Others still use it: it is closed when the last of them lets go of it.
                 self._idle = [other for other in self._idle if other is not connection]
                 return
-        with contextlib.suppress(Exception):  # it is broken, which has been told already
+        with contextlib.suppress(Exception):  # it is broken, as an earlier error has reported
             self._close_one(connection)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ def used_here() -> None:
     if _parent_used:
         raise RuntimeError(
             "this process was forked from one that had read objects already, and obstore's threads do not come along: "
-            "give the loader multiprocessing_context='forkserver' or worker_method='thread', or read nothing before "
+            "give the loader multiprocessing_context='forkserver' or workers='thread', or read nothing before "
             "its workers start"
         )
     _used = True

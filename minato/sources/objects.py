@@ -43,7 +43,7 @@ class Objects(KeyedSource):
 
     A process that has read an object must not be forked for workers that read too: obstore's threads do not come along,
     and the worker says so. Listing the keys does not count. So either read nothing before the workers are forked, or
-    start them with ``multiprocessing_context="forkserver"``, or use ``worker_method="thread"``.
+    start them with ``multiprocessing_context="forkserver"``, or use ``workers="thread"``.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://`` or ``file:///``; paths are relative to it. It

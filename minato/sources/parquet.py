@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 from torch.utils.data import IterableDataset, get_worker_info
 
-from minato._counters import shared_integers
+from minato._support.counters import shared_integers
 from minato.sources.base import KeyedSource, SourceError
 from minato.sources.columns import rows_of
 from minato.sources.retry import Retry

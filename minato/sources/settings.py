@@ -1,4 +1,4 @@
-"""Settings of a connection, some of which nobody else may see."""
+"""Settings of a connection, including secrets."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from minato._files import write_atomically
+from minato._support.files import write_atomically
 
 __all__ = ["folds", "load_splits", "save_splits", "split"]
 
@@ -37,7 +37,7 @@ def split(
         shares: How many of them each split gets, relative to the other splits: ``{"train": 8, "test": 2}``.
         seed: The same seed, keys and metadata give the same splits.
         labels: The class of each key: each split then gets its share of each class, as far as entities allow.
-        entities: Whom each key belongs to, a patient for instance; nobody is in two splits.
+        entities: The entity of each key, for instance a patient; no entity is in two splits.
         uniform: Leave out keys at random until each split has equally many of each class.
         weights: Leave them out until the classes stand to each other as these numbers, by label; a class of 0 or
             without a weight is left out: ``{"tumour": 1, "healthy": 3}``.

@@ -1,8 +1,8 @@
-"""What is done to one sample: its transforms, and the random numbers they draw."""
+"""The transforms of a sample, and its random numbers."""
 
 from __future__ import annotations
 
-from minato.transforms.chain import Chain
+from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness, current, numpy_rng, python_rng, torch_rng
 
-__all__ = ["Chain", "SampleRandomness", "current", "numpy_rng", "python_rng", "torch_rng"]
+__all__ = ["SampleRandomness", "Transforms", "current", "numpy_rng", "python_rng", "torch_rng"]

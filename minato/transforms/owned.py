@@ -1,8 +1,8 @@
-"""Generators that a dataset and its transforms own: found by a walk over what they hold, bound like the global ones.
+"""Generators that a dataset and its transforms own: found by a search, and seeded for each sample like the global ones.
 
-The walk looks at what objects, containers, partial functions, methods and closures hold, at the attributes of
-their classes, and at the global variables that their functions name. It runs no code of theirs. A generator is known
-by the path to it, so that it gets the same numbers in each process.
+The search visits objects, containers, partial functions, methods and closures, the attributes of classes, and global
+variables that functions name. It runs none of their code. The path to a generator selects its random stream, so that
+it draws the same numbers in each process.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ import torch
 from minato._compat import numpy_state, python_state
 from minato.transforms.rng_memory import MemoryGenerator, own_generator
 
-__all__ = ["Owned"]
+__all__ = ["OwnedGenerators"]
 
 _MOST_OBJECTS = 20_000
 _MOST_ITEMS, _MOST_CONTAINERS = 1024, 16
-"""What is looked at of a container, and how many containers in it; a longer one is data."""
+"""Items and inner containers that the search visits in a container; a larger one is data."""
 _OPAQUE: tuple[type, ...] = (str, bytes, bytearray, int, float, complex, np.ndarray, np.generic)
 _OPAQUE += (torch.Tensor, torch.dtype, types.ModuleType, types.BuiltinFunctionType)
 _PLAIN = frozenset((*_OPAQUE, bool, type(None)))
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque)
 _WITHOUT_PARTS = frozenset((*_CONTAINERS, OrderedDict, types.FunctionType, types.MethodType))
-"""Kinds whose classes hold no generator; functions are never empty."""
+"""Types whose classes hold no generator; functions are never empty."""
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 _NAMED_LIKE_ONE = re.compile(r"(Random|RandomState|RNG|Rng|Generator|mt19937)$")
 _LIBRARIES = ("builtins", "abc", "typing", "collections", "torch", "numpy", "minato")
-"""The functions of their classes name no generator that a sample depends on but the global ones."""
+"""Packages whose classes use no generators but the global ones."""
 
 Get = Callable[[Any], Any]
 Found = tuple[str, Any, Get | None, Any]
-"""Path, generator, and what gets it again from its holder by which name."""
+"""Path and generator; function and name that get it again from its holder."""
 Slots = list[tuple[str, types.MemberDescriptorType]]
 
 
-class Owned:
+class OwnedGenerators:
     """The generators that some objects own.
 
     Args:
-        roots: Where the walk begins, by name.
+        roots: Objects to search, by name.
 
     Attributes:
-        generators: Those that can be bound, by their paths, ready to be written.
+        generators: Generators that can be seeded for a sample, by path.
         others: Path and type of those that cannot.
     """
 
@@ -68,22 +68,22 @@ class Owned:
 
     @property
     def names(self) -> list[str]:
-        """Path and type of each."""
+        """Path and type of each generator."""
         return [_described(path, generator) for path, generator, *_ in self._found] + self.others
 
     def look(self) -> bool:
-        """Walk again; whether there is another generator now."""
+        """Search again; returns whether the generators have changed."""
         before = [id(generator) for _, generator, *_ in self._found]
         self.others = []
         self._take(_walk(self._roots))
         return before != [id(generator) for _, generator, *_ in self._found]
 
     def moved(self) -> bool:
-        """Whether an attribute that held one holds something else now."""
+        """Return whether an attribute that held a generator holds another object now."""
         return not all(map(is_, [get(name) for get, name in self._gets], self._held))
 
     def follow(self) -> None:
-        """Take what stands in these attributes now."""
+        """Take the generators that these attributes hold now."""
         self._take(
             (path, generator if get is None else get(name), get, name)
             for path, generator, get, name in self._found
@@ -112,13 +112,13 @@ def _described(path: str, generator: Any) -> str:
 @functools.cache
 def _stream(path: str) -> int:
     digest = hashlib.blake2b(path.encode("utf-8", "surrogatepass"), digest_size=7).digest()
-    return int.from_bytes(digest, "little") + 16  # behind those of the global generators
+    return int.from_bytes(digest, "little") + 16  # after the streams of the global generators
 
 
 def _walk(roots: Mapping[str, Any]) -> Iterator[Found]:
-    """All generators that can be reached, nearest first, each once."""
+    """Yield all generators that can be reached, nearest first, each once."""
     seen = {id(each) for each in (python_state(), numpy_state(), torch.default_generator)}
-    kept: list[Any] = []  # so that no other object gets the address of one that was seen
+    kept: list[Any] = []  # keeps the ids in ``seen`` unique
     slots: dict[type, Slots] = {each: [] for each in _WITHOUT_PARTS}
     waiting: deque[tuple[str, Any, Get | None, Any]] = deque(
         (name, root, None, None) for name, root in roots.items()
@@ -130,7 +130,7 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[Found]:
         seen.add(id(thing))
         kept.append(thing)
         if isinstance(thing, _GENERATORS):
-            if not isinstance(thing, random.SystemRandom):  # which nothing repeats
+            if not isinstance(thing, random.SystemRandom):  # no seed repeats it
                 yield path, thing, get, name
             continue
         kind = thing if isinstance(thing, type) else type(thing)
@@ -150,7 +150,7 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def _parts(path: str, thing: Any) -> Iterator[Found]:
-    """What an object holds, with the path to it."""
+    """Yield the objects that an object holds, with their paths."""
     if isinstance(thing, _CONTAINERS):
         base = next(each for each in _CONTAINERS if isinstance(thing, each))
         items = dict.items(thing) if base is dict else enumerate(base.__iter__(thing))
@@ -181,13 +181,13 @@ def _parts(path: str, thing: Any) -> Iterator[Found]:
 def _attributes(thing: Any) -> dict[str, Any] | None:
     try:
         held = object.__getattribute__(thing, "__dict__")
-    except Exception:  # whatever a property of that name raises
+    except Exception:  # a property of that name may raise anything
         return None
     return held if isinstance(held, dict) else None
 
 
 def _slots_of(kind: type) -> Slots:
-    """Attributes of a kind's objects that lie in slots."""
+    """Return the attributes in ``__slots__`` of a type."""
     return [
         (name, member)
         for one in kind.__mro__
@@ -197,7 +197,7 @@ def _slots_of(kind: type) -> Slots:
 
 
 def _parts_of_class(kind: type) -> Iterator[Found]:
-    """Generators among the attributes of a class, and the global ones that its functions name."""
+    """Yield generators in the attributes of a class, and in global variables that its functions name."""
     for one in kind.__mro__:
         if one.__module__.partition(".")[0] in _LIBRARIES:
             continue
@@ -224,7 +224,7 @@ def _parts_of_function(path: str, function: types.FunctionType) -> Iterator[Foun
 
 
 def _global_variables(code: types.CodeType, held: dict[str, Any]) -> Iterator[Found]:
-    """Generators among the global variables that some code names."""
+    """Yield generators in the global variables that a code object names."""
     for name in code.co_names:
         value = held.get(name)
         if isinstance(value, _GENERATORS):
@@ -236,10 +236,10 @@ def _global_variables(code: types.CodeType, held: dict[str, Any]) -> Iterator[Fo
 
 
 def _in_any_process(module: str) -> str:
-    """The name of a module in the training process; spawned workers name the main module otherwise."""
+    """Return the name of a module in the training process; spawned workers have another name for the main module."""
     return "__main__" if module == "__mp_main__" else module
 
 
 def _is_foreign_generator(thing: Any) -> bool:
-    """Whether an object without attributes looks like a generator of another library, in C++ say."""
+    """Return whether an object without attributes looks like a generator of another library, for example in C++."""
     return bool(_NAMED_LIKE_ONE.search(type(thing).__name__)) and _attributes(thing) is None

@@ -1,15 +1,14 @@
-"""Randomness of a sample: a function of (seed, epoch, index, occurrence), whoever runs it and when.
+"""Randomness of a sample: a function of (seed, epoch, index, occurrence), in any worker and order.
 
-The occurrence is how often the index came before in the epoch: 0, unless the sampler repeats indices.
+The occurrence counts earlier uses of the index in the epoch: 0, unless the sampler repeats indices.
 
 Before a sample, :meth:`SampleRandomness.bind` gives ``random``, ``numpy.random`` and torch's
-default CPU generator fresh states. They are real states: every way to draw sees them, compiled code
-and names imported long ago included, and ``seed``, ``getstate`` and ``setstate`` inside a sample
-work as always.
+default CPU generator new states. These are real states: all code that draws uses them, compiled
+code included, and ``seed``, ``getstate`` and ``setstate`` work inside a sample.
 
 Worker threads share the three global generators, so there these cannot be bound to a sample. Code
-that asks :func:`python_rng`, :func:`numpy_rng` or :func:`torch_rng` for a generator gets the same
-numbers in threads, in processes and in line.
+that gets a generator from :func:`python_rng`, :func:`numpy_rng` or :func:`torch_rng` draws the same
+numbers in threads, in processes and in the main process.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ import torch
 from minato._compat import bit_generator_of, numpy_state
 from minato._core.seeding import Snapshot, StateWriter, mix
 from minato.transforms import rng_memory
-from minato.transforms.owned import Owned
+from minato.transforms.owned import OwnedGenerators
 
 __all__ = [
     "Binding",
     "SampleRandomness",
     "current",
-    "generators_asked",
-    "key_word",
+    "generators_created",
+    "index_word",
     "numpy_rng",
     "python_rng",
     "sample_word",
@@ -46,11 +45,11 @@ __all__ = [
 
 
 _AGAIN = 0x616761696E
-"""Tells the words of later occurrences from those of indices."""
+"""Separates the words of later occurrences from those of indices."""
 
 
 class Binding(NamedTuple):
-    """What the randomness of the sample in hand is a function of."""
+    """The arguments of the current sample's randomness."""
 
     seed: int
     epoch: int
@@ -58,7 +57,7 @@ class Binding(NamedTuple):
     occurrence: int = 0
 
 
-_NONE_OWNED = Owned({})
+_NONE_OWNED = OwnedGenerators({})
 
 
 class _ThreadState(threading.local):
@@ -76,20 +75,20 @@ class SampleRandomness:
         base_seed: The loader's seed; counts modulo 2**64.
         bind_globals: False in all threads but the main one, which share the global generators
             with it: then only :func:`current` and the helpers are bound.
-        owned: Other generators, which are bound as the global ones are.
+        owned: Other generators, bound like the global ones.
 
     Create it in the process (after its ``torch.manual_seed``, whose seed ``torch.initial_seed()``
     keeps answering) and use it from one thread.
     """
 
     def __init__(
-        self, base_seed: int, *, bind_globals: bool = True, owned: Owned | None = None
+        self, base_seed: int, *, bind_globals: bool = True, owned: OwnedGenerators | None = None
     ) -> None:
         self.base_seed = base_seed
         self._bind_globals = bind_globals
         self._owned = owned or _NONE_OWNED
         self.watches = bind_globals
-        """Whether ``drawn`` can tell."""
+        """Whether ``drawn`` can detect draws."""
         self._all: tuple[rng_memory.MemoryGenerator, ...] = ()
         self._own: dict[str, rng_memory.MemoryGenerator] = {}
         self._snapshot = Snapshot([])
@@ -98,7 +97,7 @@ class SampleRandomness:
             self._attach()
 
     def _attach(self) -> None:
-        """Find where each generator keeps its state."""
+        """Find the state of each generator."""
         self._numpy_state = numpy_state()
         self._bits = bit_generator_of(self._numpy_state)
         self._torch = rng_memory.torch_generator()
@@ -125,8 +124,8 @@ class SampleRandomness:
         Args:
             epoch: Counts modulo 2**64.
             key: The sample's index in the dataset; an integer, or anything that
-                :func:`key_word` can turn into one.
-            occurrence: How often the key came before in the epoch.
+                :func:`index_word` can turn into one.
+            occurrence: Number of earlier uses of the key in the epoch.
         """
         _this_thread.binding = (self.base_seed, epoch, key, occurrence)
         _this_thread.generators_made = 0
@@ -147,7 +146,7 @@ class SampleRandomness:
             publish()
 
     def look(self) -> bool:
-        """Look for generators that were made since the first look; whether there are any."""
+        """Search for generators again; returns whether they have changed."""
         if not self._bind_globals or not self._owned.look():
             return False
         self._attach()
@@ -155,7 +154,7 @@ class SampleRandomness:
 
     @property
     def asked(self) -> int:
-        """How many generators the sample in hand has asked for; setting it goes on from there in another thread."""
+        """Number of generators that the current sample has created; set it to continue the sample in another thread."""
         return _this_thread.generators_made
 
     @asked.setter
@@ -163,15 +162,15 @@ class SampleRandomness:
         _this_thread.generators_made = generators
 
     def mark(self, unbind: bool = True) -> None:
-        """Begin to watch for draws; unless the sample in hand goes on, what runs now is bound to none."""
+        """Start to watch for draws. With ``unbind``, code that runs from now on belongs to no sample."""
         if unbind:
             _this_thread.binding = None
         self._snapshot.take()
         self._before = _this_thread.binding, _this_thread.generators_made, self._rests()
 
     def drawn(self) -> bool:
-        """Whether anything drew from the global generators, or asked for a generator, since ``mark``."""
-        # A generator that is asked for outside of samples is seeded from a global one, which shows there.
+        """Return whether code drew from the bound generators, or created a generator, since ``mark``."""
+        # A generator created outside of samples is seeded from a global one, so the snapshot shows it.
         asked_and_rests = _this_thread.generators_made, self._rests()
         if self._own and self._owned.moved():
             return True
@@ -185,13 +184,13 @@ class SampleRandomness:
             generator.load_copies([next(copies) for _ in generator.spans], rest)
 
     def _rests(self) -> tuple[Any, ...]:
-        """What is in no memory that the snapshot is of."""
+        """Return the parts of states that the snapshot does not cover."""
         return tuple([generator.save_rest() for generator in self._all])
 
     def capture(self) -> Any:
-        """Return the randomness of a sample that is to be continued later, perhaps elsewhere.
+        """Return the random state of a deferred sample, to continue it later, in any process.
 
-        The result can be pickled, for processes with the same versions of Python, numpy and torch.
+        It can be pickled for processes with the same versions of Python, NumPy and torch.
         """
         return (
             _this_thread.binding,
@@ -201,17 +200,17 @@ class SampleRandomness:
         )
 
     def restore(self, captured: Any) -> None:
-        """Go on exactly where :meth:`capture` was called."""
+        """Continue from the state that :meth:`capture` returned."""
         _this_thread.binding, _this_thread.generators_made, states, own = captured
         for generator, state in zip(self._all, states, strict=False):
             generator.load(state)
         for path, state in own.items():
-            if path in self._own:  # one that was made in another process since may be missing
+            if path in self._own:  # one that another process has made since is missing here
                 self._own[path].load(state)
 
     @contextmanager
     def saved(self) -> Iterator[None]:
-        """Leave the generators as if nothing had been drawn or bound inside the ``with`` block."""
+        """Restore the generators and the binding after the ``with`` block."""
         if self._bind_globals:
             if bit_generator_of(self._numpy_state) is not self._bits:
                 self._attach()
@@ -228,12 +227,12 @@ class SampleRandomness:
             _this_thread.binding, _this_thread.generators_made = binding, made
 
 
-def key_word(key: Any) -> int:
-    """Return the integer that stands for a sample's key; the same in every process.
+def index_word(key: Any) -> int:
+    """Return an integer for the index of a sample; the same in every process.
 
-    Integers, numpy's and one-element tensors included, stand for themselves. Anything else becomes
-    a 64-bit hash of its content: text, bytes, tuples, lists, sets, and whatever can be pickled;
-    what cannot is known by its ``repr``.
+    It is the index itself for integers, including NumPy's and one-element tensors. For any other
+    object it is a 64-bit hash of its content: strings, bytes, tuples, lists, sets, the pickle of
+    other objects, or their ``repr`` if they cannot be pickled.
     """
     try:
         return operator.index(key)
@@ -242,8 +241,8 @@ def key_word(key: Any) -> int:
 
 
 def sample_word(key: Any, occurrence: int) -> int:
-    """Return the integer that stands for a key that came ``occurrence`` times before in its epoch."""
-    word = key if type(key) is int else key_word(key)
+    """Return an integer for an index that was used ``occurrence`` times before in its epoch."""
+    word = key if type(key) is int else index_word(key)
     return mix(word, occurrence, _AGAIN) if occurrence else word
 
 
@@ -252,7 +251,7 @@ def _digest(key: object) -> bytes:
         content = b"str" + key.encode("utf-8", "surrogatepass")
     elif isinstance(key, bytes):
         content = b"bytes" + key
-    elif isinstance(key, torch.Tensor):  # whose pickle differs from process to process
+    elif isinstance(key, torch.Tensor):  # their pickles differ between processes
         return _digest(key.tolist())
     elif isinstance(key, (tuple, list)):
         content = b"sequence" + b"".join(map(_digest, key))
@@ -266,22 +265,22 @@ def _digest(key: object) -> bytes:
 def _pickled(key: object) -> bytes:
     to = io.BytesIO()
     pickler = pickle.Pickler(to, 4)
-    # Without the memo, equal keys give equal bytes whether or not their parts are one object.
+    # Without the memo, equal keys have equal bytes even if some share their parts.
     pickler.fast = True
     try:
         pickler.dump(key)
-    except Exception:  # whatever a key's own reduction raises
+    except Exception:  # a key's own ``__reduce__`` may raise anything
         return repr(key).encode("utf-8", "surrogatepass")
     return to.getvalue()
 
 
-def generators_asked() -> int:
-    """Return how many generators the sample being run in this thread has asked for so far."""
+def generators_created() -> int:
+    """Return the number of generators that the current sample of this thread has created."""
     return _this_thread.generators_made
 
 
 def current() -> Binding | None:
-    """Return what the sample being run in this thread is bound to; ``None`` outside of samples."""
+    """Return the binding of the current sample of this thread; ``None`` outside of samples."""
     binding = _this_thread.binding
     return None if binding is None else Binding(*binding)
 
@@ -290,7 +289,7 @@ _PYTHON, _NUMPY, _TORCH = 1, 2, 3
 
 
 def _next_seed(kind: int) -> int | None:
-    """Return a seed for the next generator made in this sample; ``None`` outside of samples."""
+    """Return a seed for the next generator of the current sample; ``None`` outside of samples."""
     if _this_thread.binding is None:
         return None
     seed, epoch, key, occurrence = _this_thread.binding
@@ -300,11 +299,11 @@ def _next_seed(kind: int) -> int | None:
 
 
 def python_rng() -> random.Random:
-    """Return a new ``random.Random`` for the sample being run in this thread.
+    """Return a new ``random.Random`` for the current sample of this thread.
 
-    Each call within a sample begins an independent stream, a function of (seed, epoch, index) and
-    of how many generators the sample asked for before. Outside of samples the generator is seeded
-    from the global one.
+    Each call within a sample starts an independent stream, a function of (seed, epoch, index) and
+    of the number of earlier calls in the sample. Outside of samples the generator is seeded from
+    the global one.
     """
     seed = _next_seed(_PYTHON)
     return random.Random(random.getrandbits(64) if seed is None else seed)

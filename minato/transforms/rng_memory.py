@@ -1,15 +1,13 @@
-"""Random generators as memory that can be rewritten for a sample: the three global ones, and those that objects own.
+"""Writes the states of random generators for a sample: the three global ones, and those that objects own.
 
-Nearly all are Mersenne Twisters: 624 words and a position. Calling their ``seed`` for every sample
-costs microseconds, so a fresh state is written instead: torch's through ``set_state``, those of
-``random`` and numpy where they keep it. Where that is, is found out on private instances and verified in both
-directions, once per process; if that fails, or ``MINATO_DIRECT_MEMORY=0`` forbids it, their ``setstate`` gives the same
-numbers slowly.
-Whether anybody has drawn is seen in their memory.
+Nearly all are Mersenne Twisters: 624 words and a position. A call of ``seed`` for every sample costs microseconds, so a
+new state is written instead: torch's with ``set_state``, those of ``random`` and NumPy into their memory. A probe on
+private instances finds the addresses once per process, and verifies them by reading and writing. If it fails, or with
+``MINATO_DIRECT_MEMORY=0``, ``setstate`` writes the same states, more slowly. The same memory shows whether code has
+drawn.
 
-A state is written with its position at the *start* of the fresh words: the first 624 draws are
-these words, tempered, and need no twist. A position inside the words is also harmless to a thread
-that draws from numpy at this very moment without the GIL.
+A state is written with its position at the *start* of the new words: the first 624 draws are these words, tempered,
+without a twist. A position inside the words is also safe for a thread that draws from NumPy without the GIL meanwhile.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ from minato._compat import may_access_memory, numpy_state, python_state
 
 __all__ = [
     "MemoryGenerator",
-    "examine",
     "found_in_memory",
     "numpy_generator",
     "own_generator",
+    "probe_generators",
     "python_generator",
     "torch_generator",
 ]
@@ -44,31 +42,31 @@ PYTHON_STREAM, NUMPY_STREAM, TORCH_STREAM = 0, 1, 2
 
 
 class MemoryGenerator(Protocol):
-    """Memory to fill for a sample, and what makes it the state of a generator."""
+    """Memory of a generator, to fill for a sample."""
 
     blocks: list[tuple[int, int, int, int]]
-    """``(address, words, stream, width)``, as ``StateWriter`` takes them."""
+    """``(address, words, stream, width)`` for ``StateWriter``."""
     cells: list[tuple[int, int]]
     spans: list[tuple[int, int]]
-    """``(address, nbytes)`` of the memory that holds the state, as ``Snapshot`` takes them."""
+    """``(address, nbytes)`` of the memory that holds the state, for ``Snapshot``."""
 
     def publish(self) -> None:
         """Make the filled memory the generator's state."""
 
     def save_rest(self) -> Any:
-        """Return a copy of what of the state is in no span, which can be compared."""
+        """Return a copy of the part of the state outside the spans, which supports ``==``."""
 
     def load_copies(self, copies: list[bytes], rest: Any) -> None:
-        """Return to the state whose spans and rest were these, in this process."""
+        """Load a state from copies of its spans and its rest, taken in this process."""
 
     def save(self) -> Any:
-        """Return a copy of the whole state, which can be pickled and compared."""
+        """Return a copy of the whole state, which supports pickling and ``==``."""
 
     def load(self, saved: Any) -> None:
-        """Return to a state that :meth:`save` returned in a process of the same kind."""
+        """Load a state that :meth:`save` returned in a process of the same kind."""
 
 
-def _may_look() -> bool:
+def _may_probe() -> bool:
     return sys.implementation.name == "cpython" and may_access_memory()
 
 
@@ -77,8 +75,8 @@ def _may_look() -> bool:
 
 @functools.cache
 def _python_position_offset() -> int | None:
-    """Return where a ``random.Random`` keeps its position, which its 624 words follow."""
-    if not _may_look():
+    """Return the offset of the position in a ``random.Random``; its 624 words follow. None if unknown."""
+    if not _may_probe():
         return None
     probe = random.Random()
     states = [np.arange(n, n + WORDS + 1, dtype=np.uint32) for n in (0x1234567, 0x2345678)]
@@ -106,7 +104,7 @@ def _python_state_is_at(offset: int, generator: random.Random) -> bool:
 
 
 class PythonInMemory:
-    """The state of a ``random.Random``, where CPython keeps it."""
+    """The state of a ``random.Random``, in the memory of CPython's object."""
 
     def __init__(
         self, generator: random.Random, position_offset: int, stream: int = PYTHON_STREAM
@@ -162,7 +160,7 @@ class PythonByCall:
 def python_generator(
     generator: random.Random | None = None, stream: int = PYTHON_STREAM
 ) -> MemoryGenerator:
-    """Return a generator of ``random``, by default the one behind its functions."""
+    """Return the memory of a ``random.Random``, by default the one behind the module's functions."""
     generator = python_state() if generator is None else generator
     offset = _python_position_offset()
     if offset is None or not _python_state_is_at(offset, generator):
@@ -177,8 +175,8 @@ _SAVED_GAUSS = struct.Struct("=i4xd")
 
 @functools.cache
 def _numpy_gauss_offset() -> int | None:
-    """Return where a ``RandomState`` keeps ``has_gauss``; the value follows 8 bytes later."""
-    if not _may_look():
+    """Return the offset of ``has_gauss`` in a ``RandomState``; its value follows 8 bytes later. None if unknown."""
+    if not _may_probe():
         return None
     probe: Any = np.random.RandomState()
     first, second = (np.arange(n, n + WORDS, dtype=np.uint32) for n in (0x1234567, 0x2345678))
@@ -207,15 +205,15 @@ class NumpyInMemory:
         self._kept_alive = generator, generator._bit_generator
         self.blocks = [(self._words_address, WORDS, stream, 4)]
         position, gauss = self._words_address + 4 * WORDS, self._gauss_address
-        # Whether a normal is kept, and both halves of it: get_state() shows it even where it does not count.
+        # The flag of the cached normal and both halves of its value, which get_state() returns even if the flag is 0.
         self.cells = [(position, 0), (gauss, 0), (gauss + 8, 0), (gauss + 12, 0)]
         self.spans = [(self._words_address, 4 * WORDS + 4), (gauss, _SAVED_GAUSS.size)]
 
     def publish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the filled memory is the state."""
 
     def save_rest(self) -> None:
-        """Nothing is elsewhere."""
+        """Return None: the spans hold the whole state."""
 
     def load_copies(self, copies: list[bytes], rest: Any) -> None:
         self.load(copies)
@@ -231,7 +229,7 @@ class NumpyInMemory:
 
 
 class NumpyByCall:
-    """A legacy state of numpy through ``set_state``, over any bit generator."""
+    """A legacy state of NumPy with any bit generator, by ``set_state``."""
 
     def __init__(self, generator: Any, stream: int = NUMPY_STREAM) -> None:
         self._generator = generator
@@ -250,7 +248,7 @@ class NumpyByCall:
             self._generator.set_state(fresh.state)
 
     def save(self) -> Any:
-        return pickle.dumps(self._generator.get_state(legacy=False))  # arrays cannot be compared
+        return pickle.dumps(self._generator.get_state(legacy=False))  # arrays do not support ==
 
     def load(self, saved: Any) -> None:
         self._generator.set_state(pickle.loads(saved))
@@ -262,7 +260,7 @@ class NumpyByCall:
 
 
 def numpy_generator(generator: Any = None, stream: int = NUMPY_STREAM) -> MemoryGenerator:
-    """Return a ``RandomState``, by default the one behind the functions of ``numpy.random``."""
+    """Return the memory of a ``RandomState``, by default the one behind the functions of ``numpy.random``."""
     generator = numpy_state() if generator is None else generator
     offset = _numpy_gauss_offset()
     if (
@@ -276,11 +274,11 @@ def numpy_generator(generator: Any = None, stream: int = NUMPY_STREAM) -> Memory
 
 @functools.cache
 def _pcg64_order() -> str | None:
-    """Return the order of the halves of the 128-bit words in a PCG64's memory: ``<`` low first, ``>`` high first.
+    """Return the order of 64-bit halves in a PCG64's memory: ``<`` low first, ``>`` high first; None if unknown.
 
-    A pointer to state and increment comes first, then a flag and the half of a word that is kept.
+    The memory holds a pointer to state and increment, a flag, and a cached half of a word.
     """
-    if not _may_look() or sys.byteorder != "little":
+    if not _may_probe() or sys.byteorder != "little":
         return None
     probe: Any = np.random.PCG64(0)
     numbers = [(n << 96 | n << 40 | n, n << 70 | 2 * n + 1, n) for n in (0x1234567, 0x2345678)]
@@ -315,7 +313,7 @@ def _pcg64_words(order: str, *numbers: int) -> bytes:
 
 
 def _pcg64_increment(stream: int) -> int:
-    """Return an increment for each stream, by which each state is followed by others; it must be odd."""
+    """Return the increment of a stream, which separates its states from those of other streams; it must be odd."""
     return stream << 64 | stream | 1
 
 
@@ -324,7 +322,7 @@ _HALVES = {"<": (0, 64), ">": (64, 0)}
 
 
 class BitsInMemory:
-    """The state of a bit generator of numpy's, where it keeps it: an MT19937, a PCG64 or a PCG64DXSM."""
+    """The state of NumPy's MT19937, PCG64 or PCG64DXSM, in the memory of the bit generator."""
 
     def __init__(self, bits: Any, order: str, stream: int) -> None:
         self._kept_alive = bits
@@ -342,10 +340,10 @@ class BitsInMemory:
         self.spans = [(words, 32), (address + 8, 8)]
 
     def publish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the filled memory is the state."""
 
     def save_rest(self) -> None:
-        """Nothing is elsewhere."""
+        """Return None: the spans hold the whole state."""
 
     def load_copies(self, copies: list[bytes], rest: Any) -> None:
         self.load(copies)
@@ -359,7 +357,7 @@ class BitsInMemory:
 
 
 class BitsByCall:
-    """The state of any bit generator of numpy's, through its attribute ``state``."""
+    """The state of any bit generator of NumPy, by its attribute ``state``."""
 
     def __init__(self, bits: Any, stream: int) -> None:
         self._bits: Any = bits
@@ -389,7 +387,7 @@ class BitsByCall:
         self._bits.state = fresh
 
     def save(self) -> Any:
-        return pickle.dumps(self._bits.state)  # arrays cannot be compared
+        return pickle.dumps(self._bits.state)  # arrays do not support ==
 
     def load(self, saved: Any) -> None:
         self._bits.state = pickle.loads(saved)
@@ -424,7 +422,7 @@ def _bits_generator(bits: Any, stream: int) -> MemoryGenerator:
 _TORCH_HEADER = struct.Struct("=QiiQ")
 _TORCH_NORMALS = struct.Struct("=8xd8xi4xf?3x")
 _TORCH_STATE_BYTES = 5056
-# The same in memory, somewhere in the first bytes of an object: spans between which nothing is told, and their content.
+# The same in the first bytes of an object: spans, between which bytes have no meaning, and their content.
 _TORCH_HEAD_BYTES = 512
 _TORCH_SPANS = (0, 13), (16, 4 + 4 * WORDS), (2520, 5), (2528, 9)
 _TORCH_KEPT = struct.Struct(f"=Qi?I{WORDS}If?d?")
@@ -432,7 +430,7 @@ _TORCH_KEPT = struct.Struct(f"=Qi?I{WORDS}If?d?")
 
 @functools.cache
 def _torch_layout_is_known() -> bool:
-    """Compare a seeded generator's state, byte for byte, with what it should be."""
+    """Return whether a seeded generator has the expected state, byte by byte."""
     seed = 0x123456787654321
     state = torch.Generator().manual_seed(seed).get_state().numpy().tobytes()
     reference: Any = np.random.RandomState(seed & 0xFFFFFFFF)
@@ -443,7 +441,7 @@ def _torch_layout_is_known() -> bool:
 
 @functools.cache
 def _torch_state_offset() -> int | None:
-    """Return how far behind its ``_cdata`` a generator keeps all that ``get_state`` tells."""
+    """Return the offset from a generator's ``_cdata`` to the state of ``get_state``; None if unknown."""
     if not (
         may_access_memory() and _torch_layout_is_known() and hasattr(torch.Generator, "_cdata")
     ):
@@ -459,9 +457,9 @@ def _torch_state_offset() -> int | None:
 
 
 def _torch_state(kept: tuple[Any, ...]) -> bytes:
-    """Return what ``get_state`` tells of a state that stands in memory so."""
+    """Return the result of ``get_state`` for a state with this content in memory."""
     seed, left, seeded, position, *words, normal_float, has_float, normal, has_normal = kept
-    # Another thread that draws without the GIL may have been seen between two of its steps.
+    # The memory may be from the middle of a draw in another thread, which draws without the GIL.
     left = max(left, 1)
     position = min(position, WORDS + 1 - left)
     return (
@@ -485,7 +483,7 @@ def _find_torch_state(address: int, kept: tuple[Any, ...]) -> int | None:
 
 
 class TorchByState:
-    """The state of a CPU generator of torch's; ``initial_seed()`` keeps its answer."""
+    """The state of a CPU generator of torch, by ``set_state``; ``initial_seed()`` stays the same."""
 
     def __init__(
         self, generator: torch.Generator = torch.default_generator, stream: int = TORCH_STREAM
@@ -505,8 +503,8 @@ class TorchByState:
             self.spans = _torch_spans(address)
 
     def adopt_initial_seed(self) -> None:
-        """Let later states answer ``initial_seed()`` as the generator does now."""
-        # As if one word was drawn already: torch accepts no state between the twist and that draw.
+        """Write the generator's present ``initial_seed()`` into later states."""
+        # Position 1, as if one word was drawn: torch accepts no state between the twist and the first draw.
         header = _TORCH_HEADER.pack(self._generator.initial_seed(), WORDS, 1, 1)
         self._memory[:3] = np.frombuffer(header, np.uint64)
 
@@ -528,7 +526,7 @@ class TorchByState:
 
 
 class TorchBySeed(TorchByState):
-    """For a torch that keeps its state otherwise: seeded, hence with numbers of its own."""
+    """A CPU generator of a torch with another state format, by ``manual_seed``: it draws other numbers."""
 
     def __init__(
         self, generator: torch.Generator = torch.default_generator, stream: int = TORCH_STREAM
@@ -540,7 +538,7 @@ class TorchBySeed(TorchByState):
         self.spans = []
 
     def adopt_initial_seed(self) -> None:
-        """Nothing to do: here the initial seed is that of the sample."""
+        """Do nothing: the initial seed is that of the sample."""
 
     def publish(self) -> None:
         self._generator.manual_seed(int(self._words[0]))
@@ -549,21 +547,21 @@ class TorchBySeed(TorchByState):
 def torch_generator(
     generator: torch.Generator = torch.default_generator, stream: int = TORCH_STREAM
 ) -> TorchByState:
-    """Return a CPU generator of torch's, by default the global one."""
+    """Return the memory of a CPU generator of torch, by default the global one."""
     make = TorchByState if _torch_layout_is_known() else TorchBySeed
     return make(generator, stream)
 
 
 AT_ONCE = (NumpyInMemory, BitsInMemory)
-"""Those whose state is what was written, without more ado."""
+"""Classes whose ``publish`` does nothing."""
 
 
 def own_generator(generator: Any, stream: int) -> MemoryGenerator | None:
-    """Return a generator that an object owns; None if its state cannot be written.
+    """Return the memory of a generator that an object owns; None if its state cannot be written.
 
     Args:
-        generator: Of ``random``, ``numpy.random`` or torch.
-        stream: Different ones give unrelated numbers.
+        generator: A generator of ``random``, ``numpy.random`` or torch.
+        stream: Number of its random stream. Different streams are independent.
     """
     if isinstance(generator, random.Random):
         kind, base = type(generator), random.Random
@@ -581,8 +579,8 @@ def own_generator(generator: Any, stream: int) -> MemoryGenerator | None:
 _PYTHON_METHODS = ("random", "getrandbits", "getstate", "setstate")
 
 
-def examine() -> None:
-    """Find out where this process's generators keep their states: once here, not once in each forked worker."""
+def probe_generators() -> None:
+    """Run all probes: once in this process, and not in each forked worker."""
     _python_position_offset()
     _numpy_gauss_offset()
     _pcg64_order()
@@ -590,7 +588,7 @@ def examine() -> None:
 
 
 def found_in_memory() -> dict[str, bool]:
-    """Tell of each kind of generator whether its memory is accessed directly, and not through its methods."""
+    """Return for each kind of generator whether its memory is accessed directly, and not by its methods."""
     return {
         "random": _python_position_offset() is not None,
         "numpy.random": _numpy_gauss_offset() is not None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from minato._core.wait import Gate, SharedWords
+from minato._core.wait import EventCount, SharedWords
 
 __all__ = ["Roster"]
 
@@ -28,9 +28,9 @@ class Roster:
 
     NBYTES = 64
 
-    def __init__(self, buffer: Any, offset: int, work: Gate) -> None:
+    def __init__(self, buffer: Any, offset: int, work: EventCount) -> None:
         self._words = SharedWords(buffer, offset, 1)
-        self._gate = Gate(buffer, offset + _WORDS_NBYTES)
+        self._gate = EventCount(buffer, offset + _WORDS_NBYTES)
         self._work = work
 
     @property

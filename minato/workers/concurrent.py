@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from minato._core.clock import now_ns
-from minato.fetching import Fetching
-from minato.transforms.chain import Chain
+from minato.options import FetchOptions
+from minato.transforms.compose import Transforms
 from minato.workers.fetch import Fetcher
 from minato.workers.hedging import Hedging
 from minato.workers.read_limit import Traffic
@@ -69,10 +69,10 @@ class ConcurrentWorker(Worker):
     def __init__(
         self,
         reads: Reads,
-        chain: Chain,
+        chain: Transforms,
         seeds: bool,
         traffic: Traffic,
-        fetching: Fetching,
+        fetching: FetchOptions,
         *args: Any,
         **kwargs: Any,
     ) -> None:
@@ -86,7 +86,7 @@ class ConcurrentWorker(Worker):
         self._reads = reads
         reads.on_finished = self._wake
         self.endings.append(reads.close)
-        self._chain = chain
+        self._transforms = chain
         self._seeds = seeds
         self._resting = False
         self._underway: dict[Read, int] = {}  # with each one's position; the oldest first
@@ -148,7 +148,7 @@ class ConcurrentWorker(Worker):
     def _claim(self) -> bool:
         """Claim samples and ask for them until enough are under way."""
         claimed = False
-        whole = self._sink.collates or self._sink.holds
+        whole = self._sink.collates or self._sink.has_unsendable
         while True:
             self._begin_claimed()
             if self._claimed or not self._has_room:
@@ -168,7 +168,7 @@ class ConcurrentWorker(Worker):
         """Have what was claimed read next."""
         batch, k, count = claimed
         if count == 0:
-            self._sink.collate(batch)
+            self._sink.publish_collated(batch)
             return
         _, first, size, bound, epoch, seed, *_ = self._ledger.describe(batch)
         keys = list(self._read_keys(batch, k, count))
@@ -283,4 +283,4 @@ class ConcurrentWorker(Worker):
             self._lease[2] = read.step
             raise read.error
         self._runner.go_on_asking(read.asked)
-        return self._runner.transformed(read.key, read.value, read.duration_ns, self._chain)
+        return self._runner.transformed(read.key, read.value, read.duration_ns, self._transforms)

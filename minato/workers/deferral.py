@@ -8,7 +8,7 @@ from typing import Any
 
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
-from minato.observe.stats.profile import Meters
+from minato.observe.stats.costs import Meters
 
 __all__ = ["Deferral", "DeferredSample"]
 

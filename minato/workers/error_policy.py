@@ -16,11 +16,11 @@ from multiprocessing import reduction
 from types import NoneType
 from typing import Any, Final
 
-from minato._counters import Counters
-from minato._files import anonymous_log, open_lines
-from minato.errors import ErrorBudgetError
+from minato._support.counters import Counters
+from minato._support.files import anonymous_log, open_lines
+from minato.errors import ErrorBudgetError, MinatoWarning
 
-__all__ = ["SKIP", "ErrorPolicy", "FailureCount", "FailureLog", "SampleFailure"]
+__all__ = ["SKIP", "FailureCount", "FailureHandler", "FailureLog", "SampleFailure"]
 
 _LEAST = 100
 """A share of an epoch of unknown length is one of so many samples at least."""
@@ -108,8 +108,8 @@ class FailureLog:
             if path is None:
                 raise
             warnings.warn(
-                f"quarantine={path!r} cannot be opened any more: {error.strerror}; failures are only counted",
-                RuntimeWarning,
+                f"ErrorPolicy(log={path!r}) cannot be opened any more: {error.strerror}; failures are only counted",
+                MinatoWarning,
                 stacklevel=2,
             )
             path, descriptor = None, anonymous_log()
@@ -139,9 +139,9 @@ class FailureLog:
         except OSError as error:
             if not self.counts()["unrecorded"]:
                 warnings.warn(
-                    f"a failed sample could not be recorded in quarantine={self._path!r}: {error.strerror}; samples "
-                    "are delivered and failures counted as before, and their records are missing there",
-                    RuntimeWarning,
+                    f"a failed sample could not be recorded in ErrorPolicy(log={self._path!r}): {error.strerror}; "
+                    "samples are delivered and failures counted as before, and their records are missing there",
+                    MinatoWarning,
                     stacklevel=2,
                 )
             self._counters.add(unrecorded=1)
@@ -188,7 +188,7 @@ class FailureLog:
 
 
 def _opened(path: str) -> int:
-    return open_lines(path, _BEGINS, "a record of failures (quarantine=)")
+    return open_lines(path, _BEGINS, "a log of failures (ErrorPolicy.log)")
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -206,7 +206,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class ErrorPolicy:
+class FailureHandler:
     """What to do about samples that raise.
 
     Attributes:
@@ -291,7 +291,7 @@ class FailureCount:
         """Look what has failed.
 
         Raises:
-            ErrorBudgetError: More of this epoch's samples failed than ``error_budget`` allows.
+            ErrorBudgetError: More of this epoch's samples failed than ``ErrorPolicy.max_failures`` allows.
         """
         self.look()
         if self._budget is None or self._exceeded:
@@ -311,7 +311,7 @@ class FailureCount:
                 )
             )
             raise ErrorBudgetError(
-                f"{failed} samples of this epoch failed, more than error_budget={self._budget} allows{named}"
+                f"{failed} samples of this epoch failed, more than max_failures={self._budget} allows{named}"
                 f"{self._where()}"
             )
 
@@ -327,7 +327,7 @@ class FailureCount:
             warnings.warn(
                 f"{skipped} samples of this epoch were skipped and {substituted} substituted, because they could not "
                 f"be loaded{self._where()}",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )
 
@@ -350,5 +350,7 @@ class FailureCount:
 
     def _where(self) -> str:
         return (
-            f" (all of them: {self._place})" if self._place else "; quarantine=PATH keeps them all"
+            f" (all of them: {self._place})"
+            if self._place
+            else "; ErrorPolicy(log=PATH) keeps them all"
         )

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, cast
 
-from minato._stateful import is_stateful
+from minato.sampling.state import is_stateful
 from minato.scheduling.dataset_state import Replica
-from minato.transforms.chain import Chain
+from minato.transforms.compose import Transforms
 
 __all__ = ["Fetcher", "StreamEnd", "StreamFetcher"]
 
@@ -26,7 +26,7 @@ class Fetcher:
     """
 
     def __init__(
-        self, dataset: Any, chain: Chain, batched: bool, keeps_state: bool = False
+        self, dataset: Any, chain: Transforms, batched: bool, keeps_state: bool = False
     ) -> None:
         self._dataset = dataset
         self._run = chain.run if chain.steps else None
@@ -99,7 +99,7 @@ class StreamFetcher:
     def __init__(
         self,
         dataset: Any,
-        chain: Chain,
+        chain: Transforms,
         batched: bool,
         drop_last: bool,
         at_once: bool = False,

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
-from minato._core.wait import Gate
-from minato._ranges import in_profile
+from minato._core.wait import EventCount
+from minato.observe.trace.torch_profiler import in_profile
 from minato.workers.cpu_time import Usage, thread_usage
 from minato.workers.worker import Worker
 
@@ -33,7 +33,7 @@ class ThreadPool:
         self,
         num_workers: int,
         make_worker: Callable[[int, Callable[[], bool]], Worker | None],
-        ready: Gate,
+        ready: EventCount,
         stop: Callable[[], None],
         may_leave: Callable[[int], bool],
     ) -> None:

@@ -28,7 +28,7 @@ class Shortage:
         window = self._window
         what = (
             f" Memory ran out: all processes together may take {memory_limit_bytes()} bytes, and batches that are "
-            f"loaded ahead memory_budget_bytes={window.budget_bytes} of these."
+            f"loaded ahead memory_budget={window.budget_bytes} of these."
         )
         if window.shrink():
             return f"{what} From now on batches in flight are at most {window.limit}."

@@ -31,12 +31,12 @@ from minato._compat import (
     withdraw_worker,
 )
 from minato._core.limits import explaining_limits
-from minato._core.wait import Gate
-from minato._ranges import in_profile
-from minato._signals import exiting, raise_kept, signals_deferred
+from minato._core.wait import EventCount
+from minato.observe.trace.torch_profiler import in_profile
 from minato.workers.cpu_time import Usage, process_usage
 from minato.workers.exit_watch import UNREADABLE, ExitWatch, exit_code
 from minato.workers.sample_timeout import Overdue
+from minato.workers.signals import exiting, raise_kept, signals_deferred
 
 __all__ = [
     "ProcessPool",
@@ -83,7 +83,7 @@ class ProcessPool:
         at_first: int,
         target: Callable[..., None],
         args: tuple[Any, ...],
-        ready: Gate,
+        ready: EventCount,
         stop: Callable[[], None],
         may_leave: Callable[[int], bool],
         buried: Callable[[int, int | None, int | None], None],

@@ -13,7 +13,7 @@ from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.protocols import Sink
 from minato.scheduling.wait_stats import Flow
 from minato.workers.current_sample import InHand, collation_in_hand, sample_in_hand
-from minato.workers.error_policy import SKIP, ErrorPolicy, SampleFailure
+from minato.workers.error_policy import SKIP, FailureHandler, SampleFailure
 from minato.workers.restart_policy import Deaths, Loss
 from minato.workers.sample_timeout import Overdue
 
@@ -40,7 +40,7 @@ class Burial:
     deaths: Deaths
     flow: Flow
     overdue: Overdue | None
-    policy: ErrorPolicy | None
+    policy: FailureHandler | None
     tracer_of: Callable[[int], Tracer] = lambda number: NULL_TRACER
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Burial:
             error = self.deaths.report(number, pid, exit_code, sample, progress, collation)
             attempts = 0 if sample is None else self.deaths.at(sample)
         # It may have delivered that sample: then it died, or was ended, too late to lose it.
-        if error and sample and self.ledger.undecided(number, sample.position):
+        if error and sample and self.ledger.is_unfinished(number, sample.position):
             self._give_up(number, sample, error, attempts)
         self.ledger.release(number)
         self.ledger.lease_words(number)[2] = -1  # another worker has not begun

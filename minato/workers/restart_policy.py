@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 
-from minato.errors import WorkerDiedError
+from minato.errors import MinatoWarning, WorkerDiedError
 from minato.workers.current_sample import Collation, InHand
 from minato.workers.exit_watch import UNREADABLE
 from minato.workers.oom import Shortage
@@ -118,7 +118,7 @@ class Deaths:
         if self._restarts and not unable and times < fatal:
             warnings.warn(
                 f"{what} Another worker takes its place, and nothing is lost.",
-                RuntimeWarning,
+                MinatoWarning,
                 stacklevel=2,
             )
             return None

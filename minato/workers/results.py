@@ -58,14 +58,16 @@ class Deliverer:
             # error is filled before the others, which then need no data.
             failed, state = len(samples), self._state_after_error()
             sink.write_error(batch, position + failed, error, keys[failed], state)
-            sink.finished(batch, ledger.fill_run(self._number, batch, k + failed, 1))
+            sink.publish_if_full(batch, ledger.fill_run(self._number, batch, k + failed, 1))
             self._fill(batch, position, k, samples)
             rest = len(keys) - failed - 1
             if rest:
-                sink.finished(batch, ledger.fill_run(self._number, batch, k + failed + 1, rest))
+                sink.publish_if_full(
+                    batch, ledger.fill_run(self._number, batch, k + failed + 1, rest)
+                )
             return
         lacking = self._may_lack and any(map(_is_skipped, samples))
-        in_one = whole and (sink.collates or sink.holds or self._fetcher.sends_state)
+        in_one = whole and (sink.collates or sink.has_unsendable or self._fetcher.sends_state)
         if in_one:
             self._collated(batch, position, samples, lacking)
         if lacking:
@@ -73,7 +75,7 @@ class Deliverer:
             return
         if not in_one:
             sink.write_run(batch, k, position, samples)
-        sink.finished(batch, ledger.fill_run(self._number, batch, k, len(keys)))
+        sink.publish_if_full(batch, ledger.fill_run(self._number, batch, k, len(keys)))
 
     def _collated(self, batch: int, position: int, samples: list[Any], lacking: bool) -> None:
         """Write the result of a whole batch, without the samples that were left out."""
@@ -83,7 +85,7 @@ class Deliverer:
             places = [position + i for i, sample in enumerate(samples) if sample is SKIP]
             kept = [sample for sample in samples if sample is not SKIP]
         if not kept:
-            self._sink.write_nothing(batch, places)
+            self._sink.write_skipped(batch, places)
         elif self._fetcher.sends_state:
             first = next(i for i, sample in enumerate(samples) if sample is not SKIP)
             self._sink.write_collated(batch, kept, places, (position + first, self._fetcher.state))
@@ -102,9 +104,11 @@ class Deliverer:
             if not skipped:
                 if not written:
                     sink.write_run(batch, k + first, position + first, run)
-                sink.finished(batch, ledger.fill_run(self._number, batch, k + first, len(run)))
+                sink.publish_if_full(
+                    batch, ledger.fill_run(self._number, batch, k + first, len(run))
+                )
             for i in range(first, end) if skipped else ():
-                sink.finished(*ledger.skip(self._number, position + i))
+                sink.publish_if_full(*ledger.skip(self._number, position + i))
             first = end
 
     def listed(
@@ -126,7 +130,7 @@ class Deliverer:
             sink.write_collated(batch, result)
         else:
             sink.write_run(batch, 0, first, result)
-        sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, count))
+        sink.publish_if_full(batch, self._ledger.fill_run(self._number, batch, 0, count))
 
     def streamed(
         self,
@@ -144,7 +148,7 @@ class Deliverer:
             sink.write_end(batch, place, stream.state if stream.sends_last_state else None)
         else:
             sink.write_error(batch, place, error, None, self._state_after_error())
-        sink.finished(batch, self._ledger.fill_run(self._number, batch, 0, 1))
+        sink.publish_if_full(batch, self._ledger.fill_run(self._number, batch, 0, 1))
 
     def free(
         self, position: int, key: Any, sample: Any, error: BaseException | None, cost_ns: int
@@ -152,7 +156,7 @@ class Deliverer:
         """Find a place for a sample, or for the error that it raised."""
         ledger, sink = self._ledger, self._sink
         if sample is SKIP:
-            sink.finished(*ledger.skip(self._number, position))
+            sink.publish_if_full(*ledger.skip(self._number, position))
             return
         late = self._fast_first and cost_ns > ledger.slow_ns > 0
         place, batch, k = ledger.reserve(self._number, position, late)
@@ -160,7 +164,7 @@ class Deliverer:
             sink.write_run(batch, k, place, [sample])
         else:
             sink.write_error(batch, place, error, key)
-        sink.finished(batch, ledger.fill(self._number, position, place))
+        sink.publish_if_full(batch, ledger.fill(self._number, position, place))
 
     def _state_after_error(self) -> Callable[[], Replica] | None:
         return self._fetcher.state if self._fetcher.sends_state else None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from minato.transforms.chain import Chain
-from minato.workers.error_policy import ErrorPolicy, SampleFailure
+from minato.transforms.compose import Transforms
+from minato.workers.error_policy import FailureHandler, SampleFailure
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner
 
@@ -23,17 +23,17 @@ class Leniency:
     def __init__(
         self,
         worker: int,
-        policy: ErrorPolicy,
+        policy: FailureHandler,
         runner: Runner,
         fetcher: Fetcher,
-        chain: Chain,
+        chain: Transforms,
         lease: Any,
     ) -> None:
         self._worker = worker
         self._policy = policy
         self._runner = runner
         self._fetcher = fetcher
-        self._chain = chain
+        self._transforms = chain
         self._lease = lease
 
     def settle(
@@ -59,8 +59,8 @@ class Leniency:
     def _failure(
         self, epoch: int, key: Any, error: BaseException, attempts: int, occurrence: int
     ) -> SampleFailure:
-        step = self._chain.failed_step(error)
+        step = self._transforms.failed_step(error)
         if step is None and self._lease[2] >= 0:
-            step = self._chain.names[self._lease[2]]
+            step = self._transforms.names[self._lease[2]]
         seed, worker = self._runner.seed, self._worker
         return SampleFailure(key, epoch, seed, worker, attempts, error, step, occurrence)

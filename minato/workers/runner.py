@@ -10,11 +10,11 @@ from time import thread_time_ns
 from typing import Any
 
 from minato._core.run import run_samples
-from minato.observe.stats.profile import Meters
+from minato.observe.stats.costs import Meters
 from minato.observe.stats.slowest import UNKNOWN
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.transforms.chain import Chain
-from minato.transforms.rng import SampleRandomness, key_word
+from minato.transforms.compose import Transforms
+from minato.transforms.rng import SampleRandomness, index_word
 from minato.workers.deferral import DeferredSample
 from minato.workers.recording import recorded, recorded_batch
 from minato.workers.staged_runner import Stepper
@@ -143,7 +143,7 @@ class Runner:
             if self._stepper is not None:
                 self._stepper.capture = self._randomness.capture
 
-    def transformed(self, key: Any, value: Any, read_ns: int, chain: Chain) -> Any:
+    def transformed(self, key: Any, value: Any, read_ns: int, chain: Transforms) -> Any:
         """The sample of a key whose value was read in another thread, in so many ns."""
         if self._stepper is None:
             return chain.run(value)
@@ -266,7 +266,7 @@ class Runner:
         if found is None:
             return randomness.bind
         if batch_size:
-            found = [key_word(tuple(found))]
+            found = [index_word(tuple(found))]
         following = iter(found)
         return lambda epoch, key: randomness.bind(epoch, key, next(following))
 

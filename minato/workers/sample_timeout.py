@@ -16,7 +16,7 @@ from typing import Any
 from minato._core.clock import now_ns
 from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
-from minato._files import anonymous_log
+from minato._support.files import anonymous_log
 from minato.errors import SampleTimeoutError
 
 __all__ = ["Overdue", "StackFile"]
@@ -130,7 +130,7 @@ class Overdue:
         if lease[0] is None:
             what = "worker_init_fn" if lease[2] == STARTING else "collate_fn"
         self._ended[number] = (
-            f"{what} took more than sample_timeout_s={self._limit_s:g}, and its worker (pid {process.pid}) "
+            f"{what} took more than sample_timeout={self._limit_s:g}, and its worker (pid {process.pid}) "
             f"was ended. Its stack:\n{stack or '(none: the process did not answer)'}"
         )
         process.kill()

@@ -9,10 +9,10 @@ from typing import Any
 
 from minato._core.clock import now_ns
 from minato._core.steps import run_steps
-from minato.observe.stats.profile import Meters
+from minato.observe.stats.costs import Meters
 from minato.observe.stats.size import nbytes_of
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.transforms.chain import Chain
+from minato.transforms.compose import Transforms
 from minato.workers.deferral import Deferral, DeferredSample
 
 __all__ = ["Stepper"]
@@ -32,7 +32,7 @@ class Stepper:
     def __init__(
         self,
         dataset: Any,
-        chain: Chain,
+        chain: Transforms,
         lease: Any,
         meters: Meters,
         deferral: Deferral | None = None,

@@ -10,7 +10,7 @@ from typing import Any
 
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
-from minato._core.wait import Gate
+from minato._core.wait import EventCount
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.protocols import Sink
 from minato.workers.active_workers import Roster
@@ -53,7 +53,7 @@ class Worker:
         self,
         number: int,
         ledger: Ledger,
-        gate: Gate,
+        gate: EventCount,
         fetcher: Fetcher | StreamFetcher,
         runner: Runner,
         sink: Sink,
@@ -117,7 +117,7 @@ class Worker:
                 continue
             if draining and self.idle:
                 return
-            ledger.hungry()
+            ledger.notify_idle()
             if roster is not None and roster.rests(self._number):
                 continue
             self._lacks_room = not ledger.waiting
@@ -168,11 +168,11 @@ class Worker:
             return self._resume()
         batch, k, count = lease
         if count == 0:
-            self._sink.collate(batch)
+            self._sink.publish_collated(batch)
             return True
-        _, first, size, bound, epoch, seed, _, _, pass_index = self._ledger.describe(batch)
-        if pass_index != self._pass_index:
-            self._pass_index = pass_index
+        _, first, size, bound, epoch, seed, _, _, epoch_slot = self._ledger.describe(batch)
+        if epoch_slot != self._pass_index:
+            self._pass_index = epoch_slot
             self._resume_all()  # what is left of the last pass goes before the next one
         started, deferred = now_ns(), self._num_deferred()
         given = self._read_keys(batch, k, count)
@@ -181,7 +181,7 @@ class Worker:
         whole = bound and count == size
         fetcher = self._fetcher
         if isinstance(fetcher, StreamFetcher):
-            self._run_stream(fetcher, batch, first, (epoch, pass_index), keys[0])
+            self._run_stream(fetcher, batch, first, (epoch, epoch_slot), keys[0])
         elif whole and (fetcher.takes_lists or not keys):
             fetch = fetcher.many if fetcher.takes_lists else list
             self._run_list(fetcher, fetch, batch, first, count, epoch, given)
@@ -201,7 +201,7 @@ class Worker:
         self._ledger.end(self._number, samples, busy_ns, idle_ns)
         if self._lacks_room:
             self._lacks_room = False
-            self._runner.meters.room.record(max(idle_ns, 0))
+            self._runner.meters.window_full.record(max(idle_ns, 0))
         self._idle_since = now
         self._tracer.flush()
         return busy_ns
@@ -271,7 +271,7 @@ class Worker:
     def _longest_run(self) -> int:
         if self._fetcher.takes_lists:
             return _WHOLE_BATCH  # what ``__getitems__`` returns may be of one piece
-        if self._whole_batches or self._sink.holds:
+        if self._whole_batches or self._sink.has_unsendable:
             return _ALL_SAMPLES
         habits = self._runner.habits
         return 1 if habits.draws is None else int(self._run_ns / habits.usual_ns) or 1

@@ -25,7 +25,7 @@ from minato._core.codes import (
 from minato._core.segment import Segment
 from minato.batching.arena import Arena, Slot
 from minato.batching.serialization import DamagedError, SharedStore
-from minato.shared_pool.descriptors import ParcelReader, opened
+from minato.shared_pool.descriptors import DescriptorReader, open_batch
 from tests.batching.test_writer import SAMPLES, Desk
 from tests.datasets import Numbers, assert_same
 
@@ -83,14 +83,14 @@ def make_desk(collate_fn: Any, elsewhere: bool) -> Desk:
     arena = Arena(Segment(1 << 30))
     desk = Desk(SharedStore(arena.segment), arena, collate_fn)
     if elsewhere:
-        desk.reader = ParcelReader(desk.ledger, arena, desk.store)  # type: ignore[assignment]
+        desk.reader = DescriptorReader(desk.ledger, arena, desk.store)  # type: ignore[assignment]
     return desk
 
 
 def read(desk: Desk, batch: int, slot: Slot, elsewhere: bool) -> None:
     found = desk.read(batch, slot)
     if elsewhere:
-        opened(found.parcel, desk.arena.segment, desk.store, found.lease)
+        open_batch(found.descriptor, desk.arena.segment, desk.store, found.lease)
 
 
 def check_survived(name: str, early: list[Any], late: list[Any], elsewhere: bool) -> None:

@@ -17,8 +17,9 @@ from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato.batching.arena import Arena
 from minato.batching.reader import BatchReader
+from minato.batching.sample_error import SampleError
 from minato.batching.serialization import LocalStore, SharedStore, Store
-from minato.batching.writer import BatchWriter, SampleError
+from minato.batching.writer import BatchWriter, WriterSettings
 from tests.datasets import assert_same
 
 STORES = {"shared": SharedStore, "local": lambda segment: LocalStore()}
@@ -38,11 +39,16 @@ class Desk:
         self.arena = arena
         self.segment = Segment(Ledger.nbytes(*sizes))
         self.ledger = Ledger(self.segment.array, sizes, self.segment.descriptor)
-        self.ledger.open_pass(0)
+        self.ledger.open_epoch(0)
         self.reader = BatchReader(self.ledger, arena, store)
         self.store = store
         self.writers = [
-            BatchWriter(n, self.ledger, arena.segment, store, collate_fn, batched, lambda e: e)
+            BatchWriter(
+                WriterSettings(n, collate_fn, batched, lambda e: e),
+                ledger=self.ledger,
+                segment=arena.segment,
+                store=store,
+            )
             for n in (0, 1)
         ]
 
@@ -65,7 +71,7 @@ class Desk:
                     writer.write_run(batch, i, first + i, [sample])
         else:
             writer.write_run(batch, k, first + k, samples)
-        writer.finished(batch, self.ledger.fill_run(worker, batch, k, len(samples)))
+        writer.publish_if_full(batch, self.ledger.fill_run(worker, batch, k, len(samples)))
 
     def batch(self, samples: list[Any], run: int = 2) -> Any:
         """Write a batch in runs by two workers, and read it."""
@@ -177,7 +183,7 @@ def test_a_whole_batch_is_collated_by_its_worker(make: Callable[..., Desk]) -> N
     desk.ledger.claim(0, 2)
     desk.writers[0].write_collated(batch, [1, 2])
     assert desk.ledger.state(batch) == OPEN
-    desk.writers[0].finished(batch, desk.ledger.fill_run(0, batch, 0, 2))
+    desk.writers[0].publish_if_full(batch, desk.ledger.fill_run(0, batch, 0, 2))
     assert desk.read(batch, slot) == {"samples": [1, 2], "sum": 3}
 
 
@@ -195,7 +201,7 @@ def test_a_batch_that_a_worker_left_is_collated_by_another(make: Callable[..., D
         desk.ledger.fill_run(worker, batch, k, 1)  # the second one must collate, and dies
     desk.ledger.release(1)
     assert desk.ledger.claim(0, 1) == (batch, 0, 0)
-    desk.writers[0].collate(batch)
+    desk.writers[0].publish_collated(batch)
     assert desk.read(batch, slot) == {"samples": [1, 2], "sum": 3}
 
 

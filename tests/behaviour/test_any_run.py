@@ -23,7 +23,7 @@ WORKERS: list[dict[str, Any]] = [
     {"num_workers": 1},
     {"num_workers": 3},
     {"num_workers": 2, "persistent_workers": True},
-    {"num_workers": 2, "worker_method": "thread"},
+    {"num_workers": 2, "workers": "thread"},
 ]
 MOST_KILLS = 2
 """A third death of one worker at the same sample is an error."""
@@ -83,7 +83,7 @@ def test_each_index_comes_once_with_the_same_content(
     size: int, options: dict[str, Any], workers: dict[str, Any], actions: list[tuple[str, Any]]
 ) -> None:
     in_threads = any(
-        "worker_method" in kind
+        "workers" in kind
         for kind in (workers, *(detail for _, detail in actions))
         if isinstance(kind, dict)
     )

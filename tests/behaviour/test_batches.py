@@ -33,7 +33,7 @@ TorchLoader = torch.utils.data.DataLoader
 WORKERS = {
     "inline": {"num_workers": 0},
     "2-processes": {"num_workers": 2},
-    "2-threads": {"num_workers": 2, "worker_method": "thread"},
+    "2-threads": {"num_workers": 2, "workers": "thread"},
 }
 each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
 
@@ -139,7 +139,7 @@ def essence(outcome: tuple[Any, ...]) -> tuple[Any, ...]:
 @each
 def test_batches_and_errors_are_those_of_default_collate(workers: dict[str, Any]) -> None:
     dataset = Samples(flat(ALL.values()))
-    processes = 0 if "worker_method" in workers else workers["num_workers"]
+    processes = 0 if "workers" in workers else workers["num_workers"]
     theirs = outcomes(iter(TorchLoader(dataset, 3, num_workers=processes)))
     ours = outcomes(iter(DataLoader(dataset, 3, **workers)))
     assert len(ours) == len(theirs) == len(ALL)
@@ -169,7 +169,7 @@ def test_the_keys_are_the_first_samples_even_if_it_comes_last(
 def test_negative_strides_fail_as_with_torch_or_are_straightened_on_the_way(workers) -> None:
     dataset = Samples([np.arange(6.0)[::-1]] * 3)
     (outcome,) = outcomes(iter(DataLoader(dataset, 3, **workers)))
-    if workers["num_workers"] and "worker_method" not in workers:
+    if workers["num_workers"] and "workers" not in workers:
         assert outcome[1].tolist() == [[5, 4, 3, 2, 1, 0]] * 3
     else:
         (theirs,) = outcomes(iter(TorchLoader(dataset, 3)))

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from minato import CoverageError, DataLoader
-from minato.sampling.coverage import Tally
+from minato.sampling.completed import Tally
 from tests.datasets import ORDERS, Numbers, Sleepy, flat, indices
 
 NOTHING = Tally(0, 0)
@@ -18,19 +18,19 @@ NOTHING = Tally(0, 0)
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    "workers", [{}, {"num_workers": 2}, {"num_workers": 3, "worker_method": "thread"}]
+    "workers", [{}, {"num_workers": 2}, {"num_workers": 3, "workers": "thread"}]
 )
 def test_a_whole_epoch_is_covered_in_every_order(order: str, workers: dict[str, Any]) -> None:
     loader = DataLoader(Sleepy(41, 0.0002, {5: 0.02}), 4, shuffle=True, order=order, **workers)
     before = loader.coverage()
-    assert (before.epoch, before.asked, before.complete) == (-1, NOTHING, True)
+    assert (before.epoch, before.requested, before.complete) == (-1, NOTHING, True)
     tallies = []
     for epoch in range(2):
         assert sorted(flat(indices(loader))) == list(range(41))
         coverage = loader.coverage()
         assert (coverage.epoch, coverage.complete) == (epoch, True)
         assert (coverage.skipped, coverage.outstanding) == (NOTHING, NOTHING)
-        assert coverage.asked == coverage.delivered
+        assert coverage.requested == coverage.delivered
         tallies.append(coverage.delivered)
     assert tallies[0] == tallies[1] == Tally(41, tallies[0].hash)  # whatever the order
     assert tallies[0].hash != 0
@@ -42,7 +42,7 @@ def test_an_epoch_that_is_broken_off_is_not_covered() -> None:
     next(iterator)
     next(iterator)
     coverage = loader.coverage()
-    assert (coverage.delivered.samples, coverage.complete) == (8, coverage.asked.samples == 8)
+    assert (coverage.delivered.samples, coverage.complete) == (8, coverage.requested.samples == 8)
     del iterator
     assert loader.coverage() == coverage
 
@@ -54,7 +54,7 @@ def test_persistent_workers_that_begin_the_next_epoch_ahead() -> None:
     for epoch in range(4):
         assert len(flat(indices(loader))) == 30
         coverage = loader.coverage()
-        assert (coverage.epoch, coverage.asked.samples, coverage.complete) == (epoch, 30, True)
+        assert (coverage.epoch, coverage.requested.samples, coverage.complete) == (epoch, 30, True)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_keys_of_any_kind(keys: list[list[Any]], num_workers: int) -> None:
     assert (coverage.delivered.samples, coverage.complete) == (sum(map(len, keys)), True)
     other = DataLoader(Anything(1), batch_sampler=[[], *keys[::-1]], collate_fn=len)
     list(other)
-    assert other.coverage().asked == coverage.asked
+    assert other.coverage().requested == coverage.requested
 
 
 class Stream(IterableDataset[int]):
@@ -92,7 +92,7 @@ def test_batches_of_a_stream_are_counted(num_workers: int) -> None:
     loader = DataLoader(Stream(), 3, num_workers=num_workers)
     got = len(list(loader))
     coverage = loader.coverage()
-    assert (coverage.delivered.samples, coverage.asked.samples) == (got, got)
+    assert (coverage.delivered.samples, coverage.requested.samples) == (got, got)
     assert coverage.complete
 
 
@@ -120,7 +120,9 @@ def test_lost_repeated_and_exchanged_samples_are_an_error(
             return [found[0], *found[:-1]]
 
     monkeypatch.setattr(dispatcher._leavings, "_ledger", Faulty())
-    with pytest.raises(CoverageError, match="what was delivered is not what the sampler asked for"):
+    with pytest.raises(
+        CoverageError, match="the delivered samples are not those that the sampler requested"
+    ):
         for _ in iterator:
             pass
 
@@ -130,5 +132,5 @@ def test_a_batch_that_is_lost_between_sampler_and_workers_is_an_error() -> None:
     iterator = iter(loader)
     next(iterator)
     next(iterator._source._dispatcher._batches)
-    with pytest.raises(CoverageError, match=r"asked for 12 samples, delivered 8"):
+    with pytest.raises(CoverageError, match=r"requested 12 samples, delivered 8"):
         list(iterator)

@@ -16,7 +16,7 @@ import torch
 import torch.utils.data
 
 import minato
-from minato import DataLoader
+from minato import DataLoader, ErrorPolicy
 from tests.datasets import ORDERS, Journal, Numbers, Samples, flat, indices, outcomes
 
 TorchLoader = torch.utils.data.DataLoader
@@ -24,7 +24,7 @@ TorchLoader = torch.utils.data.DataLoader
 WORKERS = {
     "inline": {"num_workers": 0},
     "2-processes": {"num_workers": 2},
-    "2-threads": {"num_workers": 2, "worker_method": "thread"},
+    "2-threads": {"num_workers": 2, "workers": "thread"},
 }
 each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
 PROCESSES = WORKERS["2-processes"]
@@ -302,7 +302,13 @@ class Deadly(Numbers):
 @pytest.mark.parametrize("order", ["strict", "arrival"])
 def test_dead_worker_ends_iteration_with_torchs_error(order: str, how: str) -> None:
     iterator = iter(
-        DataLoader(Deadly(400, how), 2, order=order, on_worker_death="raise", **PROCESSES)
+        DataLoader(
+            Deadly(400, how),
+            2,
+            order=order,
+            errors=ErrorPolicy(on_worker_death="raise"),
+            **PROCESSES,
+        )
     )
     start = time.monotonic()
     with pytest.raises(
@@ -319,12 +325,22 @@ def test_dead_worker_ends_iteration_with_torchs_error(order: str, how: str) -> N
 def test_dead_worker_says_how_it_died() -> None:
     for how, told in (("SIGKILL", "killed by signal: Killed"), ("exit", "exited with code 3")):
         with pytest.raises(RuntimeError) as caught:
-            list(DataLoader(Deadly(40, how), 2, num_workers=1, on_worker_death="raise"))
+            list(
+                DataLoader(
+                    Deadly(40, how), 2, num_workers=1, errors=ErrorPolicy(on_worker_death="raise")
+                )
+            )
         assert told in str(caught.value.__cause__)
 
 
 def test_worker_killed_while_the_consumer_sleeps() -> None:
-    loader = DataLoader(Numbers(1000), 1, num_workers=2, prefetch_factor=1, on_worker_death="raise")
+    loader = DataLoader(
+        Numbers(1000),
+        1,
+        num_workers=2,
+        prefetch_factor=1,
+        errors=ErrorPolicy(on_worker_death="raise"),
+    )
     iterator = iter(loader)
     next(iterator)
     (victim, _) = multiprocessing.active_children()
@@ -408,12 +424,15 @@ WRONG_FOR_MINATO: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "max_lag-strict": ({"max_lag": 3}, ValueError, "max_lag=3.*order='strict'.*'arrival'"),
     "seed": ({"seed": "1"}, TypeError, "seed='1'.*str.*integer"),
     "seed-bool": ({"seed": True}, TypeError, "seed=True.*bool.*integer"),
-    "budget": ({"memory_budget_bytes": 0}, ValueError, "memory_budget_bytes=0.*at least 1"),
-    "budget-type": ({"memory_budget_bytes": 1e9}, TypeError, "memory_budget_bytes=1000000000.0"),
-    "worker_method": ({"worker_method": "fiber"}, ValueError, "worker_method='fiber'.*'thread'"),
-    "on_worker_death": ({"on_worker_death": "skip"}, ValueError, "on_worker_death='skip'.*'raise'"),
-    "schedule": ({"schedule": "static"}, ValueError, "schedule='static'.*'round_robin'"),
-    "rng": ({"rng": "torch"}, ValueError, "rng='torch'.*'sample', 'worker'"),
+    "budget": ({"memory_budget": 0}, ValueError, "memory_budget=0.*at least 1"),
+    "budget-type": ({"memory_budget": 1e9}, TypeError, "memory_budget=1000000000.0"),
+    "budget-text": ({"memory_budget": "8 apples"}, ValueError, "'8 apples'.*write '8GB'"),
+    "workers": ({"workers": "fiber"}, ValueError, "workers='fiber'.*'thread'.*RayWorkers"),
+    "compat": ({"compat": "jax"}, ValueError, "compat='jax'.*None, 'torch'"),
+    "shared_pool": ({"shared_pool": 3}, TypeError, "shared_pool=3.*int.*SharedPool"),
+    "stragglers": ({"stragglers": 90}, TypeError, "stragglers=90.*int.*StragglerPolicy"),
+    "name": ({"name": 3}, TypeError, "name=3.*int.*string"),
+    "metrics": ({"metrics": "here"}, ValueError, "metrics='here'.*'0.0.0.0:9100'"),
     "transforms": ({"transforms": [abs, 3]}, TypeError, r"transforms\[1\] is not callable: 3"),
     "transforms-type": ({"transforms": 3}, TypeError, "transforms must be a list of callables.*3"),
 }

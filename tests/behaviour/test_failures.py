@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minato
-from minato import SKIP, DataLoader, SampleFailure
+from minato import SKIP, DataLoader, ErrorPolicy, SampleFailure
 from minato.workers.error_policy import FailureLog
 from tests.disks import file_size_limit, small_disk
 
@@ -28,7 +28,7 @@ BAD = {3, 4, 17, 30, 31, 32, 33, 39}
 WORKERS: list[dict[str, Any]] = [
     {"num_workers": 0},
     {"num_workers": 3},
-    {"num_workers": 2, "worker_method": "thread"},
+    {"num_workers": 2, "workers": "thread"},
 ]
 each = pytest.mark.parametrize("workers", WORKERS, ids=["in line", "processes", "threads"])
 ORDERS = ["strict", "batch", "arrival", "fast_first"]
@@ -101,7 +101,7 @@ def test_skip(workers: dict[str, Any], order: str, collate: Any, lists: bool) ->
     """What is left comes once; full batches where places are free, whole ones where they are not."""
     dataset = FlawedLists() if lists else Flawed()
     loader = DataLoader(
-        dataset, 4, order=order, on_error="skip", collate_fn=collate, seed=1, **workers
+        dataset, 4, order=order, errors="skip", collate_fn=collate, seed=1, **workers
     )
     for _ in range(2):
         batches = indices(loader)
@@ -116,7 +116,7 @@ def test_skip(workers: dict[str, Any], order: str, collate: Any, lists: bool) ->
 
 @each
 def test_skip_keeps_the_members_of_strict_batches(workers: dict[str, Any]) -> None:
-    loader = DataLoader(Flawed(), 4, on_error="skip", **workers)
+    loader = DataLoader(Flawed(), 4, errors="skip", **workers)
     left = [[n for n in range(start, start + 4) if n not in BAD] for start in range(0, 40, 4)]
     assert indices(loader) == [batch for batch in left if batch]
 
@@ -124,13 +124,13 @@ def test_skip_keeps_the_members_of_strict_batches(workers: dict[str, Any]) -> No
 @each
 @pytest.mark.parametrize("order", ORDERS)
 def test_everything_skipped(workers: dict[str, Any], order: str) -> None:
-    loader = DataLoader(Flawed(set(range(40))), 4, order=order, on_error="skip", **workers)
+    loader = DataLoader(Flawed(set(range(40))), 4, order=order, errors="skip", **workers)
     assert indices(loader) == []
 
 
 @each
 def test_incomplete_batches_are_dropped_where_places_are_free(workers: dict[str, Any]) -> None:
-    loader = DataLoader(Flawed({5}), 4, order="arrival", drop_last=True, on_error="skip", **workers)
+    loader = DataLoader(Flawed({5}), 4, order="arrival", drop_last=True, errors="skip", **workers)
     batches = indices(loader)
     assert [len(batch) for batch in batches] == [4] * 9
     assert len(set(flat(batches))) == 36
@@ -139,14 +139,14 @@ def test_incomplete_batches_are_dropped_where_places_are_free(workers: dict[str,
 @each
 @pytest.mark.parametrize("order", ["strict", "arrival"])
 def test_samples_alone(workers: dict[str, Any], order: str) -> None:
-    loader = DataLoader(Flawed(), None, order=order, on_error="skip", **workers)
+    loader = DataLoader(Flawed(), None, order=order, errors="skip", **workers)
     assert sorted(index for index, _ in loader) == sorted(set(range(40)) - BAD)
 
 
 @each
 @pytest.mark.parametrize("order", ORDERS)
 def test_substitutes(workers: dict[str, Any], order: str) -> None:
-    loader = DataLoader(Flawed(), 4, order=order, on_error=replaced, **workers)
+    loader = DataLoader(Flawed(), 4, order=order, errors=replaced, **workers)
     batches = indices(loader)
     assert [len(batch) for batch in batches] == [4] * 10
     expected = [n + 1000 if n in BAD else n for n in range(40)]
@@ -157,7 +157,7 @@ def test_substitutes(workers: dict[str, Any], order: str) -> None:
 
 @each
 def test_a_function_may_skip_or_raise(workers: dict[str, Any]) -> None:
-    iterator = iter(DataLoader(Flawed(), 4, on_error=choosy, **workers))
+    iterator = iter(DataLoader(Flawed(), 4, errors=choosy, **workers))
     assert next(iterator)[0].tolist() == [0, 1, 2]
     with pytest.raises(KeyError, match="four"):
         next(iterator)
@@ -187,7 +187,11 @@ def test_retries_draw_the_same(workers: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     log = tmp_path / "log"
     tried = DataLoader(
-        Shaky(str(tmp_path / "a")), 4, on_error="retry", quarantine=log, seed=3, **workers
+        Shaky(str(tmp_path / "a")),
+        4,
+        errors=ErrorPolicy(on_error="retry", log=log),
+        seed=3,
+        **workers,
     )
     found = [(i.tolist(), x.tolist()) for i, x in tried]
     sound = Shaky(str(tmp_path / "b"))
@@ -200,7 +204,9 @@ def test_retries_draw_the_same(workers: dict[str, Any], tmp_path: Path) -> None:
 
 @each
 def test_retries_come_to_an_end(workers: dict[str, Any]) -> None:
-    iterator = iter(DataLoader(Flawed(), 4, on_error="retry", retries=1, **workers))
+    iterator = iter(
+        DataLoader(Flawed(), 4, errors=ErrorPolicy(on_error="retry", retries=1), **workers)
+    )
     with pytest.raises(ValueError, match="sample 3 is torn"):
         next(iterator)
 
@@ -214,7 +220,11 @@ def torn(sample: Any) -> Any:
 def test_quarantine_tells_what_is_needed_to_repeat_a_sample(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
     loader = DataLoader(
-        Flawed({3}), 4, transforms=[torn], on_error="skip", quarantine=path, num_workers=2
+        Flawed({3}),
+        4,
+        transforms=[torn],
+        errors=ErrorPolicy(on_error="skip", log=path),
+        num_workers=2,
     )
     for _ in range(2):
         list(loader)
@@ -238,7 +248,7 @@ def test_quarantine_tells_what_is_needed_to_repeat_a_sample(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("seed", [None, 11])
 def test_reproduce(seed: int | None) -> None:
-    loader = DataLoader(Flawed({3}), 4, seed=seed, num_workers=2, shuffle=True, on_error="skip")
+    loader = DataLoader(Flawed({3}), 4, seed=seed, num_workers=2, shuffle=True, errors="skip")
     state = torch.get_rng_state()
     if seed is None:
         with pytest.raises(ValueError, match="give seed="):
@@ -266,19 +276,21 @@ def test_reproduce(seed: int | None) -> None:
 @each
 @pytest.mark.parametrize(("budget", "enough"), [(8, True), (7, False), (0.2, True), (0.1, False)])
 def test_error_budget(workers: dict[str, Any], budget: float, enough: bool) -> None:
-    loader = DataLoader(Flawed(), 4, on_error="skip", error_budget=budget, **workers)
+    loader = DataLoader(
+        Flawed(), 4, errors=ErrorPolicy(on_error="skip", max_failures=budget), **workers
+    )
     for _ in range(2):
         if enough:
             assert len(flat(indices(loader))) == 32
         else:
             iterator = iter(loader)
-            with pytest.raises(minato.ErrorBudgetError, match=f"error_budget={budget} .*is torn"):
+            with pytest.raises(minato.ErrorBudgetError, match=f"max_failures={budget} .*is torn"):
                 list(iterator)
             assert list(iterator) == []
 
 
 def test_the_end_of_an_epoch_tells_how_many() -> None:
-    loader = DataLoader(Flawed(), 4, num_workers=2, on_error="skip")
+    loader = DataLoader(Flawed(), 4, num_workers=2, errors="skip")
     with pytest.warns(RuntimeWarning, match="8 samples of this epoch were skipped"):
         list(loader)
 
@@ -288,32 +300,40 @@ def test_the_end_of_an_epoch_tells_how_many() -> None:
     [
         ({"on_error": "ignore"}, ValueError, "on_error='ignore' is not possible"),
         ({"retries": -1}, ValueError, "retries=-1 is too small"),
-        ({"error_budget": 1.5, "on_error": "skip"}, ValueError, "error_budget=1.5 is not possible"),
-        ({"error_budget": "1", "on_error": "skip"}, TypeError, "error_budget='1' is a str"),
-        ({"error_budget": 1}, ValueError, "error_budget=1 has no meaning with on_error='raise'"),
-        ({"sample_timeout_s": 0, "num_workers": 1}, ValueError, "is too small"),
-        ({"sample_timeout_s": "1", "num_workers": 1}, TypeError, "give seconds"),
-        ({"sample_timeout_s": 1.0}, ValueError, "needs worker processes"),
-        ({"quarantine": 3}, TypeError, "int"),
+        (
+            {"max_failures": 1.5, "on_error": "skip"},
+            ValueError,
+            "max_failures=1.5 is not possible",
+        ),
+        ({"max_failures": "1", "on_error": "skip"}, TypeError, "max_failures='1' is a str"),
+        ({"max_failures": 1}, ValueError, "max_failures=1 has no meaning with on_error='raise'"),
+        ({"on_worker_death": "skip"}, ValueError, "on_worker_death='skip'.*'raise'"),
+        ({"sample_timeout": 0}, ValueError, "sample_timeout=0 is too small"),
+        ({"sample_timeout": "1"}, TypeError, "give seconds"),
+        ({"sample_timeout": 1.0}, ValueError, "needs worker processes"),
+        ({"log": 3}, TypeError, "log=3 is a int: give a path"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        DataLoader(Flawed(), **arguments)
+        DataLoader(Flawed(), errors=ErrorPolicy(**arguments))
+
+
+def test_a_string_stands_for_a_policy() -> None:
+    with pytest.raises(ValueError, match="errors='ignore' is not possible: choose one of 'raise'"):
+        DataLoader(Flawed(), errors="ignore")
 
 
 def test_a_quarantine_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="none/file"):
-        DataLoader(Flawed(), quarantine=tmp_path / "none" / "file", on_error="skip")
+        DataLoader(Flawed(), errors=ErrorPolicy(log=tmp_path / "none" / "file", on_error="skip"))
     (tmp_path / "model.pt").write_bytes(b"PK\x03\x04 precious")
-    with pytest.raises(
-        ValueError, match=r"model.pt' holds something else than a record of failures"
-    ):
-        DataLoader(Flawed(), quarantine=tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=r"model.pt' holds something else than a log of failures"):
+        DataLoader(Flawed(), errors=ErrorPolicy(log=tmp_path / "model.pt"))
     assert (tmp_path / "model.pt").read_bytes() == b"PK\x03\x04 precious"
     (tmp_path / "link").symlink_to(tmp_path / "new")
     with pytest.raises(OSError, match="symbolic link"):
-        DataLoader(Flawed(), quarantine=tmp_path / "link")
+        DataLoader(Flawed(), errors=ErrorPolicy(log=tmp_path / "link"))
     assert not (tmp_path / "new").exists()
 
 
@@ -324,7 +344,7 @@ def test_a_full_disk_under_the_quarantine_costs_records_and_nothing_else(
     with small_disk(tmp_path / "disk") as disk:
         path = disk.path / "bad.jsonl"
         loader = DataLoader(
-            Flawed(), 4, **workers, order="strict", on_error="skip", quarantine=path
+            Flawed(), 4, **workers, order="strict", errors=ErrorPolicy(on_error="skip", log=path)
         )
         disk.fill(left_bytes=4096)  # enough for two or three
         with warnings.catch_warnings():
@@ -332,13 +352,13 @@ def test_a_full_disk_under_the_quarantine_costs_records_and_nothing_else(
             for _ in range(2):
                 found = [index for batch in loader for index in batch[0].tolist()]
                 assert found == [index for index in range(40) if index not in BAD]
-        trouble = loader.report().run.trouble
+        errors = loader.report().run.errors
         kept = recorded(path)
-        assert trouble.skipped == 2 * len(BAD)
-        assert trouble.unrecorded == 2 * len(BAD) - len(kept) > 0
+        assert errors.skipped == 2 * len(BAD)
+        assert errors.unrecorded == 2 * len(BAD) - len(kept) > 0
         disk.clear()
         assert sum(len(batch[0]) for batch in loader) == 40 - len(BAD)
-        assert loader.report().run.trouble.unrecorded == trouble.unrecorded
+        assert loader.report().run.errors.unrecorded == errors.unrecorded
         assert recorded(path)[: len(kept)] == kept
         assert sorted(recorded(path)[len(kept) :]) == sorted(BAD)
 
@@ -354,7 +374,11 @@ def recorded(path: Path) -> list[int]:
 
 def test_a_full_disk_under_the_quarantine_warns_once_and_keeps_the_budget(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    loader = DataLoader(Flawed(), 4, on_error="skip", quarantine=path, error_budget=4)
+    loader = DataLoader(
+        Flawed(),
+        4,
+        errors=ErrorPolicy(on_error="skip", log=path, max_failures=4),
+    )
     batches = iter(loader)
     with (
         file_size_limit(100),
@@ -369,11 +393,11 @@ def test_a_full_disk_under_the_quarantine_warns_once_and_keeps_the_budget(tmp_pa
 def test_a_quarantine_that_is_gone_at_a_later_epoch(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         path = disk.path / "bad.jsonl"
-        loader = DataLoader(Flawed(), 4, on_error="skip", quarantine=path)
+        loader = DataLoader(Flawed(), 4, errors=ErrorPolicy(on_error="skip", log=path))
         disk.make_read_only()
         with pytest.warns(RuntimeWarning, match=r"cannot be opened any more: Read-only file"):
             assert sum(len(batch[0]) for batch in loader) == 40 - len(BAD)
-        assert loader.report().run.trouble.skipped == len(BAD)
+        assert loader.report().run.errors.skipped == len(BAD)
 
 
 @each
@@ -385,8 +409,8 @@ def test_no_temporary_directory_is_needed(
 
     monkeypatch.setattr(tempfile, "_get_default_tempdir", refuse)
     monkeypatch.setattr(tempfile, "tempdir", None)
-    limit = {"sample_timeout_s": 30} if workers == WORKERS[1] else {}
-    loader = DataLoader(Flawed(), 4, **workers, on_error="skip", **limit)
+    limit_s = 30 if workers == WORKERS[1] else None
+    loader = DataLoader(Flawed(), 4, **workers, errors=ErrorPolicy("skip", sample_timeout=limit_s))
     assert sum(len(batch[0]) for batch in loader) == 40 - len(BAD)
 
 
@@ -461,16 +485,14 @@ def test_stuck_and_deadly_samples_are_skipped(order: str, collate: Any, tmp_path
         4,
         num_workers=2,
         order=order,
-        on_error="skip",
-        sample_timeout_s=0.2,
-        quarantine=log,
+        errors=ErrorPolicy(on_error="skip", sample_timeout=0.2, log=log),
         collate_fn=collate,
     )
     found = flat(indices(loader))
     assert sorted(found) == sorted(set(range(40)) - {3, 5, 9})
     records = {record["index"]: record for record in map(json.loads, log.read_text().splitlines())}
     assert records[5]["exception"] == "minato.errors.SampleTimeoutError"
-    assert "sample_timeout_s=0.2" in records[5]["message"]
+    assert "sample_timeout=0.2" in records[5]["message"]
     assert "in __getitem__" in records[5]["message"]
     assert records[9]["exception"] == "minato.errors.WorkerDiedError"
     assert records[9]["attempts"] == 3
@@ -480,7 +502,7 @@ def test_stuck_and_deadly_samples_are_skipped(order: str, collate: Any, tmp_path
 def test_a_stuck_sample_is_an_error_by_default() -> None:
     dataset = Stuck(set())
     dataset.deadly = False
-    iterator = iter(DataLoader(dataset, 4, num_workers=2, sample_timeout_s=0.2))
+    iterator = iter(DataLoader(dataset, 4, num_workers=2, errors=ErrorPolicy(sample_timeout=0.2)))
     assert next(iterator)[0].tolist() == [0, 1, 2, 3]
     with pytest.raises(minato.SampleTimeoutError, match=r"(?s)in __getitem__"):
         next(iterator)
@@ -492,8 +514,7 @@ def test_stuck_samples_of_other_start_methods(method: str) -> None:
         Stuck({3}),
         4,
         num_workers=2,
-        on_error=replaced,
-        sample_timeout_s=0.5,
+        errors=ErrorPolicy(on_error=replaced, sample_timeout=0.5),
         multiprocessing_context=method,
     )
     expected = [n + 1000 if n in (3, 5, 9) else n for n in range(40)]

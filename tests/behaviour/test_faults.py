@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import minato
-from minato import DataLoader
+from minato import DataLoader, ErrorPolicy
 from minato.workers.sample_timeout import Overdue, StackFile
 from tests.datasets import wait_until
 from tests.subprocesses import TIMEOUT_S, run, session, started, wait_for_end
@@ -254,9 +254,13 @@ def test_batches_come_while_a_stuck_worker_is_asked_for_its_stack(
         return real(file, pid)
 
     monkeypatch.setattr(StackFile, "ask", ask)
-    options: dict[str, Any] = {"order": "arrival", "max_lag": 1000, "sample_timeout_s": 1.0}
+    options: dict[str, Any] = {
+        "order": "arrival",
+        "max_lag": 1000,
+        "errors": ErrorPolicy("skip", sample_timeout=1.0),
+    }
     found, came = [], []
-    for batch in DataLoader(StopsAtThree(), 1, num_workers=2, on_error="skip", **options):
+    for batch in DataLoader(StopsAtThree(), 1, num_workers=2, **options):
         found.append(int(batch))
         came.append(time.monotonic())
     assert sorted(found) == [n for n in range(200) if n != 3]
@@ -317,9 +321,9 @@ def test_a_wall_clock_that_jumps_changes_nothing(
 ) -> None:
     draw = random.Random(1)
     monkeypatch.setattr(time, "time", lambda: draw.uniform(-1e9, 4e9))
-    options: dict[str, Any] = {"worker_method": method, "timeout": 20, "on_error": "retry"}
+    options: dict[str, Any] = {"workers": method, "timeout": 20, "errors": "retry"}
     if method == "process":
-        options["sample_timeout_s"] = 20
+        options["errors"] = ErrorPolicy("retry", sample_timeout=20)
     loader = DataLoader(Numbers(), 4, num_workers=2, **options)
     for _ in range(2):
         assert torch.cat(list(loader)).tolist() == list(range(64))

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minato import DataLoader
-from minato._files import replacement, write_atomically
-from minato._occurrences import Again
-from minato.ingest.job import ingest
-from minato.ingest.journal import Done, Journal, JournalError
-from minato.ingest.store import open_store
+from minato import DataLoader, ErrorPolicy
+from minato._support.files import replacement, write_atomically
+from minato.sampling.occurrences import Again
 from minato.sampling.replay import OrderRecord, RecordedOrder
+from minato.sources.ingest.job import ingest
+from minato.sources.ingest.journal import Completed, Journal, JournalError
+from minato.sources.ingest.store import open_store
 from minato.sources.splits import load_splits, save_splits
 from tests.datasets import Numbers, indices
 from tests.disks import file_size_limit, small_disk
@@ -42,7 +42,7 @@ def record(path: Path) -> None:
 
 
 def quarantine(path: Path) -> None:
-    assert len(list(DataLoader(Numbers(4), 2, quarantine=path))) == 2
+    assert len(list(DataLoader(Numbers(4), 2, errors=ErrorPolicy(log=path)))) == 2
 
 
 def trace(path: Path) -> None:
@@ -288,9 +288,9 @@ def check_journal(path: Path) -> None:
         return
     with notes:
         known = dict(notes.done)
-        notes.add(Done(77, 5, [1, 2]))
+        notes.add(Completed(77, 5, [1, 2]))
     with Journal(path, ABOUT, patience_s=0) as notes:
-        assert notes.done == {**known, 77: Done(77, 5, [1, 2])}
+        assert notes.done == {**known, 77: Completed(77, 5, [1, 2])}
 
 
 def test_a_journal_with_chunks_that_there_are_not(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 import minato
-from minato.engine.worker_context import Workplace
+from minato.engine.worker_context import WorkerContext
 from tests.stress.kill_points import (
     CHANGING,
     LENGTH,
@@ -61,14 +62,16 @@ class Stream(IterableDataset[Any]):
 
 def epoch(loader: Any, at: int, after: bool) -> tuple[Counter[int], bool]:
     """Iterate to the end; what came, and whether there was an interruption."""
-    make = Workplace.worker
+    make = WorkerContext.worker
 
-    def worker(self: Any, number: int, ledger: Any, *others: Any, **more: Any) -> Any:
-        return make(self, number, Interrupting(ledger, at, after), *others, **more)
+    def worker(self: Any, number: int, state: Any, *others: Any, **more: Any) -> Any:
+        state = copy.copy(state)
+        state.ledger = Interrupting(state.ledger, at, after)
+        return make(self, number, state, *others, **more)
 
     got: Counter[int] = Counter()
     was_interrupted = False
-    with mock.patch.object(Workplace, "worker", worker):
+    with mock.patch.object(WorkerContext, "worker", worker):
         iterator = iter(loader)
         store = iterator._source._reader._store
         while True:

@@ -117,7 +117,7 @@ WORKERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("workers", WORKERS, ids=["in-line", "processes", "persistent"])
 @pytest.mark.parametrize(
     "fetch_concurrency",
-    [1, 7, minato.Fetching(4, most=6, slow_start=2, hedge_percentile=70)],
+    [1, 7, minato.FetchOptions(4, max_in_flight=6, slow_start=2, hedge_percentile=70)],
     ids=["1", "7", "all"],
 )
 def test_batches_do_not_depend_on_latency(
@@ -159,7 +159,7 @@ def test_nor_do_they_in_worker_threads(kind: type[SQLite], database: Path) -> No
         got = batches(
             source(kind, database),
             num_workers=3,
-            worker_method="thread",
+            workers="thread",
             fetch_concurrency=4,
             order="strict",
             cache=cache,

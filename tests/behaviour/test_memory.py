@@ -24,7 +24,7 @@ from tests.datasets import Filled, Journal, Numbers, Samples, flat
 WORKERS = {
     "inline": {"num_workers": 0},
     "2-processes": {"num_workers": 2},
-    "2-threads": {"num_workers": 2, "worker_method": "thread"},
+    "2-threads": {"num_workers": 2, "workers": "thread"},
 }
 each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
 MEGABYTE = 1 << 20
@@ -196,7 +196,7 @@ def test_nothing_is_in_dev_shm_and_no_worker_maps_it(workers: dict[str, Any]) ->
         # What else is mapped from there is not a loader's: semaphores of earlier tests, say.
         assert not [path for path in paths if Path(path).name in entries and "/dev/shm" in path]
     assert len(kept) == 5
-    if workers["num_workers"] == 0 or "worker_method" in workers:
+    if workers["num_workers"] == 0 or "workers" in workers:
         assert entries == set()
     del iterator
 
@@ -218,13 +218,13 @@ def test_many_loaders_share_the_address_space() -> None:
 def test_without_workers_the_budget_is_of_no_concern() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check(list(DataLoader(Filled(12, 1000), 2, memory_budget_bytes=1000)), 12)
+        check(list(DataLoader(Filled(12, 1000), 2, memory_budget=1000)), 12)
 
 
 @pytest.mark.parametrize("workers", list(WORKERS.values())[1:], ids=list(WORKERS)[1:])
 def test_sample_larger_than_the_budget_works_with_one_warning(workers: dict[str, Any]) -> None:
-    loader = DataLoader(Filled(12, 1000), 2, memory_budget_bytes=1000, **workers)
-    with pytest.warns(RuntimeWarning, match="memory_budget_bytes=1000.*one at a time") as caught:
+    loader = DataLoader(Filled(12, 1000), 2, memory_budget=1000, **workers)
+    with pytest.warns(RuntimeWarning, match="memory_budget=1000.*one at a time") as caught:
         check(list(loader), 12)
     assert len(caught) == 1
 
@@ -241,7 +241,7 @@ def test_budget_bounds_memory_behind_a_straggler() -> None:
             return torch.full((MEGABYTE // 16,), float(number))
 
     budget = 6 * MEGABYTE
-    loader = DataLoader(Large(200), 4, memory_budget_bytes=budget, num_workers=2)
+    loader = DataLoader(Large(200), 4, memory_budget=budget, num_workers=2)
     iterator = iter(loader)
     most = 0
     for number, batch in enumerate(iterator):
@@ -314,18 +314,18 @@ def test_no_process_has_the_loaders_memory_in_its_core_dump(method: str | None) 
 
 
 def budgets(*iterators: Any) -> list[int]:
-    return [iterator._source._standing().budget_bytes for iterator in iterators]
+    return [iterator._source._snapshot().budget_bytes for iterator in iterators]
 
 
 def test_the_default_budget_is_for_all_ranks_and_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minato.engine.plan.memory_of_late_bytes", lambda: 96 * MEGABYTE)
     gc.collect()
-    options: dict[str, Any] = {"num_workers": 1, "worker_method": "thread"}
+    options: dict[str, Any] = {"num_workers": 1, "workers": "thread"}
     training = DataLoader(Numbers(8), 2, persistent_workers=True, **options)
     first = iter(training)
     assert budgets(first) == [24 * MEGABYTE]
     second = iter(DataLoader(Numbers(8), 2, **options))
-    third = iter(DataLoader(Numbers(8), 2, memory_budget_bytes=MEGABYTE, **options))
+    third = iter(DataLoader(Numbers(8), 2, memory_budget=MEGABYTE, **options))
     inline = iter(DataLoader(Numbers(8), 2))
     assert budgets(first, second, third) == [12 * MEGABYTE, 12 * MEGABYTE, MEGABYTE]
     assert len([*second]) == 4

@@ -22,8 +22,8 @@ from torch.utils.data import (
 )
 
 import minato
-from minato import DataLoader
-from minato.sampling.coverage import number_of
+from minato import DataLoader, ErrorPolicy
+from minato.sampling.coverage import index_hash
 from minato.sampling.samplers import SeededSampler, counted
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Numbers
 
@@ -34,7 +34,7 @@ TorchLoader = torch.utils.data.DataLoader
 WORKERS: dict[str, dict[str, Any]] = {
     "inline": {"num_workers": 0},
     "2-processes": {"num_workers": 2},
-    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "threads": {"num_workers": 2, "workers": "thread"},
     "reads": {"num_workers": 1, "fetch_concurrency": 3},
 }
 each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
@@ -233,7 +233,9 @@ def test_what_fails_is_tried_and_told_as_the_same_occurrence(
     expected = samples_of(make())
     third = [sample for sample in expected if sample[0] == 3][2]
     quarantine = tmp_path / "quarantine"
-    loader = make(Torn(third[1]), on_error="skip", retries=2, quarantine=quarantine, **workers)
+    loader = make(
+        Torn(third[1]), errors=ErrorPolicy(on_error="skip", retries=2, log=quarantine), **workers
+    )
     with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
         assert sorted(samples_of(loader)) == sorted({*expected} - {third})
     (record,) = [json.loads(line) for line in quarantine.read_text().splitlines()]
@@ -259,7 +261,7 @@ def test_what_fails_is_tried_and_told_as_the_same_occurrence(
 )
 def test_samplers_that_repeat_nothing_are_not_counted(sampler: Any) -> None:
     batches = iter([[1], [1]])
-    assert counted(batches, sampler, 5, number_of) is batches
+    assert counted(batches, sampler, 5, index_hash) is batches
 
 
 @pytest.mark.parametrize(
@@ -274,7 +276,7 @@ def test_samplers_that_repeat_nothing_are_not_counted(sampler: Any) -> None:
     ids=lambda sampler: type(sampler).__name__,
 )
 def test_samplers_that_may_repeat_are_counted(sampler: Any) -> None:
-    first, second = counted(iter([[1], [1, 2]]), sampler, 5, number_of)
+    first, second = counted(iter([[1], [1, 2]]), sampler, 5, index_hash)
     assert first == [1]
     again, other = second
     assert (again.key, again.occurrence, other) == (1, 1, 2)

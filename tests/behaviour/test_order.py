@@ -35,7 +35,7 @@ TorchLoader = torch.utils.data.DataLoader
 WORKERS = {
     "inline": {"num_workers": 0},
     "2-processes": {"num_workers": 2},
-    "3-threads": {"num_workers": 3, "worker_method": "thread"},
+    "3-threads": {"num_workers": 3, "workers": "thread"},
 }
 each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
 THREADS = WORKERS["3-threads"]
@@ -244,7 +244,7 @@ class SlowEveryFifth(Journal):
 @pytest.mark.parametrize("method", ["thread", "process"])
 def test_workers_run_ahead_of_a_straggler(method: str) -> None:
     dataset = Journal(60)
-    loader = DataLoader(HeadWaits(dataset, 60), 2, num_workers=2, worker_method=method)
+    loader = DataLoader(HeadWaits(dataset, 60), 2, num_workers=2, workers=method)
     iterator = iter(loader)
     assert next(iterator).tolist() == [0, 1]
     assert dataset.begun() == list(range(60))  # torch's stop after two batches per worker
@@ -292,7 +292,7 @@ def test_explicit_prefetch_factor_is_obeyed(
         2,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
-        worker_method=method,
+        workers=method,
     )
     ahead = num_workers * prefetch_factor
     for number, batch in enumerate(loader):
@@ -315,9 +315,7 @@ def test_prefetch_factor_holds_behind_a_straggler() -> None:
 def test_budget_bounds_what_is_loaded_ahead() -> None:
     dataset = Journal(400)
     batch_bytes = 4 * 1024 * 10
-    loader = DataLoader(
-        Wide(dataset, 1024), 10, memory_budget_bytes=6 * batch_bytes + 1000, **THREADS
-    )
+    loader = DataLoader(Wide(dataset, 1024), 10, memory_budget=6 * batch_bytes + 1000, **THREADS)
     ahead = []
     for number, _ in enumerate(loader):
         time.sleep(0.005)
@@ -387,9 +385,7 @@ UNKNOWN = {
 def test_next_epoch_is_begun_before_this_one_ends(method: str, name: str) -> None:
     dataset = Journal(24)
     options = {"batch_size": 2, **{**FORETOLD, **UNKNOWN}[name](24)}
-    loader = DataLoader(
-        dataset, num_workers=2, worker_method=method, persistent_workers=True, **options
-    )
+    loader = DataLoader(dataset, num_workers=2, workers=method, persistent_workers=True, **options)
     delivered: Counter[int] = Counter()
     for epoch in range(3):
         sampler = loader.batch_sampler.sampler if name == "batch-sampler" else loader.sampler

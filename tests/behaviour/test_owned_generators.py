@@ -16,8 +16,8 @@ from torch.utils.data import get_worker_info
 
 import minato
 from minato import DataLoader
-from minato.ray.actor import SampleServer, Work, unpacked
-from minato.transforms.chain import Chain
+from minato.ray.actor import ActorSpec, SampleServer, unpack
+from minato.transforms.compose import Transforms
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Numbers
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
@@ -177,9 +177,9 @@ def test_the_middle_of_an_epoch_goes_on() -> None:
 
 def served() -> list[Any]:
     """What an actor makes of samples, the first of which makes a generator."""
-    server = SampleServer(0, Work(Augmented(), Chain((Rotates(),)), 2, 1, None))
+    server = SampleServer(0, ActorSpec(Augmented(), Transforms((Rotates(),)), 2, 1, None))
     answers = [server.sample(index, 0, 5, index == 3) for index in (7, 3)]
-    return [unpacked(answer.pickled, answer.arrays) for answer in answers]
+    return [unpack(answer.pickled, answer.arrays) for answer in answers]
 
 
 def test_in_an_actor() -> None:
@@ -268,9 +268,9 @@ def test_with_torchs_streams_they_are_torchs(num_workers: int) -> None:
         return [batch for _ in range(2) for batch in loader]
 
     torchs = found(TorchLoader)
-    assert found(DataLoader, schedule="round_robin") == torchs
+    assert found(DataLoader, compat="torch") == torchs
     if num_workers == 0:
-        assert found(DataLoader, rng="worker") == torchs
+        assert found(DataLoader, compat="torch") == torchs
     assert found(DataLoader, seed=1) != torchs
 
 
@@ -301,12 +301,12 @@ def test_what_cannot_be_bound_is_named_once(num_workers: int) -> None:
     (words,) = warned(DataLoader(Foreign(), num_workers=num_workers))
     assert f"dataset.engine ({__name__}.CoreRandom)" in words
     assert "minato.numpy_rng()" in words
-    assert warned(DataLoader(Foreign(), num_workers=num_workers, rng="worker")) == []
+    assert warned(DataLoader(Foreign(), num_workers=num_workers, compat="torch")) == []
     assert warned(DataLoader(Augmented(4), 2, num_workers=num_workers)) == []
 
 
 def test_generators_that_threads_share_are_named() -> None:
-    threads = {"num_workers": 2, "worker_method": "thread"}
+    threads = {"num_workers": 2, "workers": "thread"}
     (words,) = warned(DataLoader(Draws(4), **threads))
     assert "worker threads share them: dataset.rng (numpy" in words
     (words,) = warned(

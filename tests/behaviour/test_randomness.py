@@ -35,8 +35,8 @@ PROCESSES = {
     "7-processes": {"num_workers": 7},
 }
 THREADS = {
-    "1-thread": {"num_workers": 1, "worker_method": "thread"},
-    "7-threads": {"num_workers": 7, "worker_method": "thread"},
+    "1-thread": {"num_workers": 1, "workers": "thread"},
+    "7-threads": {"num_workers": 7, "workers": "thread"},
 }
 FEW = {name: PROCESSES[name] for name in ("inline", "2-processes")}
 
@@ -328,8 +328,8 @@ def test_generators_of_the_main_process_are_left_alone(rng: str, workers: dict[s
     random.gauss(0, 1)  # leaves a second value behind, as the next line does
     np.random.standard_normal()
     torch.randn(1)
-    dataset: Any = Helped(30) if "worker_method" in workers else Draws(30)
-    iterator = iter(loader(dataset, rng=rng, transforms=[helped_draws], **workers))
+    dataset: Any = Helped(30) if "workers" in workers else Draws(30)
+    iterator = iter(loader(dataset, compat=rng, transforms=[helped_draws], **workers))
     before = states()
     for _ in iterator:
         assert states() == before
@@ -352,7 +352,7 @@ def test_consumer_draws_between_inline_samples() -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_worker_streams_are_torchs(num_workers: int) -> None:
     found = []
-    for kind, options in ((TorchLoader, {}), (DataLoader, {"rng": "worker"})):
+    for kind, options in ((TorchLoader, {}), (DataLoader, {"compat": "torch"})):
         torch.manual_seed(6)
         random.seed(6)
         np.random.seed(6)
@@ -364,7 +364,7 @@ def test_worker_streams_are_torchs(num_workers: int) -> None:
 def test_worker_streams_begin_as_torchs() -> None:
     # Which worker runs which sample is not torch's, but its first draws are.
     firsts = []
-    for kind, options in ((TorchLoader, {}), (DataLoader, {"rng": "worker"})):
+    for kind, options in ((TorchLoader, {}), (DataLoader, {"compat": "torch"})):
         torch.manual_seed(6)
         found = {}
         for number, draws in kind(First(40), None, num_workers=2, **options):
@@ -389,7 +389,7 @@ class First(Numbers):
 
 
 def test_worker_init_fn_may_reseed_with_worker_streams() -> None:
-    options = {"rng": "worker", "num_workers": 1, "collate_fn": uncollated}
+    options = {"compat": "torch", "num_workers": 1, "collate_fn": uncollated}
     runs = [contents(DataLoader(Draws(6), 2, worker_init_fn=reseed, **options), 1) for _ in "ab"]
     assert runs[0] == runs[1]
 

@@ -209,7 +209,7 @@ def test_after_the_last_batch_nothing_is_left_and_after_the_end_a_whole_epoch() 
     assert (last["finished"], end["finished"]) == (False, True)
     later = resumed(last, loader())
     assert [indices(later), indices(later)] == [[], epochs[1]]
-    assert later.coverage().asked.samples == SIZE
+    assert later.coverage().requested.samples == SIZE
     later = resumed(end, loader())
     assert [indices(later), indices(later)] == epochs[1:]
 
@@ -282,7 +282,7 @@ def test_a_batch_that_raised_is_done(num_workers: int) -> None:
 @pytest.mark.filterwarnings("ignore:.*samples of this epoch were skipped:RuntimeWarning")
 def test_skipped_samples_are_accounted_for(order: str) -> None:
     def loader() -> Any:
-        return DataLoader(Broken(22), 4, num_workers=1, order=order, on_error="skip")
+        return DataLoader(Broken(22), 4, num_workers=1, order=order, errors="skip")
 
     iterator = iter(loader_ := loader())
     got = [next(iterator).tolist() for _ in range(2)]
@@ -290,7 +290,11 @@ def test_skipped_samples_are_accounted_for(order: str) -> None:
     got += indices(iterator)
     assert sorted(flat(got)) == [i for i in range(22) if i != 5]
     coverage = loader_.coverage()
-    assert (coverage.asked.samples, coverage.skipped.samples, coverage.complete) == (22, 1, True)
+    assert (coverage.requested.samples, coverage.skipped.samples, coverage.complete) == (
+        22,
+        1,
+        True,
+    )
     later = loader()
     rest = indices(resumed(state, later))
     assert sorted(flat(got[:2] + rest)) == [i for i in range(22) if i != 5]
@@ -451,7 +455,7 @@ def test_a_sampler_that_gives_another_order_is_refused() -> None:
     _, state = begun(make(sampler=Rolling()), 2)
     loader = resumed(state, make(sampler=Rolling()))
     for _ in range(2):
-        with pytest.raises(ValueError, match="gives other keys than when the state was taken"):
+        with pytest.raises(ValueError, match="yields other indices than when the state was taken"):
             iter(loader)
     _, state = begun(make(sampler=Rolling()), 0)
     assert sorted(flat(indices(resumed(state, make(sampler=Rolling()))))) == list(range(SIZE))
@@ -483,9 +487,7 @@ class Counting(Numbers):
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_a_map_style_dataset_with_a_state(num_workers: int) -> None:
     def loader() -> Any:
-        return DataLoader(
-            Counting(20), 3, num_workers=num_workers, schedule="round_robin", shuffle=False
-        )
+        return DataLoader(Counting(20), 3, num_workers=num_workers, compat="torch", shuffle=False)
 
     expected = indices(loader())
     for batches in range(len(expected) + 1):
@@ -504,7 +506,7 @@ def test_a_map_style_dataset_keeps_its_state_when_a_sample_raises() -> None:
     assert indices(resumed(saved(loader), later)) == [[304, 405]]
 
 
-@pytest.mark.parametrize("options", [{"order": "arrival"}, {"worker_method": "thread"}])
+@pytest.mark.parametrize("options", [{"order": "arrival"}, {"workers": "thread"}])
 def test_where_a_datasets_state_means_nothing_it_is_refused(options: dict[str, Any]) -> None:
     loader = DataLoader(Counting(8), 2, num_workers=1, **options)
     assert len(flat(indices(loader))) == 8

@@ -119,7 +119,7 @@ def name(shape: dict[str, Any]) -> str:
 @pytest.mark.parametrize("dataset", [Shared(23), Uneven(), Drawn()], ids=lambda d: type(d).__name__)
 def test_same_as_torch(dataset: Any, shape: dict[str, Any]) -> None:
     """Whole epochs and broken-off ones, with all that is drawn in the workers."""
-    own = {} if isinstance(dataset, IterableDataset) else {"schedule": "round_robin"}
+    own = {} if isinstance(dataset, IterableDataset) else {"compat": "torch"}
     for take in (None, 2):
         expected = epochs(TORCH, dataset, take, **shape)
         assert epochs(minato.DataLoader, dataset, take, **shape, **own) == expected
@@ -224,7 +224,7 @@ def test_readiness_order_of_streams() -> None:
 @pytest.mark.parametrize("in_order", [False, True])
 def test_round_robin_gives_batch_k_to_worker_k_mod_n(in_order: bool) -> None:
     loader = minato.DataLoader(
-        WhoAmI(), batch_size=4, num_workers=3, schedule="round_robin", in_order=in_order
+        WhoAmI(), batch_size=4, num_workers=3, compat="torch", in_order=in_order
     )
     owners = {tuple(batch[0].tolist()): set(batch[1].tolist()) for batch in loader}
     if in_order:
@@ -245,9 +245,7 @@ class WhoAmI:
 def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(ValueError, match="order='arrival' mixes batches, but with an iterable"):
         minato.DataLoader(Uneven(), order="arrival")
-    with pytest.raises(ValueError, match="schedule='round_robin' each batch is one worker's"):
-        minato.DataLoader(Drawn(), order="fast_first", schedule="round_robin")
-    with pytest.raises(ValueError, match="rng='sample' contradicts"):
-        minato.DataLoader(Drawn(), schedule="round_robin", rng="sample")
+    with pytest.raises(ValueError, match="compat='torch' each batch is one worker's"):
+        minato.DataLoader(Drawn(), order="fast_first", compat="torch")
     with pytest.raises(ValueError, match="cannot split an iterable dataset"):
-        iter(minato.DataLoader(Uneven(), num_workers=2, worker_method="thread"))
+        iter(minato.DataLoader(Uneven(), num_workers=2, workers="thread"))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from minato import DataLoader
-from minato._signals import keep_raised, signals_deferred
+from minato.workers.signals import keep_raised, signals_deferred
 from tests.datasets import Numbers, wait_until
 from tests.subprocesses import run
 
@@ -259,7 +259,7 @@ class Stuck:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"persistent_workers": True}, {"worker_method": "thread"}],
+    [{}, {"persistent_workers": True}, {"workers": "thread"}],
     ids=["processes", "persistent", "threads"],
 )
 def test_a_signal_while_a_dropped_iterator_ends_its_workers(

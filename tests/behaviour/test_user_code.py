@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
-from minato import DataLoader
+from minato import DataLoader, ErrorPolicy
 from minato.errors import SampleTimeoutError
 from tests.datasets import ORDERS, Numbers, flat
 
 WORKERS = {
     "inline": {"num_workers": 0},
     "2-processes": {"num_workers": 2},
-    "2-threads": {"num_workers": 2, "worker_method": "thread"},
+    "2-threads": {"num_workers": 2, "workers": "thread"},
 }
 each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
 
@@ -67,7 +67,7 @@ def first_of_nothing(samples: list[int]) -> torch.Tensor:
 def test_stop_iteration_of_a_sample_is_an_error_that_names_it(
     workers: dict[str, Any], order: str, on_error: str
 ) -> None:
-    loader = DataLoader(Empty(24), 4, order=order, on_error=on_error, **workers)
+    loader = DataLoader(Empty(24), 4, order=order, errors=on_error, **workers)
     found, raised = drain(iter(loader))
     assert len(found) == 20
     (error,) = raised
@@ -77,7 +77,7 @@ def test_stop_iteration_of_a_sample_is_an_error_that_names_it(
 
 @each
 def test_stop_iteration_of_a_sample_can_be_skipped(workers: dict[str, Any]) -> None:
-    loader = DataLoader(Empty(24), 4, on_error="skip", **workers)
+    loader = DataLoader(Empty(24), 4, errors="skip", **workers)
     with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
         found, raised = drain(iter(loader))
     assert (len(found), raised) == (23, [])
@@ -265,14 +265,14 @@ class ByKey(Numbers):
         return int(key.number)
 
 
-@pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
+@pytest.mark.parametrize("compat", [None, "torch"])
 def test_keys_that_cannot_be_sent_for_a_while_are_not_lost(
-    schedule: str, monkeypatch: pytest.MonkeyPatch
+    compat: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Key, "fails", True)
     sampler = [[Key(number) for number in pair] for pair in PAIRS]
     loader = DataLoader(
-        ByKey(40), batch_sampler=sampler, num_workers=2, prefetch_factor=1, schedule=schedule
+        ByKey(40), batch_sampler=sampler, num_workers=2, prefetch_factor=1, compat=compat
     )
     iterator = iter(loader)
     found: list[int] = []
@@ -353,7 +353,7 @@ def stops(failure: Any) -> int:
 @pytest.mark.parametrize("order", ORDERS)
 def test_on_error_that_raises_costs_its_batch(workers: dict[str, Any], order: str) -> None:
     for function, kind in ((gives_up, OddError), (stops, RuntimeError)):
-        loader = DataLoader(Bad(24), 4, on_error=function, order=order, **workers)
+        loader = DataLoader(Bad(24), 4, errors=function, order=order, **workers)
         found, raised = drain(iter(loader))
         assert len(found) == 20
         assert [type(error) for error in raised] == [kind]
@@ -425,7 +425,7 @@ def in_child(function: Callable[[], Any]) -> str:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_cannot_go_on_with_an_iterator(method: str, persistent: bool) -> None:
     loader = DataLoader(
-        Numbers(80), 4, num_workers=2, worker_method=method, persistent_workers=persistent
+        Numbers(80), 4, num_workers=2, workers=method, persistent_workers=persistent
     )
     iterator = iter(loader)
     first = next(iterator).tolist()
@@ -481,7 +481,7 @@ def test_what_would_end_a_process_is_the_error_of_its_sample(
     dataset = Ending(24, kind)
     collating: dict[str, Any] = {"dataset": Numbers(24), "collate_fn": dataset.collate}
     for options in ({"dataset": dataset}, collating):
-        iterator = iter(DataLoader(batch_size=4, on_error=on_error, **options, **workers))
+        iterator = iter(DataLoader(batch_size=4, errors=on_error, **options, **workers))
         assert next(iterator).tolist() == [0, 1, 2, 3]
         in_process = workers == WORKERS["2-processes"]
         if in_process and kind is KeyboardInterrupt:
@@ -502,7 +502,7 @@ def exits(argument: Any) -> Any:
 
 @pytest.mark.filterwarnings("error")
 def test_an_on_error_function_that_exits_is_an_error() -> None:
-    iterator = iter(DataLoader(Bad(8), 4, num_workers=1, on_error=exits))
+    iterator = iter(DataLoader(Bad(8), 4, num_workers=1, errors=exits))
     with pytest.raises(RuntimeError, match="SystemExit was raised"):
         [next(iterator) for _ in range(2)]
 
@@ -551,7 +551,7 @@ def deadly(samples: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_a_collate_fn_that_ends_its_process_is_named(order: str, on_error: str) -> None:
     loader = DataLoader(
-        Numbers(200), 4, collate_fn=deadly, num_workers=2, order=order, on_error=on_error
+        Numbers(200), 4, collate_fn=deadly, num_workers=2, order=order, errors=on_error
     )
     with pytest.warns(RuntimeWarning) as warned, pytest.raises(RuntimeError) as caught:
         list(loader)
@@ -582,7 +582,9 @@ def test_a_worker_init_fn_that_hangs_is_ended(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": method}
-    loader = DataLoader(Numbers(8), 4, worker_init_fn=stuck, sample_timeout_s=0.5, **options)
+    loader = DataLoader(
+        Numbers(8), 4, worker_init_fn=stuck, errors=ErrorPolicy(sample_timeout=0.5), **options
+    )
     iterator = iter(loader)
     for _ in range(2):
         with pytest.raises(SampleTimeoutError, match="worker_init_fn took more") as caught:
@@ -590,7 +592,11 @@ def test_a_worker_init_fn_that_hangs_is_ended(
         assert "in stuck" in str(caught.value)
     monkeypatch.setenv("MINATO_TEST_MARK", str(tmp_path / "mark"))
     again = DataLoader(
-        Numbers(8), 4, worker_init_fn=stuck_once, sample_timeout_s=2, retries=1, **options
+        Numbers(8),
+        4,
+        worker_init_fn=stuck_once,
+        errors=ErrorPolicy(sample_timeout=2, retries=1),
+        **options,
     )
     assert flat([batch.tolist() for batch in again]) == [*range(8)]
 
@@ -601,7 +607,10 @@ def stuck_at_nine(samples: list[int]) -> torch.Tensor:
 
 
 def test_a_collate_fn_that_hangs_is_ended() -> None:
-    options: dict[str, Any] = {"num_workers": 2, "sample_timeout_s": 0.5, "on_error": "skip"}
+    options: dict[str, Any] = {
+        "num_workers": 2,
+        "errors": ErrorPolicy(sample_timeout=0.5, on_error="skip"),
+    }
     with pytest.raises(SampleTimeoutError, match="collate_fn took more") as caught:
         list(DataLoader(Numbers(40), 4, collate_fn=stuck_at_nine, **options))
     assert "in stuck_at_nine" in str(caught.value)

@@ -53,8 +53,8 @@ def kinds(tmp_path: Path) -> dict[str, Any]:
     [
         {},
         {"fetch_concurrency": 4},
-        {"num_workers": 2, "worker_method": "thread"},
-        {"num_workers": 2, "worker_method": "thread", "fetch_concurrency": 3},
+        {"num_workers": 2, "workers": "thread"},
+        {"num_workers": 2, "workers": "thread", "fetch_concurrency": 3},
     ],
 )
 def test_the_second_epoch_reads_nothing(

@@ -133,7 +133,12 @@ LIMITS = [
         "not active for numpy.random.Generator$",
         "5 µs",
     ),
-    ("batches in place", setting(_compat, "_DEFAULT_RULES", None), "other rules", "newest minato"),
+    (
+        "batches in place",
+        setting(_compat, "_DEFAULT_RULES", None),
+        "rules of torch.*changed",
+        "latest minato",
+    ),
     (
         "private names",
         without(torch._C, "_set_worker_signal_handlers"),
@@ -154,7 +159,7 @@ LIMITS = [
     ("core dumps", keep_dumps, "on", "ulimit -c 0"),
     ("overcommit", setting(_system, "text_of", lambda path: "2\n"), "2", "vm.overcommit_memory"),
     ("memory", setting(_system, "available_memory_bytes", lambda: 1 << 20), "MB", "memory.max"),
-    ("ended for memory", setting(_system, "memory_kills", lambda: 3), "3", "fewer workers"),
+    ("killed by OOM", setting(_system, "memory_kills", lambda: 3), "3", "fewer workers"),
     ("/dev/shm", full_shm, "0 B free", "--shm-size"),
     ("/dev/shm", setting(doctor, "_SHM", Path("/no/such/directory")), "not writable", "tmpfs"),
 ]

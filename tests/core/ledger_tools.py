@@ -106,17 +106,17 @@ class Desk(Hands):
         header = image[: spec._HEADER.itemsize].view(spec._HEADER)
         header["compiled"] = 0
         header["head"] &= NUMBER  # the compiled twin keeps versions above the numbers
-        header["passes"]["cursor"] &= NUMBER
+        header["epoch_slots"]["cursor"] &= NUMBER
         start = spec._HEADER.itemsize + self.workers.nbytes
         image[start : start + self.batches.nbytes].view(spec._BATCH)["hint"] = 0
         return image.tobytes()
 
     # ---- the consumer
 
-    def publish(self, count: int, bound: bool = True, pass_index: int = 0) -> int:
+    def publish(self, count: int, bound: bool = True, epoch_slot: int = 0) -> int:
         keys = list(range(self.next_key, self.next_key + count))
         self.next_key += count
-        return self.ledger.publish(keys, count, SLOT, pass_index, 7, 8, bound)
+        return self.ledger.publish(keys, count, SLOT, epoch_slot, 7, 8, bound)
 
     def deliver(self, batch: int) -> list[int]:
         """Take a ready batch; returns the positions of the samples in it."""

@@ -12,76 +12,76 @@ from hypothesis import strategies as st
 TWIN = "arrivals"
 
 
-def number_of(key: Any) -> int:
+def index_hash(key: Any) -> int:
     return len(key)
 
 
 def test_keys_arrive_in_any_order(twin: ModuleType) -> None:
-    arrivals = twin.Arrivals(number_of)
+    arrivals = twin.Arrivals(index_hash)
     arrivals.ask([5, 3, -1])
     arrivals.ask(["abc", 1 << 80])
     assert (arrivals.asked[0], arrivals.prefix, arrivals.beyond) == (5, 0, [])
     arrivals.deliver([14, 11], 10)
     assert (arrivals.prefix, arrivals.beyond) == (0, [1, 4])
     arrivals.deliver([10, 12, 13], 10)
-    assert (arrivals.prefix, arrivals.beyond, arrivals.strays) == (5, [], 0)
+    assert (arrivals.prefix, arrivals.beyond, arrivals.unexpected) == (5, [], 0)
     assert arrivals.delivered == arrivals.asked
-    assert arrivals.asked[1] == twin.sum_of_hashes([1 << 80, 3, "abc", 5, -1], number_of)
-    assert arrivals.asked[1] == twin.sum_of_hashes([5, 3, -1, 3, 0], number_of)  # modulo 2**64
+    assert arrivals.asked[1] == twin.sum_of_hashes([1 << 80, 3, "abc", 5, -1], index_hash)
+    assert arrivals.asked[1] == twin.sum_of_hashes([5, 3, -1, 3, 0], index_hash)  # modulo 2**64
 
 
 def test_what_was_not_waited_for_is_a_stray(twin: ModuleType) -> None:
-    arrivals = twin.Arrivals(number_of)
+    arrivals = twin.Arrivals(index_hash)
     arrivals.ask([7, 8])
     arrivals.deliver([0, 0, 2], 0)
-    assert (arrivals.strays, arrivals.delivered[0]) == (2, 1)
+    assert (arrivals.unexpected, arrivals.delivered[0]) == (2, 1)
     arrivals.deliver([0], 0)
-    assert arrivals.strays == 3
+    assert arrivals.unexpected == 3
     arrivals.deliver([-1], -5)
-    assert arrivals.strays == 3  # a place where nothing lies
+    assert arrivals.unexpected == 3  # a place where nothing lies
 
 
 def test_skipped_keys_may_lie_in_a_batch(twin: ModuleType) -> None:
-    arrivals = twin.Arrivals(number_of)
+    arrivals = twin.Arrivals(index_hash)
     arrivals.ask([7, 8, 9])
     arrivals.skip([1, 1, 99], 0)
     arrivals.deliver([0, 1, 2], 0)
-    assert (arrivals.strays, arrivals.prefix) == (0, 3)
-    assert arrivals.skipped == (1, twin.sum_of_hashes([8], number_of))
-    assert arrivals.delivered == (2, twin.sum_of_hashes([7, 9], number_of))
+    assert (arrivals.unexpected, arrivals.prefix) == (0, 3)
+    assert arrivals.skipped == (1, twin.sum_of_hashes([8], index_hash))
+    assert arrivals.delivered == (2, twin.sum_of_hashes([7, 9], index_hash))
 
 
 def test_empty_batches_take_a_number_and_do_not_count(twin: ModuleType) -> None:
-    arrivals = twin.Arrivals(number_of)
+    arrivals = twin.Arrivals(index_hash)
     arrivals.ask([])
     arrivals.ask([4])
     arrivals.deliver([1], 0)
     assert (arrivals.prefix, arrivals.beyond, arrivals.asked[0]) == (0, [1], 1)
     arrivals.deliver([0], 0)
-    assert (arrivals.prefix, arrivals.delivered, arrivals.strays) == (2, arrivals.asked, 0)
+    assert (arrivals.prefix, arrivals.delivered, arrivals.unexpected) == (2, arrivals.asked, 0)
 
 
 def test_the_rest_can_be_dropped(twin: ModuleType) -> None:
-    arrivals = twin.Arrivals(number_of)
+    arrivals = twin.Arrivals(index_hash)
     arrivals.ask([1, 2, 3])
     arrivals.deliver([1], 0)
     arrivals.drop()
-    assert (arrivals.prefix, arrivals.dropped) == (3, (2, twin.sum_of_hashes([1, 3], number_of)))
+    assert (arrivals.prefix, arrivals.dropped) == (3, (2, twin.sum_of_hashes([1, 3], index_hash)))
 
 
 def test_tallies_to_start_from(twin: ModuleType) -> None:
-    arrivals = twin.Arrivals(number_of, (3, 2**64 - 1), (2, 5), (1, 6))
+    arrivals = twin.Arrivals(index_hash, (3, 2**64 - 1), (2, 5), (1, 6))
     arrivals.ask([0])
-    hashed = twin.sum_of_hashes([0], number_of)
+    hashed = twin.sum_of_hashes([0], index_hash)
     assert arrivals.asked == (4, (2**64 - 1 + hashed) % 2**64)
     assert (arrivals.delivered, arrivals.skipped) == ((2, 5), (1, 6))
 
 
 def test_a_failing_hash_propagates(twin: ModuleType) -> None:
     with pytest.raises(TypeError):
-        twin.Arrivals(number_of).ask([None])
+        twin.Arrivals(index_hash).ask([None])
     with pytest.raises(TypeError):
-        twin.sum_of_hashes([None], number_of)
+        twin.sum_of_hashes([None], index_hash)
 
 
 @given(
@@ -89,7 +89,7 @@ def test_a_failing_hash_propagates(twin: ModuleType) -> None:
     st.randoms(use_true_random=False),
 )
 def test_twins_agree(twins: tuple[ModuleType, ModuleType], batches: Any, random: Any) -> None:
-    both = [half.Arrivals(number_of) for half in twins]
+    both = [half.Arrivals(index_hash) for half in twins]
     waiting: list[int] = []
     asked = 0
     for keys in batches:
@@ -104,7 +104,7 @@ def test_twins_agree(twins: tuple[ModuleType, ModuleType], batches: Any, random:
             one.skip([3 + number for number in settled[: cut // 4]], 3)
             one.deliver([3 + number for number in settled], 3)
         first, second = (
-            (one.asked, one.delivered, one.skipped, one.strays, one.prefix, one.beyond)
+            (one.asked, one.delivered, one.skipped, one.unexpected, one.prefix, one.beyond)
             for one in both
         )
         assert first == second
@@ -114,7 +114,7 @@ def test_twins_agree(twins: tuple[ModuleType, ModuleType], batches: Any, random:
 
 
 def test_each_key_is_counted(twin: ModuleType) -> None:
-    occurrences = twin.Occurrences(4, number_of)
+    occurrences = twin.Occurrences(4, index_hash)
     assert occurrences.count([0, 3, 4, -1, 1 << 80, "ab"]) is None
     assert occurrences.count([]) is None
     assert occurrences.count([1, 3, 3, 4, -1, 1 << 80, "ab", "abc"]) == [0, 1, 2, 1, 1, 1, 1, 0]
@@ -124,12 +124,12 @@ def test_each_key_is_counted(twin: ModuleType) -> None:
         4,
     ]  # the other kind: by their numbers
     assert occurrences.count([2]) is None
-    assert twin.Occurrences(0, number_of).count([0, 1, 0]) == [0, 0, 1]
+    assert twin.Occurrences(0, index_hash).count([0, 1, 0]) == [0, 0, 1]
 
 
 @given(st.lists(st.lists(st.integers(-3, 12) | st.sampled_from("ab"))), st.integers(0, 9))
 def test_counts_agree(twins: Any, batches: list[list[Any]], length: int) -> None:
-    pure, compiled = (half.Occurrences(length, number_of) for half in twins)
+    pure, compiled = (half.Occurrences(length, index_hash) for half in twins)
     before: list[Any] = []
     for keys in batches:
         found = pure.count(keys)

@@ -31,7 +31,7 @@ TWIN = "ledger"
 @pytest.fixture
 def desk(twin: ModuleType) -> Desk:
     desk = Desk(twin)
-    desk.ledger.open_pass(0)
+    desk.ledger.open_epoch(0)
     return desk
 
 
@@ -58,7 +58,7 @@ def test_memory_that_was_used_before_is_fine(twin: ModuleType) -> None:
     memory[:] = b"\xff" * len(memory)
     desk = Desk(twin, memory=memory)
     assert desk.claim(0) is None
-    desk.ledger.open_pass(0)
+    desk.ledger.open_epoch(0)
     batch = desk.publish(4)
     assert exactly(desk.work(1), range(4))
     assert desk.deliver(batch) == [0, 1, 2, 3]
@@ -377,9 +377,9 @@ def test_so_many_hints_and_no_more(desk: Desk) -> None:
 
 
 def test_publishing_wakes_the_workers_and_a_ready_batch_the_consumer(desk: Desk) -> None:
-    gate = importlib.import_module(desk.twin.__name__.replace("ledger", "wait")).Gate
-    work = gate(desk.memory, desk.ledger.work_gate_offset)
-    ready = gate(desk.memory, desk.ledger.ready_gate_offset)
+    gate = importlib.import_module(desk.twin.__name__.replace("ledger", "wait")).EventCount
+    work = gate(desk.memory, desk.ledger.work_events_offset)
+    ready = gate(desk.memory, desk.ledger.ready_events_offset)
     for kind, events in ((0, 1), (codes.SAMPLE_BLOB, 2)):
         batch = desk.publish(1)
         assert work.events == events
@@ -395,14 +395,14 @@ def test_publishing_wakes_the_workers_and_a_ready_batch_the_consumer(desk: Desk)
 
 
 def test_a_worker_without_work_wakes_a_waiting_consumer_only(desk: Desk) -> None:
-    gate = importlib.import_module(desk.twin.__name__.replace("ledger", "wait")).Gate
-    ready = gate(desk.memory, desk.ledger.ready_gate_offset)
+    gate = importlib.import_module(desk.twin.__name__.replace("ledger", "wait")).EventCount
+    ready = gate(desk.memory, desk.ledger.ready_events_offset)
     assert desk.ledger.waiting is False
-    desk.ledger.hungry()
+    desk.ledger.notify_idle()
     assert ready.events == 0
     desk.ledger.waiting = True
     assert desk.ledger.waiting is True
-    desk.ledger.hungry()
+    desk.ledger.notify_idle()
     assert ready.events == 1
 
 
@@ -514,8 +514,8 @@ def test_a_bound_sample_reserves_its_own_place(desk: Desk) -> None:
 
 def test_passes_do_not_mix(desk: Desk) -> None:
     """Two runs over the sampler at once, their batches in turn."""
-    desk.ledger.open_pass(1)
-    batches = [desk.publish(2, bound=False, pass_index=i % 2) for i in range(4)]
+    desk.ledger.open_epoch(1)
+    batches = [desk.publish(2, bound=False, epoch_slot=i % 2) for i in range(4)]
     claims = [desk.claim_position(0) for _ in range(8)]
     for position in reversed(claims):
         desk.fill(0, position, late=position % 3 == 0)
@@ -527,8 +527,8 @@ def test_passes_do_not_mix(desk: Desk) -> None:
 def test_a_new_pass_takes_no_place_of_an_old_one(desk: Desk) -> None:
     old = desk.publish(4, bound=False)
     desk.claim_position(0)
-    desk.ledger.open_pass(1)
-    new = desk.publish(4, bound=False, pass_index=1)
+    desk.ledger.open_epoch(1)
+    new = desk.publish(4, bound=False, epoch_slot=1)
     desk.ledger.cancel(old)
     assert exactly(desk.work(1), range(4, 8))
     assert desk.deliver(new) == [4, 5, 6, 7]
@@ -538,7 +538,7 @@ def test_a_new_pass_takes_no_place_of_an_old_one(desk: Desk) -> None:
 def test_a_place_far_behind_is_not_taken_for_the_one_that_has_its_record(twin: ModuleType) -> None:
     """Late samples do not move the cursor of open places; it falls behind by rounds of the ring."""
     desk = Desk(twin, positions=8)
-    desk.ledger.open_pass(0)
+    desk.ledger.open_epoch(0)
     for _ in range(5):
         batches = [desk.publish(3, bound=False), desk.publish(3, bound=False)]
         desk.work(0, late=True)
@@ -593,9 +593,9 @@ def test_no_sample_is_later_than_the_bound(twin: ModuleType) -> None:
     """One straggler in each batch, never finished before it is overdue."""
     max_lag, size, total = 2, 3, 30
     desk = Desk(twin, batches=8, positions=32)
-    desk.ledger.open_pass(0)
+    desk.ledger.open_epoch(0)
     opened: list[int] = []
-    number_of: dict[int, int] = {}
+    index_hash: dict[int, int] = {}
     stragglers: list[int] = []
     lags = []
     live: list[int] = []
@@ -604,7 +604,7 @@ def test_no_sample_is_later_than_the_bound(twin: ModuleType) -> None:
         opened.append(batch)
         live.append(batch)
         for position in range(desk.first(batch), desk.first(batch) + size):
-            number_of[position] = number
+            index_hash[position] = number
         if number >= max_lag:
             desk.ledger.bind_late(opened[number - max_lag], batch)
         for _ in range(size):
@@ -618,7 +618,7 @@ def test_no_sample_is_later_than_the_bound(twin: ModuleType) -> None:
         while live and desk.ledger.state(live[0]) == codes.READY:
             members = desk.deliver(live[0])
             ordinal = desk.first(live[0]) // size
-            lags += [ordinal - number_of[position] for position in members]
+            lags += [ordinal - index_hash[position] for position in members]
             if not desk.ledger.settled(live[0]):
                 break
             desk.ledger.retire(live.pop(0))
@@ -730,35 +730,35 @@ def test_what_a_worker_owns_when_it_ends(desk: Desk) -> None:
     ledger.claim(0, 2)
     assert ledger.owns(0)
     assert not ledger.owns(1)
-    assert ledger.undecided(0, 1)
-    assert not ledger.undecided(1, 1)
+    assert ledger.is_unfinished(0, 1)
+    assert not ledger.is_unfinished(1, 1)
     ledger.attach(0, 64 | codes.SAMPLE_BLOB, 1)
     assert ledger.fill_run(0, batch, 0, 1) == codes.NOT_COMPLETE
-    assert not ledger.undecided(0, 0)
+    assert not ledger.is_unfinished(0, 0)
     assert ledger.owns(0)
     assert ledger.fill_run(0, batch, 1, 1) == codes.MUST_COLLATE
     assert ledger.owns(0)  # the batch that it collates
-    assert ledger.undecided(0, 1)
+    assert ledger.is_unfinished(0, 1)
     ledger.set_ready(batch, 128 | codes.SAMPLE_BLOB, 1)
     assert not ledger.owns(0)
-    assert not ledger.undecided(0, 1)
+    assert not ledger.is_unfinished(0, 1)
     ledger.retire(batch)
-    assert not ledger.undecided(0, 1)
+    assert not ledger.is_unfinished(0, 1)
     batch = desk.publish(1)
     ledger.claim(0, 1)
     ledger.set_result(batch, 64 | codes.SAMPLE_BLOB, 1)
     assert ledger.owns(0)  # the place is still to be filled
-    assert not ledger.undecided(0, 2)
+    assert not ledger.is_unfinished(0, 2)
 
 
 def test_a_sample_without_a_place_is_undecided_while_it_is_claimed(desk: Desk) -> None:
     old, new = desk.publish(1, bound=False), desk.publish(1, bound=False)
     position = desk.claim_position(0)
-    assert desk.ledger.undecided(0, position)
+    assert desk.ledger.is_unfinished(0, position)
     desk.ledger.bind_late(old, new)
-    assert desk.ledger.undecided(0, position)
+    assert desk.ledger.is_unfinished(0, position)
     assert desk.ledger.skip(0, position) == (new, codes.MUST_COLLATE)
-    assert not desk.ledger.undecided(0, position)
+    assert not desk.ledger.is_unfinished(0, position)
     assert desk.ledger.owns(0)  # the batch that its place belongs to
     desk.ledger.set_ready(new, codes.SKIP_BLOB, 0)
     assert not desk.ledger.owns(0)
@@ -781,7 +781,7 @@ def test_killed_between_place_and_ticket_and_found_when_the_place_has_gone_round
 ) -> None:
     """The batch is delivered, its record used again, and only then somebody notices the death."""
     desk = Desk(twin, batches=3, positions=4)
-    desk.ledger.open_pass(0)
+    desk.ledger.open_epoch(0)
     first, second = desk.publish(2, bound=False), desk.publish(2, bound=False)
     for position in range(4):
         assert desk.claim_position(0 if position == 2 else 1) == position
@@ -830,8 +830,8 @@ def test_batches_of_a_killed_collator_are_adopted_once(desk: Desk) -> None:
     batches = [collating(desk, 0), collating(desk, 0), collating(desk, 1)]
     assert desk.claim(1) is None
     assert desk.ledger.release(0) == 0
-    adopted = [desk.claim(worker) for worker in (1, 2, 1, 2)]
-    assert adopted == [(batches[0], 0, 0), (batches[1], 0, 0), None, None]
+    orphans_checked = [desk.claim(worker) for worker in (1, 2, 1, 2)]
+    assert orphans_checked == [(batches[0], 0, 0), (batches[1], 0, 0), None, None]
     assert [desk.ledger.state(batch) for batch in batches] == [codes.COLLATING] * 3
     for batch in batches:
         desk.collate(batch)
@@ -899,7 +899,7 @@ def test_a_place_taken_twice_for_a_dead_workers_sample_is_of_use_to_others(
 ) -> None:
     """Only the compiled twin can take two: the pure one finds the first."""
     desk = Desk(twins[1])
-    desk.ledger.open_pass(0)
+    desk.ledger.open_epoch(0)
     old, new = desk.publish(2, bound=False), desk.publish(2, bound=False)
     for position in range(4):
         assert desk.claim_position(0 if position == 0 else 1) == position
@@ -961,7 +961,7 @@ def test_a_collator_that_was_killed_does_not_keep_its_batch_from_being_closed(de
 
 def test_room_ends_with_the_records_and_with_the_positions(twin: ModuleType) -> None:
     desk = Desk(twin, batches=2, positions=16)
-    desk.ledger.open_pass(0)
+    desk.ledger.open_epoch(0)
     assert desk.ledger.has_room(16)
     assert not desk.ledger.has_room(17)
     batches = [desk.publish(1), desk.publish(1)]
@@ -993,7 +993,7 @@ def test_retiring_twice_is_an_error(desk: Desk) -> None:
 @pytest.mark.parametrize("late", [True, False])
 def test_records_are_used_round_the_ring(twin: ModuleType, bound: bool, late: bool) -> None:
     desk = Desk(twin, batches=3, positions=8)
-    desk.ledger.open_pass(0)
+    desk.ledger.open_epoch(0)
     live: list[int] = []
     seen: list[int] = []
     for count in [1, 3, 2, 4, 1, 1, 5, 3] * 8:
@@ -1098,12 +1098,12 @@ def test_a_skipped_sample_leaves_a_free_place_to_another(desk: Desk) -> None:
     # Nobody is left for the last place.
     assert ledger.settled(old)
     assert ledger.settled(new)
-    ledger.fill_up(0)
-    adopted = []
+    ledger.fill_skipped(0)
+    orphans_checked = []
     while (lease := ledger.claim(1, 9)) is not None:
-        adopted.append(lease)
+        orphans_checked.append(lease)
         ledger.set_ready(lease[0], 64 | codes.SAMPLE_BLOB, 1)
-    assert (new, 0, 0) in adopted
+    assert (new, 0, 0) in orphans_checked
     assert ledger.occupants(new) == [first + 3, -1]
     assert ledger.contents(new)[0] & codes.SKIPPED
 

@@ -59,7 +59,7 @@ def share(twin: ModuleType) -> tuple[Desk, Segment]:
     """A ledger in a segment, with the pure twin's lock."""
     segment = Segment(1 << 16)
     desk = Desk(twin, memory=segment.array, lock_fd=segment.descriptor)
-    desk.ledger.open_pass(0)
+    desk.ledger.open_epoch(0)
     return desk, segment
 
 

@@ -39,7 +39,7 @@ class Open:
     first: int
     count: int
     bound: bool
-    pass_index: int
+    epoch_slot: int
     owner: int
     delivered: bool = False
     cancelled: bool = False
@@ -68,7 +68,7 @@ class Twins(RuleBasedStateMachine):
         self.occupant: dict[int, int] = {}  # the sample at each place
         self.next_key = 0
         for index in range(PASSES):
-            self.both("open_pass", index)
+            self.both("open_epoch", index)
 
     def both(self, method: str, *arguments: Any) -> Any:
         """Call a method of both ledgers; their common answer."""
@@ -88,7 +88,7 @@ class Twins(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5), bound=st.booleans(), index=passes, owner=st.integers(0, WORKERS))
     def publish(self, count: int, bound: bool, index: int, owner: int) -> None:
-        if any(b.cancelled and b.pass_index == index for b in self.open):
+        if any(b.cancelled and b.epoch_slot == index for b in self.open):
             return
         if not self.both("has_room", count):
             return
@@ -108,7 +108,7 @@ class Twins(RuleBasedStateMachine):
             (old.record, new.record)
             for old in free
             for new in free
-            if old.first < new.first and old.pass_index == new.pass_index and not new.delivered
+            if old.first < new.first and old.epoch_slot == new.epoch_slot and not new.delivered
         ]
         if pairs:
             self.both("bind_late", *pairs[which % len(pairs)])
@@ -132,7 +132,7 @@ class Twins(RuleBasedStateMachine):
     def cancel(self, index: int) -> None:
         """Abandon a pass; its samples that were not delivered are not wanted any more."""
         for batch in self.open:
-            if batch.pass_index == index:
+            if batch.epoch_slot == index:
                 self.both("cancel", batch.record)
                 batch.cancelled = True
                 numbers = range(batch.first, batch.first + batch.count)
@@ -141,14 +141,14 @@ class Twins(RuleBasedStateMachine):
 
     @rule(index=passes)
     def sweep(self, index: int) -> None:
-        gone = [batch for batch in self.open if batch.cancelled and batch.pass_index == index]
+        gone = [batch for batch in self.open if batch.cancelled and batch.epoch_slot == index]
         if not gone or not all(self.both("settled", batch.record) for batch in gone):
             return
         if all([self.both("close", batch.record) for batch in gone]):
             for batch in gone:
                 self.both("retire", batch.record)
                 self.open.remove(batch)
-            self.both("open_pass", index)
+            self.both("open_epoch", index)
 
     @rule(value=st.booleans())
     def wait(self, value: bool) -> None:
@@ -159,7 +159,7 @@ class Twins(RuleBasedStateMachine):
     def kill(self, worker: int) -> None:
         assert self.both("owns", worker) >= bool(self.hands[worker].positions)
         for position in self.hands[worker].positions:
-            assert self.both("undecided", worker, position)
+            assert self.both("is_unfinished", worker, position)
         self.both("release", worker)
         assert not self.both("owns", worker)
         self.hands[worker] = Hand()
@@ -196,7 +196,7 @@ class Twins(RuleBasedStateMachine):
         place, record, k = self.both("reserve", worker, position, late)
         there, own = self.batch_of(place), self.batch_of(position)
         assert (there.record, there.first + k) == (record, place)
-        assert there.pass_index == own.pass_index
+        assert there.epoch_slot == own.epoch_slot
         assert place == position or not own.bound
         return position, place, record
 

@@ -16,8 +16,8 @@ from minato._core import _records_py as spec
 from minato._core import codes
 from minato.batching.arena import Arena
 from minato.batching.serialization import LocalStore
-from minato.batching.writer import BatchWriter
-from minato.transforms.chain import Chain
+from minato.batching.writer import BatchWriter, WriterSettings
+from minato.transforms.compose import Transforms
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher
 from minato.workers.results import Deliverer
@@ -45,7 +45,7 @@ class Words:
         self.batches = np.frombuffer(self.memory, spec._BATCH, SIZES[1], offset)
         offset += self.batches.nbytes
         self.positions = np.frombuffer(self.memory, spec._POSITION, SIZES[2], offset)
-        self.ledger.open_pass(0)
+        self.ledger.open_epoch(0)
         self.batch = self.ledger.publish([7, 8], 2, SLOT, 0, 0, 0, bound)
         self.before = self.now()
         self.changed: list[str] = []
@@ -209,7 +209,7 @@ def modelled(name: str) -> tuple[str, ...]:
     if name in ("skip", "set_ready"):
         model = Ledger(Setting(((2,),), max_run=2, collated="yes"))
     run = Alone(model)
-    run(model.open_pass(0))
+    run(model.open_epoch(0))
     run(model.publish(2, 0, 0))
 
     def attach(kind: int) -> Iterator[explore.Op]:
@@ -305,15 +305,16 @@ def test_a_worker_delivers_as_is_described(
     arena = Arena(shared=False)
     slot = arena.acquire()
     ledger: Any = Recorder(twin.Ledger(bytearray(1 << 16), (2, 4, 16)))
-    ledger.open_pass(0)
+    ledger.open_epoch(0)
     whole = path.startswith("whole")
     size = count if whole else count + 1
     batch = ledger.publish(
         list(range(size)), size, (slot.start, slot.start, slot.end), 0, 0, 0, True
     )
     assert ledger.claim(0, count) == (batch, 0, count)
-    writer = BatchWriter(0, ledger, arena.segment, LocalStore(), list, True, lambda error: error)
-    deliverer = Deliverer(0, ledger, writer, Fetcher([], Chain(), True), True, False)
+    settings = WriterSettings(0, list, True, lambda error: error)
+    writer = BatchWriter(settings, ledger=ledger, segment=arena.segment, store=LocalStore())
+    deliverer = Deliverer(0, ledger, writer, Fetcher([], Transforms(), True), True, False)
     keys: list[Any] = list(range(count))
     samples: list[Any] = [SKIP if "skip" in path and key == bad else key for key in keys]
     error = ValueError("bad") if path == "error" else None

@@ -75,7 +75,7 @@ def reap(pid: int, children: list[int]) -> None:
 def test_no_wake_up_is_lost_between_two_processes(
     twin: ModuleType, memory: mmap.mmap, children: list[int]
 ) -> None:
-    gates = [twin.Gate(memory, 0), twin.Gate(memory, 64)]
+    gates = [twin.EventCount(memory, 0), twin.EventCount(memory, 64)]
     balls = counters(memory, 2)
 
     def answer() -> None:
@@ -108,7 +108,7 @@ def test_no_wake_up_is_lost_between_many_notifiers_and_sleepers(
     twin: ModuleType, memory: mmap.mmap, children: list[int]
 ) -> None:
     """Three processes count up; each round begins for all at once and ends with the last of them."""
-    start, finish = twin.Gate(memory, 0), twin.Gate(memory, 64)
+    start, finish = twin.EventCount(memory, 0), twin.EventCount(memory, 64)
     players = 3
     numbers = counters(memory, players + 1)
 
@@ -139,7 +139,7 @@ def test_no_event_is_lost_between_notifiers(
     twin: ModuleType, memory: mmap.mmap, children: list[int]
 ) -> None:
     """Numbers of events never repeat: whoever sees the same number again has missed nothing."""
-    gate = twin.Gate(memory, 0)
+    gate = twin.EventCount(memory, 0)
     notifiers, each = 4, 5000
 
     def notify() -> None:
@@ -155,7 +155,7 @@ def test_no_event_is_lost_between_notifiers(
 def test_threads_hand_over_without_the_interpreter_lock(
     twin: ModuleType, memory: mmap.mmap
 ) -> None:
-    gates = [twin.Gate(memory, 0), twin.Gate(memory, 64)]
+    gates = [twin.EventCount(memory, 0), twin.EventCount(memory, 64)]
     turn = [0]
 
     def play(me: int) -> None:
@@ -172,7 +172,7 @@ def test_threads_hand_over_without_the_interpreter_lock(
 
 
 def test_an_event_before_the_sleep_is_not_missed(twin: ModuleType, memory: mmap.mmap) -> None:
-    gate = twin.Gate(memory, 0)
+    gate = twin.EventCount(memory, 0)
     seen = gate.events
     gate.notify()
     begun = time.monotonic()
@@ -181,7 +181,7 @@ def test_an_event_before_the_sleep_is_not_missed(twin: ModuleType, memory: mmap.
 
 
 def test_waiting_ends_after_the_timeout(twin: ModuleType, memory: mmap.mmap) -> None:
-    gate = twin.Gate(memory, 0)
+    gate = twin.EventCount(memory, 0)
     begun = time.monotonic()
     assert gate.wait(gate.events, 0.05) is False
     assert 0.05 <= time.monotonic() - begun < PATIENCE_S / 2
@@ -189,7 +189,7 @@ def test_waiting_ends_after_the_timeout(twin: ModuleType, memory: mmap.mmap) -> 
 
 
 def test_a_signal_ends_the_waiting(twin: ModuleType, memory: mmap.mmap) -> None:
-    gate = twin.Gate(memory, 0)
+    gate = twin.EventCount(memory, 0)
     caught = []
     previous = signal.signal(signal.SIGUSR1, lambda *_: caught.append(time.monotonic()))
     timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
@@ -206,7 +206,7 @@ def test_a_signal_ends_the_waiting(twin: ModuleType, memory: mmap.mmap) -> None:
 
 def test_events_are_counted_round_the_end_of_32_bits(twin: ModuleType, memory: mmap.mmap) -> None:
     memory[0:4] = b"\xff" * 4
-    gate = twin.Gate(memory, 0)
+    gate = twin.EventCount(memory, 0)
     assert gate.events == 2**32 - 1
     gate.notify()
     assert gate.events == 0
@@ -215,10 +215,10 @@ def test_events_are_counted_round_the_end_of_32_bits(twin: ModuleType, memory: m
 
 
 def test_two_gates_do_not_disturb_each_other(twin: ModuleType, memory: mmap.mmap) -> None:
-    first, second = twin.Gate(memory, 0), twin.Gate(memory, twin.GATE_NBYTES)
+    first, second = twin.EventCount(memory, 0), twin.EventCount(memory, twin.EVENT_COUNT_NBYTES)
     first.notify()
     assert (first.events, second.events) == (1, 0)
-    assert memory[: 2 * twin.GATE_NBYTES] == b"\x01" + bytes(15)
+    assert memory[: 2 * twin.EVENT_COUNT_NBYTES] == b"\x01" + bytes(15)
 
 
 def sleeping(pids: list[int]) -> bool:
@@ -245,7 +245,7 @@ def sleepers(gate: Any, woken: Any, children: list[int], count: int) -> None:
 def test_as_many_are_woken_as_asked_for(
     twin: ModuleType, memory: mmap.mmap, children: list[int]
 ) -> None:
-    gate, woken = twin.Gate(memory, 0), counters(memory, 3)
+    gate, woken = twin.EventCount(memory, 0), counters(memory, 3)
     sleepers(gate, woken, children, 3)
     gate.notify(1)
     deadline = time.monotonic() + PATIENCE_S / 2
@@ -262,7 +262,7 @@ def test_as_many_are_woken_as_asked_for(
 def test_a_killed_sleeper_disturbs_nobody(
     twin: ModuleType, memory: mmap.mmap, children: list[int]
 ) -> None:
-    gate, woken = twin.Gate(memory, 0), counters(memory, 2)
+    gate, woken = twin.EventCount(memory, 0), counters(memory, 2)
     sleepers(gate, woken, children, 2)
     killed, other = children
     os.kill(killed, signal.SIGKILL)
@@ -277,16 +277,16 @@ def test_a_killed_sleeper_disturbs_nobody(
 @pytest.mark.parametrize("offset", [-8, 4, 4096, 4092])
 def test_a_place_that_is_none_is_refused(twin: ModuleType, memory: mmap.mmap, offset: int) -> None:
     with pytest.raises(ValueError, match=f"offset {offset} is no place for a gate in 4096 bytes"):
-        twin.Gate(memory, offset)
+        twin.EventCount(memory, offset)
 
 
 def test_memory_that_cannot_be_written_is_refused(twin: ModuleType) -> None:
     with pytest.raises(BufferError):
-        twin.Gate(bytes(64), 0)
+        twin.EventCount(bytes(64), 0)
 
 
 def test_a_gate_keeps_its_memory(twin: ModuleType, memory: mmap.mmap) -> None:
-    gate = twin.Gate(memory, 0)
+    gate = twin.EventCount(memory, 0)
     with pytest.raises(BufferError):
         memory.close()
     del gate

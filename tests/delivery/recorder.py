@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from minato.batching.arena import Arena
-from minato.batching.page_locks import Slot
+from minato.batching.pinned_slots import Slot
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Copy:
             ctypes.memmove(self.target.data_ptr(), self.address, self.nbytes)
 
 
-class Mark:
+class DeviceEvent:
     """A number of copies."""
 
     def __init__(self, recorder: Recorder, position: int) -> None:
@@ -43,7 +43,7 @@ class Mark:
 
 
 class Recorder:
-    """An :class:`minato.delivery.device_copy.Accelerator` whose copies run when the test says so.
+    """An :class:`minato.delivery.accelerator.Accelerator` whose copies run when the test says so.
 
     Attributes:
         copies: All that were asked for.
@@ -54,7 +54,7 @@ class Recorder:
         pageable: Tensors that were copied at once, because they did not lie in locked memory.
     """
 
-    locks_pages = True
+    pins_memory = True
 
     def __init__(self, fails: bool = False) -> None:
         self.copies: list[Copy] = []
@@ -119,11 +119,11 @@ class Recorder:
         self.copies.append(Copy(target, tensor.data_ptr(), tensor.nbytes))
         return target
 
-    def mark(self) -> Mark:
-        return Mark(self, len(self.copies))
+    def record_event(self) -> DeviceEvent:
+        return DeviceEvent(self, len(self.copies))
 
-    def wait(self, mark: Mark) -> None:
-        self.waited = max(self.waited, mark.position)
+    def wait_event(self, event: DeviceEvent) -> None:
+        self.waited = max(self.waited, event.position)
 
     def run(self, position: int | None = None) -> None:
         """Let so many copies have run, by default all of them."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from minato import DataLoader
+from minato import DataLoader, ErrorPolicy
 from minato.delivery import consumers as module
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Numbers, Sleepy
 from tests.delivery.recorder import Recorder, watch_slots
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.filterwarnings(TOO_MANY_WORKERS), pytest.mark.timeout(
 WORKERS: dict[str, dict[str, Any]] = {
     "in line": {"num_workers": 0},
     "processes": {"num_workers": 2},
-    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "threads": {"num_workers": 2, "workers": "thread"},
 }
 each_method = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
 
@@ -74,7 +74,7 @@ def test_persistent_workers_stay_and_passes_need_no_agreement() -> None:
     for consumer in (*consumers, *consumers):
         got = flat(consumer)
         assert got in (list(range(40)), [])
-    assert loader._course.epoch == 1
+    assert loader._position.epoch == 1
 
 
 def test_whoever_has_waited_longest_is_next() -> None:
@@ -256,7 +256,9 @@ def test_after_an_error_a_consumer_may_go_on() -> None:
 
 
 def test_the_death_of_a_worker_ends_all_of_them() -> None:
-    loader = DataLoader(Sleepy(400, 0.005), 2, num_workers=1, on_worker_death="raise")
+    loader = DataLoader(
+        Sleepy(400, 0.005), 2, num_workers=1, errors=ErrorPolicy(on_worker_death="raise")
+    )
 
     def train(consumer: Any) -> str:
         try:
@@ -312,7 +314,7 @@ def test_each_has_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slots_wait_for_the_device_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     monkeypatch.setattr(module, "accelerator_of", lambda device: recorder)
-    monkeypatch.setattr("minato.delivery.device_copy.page_locker", lambda: recorder)
+    monkeypatch.setattr(module, "memory_pinner", lambda: recorder)
     taken = watch_slots(recorder, monkeypatch)
     loader = DataLoader(Filled(90, 20, 30), 3, num_workers=2, prefetch_factor=2)
     parts = [iter(each) for each in loader.consumers(devices=["meta", "meta"])]

@@ -23,16 +23,16 @@ from minato import DataLoader
 from minato._core.segment import Segment
 from minato.batching.arena import Arena
 from minato.delivery import device
-from minato.delivery.device import leaves_moved
+from minato.delivery.device import move_leaves
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Numbers, Pair, Samples, Sleepy
-from tests.delivery.recorder import Mark, Recorder, watch_slots
+from tests.delivery.recorder import DeviceEvent, Recorder, watch_slots
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
 WORKERS: dict[str, dict[str, Any]] = {
     "in line": {"num_workers": 0},
     "processes": {"num_workers": 2, "prefetch_factor": 2},
-    "threads": {"num_workers": 2, "prefetch_factor": 2, "worker_method": "thread"},
+    "threads": {"num_workers": 2, "prefetch_factor": 2, "workers": "thread"},
 }
 each_method = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
 each_order = pytest.mark.parametrize("order", ORDERS)
@@ -121,7 +121,7 @@ def test_the_recorder_notices_a_slot_that_is_used_too_early(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch_slots(recorder, monkeypatch)
-    monkeypatch.setattr(Mark, "query", lambda mark: True)  # an event that tells lies
+    monkeypatch.setattr(DeviceEvent, "query", lambda mark: True)  # an event that tells lies
     with pytest.raises(AssertionError, match="before the device has read it"):
         deque(make(Filled(60, 20, 30)), 0)
 
@@ -219,7 +219,7 @@ def test_batches_on_the_device_count_for_the_memory_budget(recorder: Recorder) -
     loader = make(
         Filled(60, 64, 64),
         num_workers=2,
-        memory_budget_bytes=3 * nbytes + nbytes // 2,
+        memory_budget=3 * nbytes + nbytes // 2,
         prefetch_to_device=8,
     )
     iterator = iter(loader)
@@ -463,7 +463,7 @@ def test_leaves_and_containers() -> None:
     tensor, text = torch.ones(2), "text"
     ever = Ever(a=tensor)
     ever.note = "kept"  # type: ignore[attr-defined]
-    moved = leaves_moved(
+    moved = move_leaves(
         [Rows(tensor, text), (tensor, 1), deque([tensor]), ever, range(2), Deaf(), None], move
     )
     rows, pair, queue, mapping, numbers, deaf, nothing = moved
@@ -506,8 +506,8 @@ def test_main_memory_is_no_device(device: Any) -> None:
     batch = next(iterator)
     assert batch.device.type == "cpu"
     engine: Any = iterator
-    assert engine._source._staging is None
-    assert engine._source.arena.locks is None
+    assert engine._source._prefetcher is None
+    assert engine._source.arena.pinned_slots is None
 
 
 def test_an_arena_without_locks_recycles_at_once() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,28 +14,20 @@ from minato.delivery.iterator import BatchIterator
 from tests.datasets import Numbers
 
 
-@dataclass
 class Source:
-    """Hands out what each pass draws, and writes down how it is used."""
+    """Yields the indices of each batch, and records how it is used."""
 
-    base_seed: int
-    foretells_rightly: bool = True
-    journal: list[Any] = field(default_factory=list)
-    batches: Iterator[Any] = iter(())
+    predicts = True
 
-    def begin(
-        self,
-        batches: Iterator[Any],
-        epoch: int,
-        seed: int,
-        expected: Callable[[], Any],
-        progress: Any,
-        size: Callable[[], int | None],
-    ) -> bool:
-        assert progress == f"of {epoch}"
-        self.journal.append(("begin", epoch, seed, expected()))
+    def __init__(self, epoch: FakeEpoch) -> None:
+        self.base_seed = epoch.seed
+        self.journal: list[Any] = []
+        self.batches: Iterator[Any] = iter(())
+
+    def begin(self, epoch: FakeEpoch, batches: Iterator[Any]) -> bool:
+        self.journal.append(("begin", epoch.number, epoch.seed))
         self.batches = batches
-        return self.foretells_rightly
+        return self.predicts
 
     def next(self) -> Any:
         for batch in self.batches:
@@ -47,58 +38,52 @@ class Source:
         self.journal.append("shut down")
 
 
-class Pass:
-    """A run over the sampler."""
+class FakeEpoch:
+    """An epoch over the sampler."""
 
-    disappointed = 0
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.seed = -1
-        self.progress = f"of {epoch}"
-        self.times_entered = 0
+        self.prefetches_next = True
 
     def entering(self) -> None:
-        self.times_entered += 1
+        """Torch asks the sampler twice."""
 
-    def seeded(self, base_seed: int) -> int:
-        self.seed = base_seed
-        return base_seed
+    def set_base_seed(self, drawn: int) -> int:
+        self.seed = drawn
+        return drawn
 
     def batches(self, indices: Iterator[Any]) -> Iterator[Any]:
         yield from indices
 
-    def size(self) -> int:
-        return 4
 
-    def expected(self) -> str:
-        return f"after {self.epoch}"
-
-    def foretold_wrongly(self) -> None:
-        Pass.disappointed += 1
+@pytest.fixture
+def epochs() -> list[FakeEpoch]:
+    return []
 
 
 @pytest.fixture
-def make() -> Callable[..., BatchIterator]:
-    epochs = iter(range(100))
-    Pass.disappointed = 0
+def make(epochs: list[FakeEpoch]) -> Callable[..., BatchIterator]:
+    def begin_epoch(loader: Any) -> Any:
+        epochs.append(FakeEpoch(len(epochs)))
+        return epochs[-1]
 
-    def make(sampler: Any = None, **options: Any) -> BatchIterator:
-        sampler = {"batch_sampler": sampler} if sampler else {"batch_size": 2}
-        loader = torch.utils.data.DataLoader(Numbers(6), **sampler, **options)
-        return BatchIterator(loader, Source, lambda _: Pass(next(epochs)))
+    def make(**options: Any) -> BatchIterator:
+        loader = torch.utils.data.DataLoader(Numbers(6), 2, **options)
+        make_source: Any = Source
+        return BatchIterator(loader, make_source, begin_epoch)
 
     return make
 
 
-def test_a_pass_is_begun_and_the_source_ends_with_it(make: Callable[..., BatchIterator]) -> None:
+def test_an_epoch_is_begun_and_the_source_ends_with_it(make: Callable[..., BatchIterator]) -> None:
     torch.manual_seed(1)
     iterator = make()
     torch.manual_seed(1)
     seed = torch.empty((), dtype=torch.int64).random_().item()
     source: Any = iterator._source
     assert source.base_seed == seed
-    assert source.journal == [("begin", 0, seed, "after 0")]
+    assert source.journal == [("begin", 0, seed)]
     assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3], [4, 5]]
     assert source.journal[1:] == ["shut down"]
     for _ in range(2):
@@ -108,7 +93,7 @@ def test_a_pass_is_begun_and_the_source_ends_with_it(make: Callable[..., BatchIt
     assert iterator._num_yielded == 3
 
 
-def test_persistent_workers_outlive_the_pass(make: Callable[..., BatchIterator]) -> None:
+def test_persistent_workers_outlive_the_epoch(make: Callable[..., BatchIterator]) -> None:
     iterator = make(num_workers=1, persistent_workers=True)
     source: Any = iterator._source
     assert len(list(iterator)) == 3
@@ -120,13 +105,14 @@ def test_persistent_workers_outlive_the_pass(make: Callable[..., BatchIterator])
     assert len({entry[2] for entry in source.journal}) == 1  # the base seed stays, as with torch
 
 
-def test_wrong_expectations_are_reported(make: Callable[..., BatchIterator]) -> None:
+def test_wrong_predictions_are_reported(
+    make: Callable[..., BatchIterator], epochs: list[FakeEpoch]
+) -> None:
     iterator = make(num_workers=1, persistent_workers=True)
-    assert Pass.disappointed == 0
     source: Any = iterator._source
-    source.foretells_rightly = False
+    source.predicts = False
     iterator._reset(torch.utils.data.DataLoader(Numbers(2), 2))
-    assert Pass.disappointed == 1
+    assert [epoch.prefetches_next for epoch in epochs] == [True, False]
 
 
 def test_a_profiler_sees_the_range_that_torch_records(make: Callable[..., BatchIterator]) -> None:

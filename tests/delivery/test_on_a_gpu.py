@@ -23,7 +23,7 @@ BUSY_CYCLES = 5_000_000
 
 WORKERS: Any = pytest.mark.parametrize(
     "workers",
-    [{}, {"num_workers": 2}, {"num_workers": 2, "worker_method": "thread"}],
+    [{}, {"num_workers": 2}, {"num_workers": 2, "workers": "thread"}],
     ids=["in line", "processes", "threads"],
 )
 

@@ -33,7 +33,7 @@ def accelerated(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder
         torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
     )
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    monkeypatch.setattr(iterator, "page_locker", lambda: recorder)
+    monkeypatch.setattr(iterator, "memory_pinner", lambda: recorder)
     return recorder
 
 
@@ -42,7 +42,7 @@ def accelerated(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder
     [
         {"num_workers": 0},
         {"num_workers": 2, "prefetch_factor": 2},
-        {"num_workers": 2, "worker_method": "thread"},
+        {"num_workers": 2, "workers": "thread"},
         {"num_workers": 1, "persistent_workers": True},
     ],
     ids=str,
@@ -88,7 +88,7 @@ def test_other_tensors_are_pinned_by_torch(recorder: Recorder) -> None:
 def test_where_nothing_can_be_locked_torch_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = accelerated(Recorder(fails=True), monkeypatch)
     loader = DataLoader(Filled(4, 3), 2, num_workers=1, pin_memory="in_place")
-    with pytest.warns(RuntimeWarning, match="cannot be page-locked"):
+    with pytest.warns(RuntimeWarning, match="cannot be pinned"):
         assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3]]
     assert len(recorder.pageable) == 2
 

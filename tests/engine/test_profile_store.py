@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from minato import DataLoader
-from minato.observe.stats.profile import Profile
+from minato import DataLoader, StragglerPolicy
+from minato.observe.stats.costs import CostStats
 from minato.scheduling.slow_threshold import TimeoutPolicy
 from tests.datasets import Sleepy, flat, indices, plus_one
 from tests.disks import small_disk
@@ -19,7 +19,7 @@ SLOW = dict.fromkeys(range(0, 80, 5), 0.01)
 
 def loader(**arguments):
     dataset = Sleepy(80, 0.001, SLOW)
-    return DataLoader(dataset, 4, num_workers=2, worker_method="thread", **arguments)
+    return DataLoader(dataset, 4, num_workers=2, workers="thread", **arguments)
 
 
 def threshold_ns(made) -> int:
@@ -29,7 +29,7 @@ def threshold_ns(made) -> int:
 
 def test_a_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
     folder = tmp_path / "profiles"
-    first = loader(order="fast_first", profile=folder)
+    first = loader(order="fast_first", cost_history=folder)
     assert threshold_ns(first) == 0
     assert sorted(flat(indices(first))) == list(range(80))
     (file,) = folder.iterdir()
@@ -40,48 +40,51 @@ def test_a_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
         "transforms",
         "dataset",
         "deferred",
-        "room",
+        "window_full",
     ]
-    known = threshold_ns(loader(order="fast_first", profile=folder))
-    kept = Profile.load(folder, file.stem)
+    known = threshold_ns(loader(order="fast_first", cost_history=folder))
+    kept = CostStats.load(folder, file.stem)
     assert kept is not None
     assert known == TimeoutPolicy(None, kept[1]).decision.threshold_ns > 1_000_000
-    other = loader(order="fast_first", profile=folder, transforms=[plus_one])
+    other = loader(order="fast_first", cost_history=folder, transforms=[plus_one])
     assert threshold_ns(other) == 0
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.warns(RuntimeWarning, match="cannot be written"):
-        assert sorted(flat(indices(loader(profile=tmp_path / "file")))) == list(range(80))
+        assert sorted(flat(indices(loader(cost_history=tmp_path / "file")))) == list(range(80))
 
 
 def test_a_limit_in_seconds_holds_from_the_start() -> None:
-    assert threshold_ns(loader(order="fast_first", slow_after_s=0.25)) == 250_000_000
+    assert (
+        threshold_ns(loader(order="fast_first", stragglers=StragglerPolicy(after_s=0.25)))
+        == 250_000_000
+    )
 
 
 def test_the_percentile_reaches_the_policy() -> None:
-    iterator = iter(loader(order="fast_first", slow_percentile=60))
+    iterator = iter(loader(order="fast_first", stragglers=StragglerPolicy(percentile=60)))
     assert iterator._source.timeouts.settings.percentile == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"slow_percentile": 100}, ValueError, "slow_percentile=100 is not between"),
-        ({"slow_percentile": "75"}, TypeError, "slow_percentile='75' is a str"),
-        ({"slow_after_s": 0}, ValueError, "slow_after_s=0 is too small"),
-        ({"slow_percentile": 90, "slow_after_s": 1.0}, ValueError, "give one"),
+        ({"percentile": 100}, ValueError, "percentile=100 is not between"),
+        ({"percentile": "75"}, TypeError, "percentile='75' is a str"),
+        ({"after_s": 0}, ValueError, "after_s=0 is too small"),
+        ({"percentile": 90, "after_s": 1.0}, ValueError, "give one"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, error, message) -> None:
     with pytest.raises(error, match=message):
-        loader(**arguments)
+        StragglerPolicy(**arguments)
 
 
 def test_a_full_disk_costs_the_profile_and_nothing_else(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
-        kept = loader(profile=disk.path / "costs")
+        kept = loader(cost_history=disk.path / "costs")
         assert sorted(flat(indices(kept))) == list(range(80))
         (file,) = (disk.path / "costs").iterdir()
         before = file.read_bytes()
@@ -89,7 +92,9 @@ def test_a_full_disk_costs_the_profile_and_nothing_else(tmp_path: Path) -> None:
         assert file.parent.stat().st_mode & 0o777 == 0o700
         disk.fill()
         with pytest.warns(RuntimeWarning, match="cannot be written.*No space left"):
-            assert sorted(flat(indices(loader(profile=disk.path / "costs")))) == list(range(80))
+            assert sorted(flat(indices(loader(cost_history=disk.path / "costs")))) == list(
+                range(80)
+            )
         assert file.read_bytes() == before
         assert list(file.parent.iterdir()) == [file]
 
@@ -98,13 +103,13 @@ def test_a_profile_is_not_written_through_a_link(tmp_path: Path) -> None:
     """Another user of the folder puts links where the file, or its unfinished one, will be."""
     folder, victim = tmp_path / "costs", tmp_path / "victim"
     victim.write_text("important")
-    kept = loader(profile=folder)
+    kept = loader(cost_history=folder)
     assert len(list(kept)) > 0
     (file,) = folder.iterdir()
     file.unlink()
     file.symlink_to(victim)
     for number in (os.getpid(), os.getpid() + 1):
         (folder / f".{file.name}.{number}").symlink_to(victim)
-    assert len(list(loader(profile=folder))) > 0
+    assert len(list(loader(cost_history=folder))) > 0
     assert victim.read_text() == "important"
     assert not file.is_symlink()

@@ -28,9 +28,7 @@ def times_ten(samples: list[int]) -> torch.Tensor:
     return torch.tensor(samples) * 10
 
 
-@pytest.mark.parametrize(
-    "options", [*({"order": order} for order in ORDERS), {"schedule": "round_robin"}]
-)
+@pytest.mark.parametrize("options", [*({"order": order} for order in ORDERS), {"compat": "torch"}])
 def test_epochs_follow_one_another_on_one_engine(options: dict[str, Any]) -> None:
     loader = DataLoader(Numbers(50), 4, **options)
     seen = set()
@@ -141,7 +139,7 @@ def test_a_report_tells_each_epoch_apart() -> None:
     loader = DataLoader(Numbers(40), 4)
     for _ in range(3):
         list(loader)
-    for notes in loader._measured().past:
+    for notes in loader._history.journal.past:
         assert notes.readings.counts["samples"] == 40
         assert notes.readings.counts["batches"] == 10
         assert notes.readings.histograms["total"].count == 40

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minato import DataLoader
+from minato import DataLoader, StragglerPolicy
 from tests.datasets import ORDERS, Journal, Numbers, Sleepy, flat, indices, wait_until
 
 SLOW = dict.fromkeys(range(3, 200, 20), 0.15)
@@ -22,16 +22,14 @@ def test_before_the_first_epoch_nothing_is_known() -> None:
     assert (known.late_share, known.most_late) == (0.0, 0)
 
 
-@pytest.mark.parametrize(
-    "workers", [{"num_workers": 3}, {"num_workers": 3, "worker_method": "thread"}]
-)
+@pytest.mark.parametrize("workers", [{"num_workers": 3}, {"num_workers": 3, "workers": "thread"}])
 def test_lags_and_shares_are_those_of_the_batches(workers: dict[str, Any]) -> None:
     loader = DataLoader(
         Sleepy(200, 0.001, SLOW),
         4,
         order="arrival",
         max_lag=5,
-        slow_after_s=SLOW_AFTER_S,
+        stragglers=StragglerPolicy(after_s=SLOW_AFTER_S),
         **workers,
     )
     batches = indices(loader)
@@ -45,7 +43,9 @@ def test_lags_and_shares_are_those_of_the_batches(workers: dict[str, Any]) -> No
 
 
 def test_in_strict_order_nothing_is_late() -> None:
-    loader = DataLoader(Sleepy(60, 0.001, SLOW), 4, num_workers=2, slow_after_s=SLOW_AFTER_S)
+    loader = DataLoader(
+        Sleepy(60, 0.001, SLOW), 4, num_workers=2, stragglers=StragglerPolicy(after_s=SLOW_AFTER_S)
+    )
     assert flat(indices(loader)) == list(range(60))
     known = loader.slow_samples()
     assert known.lags == {0: 60}
@@ -71,10 +71,10 @@ def test_a_slow_sample_starts_earlier_in_the_second_epoch(order: str) -> None:
         dataset,
         4,
         num_workers=2,
-        worker_method="thread",
+        workers="thread",
         prefetch_factor=8,  # all batches of an epoch are open at once
         order=order,
-        slow_after_s=0.08,
+        stragglers=StragglerPolicy(after_s=0.08),
     )
     places = []
     for _ in range(2):
@@ -97,7 +97,9 @@ class Held(Journal):
 
 
 def test_a_slow_sample_is_named_while_it_runs() -> None:
-    loader = DataLoader(Held(80), 4, num_workers=2, order="arrival", slow_after_s=0.02)
+    loader = DataLoader(
+        Held(80), 4, num_workers=2, order="arrival", stragglers=StragglerPolicy(after_s=0.02)
+    )
     assert loader.slow_samples().running == ()
     seen = [sample for _ in loader for sample in loader.slow_samples().running]
     assert 40 in {sample.index for sample in seen}
@@ -115,7 +117,12 @@ def lingers(index: int) -> int:
 
 def test_the_transform_that_runs_is_named() -> None:
     loader = DataLoader(
-        Numbers(80), 4, num_workers=2, transforms=[abs, lingers], order="arrival", slow_after_s=0.02
+        Numbers(80),
+        4,
+        num_workers=2,
+        transforms=[abs, lingers],
+        order="arrival",
+        stragglers=StragglerPolicy(after_s=0.02),
     )
     seen = [sample for _ in loader for sample in loader.slow_samples().running]
     assert (9, "lingers") in {(sample.index, sample.transform) for sample in seen}

@@ -99,7 +99,7 @@ def _without_one(on_rank_death: str) -> dict[str, Any]:
     rank, count = rank_and_count()
     dist.init_process_group("gloo")
     loader = minato.DataLoader(
-        Indexed(160, 0.01), 4, num_workers=1, shared_pool=True, on_rank_death=on_rank_death
+        Indexed(160, 0.01), 4, num_workers=1, shared_pool=minato.SharedPool(on_rank_death)
     )
     batches, kept = iter(loader), []
     while True:
@@ -204,7 +204,7 @@ def lightning() -> dict[str, Any]:
             "order": used.order,
             "seed": used.seed,
             "bounded": type(used.prefetch_factor) is int,
-            "last epoch": used._course.epoch,
+            "last epoch": used._position.epoch,
         }
 
     def fit(name: str, module: Module, *loaders: Any) -> None:

@@ -26,9 +26,9 @@ OPTIONS: dict[str, Any] = {
     "order": "fast_first",
     "max_lag": 3,
     "seed": 5,
-    "memory_budget_bytes": 1 << 20,
-    "worker_method": "thread",
-    "on_worker_death": "raise",
+    "memory_budget": 1 << 20,
+    "workers": "thread",
+    "errors": minato.ErrorPolicy(on_worker_death="raise"),
     "fetch_concurrency": 3,
 }
 
@@ -142,7 +142,7 @@ def test_set_epoch_reaches_a_distributed_sampler(accelerator: Any) -> None:
     prepared.set_epoch(4)
     assert sampler.epoch == 4
     assert list(chain(*indices(prepared))) == list(sampler)
-    assert prepared.base_dataloader._course.epoch == 4
+    assert prepared.base_dataloader._position.epoch == 4
 
 
 def test_a_seedable_sampler_on_demand(make_accelerator: Callable[..., Any]) -> None:
@@ -188,5 +188,5 @@ def test_losing_the_engine_is_told(make_accelerator: Callable[..., Any]) -> None
     pytest.importorskip("torchdata.stateful_dataloader")
     accelerator = make_accelerator(use_stateful_dataloader=True)
     accelerator.prepare(torch.utils.data.DataLoader(Indexed(8), 4))
-    with pytest.warns(UserWarning, match="loads without minato"):
+    with pytest.warns(minato.MinatoWarning, match="loads without minato"):
         accelerator.prepare(minato.DataLoader(Indexed(8), 4))

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 import minato
-from minato._standin import TorchDataLoader
+from minato._support.loader_class import TorchDataLoader
 from minato.caching import MemoryCache
 from tests.datasets import Numbers
 
@@ -26,14 +26,13 @@ GIVEN: dict[str, Any] = {
     "order": "arrival",
     "max_lag": 3,
     "seed": 5,
-    "memory_budget_bytes": 1 << 20,
-    "worker_method": "thread",
-    "rng": "worker",
-    "on_worker_death": "raise",
+    "memory_budget": 1 << 20,
+    "workers": "thread",
+    "errors": minato.ErrorPolicy(on_worker_death="raise"),
 }
 DEVICE = {"device": torch.device("meta"), "prefetch_to_device": 3}
-SHARED = {"shared_pool": True, "on_rank_death": "continue"}
-READS = {"fetch_concurrency": 3, "cache": MemoryCache(1000), "worker_method": "thread"}
+SHARED = {"shared_pool": minato.SharedPool("continue")}
+READS = {"fetch_concurrency": 3, "cache": MemoryCache(1000), "workers": "thread"}
 
 
 def of(loader: Any) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def of(loader: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "given",
-    [{}, GIVEN, READS, {"in_order": False}, {"schedule": "round_robin"}, DEVICE, SHARED],
+    [{}, GIVEN, READS, {"in_order": False}, {"compat": "torch"}, DEVICE, SHARED],
 )
 def test_a_loader_can_be_built_from_the_attributes_of_another(given: dict[str, Any]) -> None:
     loader = minato.DataLoader(Numbers(8), 4, num_workers=2, **given)
@@ -54,7 +53,7 @@ def test_a_loader_can_be_built_from_the_attributes_of_another(given: dict[str, A
     assert type(again.prefetch_factor) is type(loader.prefetch_factor) is not int
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [name for name in OWN if name != "name"])
 def test_they_are_frozen_as_torchs_are(name: str) -> None:
     class Loader(minato.DataLoader):
         pass
@@ -66,6 +65,23 @@ def test_they_are_frozen_as_torchs_are(name: str) -> None:
     with pytest.raises(ValueError, match="should not be set") as ours:
         setattr(loader, name, value)
     assert str(ours.value) == str(torchs.value).replace("batch_size", name)
+
+
+def test_a_loader_can_be_renamed_by_programs_that_name_loaders() -> None:
+    loader = minato.DataLoader(Numbers(8), name="training")
+    loader.name = "validation"
+    assert loader._options.name == loader.name == "validation"
+    assert minato.DataLoader(Numbers(8))._options.name == "Numbers"
+
+
+def test_a_number_of_workers_that_changes_is_taken_over() -> None:
+    scale = minato.AutoScale(start=2, max=3)
+    loader = minato.DataLoader(Numbers(8), 4, num_workers=scale)
+    again = pickle.loads(
+        pickle.dumps(minato.DataLoader(loader.dataset, num_workers=loader.num_workers))
+    )
+    assert again.num_workers == 2
+    assert again._options.autoscale == loader._options.autoscale
 
 
 def test_prefetch_factor_reads_as_torchs() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from minato import MinatoWarning
 from minato.integrations import accelerate as adapter
 from tests.subprocesses import environment
 
@@ -158,5 +159,5 @@ def test_imports_that_are_made_or_fail(tmp_path: Path) -> None:
 def test_an_unknown_version_is_told() -> None:
     unknown = types.ModuleType("accelerate.data_loader")
     unknown.DataLoader = unknown.prepare_data_loader = object()
-    with pytest.warns(UserWarning, match="has no skip_first_batches, DataLoaderShard"):
+    with pytest.warns(MinatoWarning, match="has no skip_first_batches, DataLoaderShard"):
         adapter.install(unknown)

@@ -86,7 +86,7 @@ def test_predictions_belong_to_their_samples(order: str) -> None:
     if order == "strict":
         trainer(callbacks=[written]).predict(Module(), loader)
     else:
-        with pytest.warns(UserWarning, match="delivered in strict order"):
+        with pytest.warns(minato.MinatoWarning, match="returned in strict order"):
             trainer(callbacks=[written]).predict(Module(), loader)
     assert list(chain(*(mine for mine, _ in written.pairs))) == list(range(20))
     assert all(mine == theirs for mine, theirs in written.pairs)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from minato import DataLoader
+from minato import DataLoader, ErrorPolicy
 
 
 class Slow:
@@ -66,7 +66,7 @@ def another_program(method: str) -> None:
 
 def stopped(_: str) -> None:
     """Wait for slow samples, with limits on the time that they may take."""
-    iterator = iterate(Slow(0.4), timeout=1.7, sample_timeout_s=1.7)
+    iterator = iterate(Slow(0.4), timeout=1.7, errors=ErrorPolicy(sample_timeout=1.7))
     print("at work", flush=True)
     assert [batch.tolist() for batch in iterator] == [[4, 5, 6, 7], [8, 9, 10, 11]]
     print("complete")

@@ -81,7 +81,7 @@ def collated(samples: list[np.ndarray]) -> dict[str, object]:
     return {"samples": samples, "text": "x" * 1000}
 
 
-THREADS = {"num_workers": 2, "worker_method": "thread"}
+THREADS = {"num_workers": 2, "workers": "thread"}
 PROCESSES = {"num_workers": 2}
 KEPT = {"persistent_workers": True}
 # How to work, and how many rounds before and between the two measurements.

@@ -35,7 +35,7 @@ LATEST_S = {"spawn": 6.0, "forkserver": 6.0}
 INTERRUPTED, TERMINATED = 130, 143
 OPTIONS: dict[str, dict[str, Any]] = {
     "inline": {"num_workers": 0},
-    "thread": {"num_workers": 2, "worker_method": "thread"},
+    "thread": {"num_workers": 2, "workers": "thread"},
     **{
         method: {"num_workers": 2, "multiprocessing_context": method}
         for method in ("fork", "forkserver")

@@ -37,7 +37,7 @@ def main(limit: str) -> None:
     for options in (
         {"num_workers": 0},
         {"num_workers": 2},
-        {"num_workers": 2, "worker_method": "thread"},
+        {"num_workers": 2, "workers": "thread"},
     ):
         kept = [list(DataLoader(Arrays(160), 2, **options)) for _ in range(2)]
         for epoch in kept:

@@ -21,7 +21,7 @@ class Numbers:
 def train() -> None:
     threading.main_thread().join()
     total = 0
-    loader = DataLoader(Numbers(), 2, num_workers=2, worker_method="thread", prefetch_factor=1)
+    loader = DataLoader(Numbers(), 2, num_workers=2, workers="thread", prefetch_factor=1)
     for number, batch in enumerate(loader):
         if number == 0:
             time.sleep(LONGER_THAN_PATIENCE_S)

@@ -24,7 +24,7 @@ KINDS = {
     "inline": {"num_workers": 0},
     "processes": {"num_workers": 2},
     "persistent": {"num_workers": 2, "persistent_workers": True},
-    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "threads": {"num_workers": 2, "workers": "thread"},
 }
 LEAVES_S = 1.0
 """How long what was told to end may take."""

@@ -13,7 +13,7 @@ KIND = {
     "inline": {"num_workers": 0},
     "processes": {"num_workers": 2},
     "persistent": {"num_workers": 2, "persistent_workers": True},
-    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "threads": {"num_workers": 2, "workers": "thread"},
 }
 
 

@@ -61,7 +61,7 @@ def cases() -> dict[str, Callable[[Any], Any]]:
                 material.Counting(23),
                 4,
                 num_workers=w,
-                **({"schedule": "round_robin"} if kind is minato.DataLoader else {}),
+                **({"compat": "torch"} if kind is minato.DataLoader else {}),
             ),
         }
         for stream in (material.Shared, material.Steps, material.Cursors):

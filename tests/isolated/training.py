@@ -44,7 +44,7 @@ def make(dice: random.Random, seeded: bool, order: str, drop_last: bool) -> Data
         order=order,
         drop_last=drop_last,
         num_workers=dice.choice([0, 1, 2, 3]),
-        worker_method=dice.choice(["process", "process", "thread"]),
+        workers=dice.choice(["process", "process", "thread"]),
         seed=11 if seeded else None,
         generator=None if seeded else torch.Generator().manual_seed(5),
     )

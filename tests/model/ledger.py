@@ -36,7 +36,7 @@ from tests.model.explore import (
 )
 from tests.protocol import Call, delivery
 
-__all__ = ["Consumer", "Gate", "Ledger", "Setting"]
+__all__ = ["Consumer", "EventCount", "Ledger", "Setting"]
 
 VACANT, OPEN, COLLATING, READY, CLOSED = range(5)
 STOPPING, DRAINING = 1, 2
@@ -122,7 +122,7 @@ class Consumer(NamedTuple):
         )
 
 
-class Gate:
+class EventCount:
     """A gate's words; in place of the count of events, one word for each who may sleep here: has there been one?"""
 
     def __init__(self, memory: Memory, name: str, users: int) -> None:
@@ -139,8 +139,14 @@ class Ledger:
         self.memory = memory = Memory()
         self.head, self.tail = memory.word("head"), memory.word("tail")
         self.shutdown = memory.word("shutdown")
-        self.stranded, self.adopted = memory.word("stranded"), memory.word("adopted")
-        self.work, self.ready = Gate(memory, "work", setting.workers), Gate(memory, "ready", 1)
+        self.orphaned, self.orphans_checked = (
+            memory.word("orphaned"),
+            memory.word("orphans_checked"),
+        )
+        self.work, self.ready = (
+            EventCount(memory, "work", setting.workers),
+            EventCount(memory, "ready", 1),
+        )
         passes = len(setting.batches)
         self.cursor, self.limit = memory.words("cursor", passes), memory.words("limit", passes)
         self.ticket = memory.words("ticket", setting.positions)
@@ -152,7 +158,7 @@ class Ledger:
         self.state = memory.words("state", setting.records)
         self.first = memory.words("first", setting.records)
         self.count = memory.words("count", setting.records)
-        self.pass_index = memory.words("pass_index", setting.records)
+        self.epoch_slot = memory.words("epoch_slot", setting.records)
         self.hint = memory.words("hint", setting.records)
         self.result = memory.words("result", setting.records)
         self.owner = memory.words("owner", setting.records)
@@ -180,7 +186,7 @@ class Ledger:
 
     # ---- the gate
 
-    def notify(self, gate: Gate, sleepers: int) -> Steps:
+    def notify(self, gate: EventCount, sleepers: int) -> Steps:
         if self.setting.whole_gate:
             yield notify(gate.events, sleepers)
             return
@@ -189,10 +195,10 @@ class Ledger:
         if asleep != 0:
             yield wake(gate.events, sleepers)
 
-    def events(self, gate: Gate, who: int) -> Steps:
+    def events(self, gate: EventCount, who: int) -> Steps:
         yield clear(gate.events[who])
 
-    def wait(self, gate: Gate, who: int) -> Steps:
+    def wait(self, gate: EventCount, who: int) -> Steps:
         if self.setting.whole_gate:
             yield from self.sleep(gate, who)
             return
@@ -202,18 +208,18 @@ class Ledger:
             yield from self.sleep(gate, who)
         yield add(gate.sleepers, -1)
 
-    def sleep(self, gate: Gate, who: int) -> Steps:
+    def sleep(self, gate: EventCount, who: int) -> Steps:
         yield sleep(gate.events[who])
 
     # ---- the consumer's side
 
-    def open_pass(self, index: int) -> Steps:
+    def open_epoch(self, index: int) -> Steps:
         tail = yield peek(self.tail)
         cursor = yield peek(self.cursor[index])
         yield store(self.limit[index], tail)
         yield store(self.cursor[index], (cursor & ~NUMBER) + ONE_VERSION | tail)
 
-    def publish(self, count: int, pass_index: int, owner: int) -> Steps:
+    def publish(self, count: int, epoch_slot: int, owner: int) -> Steps:
         bound = self.setting.bound
         tail = yield peek(self.tail)
         index = 0
@@ -224,7 +230,7 @@ class Ledger:
             index += 1
         yield self.plain(self.first[index], tail)
         yield self.plain(self.count[index], count)
-        yield self.plain(self.pass_index[index], pass_index)
+        yield self.plain(self.epoch_slot[index], epoch_slot)
         yield self.plain(self.hint[index], 0)
         yield self.plain(self.result[index], 0)
         if self.setting.owned:
@@ -235,7 +241,7 @@ class Ledger:
             yield poke(self.blob[self.at(seq)], 0)
             yield self.plain(self.place[self.at(seq)], BOUND | (seq + 1) if bound else seq + 1)
         yield store(self.state[index], (state & -ONE_GENERATION) + ONE_GENERATION | OPEN)
-        yield (poke if bound else store)(self.limit[pass_index], tail + count)
+        yield (poke if bound else store)(self.limit[epoch_slot], tail + count)
         yield from self.offer(tail, count)
         yield from self.notify(self.work, EVERYBODY if owner else count)
         return index
@@ -248,7 +254,7 @@ class Ledger:
     def bind_late(self, old: int, new: int) -> Steps:
         first = yield peek(self.first[old])
         count = yield peek(self.count[old])
-        pass_index = yield peek(self.pass_index[old])
+        epoch_slot = yield peek(self.epoch_slot[old])
         next_place = yield peek(self.first[new])
         target_count = yield peek(self.count[new])
         end = next_place + target_count
@@ -259,9 +265,9 @@ class Ledger:
                 if word & STATE in (DONE, CANCELLED) or word & NUMBER:
                     break
                 if place == 0:
-                    place = yield from self.take(next_place, end, pass_index, seq)
+                    place = yield from self.take(next_place, end, epoch_slot, seq)
                     if place == 0:
-                        place = yield from self.try_oldest(pass_index, seq)
+                        place = yield from self.try_oldest(epoch_slot, seq)
                     next_place = max(next_place, place)
                 if place:
                     done = yield from self.bind(seq, word, place)
@@ -335,7 +341,7 @@ class Ledger:
             yield store_sc(self.ticket[self.at(seq)], FREE | place)
             yield from self.lower(self.head, seq)
         yield from self.release_batches(worker, live)
-        yield add(self.stranded, 1)
+        yield add(self.orphaned, 1)
         yield from self.notify(self.work, EVERYBODY)
 
     def backwards(self, positions: range) -> range:
@@ -387,11 +393,11 @@ class Ledger:
     # ---- the workers' side
 
     def claim(self, worker: int) -> Steps:
-        stranded = adopted = 0
+        orphaned = orphans_checked = 0
         if self.setting.kills:
-            stranded = yield load(self.stranded)
-            adopted = yield load(self.adopted)
-        if stranded != adopted:
+            orphaned = yield load(self.orphaned)
+            orphans_checked = yield load(self.orphans_checked)
+        if orphaned != orphans_checked:
             index = yield from self.adopt(worker)
             if index is not None:
                 return index, 0, 0
@@ -460,12 +466,12 @@ class Ledger:
 
     def reserve(self, worker: int, seq: int) -> Steps:
         index = yield peek(self.batch[self.at(seq)])
-        pass_index = yield peek(self.pass_index[index])
+        epoch_slot = yield peek(self.epoch_slot[index])
         word = yield load(self.ticket[self.at(seq)])
         place = word & NUMBER
         if place == 0:
             take = self.take_newest if self.setting.late else self.take_oldest
-            taken = yield from take(pass_index, seq)
+            taken = yield from take(epoch_slot, seq)
             yield cas(self.ticket[self.at(seq)], word, word | taken)
             word = yield load(self.ticket[self.at(seq)])
             place = word & NUMBER
@@ -532,12 +538,12 @@ class Ledger:
 
     # ---- inner parts
 
-    def take(self, begin: int, end: int, pass_index: int, seq: int) -> Steps:
+    def take(self, begin: int, end: int, epoch_slot: int, seq: int) -> Steps:
         place = begin
         while place < end:
             word = yield load(self.place[self.at(place)])
             if word == place + 1:
-                here = yield from self.is_in_pass(place, pass_index)
+                here = yield from self.is_in_pass(place, epoch_slot)
                 if here:
                     taken = yield cas(self.place[self.at(place)], word, BOUND | (seq + 1))
                     if taken:
@@ -545,58 +551,58 @@ class Ledger:
             place += 1
         return 0
 
-    def is_in_pass(self, place: int, pass_index: int) -> Steps:
+    def is_in_pass(self, place: int, epoch_slot: int) -> Steps:
         index = yield self.racy(self.batch[self.at(place)])
-        its_pass = yield self.racy(self.pass_index[index])
-        if its_pass != pass_index:
+        its_pass = yield self.racy(self.epoch_slot[index])
+        if its_pass != epoch_slot:
             return False
         first = yield self.racy(self.first[index])
         return first <= place
 
-    def try_oldest(self, pass_index: int, seq: int) -> Steps:
-        cursor = yield load(self.cursor[pass_index])
-        limit = yield load(self.limit[pass_index])
-        place = yield from self.take(cursor & NUMBER, limit, pass_index, seq)
+    def try_oldest(self, epoch_slot: int, seq: int) -> Steps:
+        cursor = yield load(self.cursor[epoch_slot])
+        limit = yield load(self.limit[epoch_slot])
+        place = yield from self.take(cursor & NUMBER, limit, epoch_slot, seq)
         if place == 0:
-            place = yield from self.take_spare(pass_index, seq)
+            place = yield from self.take_spare(epoch_slot, seq)
             return place
-        yield cas(self.cursor[pass_index], cursor, cursor & ~NUMBER | place)
+        yield cas(self.cursor[epoch_slot], cursor, cursor & ~NUMBER | place)
         return place
 
-    def take_oldest(self, pass_index: int, seq: int) -> Steps:
+    def take_oldest(self, epoch_slot: int, seq: int) -> Steps:
         place = 0
         while place == 0:
-            place = yield from self.try_oldest(pass_index, seq)
+            place = yield from self.try_oldest(epoch_slot, seq)
         return place
 
-    def take_newest(self, pass_index: int, seq: int) -> Steps:
-        place = yield load(self.limit[pass_index])
-        cursor = yield load(self.cursor[pass_index])
+    def take_newest(self, epoch_slot: int, seq: int) -> Steps:
+        place = yield load(self.limit[epoch_slot])
+        cursor = yield load(self.cursor[epoch_slot])
         while place > cursor & NUMBER:
-            taken = yield from self.take(place - 1, place, pass_index, seq)
+            taken = yield from self.take(place - 1, place, epoch_slot, seq)
             if taken:
                 return place
             place -= 1
-        place = yield from self.take_oldest(pass_index, seq)
+        place = yield from self.take_oldest(epoch_slot, seq)
         return place
 
-    def take_spare(self, pass_index: int, seq: int) -> Steps:
-        limit = yield load(self.limit[pass_index])
+    def take_spare(self, epoch_slot: int, seq: int) -> Steps:
+        limit = yield load(self.limit[epoch_slot])
         place = limit - min(limit, self.setting.positions)
         while place < limit:
             word = yield load(self.place[self.at(place)])
             if word & STATE == BOUND:
-                taken = yield from self.take_from(place, word, pass_index, seq)
+                taken = yield from self.take_from(place, word, epoch_slot, seq)
                 if taken:
                     return place + 1
             place += 1
         return 0
 
-    def take_from(self, place: int, word: int, pass_index: int, seq: int) -> Steps:
+    def take_from(self, place: int, word: int, epoch_slot: int, seq: int) -> Steps:
         position = yield self.racy(self.position[self.at(place)])
         if position != place:
             return False
-        here = yield from self.is_in_pass(place, pass_index)
+        here = yield from self.is_in_pass(place, epoch_slot)
         if not here:
             return False
         holder = (word & NUMBER) - 1
@@ -613,10 +619,10 @@ class Ledger:
 
     def give_back(self, place: int, seq: int) -> Steps:
         index = yield peek(self.batch[self.at(place - 1)])
-        pass_index = yield peek(self.pass_index[index])
+        epoch_slot = yield peek(self.epoch_slot[index])
         given = yield cas(self.place[self.at(place - 1)], BOUND | (seq + 1), place)
         if given:
-            yield from self.lower(self.cursor[pass_index], place - 1)
+            yield from self.lower(self.cursor[epoch_slot], place - 1)
 
     def settle(self, worker: int, seq: int, place: int) -> Steps:
         mine = CLAIMED | worker << 4 | (place + 1)
@@ -682,11 +688,11 @@ class Ledger:
         return won
 
     def adopt(self, worker: int) -> Steps:
-        seen = yield load(self.stranded)
-        adopted = yield load(self.adopted)
+        seen = yield load(self.orphaned)
+        orphans_checked = yield load(self.orphans_checked)
         index = yield from self.look_through(worker)
         if index is None:
-            yield cas(self.adopted, adopted, seen)
+            yield cas(self.orphans_checked, orphans_checked, seen)
         return index
 
     def look_through(self, worker: int) -> Steps:
@@ -776,20 +782,20 @@ class Ledger:
 
     def consumer(self) -> Process:
         state = Consumer()
-        for pass_index in range(len(self.setting.batches)):
-            state = yield from self.run_pass(state, pass_index)
+        for epoch_slot in range(len(self.setting.batches)):
+            state = yield from self.run_pass(state, epoch_slot)
         yield from self.shut_down(STOPPING)
         yield join()
 
-    def run_pass(self, state: Consumer, pass_index: int) -> Steps:
+    def run_pass(self, state: Consumer, epoch_slot: int) -> Steps:
         """One pass of the dispatcher, up to its end or until it is abandoned."""
-        sizes = self.setting.batches[pass_index]
-        last = pass_index == len(self.setting.batches) - 1
-        yield from self.open_pass(pass_index)
+        sizes = self.setting.batches[epoch_slot]
+        last = epoch_slot == len(self.setting.batches) - 1
+        yield from self.open_epoch(epoch_slot)
         state = state._replace(opened=0, open=(), recent=(), got=())
         begin = yield peek(self.tail)
         while True:
-            state = yield from self.refill(state, pass_index)
+            state = yield from self.refill(state, epoch_slot)
             if not state.started:
                 for number in range(self.setting.workers):
                     yield start(1 + number)
@@ -827,11 +833,11 @@ class Ledger:
         state = yield from self.sweep(state)
         return state
 
-    def refill(self, state: Consumer, pass_index: int) -> Steps:
-        sizes = self.setting.batches[pass_index]
+    def refill(self, state: Consumer, epoch_slot: int) -> Steps:
+        sizes = self.setting.batches[epoch_slot]
         while len(state.open) < self.setting.window:
             if state.opened == len(sizes):
-                if pass_index == len(self.setting.batches) - 1 and not state.dry:
+                if epoch_slot == len(self.setting.batches) - 1 and not state.dry:
                     yield from self.shut_down(DRAINING)
                     state = state._replace(dry=True)
                 break
@@ -846,7 +852,7 @@ class Ledger:
             ):
                 break
             owner = state.opened % self.setting.workers + 1 if self.setting.owned else 0
-            record = yield from self.publish(count, pass_index, owner)
+            record = yield from self.publish(count, epoch_slot, owner)
             recent = (*state.recent, record)
             if not self.setting.bound and len(recent) > self.setting.lag:
                 overdue, *rest = recent

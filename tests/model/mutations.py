@@ -14,7 +14,7 @@ from tests.model.ledger import (
     ONE_GENERATION,
     STOPPING,
     Consumer,
-    Gate,
+    EventCount,
     Ledger,
     Setting,
     Steps,
@@ -25,7 +25,7 @@ from tests.protocol import Call
 class NotifierLooksFirst(Ledger):
     """Who sleeps between the look and the event is not woken."""
 
-    def notify(self, gate: Gate, sleepers: int) -> Steps:
+    def notify(self, gate: EventCount, sleepers: int) -> Steps:
         asleep = yield load(gate.sleepers)
         yield count_event(gate.events)
         if asleep != 0:
@@ -35,7 +35,7 @@ class NotifierLooksFirst(Ledger):
 class SleeperDoesNotRegister(Ledger):
     """Nobody knows that there is somebody to wake."""
 
-    def wait(self, gate: Gate, who: int) -> Steps:
+    def wait(self, gate: EventCount, who: int) -> Steps:
         event = yield load(gate.events[who])
         if not event:
             yield from self.sleep(gate, who)
@@ -101,8 +101,8 @@ class ReleaseForgetsPlaces(Ledger):
     def release_places(self, worker: int, base: int, tail: int) -> Steps:
         yield peek(self.tail)
 
-    def take_spare(self, pass_index: int, seq: int) -> Steps:
-        yield load(self.limit[pass_index])
+    def take_spare(self, epoch_slot: int, seq: int) -> Steps:
+        yield load(self.limit[epoch_slot])
         return 0
 
 
@@ -125,17 +125,17 @@ class NobodyAdopts(Ledger):
     """A full batch whose worker died is looked for by nobody."""
 
     def adopt(self, worker: int) -> Steps:
-        yield store(self.adopted, 1)
+        yield store(self.orphans_checked, 1)
 
 
 class AdoptionIsAFlag(Ledger):
     """Who looked before the second death takes back the flag that the second one raised."""
 
     def adopt(self, worker: int) -> Steps:
-        seen = yield load(self.stranded)
+        seen = yield load(self.orphaned)
         index = yield from self.look_through(worker)
         if index is None:
-            yield cas(self.stranded, seen, 0)
+            yield cas(self.orphaned, seen, 0)
         return index
 
 
@@ -157,7 +157,7 @@ class TwoPublish(Ledger):
 class CountsBehindABuffer(Ledger):
     """A notifier looks for sleepers before they can see its event, on any real processor."""
 
-    def notify(self, gate: Gate, sleepers: int) -> Steps:
+    def notify(self, gate: EventCount, sleepers: int) -> Steps:
         for word in gate.events:
             yield store(word, 1)
         asleep = yield load(gate.sleepers)

@@ -272,7 +272,7 @@ def attributes(loader: Any) -> Any:
 
 def compare_in_line(configuration: Configuration) -> None:
     """Without workers everything is the same, what is drawn at random included."""
-    own = {} if configuration.dataset in STREAMS else {"rng": "worker"}
+    own = {} if configuration.dataset in STREAMS else {"compat": "torch"}
     compare(configuration, **own)
 
 
@@ -281,14 +281,14 @@ def compare_in_processes(configuration: Configuration) -> None:
     if configuration.dataset in STREAMS:
         compare(configuration)
         return
-    if configuration.num_workers > 1 and configuration.dataset == "drawing":
+    if configuration.dataset == "drawing":
         configuration = replace(configuration, dataset="mixed")
-    compare(configuration, rng="worker")
+    compare(configuration)
 
 
 def compare_round_robin(configuration: Configuration) -> None:
     """With torch's own assignment nothing at all differs."""
-    compare(configuration, schedule="round_robin")
+    compare(configuration, compat="torch")
 
 
 def compare_in_threads(configuration: Configuration) -> None:
@@ -296,7 +296,7 @@ def compare_in_threads(configuration: Configuration) -> None:
     assume(configuration.dataset not in ("drawing", *STREAMS))
     assume(configuration.worker_init_fn != "draws")
     expected = observed(TorchLoader, configuration)
-    found = observed(minato.DataLoader, configuration, worker_method="thread", rng="worker")
+    found = observed(minato.DataLoader, configuration, workers="thread")
     assert found == expected, where_they_part(found, expected)
 
 

@@ -28,7 +28,7 @@ SEED = 20_240_613
 WORKERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "inline": ({"num_workers": 0}, {}),
     "processes": ({"num_workers": 2}, {}),
-    "threads": ({"num_workers": 2}, {"worker_method": "thread"}),
+    "threads": ({"num_workers": 2}, {"workers": "thread"}),
 }
 """Arguments for both classes, and for ours alone: torch has no threads, and runs processes where ours runs them."""
 each = pytest.mark.parametrize(("workers", "own"), WORKERS.values(), ids=WORKERS.keys())

@@ -226,8 +226,8 @@ def test_refused_by_a_worker(name: str) -> None:
 
 
 def test_own_arguments_are_checked_before_torchs() -> None:
-    with pytest.raises(ValueError, match="worker_method='fiber' is not possible"):
-        minato.DataLoader(FOUR, num_workers=-1, worker_method="fiber")
+    with pytest.raises(ValueError, match="workers='fiber' is not possible"):
+        minato.DataLoader(FOUR, num_workers=-1, workers="fiber")
 
 
 @pytest.mark.parametrize("more", [0, 1, 30])
@@ -529,7 +529,7 @@ def test_loader_made_from_the_attributes_of_another(name: str) -> None:
 
 def test_own_arguments_are_copied_with_the_attributes() -> None:
     loader = minato.DataLoader(
-        Numbers(7), 7, shuffle=True, seed=5, transforms=[double], rng="worker", order="batch"
+        Numbers(7), 7, shuffle=True, seed=5, transforms=[double], compat="torch", order="batch"
     )
     other = rebuilt(loader)
     assert flat(other) == flat(loader)

@@ -407,7 +407,7 @@ def test_default_collate_in_processes() -> None:
 
 def test_default_collate_in_threads() -> None:
     theirs = quietly(lambda: collated(TorchLoader, [*ALL]))
-    ours = collated(minato.DataLoader, [*ALL], num_workers=2, worker_method="thread")
+    ours = collated(minato.DataLoader, [*ALL], num_workers=2, workers="thread")
     assert without_worker(ours) == without_worker(theirs)
 
 

@@ -65,7 +65,7 @@ def test_who_is_free_takes_the_next_sample() -> None:
     alternating = [0, 1] * 6
     assert workers(TorchLoader) == alternating
     assert sorted(workers(minato.DataLoader, others=8)) != sorted(alternating)
-    assert workers(minato.DataLoader, schedule="round_robin") == alternating
+    assert workers(minato.DataLoader, compat="torch") == alternating
 
 
 class Owning(Numbers):
@@ -86,7 +86,7 @@ def test_generators_that_the_dataset_owns_are_bound_to_the_sample() -> None:
     assert len(set(drawn(TorchLoader))) == 6  # each of two workers has a copy
     assert len(set(drawn(minato.DataLoader))) == 12
     assert drawn(minato.DataLoader, seed=1) == drawn(minato.DataLoader, 0, seed=1)
-    assert drawn(minato.DataLoader, 0, rng="worker") == drawn(TorchLoader, 0)
+    assert drawn(minato.DataLoader, 0, compat="torch") == drawn(TorchLoader, 0)
 
 
 def test_randomness_does_not_depend_on_the_workers() -> None:
@@ -96,7 +96,7 @@ def test_randomness_does_not_depend_on_the_workers() -> None:
 
     assert_same(numbers(minato.DataLoader, 1), numbers(minato.DataLoader, 2))
     theirs = numbers(TorchLoader, 1)
-    assert_same(numbers(minato.DataLoader, 1, rng="worker"), theirs)
+    assert_same(numbers(minato.DataLoader, 1, compat="torch"), theirs)
     with pytest.raises(AssertionError):
         assert_same(numbers(minato.DataLoader, 1), theirs)
 
@@ -115,7 +115,7 @@ class Late(Numbers):
 
 def test_cheap_samples_that_draw_after_all_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_WORTH_BINDING_NS", 1 << 62)  # cheap on a busy machine, too
-    for own, again in (({}, True), ({"rng": "worker"}, False)):
+    for own, again in (({}, True), ({"compat": "torch"}, False)):
         dataset = Late(400)
         assert len([*minato.DataLoader(dataset, 50, **own)]) == 8
         assert (dataset.runs > 400) == again
@@ -138,7 +138,7 @@ def test_next_epoch_begins_early() -> None:
     for make, own, early in (
         (TorchLoader, {}, False),
         (minato.DataLoader, {}, True),
-        (minato.DataLoader, {"rng": "worker"}, False),
+        (minato.DataLoader, {"compat": "torch"}, False),
     ):
         dataset = Counted(8)
         loader = make(dataset, 2, num_workers=1, persistent_workers=True, **own)

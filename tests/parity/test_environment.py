@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import minato
-from minato import _pickling
+from minato._support import pickling
 from minato.sampling.samplers import SeededSampler
 from tests.datasets import Numbers
 from tests.parity import material
@@ -121,7 +121,7 @@ class Nested(Numbers):
 def test_loader_within_a_sample(outer: int) -> None:
     same_for_both(
         lambda make: [*make(Nested(3, make, 0), 2, num_workers=outer, collate_fn=list)],
-        rng="worker",
+        compat="torch",
     )
 
 
@@ -200,7 +200,7 @@ def test_what_minato_makes_for_itself_is_on_the_cpu(torch_defaults: None) -> Non
     """Whatever the default device is: what a batch consists of, shuffling, and generators of samples."""
     held = torch.arange(6.0).view(2, 3)
     torch.set_default_device("meta")
-    data, buffers = _pickling.dumps([held.t(), held[:0], held])
+    data, buffers = pickling.dumps([held.t(), held[:0], held])
     copies = pickle.loads(data, buffers=buffers)
     assert [copy.tolist() for copy in copies] == [held.t().tolist(), [], held.tolist()]
     assert sorted(SeededSampler(range(5), 3)) == [*range(5)]

@@ -240,7 +240,7 @@ def test_in_threads() -> None:
         for where in ("sample", "sample by itself", "__getitems__", "collate_fn"):
             dataset, options = PLACES[where](action)
             theirs = drain(iter(TorchLoader(dataset, num_workers=1, **options)))
-            loader = minato.DataLoader(dataset, num_workers=1, worker_method="thread", **options)
+            loader = minato.DataLoader(dataset, num_workers=1, workers="thread", **options)
             assert drain(iter(loader)) == theirs, (what, where)
 
 
@@ -248,7 +248,7 @@ def test_in_threads() -> None:
 def test_what_would_end_a_process_is_an_error_of_the_sample_in_a_thread(what: str) -> None:
     for where in ("sample", "collate_fn"):
         dataset, options = PLACES[where](ENDING[what])
-        loader = minato.DataLoader(dataset, num_workers=1, worker_method="thread", **options)
+        loader = minato.DataLoader(dataset, num_workers=1, workers="thread", **options)
         found = without_worker(drain(iter(loader)))
         in_line = drain(iter(TorchLoader(dataset, **options)))
         assert [outcome[:2] for outcome in found] == [outcome[:2] for outcome in in_line]
@@ -304,7 +304,7 @@ def test_one_error_per_bad_batch_and_a_normal_end(options: Any, workers: Any, ow
     same_for_both(case, **own)
 
 
-@pytest.mark.parametrize("own", [{}, {"schedule": "round_robin"}], ids=repr)
+@pytest.mark.parametrize("own", [{}, {"compat": "torch"}], ids=repr)
 def test_persistent_workers_go_on_with_the_next_pass(own: Any) -> None:
     def case(make: Any) -> Any:
         loader = make(Failing(9), 2, num_workers=2, persistent_workers=True)

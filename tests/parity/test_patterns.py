@@ -39,7 +39,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import minato
-from minato._standin import TorchDataLoader
+from minato._support.loader_class import TorchDataLoader
 from tests.datasets import Numbers
 from tests.parity.harness import describe
 
@@ -977,10 +977,10 @@ def test_processes_that_are_threads() -> None:
 def test_a_context_of_threads_that_is_set_later() -> None:
     loader = minato.DataLoader(Numbers(4), num_workers=2)
     loader.multiprocessing_context = Context()
-    assert loader._options.worker_method == "thread"
+    assert loader._options.workers == "thread"
     assert plain(loader) == [[0], [1], [2], [3]]
     loader.multiprocessing_context = "fork"
-    assert loader._options.worker_method == loader.worker_method == "process"
+    assert loader._options.workers == loader.workers == "process"
     stream = minato.DataLoader(Parts(4), num_workers=2, multiprocessing_context=Context())
     with pytest.raises(ValueError, match="no multiprocessing_context that starts threads"):
         iter(stream)

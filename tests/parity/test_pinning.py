@@ -225,7 +225,7 @@ def test_error_of_a_pin_memory_method_and_going_on(accelerator: None) -> None:
         describe([number]) if number % 2 == 0 else ("raised", "LookupError", "cannot be pinned")
         for number in range(5)
     ]
-    for options in ({}, {"worker_method": "thread"}):
+    for options in ({}, {"workers": "thread"}):
         loader = minato.DataLoader(
             range(5), collate_fn=refusing, pin_memory=True, num_workers=2, **options
         )

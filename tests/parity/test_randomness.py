@@ -84,7 +84,7 @@ def test_states_after_each_step(name: str, given: bool, workers: Any, own: Any) 
 
     same_for_both(case, **own)
     if workers["num_workers"] and not own:
-        same_for_both(case, schedule="round_robin")
+        same_for_both(case, compat="torch")
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["global", "own"])
@@ -118,7 +118,7 @@ def test_numbers_are_those_of_torch_when_epochs_are_left_early() -> None:
         return found, [*loader]
 
     same_for_both(case)
-    same_for_both(case, schedule="round_robin")
+    same_for_both(case, compat="torch")
 
 
 def test_random_split_and_two_loaders() -> None:
@@ -160,7 +160,7 @@ class Beginnings(Numbers):
     ("number", "context", "given"),
     [(1, "fork", False), (3, "fork", True), (2, "forkserver", False)],
 )
-@pytest.mark.parametrize("own", [{"rng": "worker"}, {"schedule": "round_robin"}], ids=repr)
+@pytest.mark.parametrize("own", [{"compat": "torch"}], ids=repr)
 def test_seeds_of_the_three_generators(number: int, context: str, given: bool, own: Any) -> None:
     def case(make: Any) -> Any:
         generator = torch.Generator().manual_seed(2) if given else None
@@ -178,7 +178,7 @@ def test_seeds_of_the_three_generators(number: int, context: str, given: bool, o
 
 
 def test_torch_draws_from_the_seed_that_worker_info_names() -> None:
-    for seed, initial in minato.DataLoader(Named(6), None, num_workers=2, schedule="round_robin"):
+    for seed, initial in minato.DataLoader(Named(6), None, num_workers=2, compat="torch"):
         assert seed == initial
 
 
@@ -231,7 +231,7 @@ def test_augmentations_are_torchs_bit_for_bit(name: str, dataset: Any) -> None:
         loader = make(dataset, num_workers=2, **arguments)
         return [[*loader] for _ in range(3)], three_draws()
 
-    same_for_both(case, **({} if stream else {"schedule": "round_robin"}))
+    same_for_both(case, **({} if stream else {"compat": "torch"}))
 
 
 @pytest.mark.parametrize("context", ["forkserver", "spawn"])
@@ -243,7 +243,7 @@ def test_augmentations_with_other_start_methods(
         loader = make(Drawing(9), 2, True, persistent_workers=True, **arguments)
         return [[*loader] for _ in range(2)], three_draws()
 
-    same_for_both(case, schedule="round_robin")
+    same_for_both(case, compat="torch")
 
 
 def test_augmentations_in_line() -> None:
@@ -253,8 +253,8 @@ def test_augmentations_in_line() -> None:
         loader = make(Drawing(9), 2, True)
         return [(batch, three_draws()) for _ in range(2) for batch in loader]
 
-    same_for_both(case, schedule="round_robin")
-    same_for_both(case, rng="worker")
+    same_for_both(case, compat="torch")
+    same_for_both(case, compat="torch")
 
 
 def test_augmentations_by_sample_do_not_touch_torchs_shuffling() -> None:

@@ -119,7 +119,7 @@ def test_the_epochs_of_persistent_workers() -> None:
     for _ in range(2):
         found = [epoch(loader, 5), plain(loader)]
         assert found == epochs[:2]
-        assert loader.reproduce(0, epoch=loader._course.epoch - 1) == found[0][0][0]
+        assert loader.reproduce(0, epoch=loader._position.epoch - 1) == found[0][0][0]
         loader._iterator = None
 
 
@@ -134,7 +134,7 @@ def test_a_failures_seed_is_that_of_its_own_epoch() -> None:
         failures.append(failure)
         return minato.SKIP
 
-    loader = minato.DataLoader(Torn(2), 2, on_error=note)
+    loader = minato.DataLoader(Torn(2), 2, errors=note)
     with pytest.warns(RuntimeWarning, match="2 samples of this epoch were skipped"):
         plain(loader), plain(loader)
     assert [failure.epoch for failure in failures] == [0, 0, 1, 1]

@@ -193,7 +193,7 @@ def test_long_samplers_are_consumed_lazily(
 
 
 @pytest.mark.parametrize(
-    "workers", [{"num_workers": 2}, {"num_workers": 2, "worker_method": "thread"}], ids=str
+    "workers", [{"num_workers": 2}, {"num_workers": 2, "workers": "thread"}], ids=str
 )
 def test_without_a_prefetch_factor_an_endless_sampler_is_not_run_through(workers: Any) -> None:
     sampler = Counted(-1)

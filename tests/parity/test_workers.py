@@ -119,7 +119,7 @@ def test_seeds_of_all_workers() -> None:
 
 
 def test_thread_workers_are_no_worker_processes() -> None:
-    loader = minato.DataLoader(Mirror(4), None, num_workers=2, worker_method="thread")
+    loader = minato.DataLoader(Mirror(4), None, num_workers=2, workers="thread")
     for seen in loader:
         assert seen["info"] is None
         assert seen["child"] is False
@@ -237,13 +237,13 @@ def test_copies_of_the_dataset(workers: int, persistent: bool) -> None:
         return seen, dataset.given, len(loader)
 
     # Counting calls is not compatible with running a sample again to bind its draws; it does not draw.
-    same_for_both(case, rng="worker")
+    same_for_both(case, compat="torch")
 
 
 def test_threads_share_the_dataset_of_the_main_process() -> None:
     dataset = Memory(5)
     loader = minato.DataLoader(
-        dataset, 1, num_workers=2, worker_method="thread", persistent_workers=True, rng="worker"
+        dataset, 1, num_workers=2, workers="thread", persistent_workers=True, compat="torch"
     )
     for label in ("second", "third"):
         assert len([*loader]) == 5
@@ -308,7 +308,7 @@ def test_barrier_across_all_workers(method: str, number: int, batch_size: Any) -
     for options in ({}, {"prefetch_factor": 1}, {"collate_fn": identity}, {"order": "arrival"}):
         dataset = Together(size, number, kind)
         loader = minato.DataLoader(
-            dataset, batch_size, num_workers=number, worker_method=method, **options
+            dataset, batch_size, num_workers=number, workers=method, **options
         )
         batches = [batch if isinstance(batch, (list, int)) else batch.tolist() for batch in loader]
         flat = batches if batch_size is None else [i for batch in batches for i in batch]
@@ -319,7 +319,7 @@ def test_barrier_with_torchs_own_assignment() -> None:
     def case(make: Any) -> Any:
         return [*make(Together(8, 2, multiprocessing.Barrier), 2, num_workers=2)]
 
-    same_for_both(case, schedule="round_robin")
+    same_for_both(case, compat="torch")
     same_for_both(case)
 
 
@@ -333,7 +333,7 @@ def test_share_of_a_worker_that_is_busy_in_readiness_order(prefetch: int) -> Non
         loader = make(dataset, 1, num_workers=2, prefetch_factor=prefetch, in_order=False)
         return [batch.item() for batch in loader]
 
-    outcome = same_for_both(case, schedule="round_robin")
+    outcome = same_for_both(case, compat="torch")
     held = [2 * number for number in range(prefetch)]
     assert outcome[1][-prefetch:] == [describe(number) for number in held]
 
@@ -365,7 +365,7 @@ def test_worker_that_is_stopped_by_its_own_code(
     def case(make: Any) -> Any:
         return next(iter(make(Deadly(8, how), 4, num_workers=1, persistent_workers=persistent)))
 
-    kind, name, text = same_for_both(case, on_worker_death="raise")
+    kind, name, text = same_for_both(case, errors=minato.ErrorPolicy(on_worker_death="raise"))
     assert (kind, name, text) == (
         "raised",
         "RuntimeError",
@@ -452,4 +452,4 @@ class Wrapped(Dataset[Any]):
 
 
 def test_forked_workers_inherit_what_cannot_be_sent() -> None:
-    same_for_both(lambda make: [*make(Wrapped(), 3, num_workers=1)], rng="worker")
+    same_for_both(lambda make: [*make(Wrapped(), 3, num_workers=1)], compat="torch")

@@ -79,7 +79,7 @@ ON_DEMAND = [
     *(
         "minato.observe.report",
         "minato.observe.monitor.endpoint",
-        "minato.observe.monitor.metrics",
+        "minato.observe.monitor.prometheus",
         "minato.observe.monitor.gpus",
     ),
     *(
@@ -93,7 +93,7 @@ ON_DEMAND = [
         "minato.caching",
         "minato.engine.caching",
         "minato.sources",
-        "minato.ingest",
+        "minato.sources.ingest",
         "minato.cli.main",
     ),
     *("minato.patching", "minato.batching.padding", "minato.integrations.accelerate", "accelerate"),

@@ -1,4 +1,4 @@
-"""``worker_method="ray"``: the workers are actors in a cluster, here of one node and then two on this machine."""
+"""``workers=RayWorkers(...)``: the workers are actors in a cluster, here of one node and then two on this machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import pytest
 from torch.utils.data import Sampler, get_worker_info
 
 import minato
-from minato import DataLoader
-from minato.ray.actor import _packed, _packed_error, unpacked
+from minato import AutoScale, DataLoader, ErrorPolicy, RayWorkers
+from minato.ray.actor import _pack, _pack_error, unpack
 from minato.workers.current_sample import InHand
 from minato.workers.restart_policy import Deaths, Loss
 from tests.datasets import Numbers, add_draws, three_draws
@@ -239,9 +239,8 @@ def rig(mark: str, from_processes: list[Any]) -> Iterator[Rig]:
             loader = loader_of(
                 mark,
                 keys,
-                worker_method="ray",
-                on_error=treatment,
-                retries=1,
+                workers=RayWorkers(),
+                errors=ErrorPolicy(on_error=treatment, retries=1),
                 trace=f"{mark}.trace",
             )
             servers.THREADS.update({"minato-0", "minato-1"})  # new ones, where actors are replaced
@@ -325,7 +324,7 @@ def test_a_sample_is_tried_again_with_the_same_random_numbers(rig: Rig, mark: st
         found.append(content(list(rig.loader)))
     assert os.path.exists(mark)
     assert found[0] == found[1]
-    assert rig.loader.report().run.trouble.recovered == 1
+    assert rig.loader.report().run.errors.recovered == 1
 
 
 @needs_ray
@@ -341,21 +340,21 @@ def test_an_actor_that_is_killed_is_replaced_and_nothing_is_lost(rig: Rig, mark:
     assert "has died (lost)" in trace
 
 
-class Point(NamedTuple):
+class TimelinePoint(NamedTuple):
     index: int
     values: Any
 
 
 class Points(Numbers):
-    def __getitem__(self, index: int) -> Point:
-        return Point(index, np.full(3, index))
+    def __getitem__(self, index: int) -> TimelinePoint:
+        return TimelinePoint(index, np.full(3, index))
 
 
 @needs_ray
 def test_an_early_end_leaves_no_actor(rig: Rig) -> None:
     """And a ``collate_fn`` of one's own gets arrays that it may write to."""
 
-    def collate(samples: list[Point]) -> list[Point]:
+    def collate(samples: list[TimelinePoint]) -> list[TimelinePoint]:
         for sample in samples:
             sample.values[0] += 1
         return samples
@@ -364,8 +363,7 @@ def test_an_early_end_leaves_no_actor(rig: Rig) -> None:
         Points(100),
         batch_size=2,
         num_workers=1,
-        worker_method="ray",
-        ray_options={"num_cpus": 0},
+        workers=RayWorkers({"num_cpus": 0}),
         collate_fn=collate,
         worker_init_fn=print,
     )
@@ -374,7 +372,7 @@ def test_an_early_end_leaves_no_actor(rig: Rig) -> None:
     before = _actors()
     batches = iter(loader)
     batch = next(batches)
-    assert type(batch[0]) is Point
+    assert type(batch[0]) is TimelinePoint
     assert [point.values.tolist() for point in batch] == [[1, 0, 0], [2, 1, 1]]
     [actor] = _actors() - before
     del batch, batches
@@ -401,7 +399,7 @@ def _fails() -> Any:
 @needs_ray
 def test_a_dataset_that_cannot_be_made_there_is_an_error(rig: Rig) -> None:
     loader: DataLoader[Any] = DataLoader(
-        Unable(4), num_workers=1, worker_method="ray", ray_options={"num_cpus": 0}
+        Unable(4), num_workers=1, workers=RayWorkers({"num_cpus": 0})
     )
     with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
         next(iter(loader))
@@ -447,26 +445,31 @@ def test_a_connection_that_is_closed_is_an_error(rig: Rig) -> None:
     [
         ({"num_workers": 0}, "num_workers=0"),
         ({"num_workers": "auto"}, "num_workers at most"),
-        ({"max_workers": 4}, "num_workers at most"),
-        ({"schedule": "round_robin"}, "schedule='round_robin'"),
+        ({"num_workers": AutoScale(max=4)}, "num_workers at most"),
+        ({"compat": "torch"}, "compat='torch'"),
         ({"fetch_concurrency": 2}, "fetch_concurrency=2"),
-        ({"sample_timeout_s": 1.0}, "sample_timeout_s=1.0"),
+        ({"errors": ErrorPolicy(sample_timeout=1.0)}, "sample_timeout=1.0"),
         ({"cache": minato.caching.MemoryCache(1000)}, "MemoryCache"),
-        ({"ray_options": {"max_restarts": 1}}, "max_restarts"),
-        ({"worker_method": "thread", "ray_options": {"num_cpus": 1}}, "ray_options"),
     ],
     ids=lambda given: str(next(iter(given))) if isinstance(given, dict) else "",
 )
 def test_what_actors_cannot_do_is_refused(given: dict[str, Any], named: str) -> None:
-    arguments: dict[str, Any] = {"num_workers": 2, "worker_method": "ray", **given}
+    arguments: dict[str, Any] = {"num_workers": 2, "workers": RayWorkers(), **given}
     with pytest.raises(ValueError, match=named):
         DataLoader(Numbers(8), **arguments)
+
+
+def test_what_the_loader_decides_of_an_actor_is_refused() -> None:
+    with pytest.raises(ValueError, match="actor_options cannot set max_restarts"):
+        RayWorkers({"max_restarts": 1})
+    with pytest.raises(TypeError, match="actor_options=3 is a int: give a dictionary"):
+        RayWorkers(3)  # type: ignore[arg-type]
 
 
 def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'minatoloader\[ray\]'"):
-        DataLoader(Numbers(8), num_workers=1, worker_method="ray")
+        DataLoader(Numbers(8), num_workers=1, workers=RayWorkers())
 
 
 @needs_ray
@@ -477,7 +480,7 @@ def test_what_is_packed_is_unpacked_and_may_be_written_to() -> None:
 
     array = np.arange(6).reshape(2, 3)
     array.flags.writeable = False
-    sample = unpacked(*_packed(Local(array, np.empty(0))))
+    sample = unpack(*_pack(Local(array, np.empty(0))))
     assert type(sample) is Local
     sample.array[0, 0] = 7
     assert sample.array.tolist() == [[7, 1, 2], [3, 4, 5]]
@@ -488,7 +491,7 @@ def test_an_exception_keeps_its_traceback_on_the_way() -> None:
     try:
         _fails()
     except OSError as error:
-        arrived = unpacked(*_packed_error(error))
+        arrived = unpack(*_pack_error(error))
     assert type(arrived) is OSError
     assert "in _fails" in str(arrived.__cause__)
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minato.errors import CoverageError
-from minato.sampling.coverage import Done, Progress, Tally, number_of, rest_of
+from minato.sampling.completed import Completed, Tally
+from minato.sampling.coverage import Progress, index_hash, remaining_batches
 
 
 def ordinals(ranges: Any) -> set[int]:
@@ -26,12 +27,12 @@ def is_tidy(ranges: Any) -> bool:
 @given(st.data())
 def test_ranges_grow_as_sets_do(data: Any) -> None:
     expected: set[int] = set()
-    done = Done()
+    done = Completed()
     for _ in range(4):
         left = [ordinal for ordinal in range(60) if ordinal not in expected]
         numbers = data.draw(st.sets(st.integers(0, max(len(left) - 1, 0)))) if left else set()
         expected |= {left[number] for number in numbers}
-        done = Done(done.extended([(number, number + 1) for number in sorted(numbers)]))
+        done = Completed(done.extended([(number, number + 1) for number in sorted(numbers)]))
         assert ordinals(done.ranges) == expected
         assert is_tidy(done.ranges)
         assert done.end == max(expected, default=-1) + 1
@@ -39,7 +40,7 @@ def test_ranges_grow_as_sets_do(data: Any) -> None:
 
 def run(progress: Progress, batches: list[list[Any]], delivered: list[list[int]]) -> None:
     for keys in batches:
-        progress.asked(keys)
+        progress.requested(keys)
     for numbers in delivered:
         progress.delivered([number + 100 for number in numbers], 100)
 
@@ -50,18 +51,18 @@ def test_whole_batches_are_left() -> None:
     run(progress, batches, [[3, 4], [2]])
     done = progress.done()
     assert (done.ranges, done.batches) == (((2, 5),), 2)
-    assert list(rest_of(iter(batches), done, mixes=False)) == [[10, 11], [14]]
+    assert list(remaining_batches(iter(batches), done, mixes=False)) == [[10, 11], [14]]
     progress = Progress(0, done)
     run(progress, [[10, 11], [14]], [[2]])
     assert progress.done().ranges == ((2, 6),)
-    assert list(rest_of(iter(batches), progress.done(), mixes=False)) == [[10, 11]]
+    assert list(remaining_batches(iter(batches), progress.done(), mixes=False)) == [[10, 11]]
 
 
 def test_keys_that_are_left_are_cut_anew() -> None:
     batches = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
     progress = Progress(0)
     run(progress, batches, [[1, 3, 4]])
-    left = list(rest_of(iter(batches), progress.done(), mixes=True))
+    left = list(remaining_batches(iter(batches), progress.done(), mixes=True))
     assert left == [[0, 2, 5], [6, 7, 8], [9]]
 
 
@@ -69,12 +70,12 @@ def test_skipped_keys_shorten_the_last_batch() -> None:
     batches = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     progress = Progress(0)
     for keys in batches:
-        progress.asked(keys)
+        progress.requested(keys)
     progress.skipped([1], 0)
     progress.delivered([0, 2, 3], 0)
     done = progress.done()
-    assert list(rest_of(iter(batches), done, mixes=True)) == [[4, 5, 6], [7, 8]]
-    assert list(rest_of(iter(batches), done, mixes=True, drop_last=True)) == [[4, 5, 6]]
+    assert list(remaining_batches(iter(batches), done, mixes=True)) == [[4, 5, 6], [7, 8]]
+    assert list(remaining_batches(iter(batches), done, mixes=True, drop_last=True)) == [[4, 5, 6]]
 
 
 @pytest.mark.parametrize("mixes", [False, True])
@@ -83,10 +84,10 @@ def test_another_order_is_refused(mixes: bool, others: list[list[int]]) -> None:
     progress = Progress(0)
     run(progress, [[0, 1], [2, 3]], [[0, 1], [2, 3]] if others[:1] == [[1, 0]] else [[0, 1]])
     if others[:1] == [[1, 0]]:  # the same keys in one batch: nothing is lost
-        assert list(rest_of(iter(others), progress.done(), mixes)) == []
+        assert list(remaining_batches(iter(others), progress.done(), mixes)) == []
         return
-    with pytest.raises(ValueError, match="gives other keys than when the state was taken"):
-        list(rest_of(iter(others), progress.done(), mixes))
+    with pytest.raises(ValueError, match="yields other indices than when the state was taken"):
+        list(remaining_batches(iter(others), progress.done(), mixes))
 
 
 @given(st.data())
@@ -99,14 +100,14 @@ def test_nothing_is_lost_however_often_a_pass_is_resumed(data: Any) -> None:
     batches = [keys[i : i + batch_size] for i in range(0, end, batch_size)]
     random = data.draw(st.randoms(use_true_random=False))
     got: list[int] = []
-    done = Done()
+    done = Completed()
     rounds = 0
     while True:
         progress = Progress(0, done)
-        left = list(rest_of(iter(batches), done, mixes, drop_last))
+        left = list(remaining_batches(iter(batches), done, mixes, drop_last))
         assert len(left) == len(batches) - done.batches
         for batch in left:
-            progress.asked(batch)
+            progress.requested(batch)
         flat = [key for batch in left for key in batch]
         if mixes:
             numbers = list(range(len(flat)))
@@ -138,7 +139,7 @@ def test_nothing_is_lost_however_often_a_pass_is_resumed(data: Any) -> None:
 def test_the_end_of_a_pass_that_lost_or_repeated_keys_raises() -> None:
     progress = Progress(3)
     run(progress, [[0, 1, 2]], [[0, 1]])
-    with pytest.raises(CoverageError, match=r"epoch 3 .* asked for 3 samples, delivered 2, "):
+    with pytest.raises(CoverageError, match=r"epoch 3 .* requested 3 samples, delivered 2, "):
         progress.finish()
     progress = Progress(3)
     run(progress, [[0, 1]], [[0, 1], [1]])
@@ -155,20 +156,20 @@ def test_coverage_of_a_pass_under_way() -> None:
     progress = Progress(1)
     run(progress, [[4, 5], [6]], [[0, 1]])
     coverage = progress.coverage()
-    assert [tally.samples for tally in (coverage.asked, coverage.delivered)] == [3, 2]
+    assert [tally.samples for tally in (coverage.requested, coverage.delivered)] == [3, 2]
     assert (coverage.outstanding.samples, coverage.skipped) == (1, Tally(0, 0))
     assert not coverage.complete
     other = Progress(1)
     run(other, [[6], [5, 4]], [[0]])
-    assert other.coverage().asked == coverage.asked
+    assert other.coverage().requested == coverage.requested
     assert other.coverage().delivered == coverage.outstanding
 
 
 def test_numbers_of_keys() -> None:
-    assert number_of(np.int64(-3)) == number_of(torch.tensor(-3)) == -3
-    assert number_of(True) == 1
+    assert index_hash(np.int64(-3)) == index_hash(torch.tensor(-3)) == -3
+    assert index_hash(True) == 1
     distinct = ["a", "b", "\ud800", b"a", ("a", 1), (1, "a"), ("a", (1,)), None, 1.5, (), 2**70]
-    assert len({number_of(key) for key in distinct}) == len(distinct)
-    assert number_of(["a", 1]) == number_of(("a", 1))
-    assert number_of("a" * 3) == number_of("".join(["a", "aa"]))
-    assert number_of(lambda: 0) == 0  # counted, and no more
+    assert len({index_hash(key) for key in distinct}) == len(distinct)
+    assert index_hash(["a", 1]) == index_hash(("a", 1))
+    assert index_hash("a" * 3) == index_hash("".join(["a", "aa"]))
+    assert index_hash(lambda: 0) == 0  # counted, and no more

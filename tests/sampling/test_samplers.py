@@ -15,7 +15,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from minato.sampling.samplers import SeededSampler, batches_of, next_sampler, sizes_of
+from minato.sampling.samplers import SeededSampler, index_batches, next_sampler, sizes_of
 
 DATA = range(20)
 
@@ -49,17 +49,17 @@ def test_size_is_that_of_the_data_when_asked() -> None:
 
 
 def test_keys_of_batches() -> None:
-    assert list(batches_of([[1, 2], (3,), []], batched=True)) == [[1, 2], [3], []]
-    assert list(batches_of([1, (2, 3)], batched=False)) == [[1], [(2, 3)]]
+    assert list(index_batches([[1, 2], (3,), []], batched=True)) == [[1, 2], [3], []]
+    assert list(index_batches([1, (2, 3)], batched=False)) == [[1], [(2, 3)]]
     given = [(1, 2), [3]]
-    as_given = list(batches_of(given, batched=True, whole=True))
+    as_given = list(index_batches(given, batched=True, whole=True))
     assert as_given == given
     assert [type(keys) for keys in as_given] == [tuple, list]
 
 
 def test_batches_are_copies() -> None:
     keys = [1, 2]
-    (batch,) = batches_of([keys], batched=True)
+    (batch,) = index_batches([keys], batched=True)
     keys.append(3)
     assert batch == [1, 2]
 
@@ -72,7 +72,7 @@ def test_batches_are_drawn_one_by_one() -> None:
             drawn.append(key)
             yield [key]
 
-    batches = batches_of(sampler(), batched=True)
+    batches = index_batches(sampler(), batched=True)
     assert next(batches) == [0]
     assert drawn == [0]
 

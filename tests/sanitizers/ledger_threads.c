@@ -45,7 +45,7 @@ static int dies(uint32_t worker, uint64_t *state) {
     if (draw(state) % 97 != 0)
         return 0;
     mn_store_release_u32(&dead[worker], 1);
-    mn_gate_notify(&ledger.header->ready, INT_MAX);
+    mn_event_count_notify(&ledger.header->ready, INT_MAX);
     while (mn_load_acquire_u32(&dead[worker]))
         ;
     return 1;
@@ -108,12 +108,12 @@ static void *work(void *argument) {
     uint32_t worker = (uint32_t)(uintptr_t)argument;
     uint64_t state = seed + worker + 1;
     while (!stopping()) {
-        uint32_t index, count, seen = mn_gate_events(&ledger.header->work);
+        uint32_t index, count, seen = mn_event_count_read(&ledger.header->work);
         uint64_t k;
         uint32_t most = collates ? 0 : 1 + (uint32_t)(draw(&state) % RUN);
         if (!mn_claim(&ledger, worker, most, &index, &k, &count)) {
-            mn_hungry(&ledger);
-            mn_gate_wait(&ledger.header->work, seen, 1000000);
+            mn_notify_idle(&ledger);
+            mn_event_count_wait(&ledger.header->work, seen, 1000000);
             continue;
         }
         if (dies(worker, &state))
@@ -132,9 +132,9 @@ static void *work(void *argument) {
 static void consume(uint64_t batches, int bound) {
     uint32_t live[RECORDS], num_live = 0;
     uint64_t opened = 0, delivered = 0, sum = 0, start = mn_tail(&ledger);
-    mn_open_pass(&ledger, 0);
+    mn_open_epoch(&ledger, 0);
     while (delivered < batches) {
-        uint32_t seen = mn_gate_events(&ledger.header->ready);
+        uint32_t seen = mn_event_count_read(&ledger.header->ready);
         uint64_t base = num_live ? mn_load_relaxed_u64(&ledger.batches[live[0]].first) : mn_tail(&ledger);
         while (opened < batches && num_live < RECORDS && mn_tail(&ledger) + COUNT - base <= RING) {
             uint32_t index = mn_vacant(&ledger);
@@ -182,7 +182,7 @@ static void consume(uint64_t batches, int bound) {
         }
         if (kept == num_live) {
             mn_store_seq_cst_u64(&ledger.header->waiting, 1);
-            mn_gate_wait(&ledger.header->ready, seen, 1000000);
+            mn_event_count_wait(&ledger.header->ready, seen, 1000000);
             mn_store_seq_cst_u64(&ledger.header->waiting, 0);
         }
         num_live = kept;
@@ -213,7 +213,7 @@ int main(int argc, char **argv) {
             CHECK(pthread_create(&threads[worker], NULL, work, (void *)worker) == 0);
         consume(batches, way & 2);
         mn_store_release_u32(&header->shutdown, MN_STOPPING);
-        mn_gate_notify(&header->work, INT_MAX);
+        mn_event_count_notify(&header->work, INT_MAX);
         for (int worker = 0; worker < WORKERS; worker++) {
             while (mn_load_acquire_u32(&dead[worker]))
                 mn_store_release_u32(&dead[worker], 0);

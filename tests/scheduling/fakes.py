@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from minato._core.codes import MUST_COLLATE, SAMPLE_BLOB
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
-from minato._core.wait import Gate
+from minato._core.wait import EventCount
 from minato.scheduling.assignment import AnyWorker
 from minato.scheduling.batches import InFlight, Order
 from minato.scheduling.dispatcher import Dispatcher
@@ -134,7 +134,7 @@ class Bench:
         self.discarded: list[int] = []
         self.dispatcher = Dispatcher(
             self.ledger,
-            Gate(self.segment.array, self.ledger.ready_gate_offset),
+            EventCount(self.segment.array, self.ledger.ready_events_offset),
             self.pool,
             self.slots,
             self.window,

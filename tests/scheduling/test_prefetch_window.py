@@ -46,7 +46,7 @@ def test_the_budget_bounds_the_window() -> None:
 
 def test_the_first_batch_is_always_opened() -> None:
     window = Window(2, None, 1000)
-    with pytest.warns(RuntimeWarning, match="2000 bytes.*memory_budget_bytes=1000"):
+    with pytest.warns(RuntimeWarning, match="2000 bytes.*memory_budget=1000"):
         window.observe(2000)
     assert window.has_room(0)
     assert not window.has_room(1)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minato._core.histogram import Histogram
-from minato.observe.stats.summary import share_above
+from minato.observe.stats.histograms import share_above
 from minato.scheduling.slow_threshold import Decision, TimeoutPolicy, TimeoutSettings
 
 MS = 1_000_000

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from minato import DataLoader
+from minato import DataLoader, SharedPool
 from minato.batching.arena import Slot
 from minato.shared_pool.channel import connected
-from minato.shared_pool.client import Link
-from minato.shared_pool.listener import Switchboard
-from minato.shared_pool.meeting import Meeting
-from minato.shared_pool.messages import Greeting, from_host
+from minato.shared_pool.client import PoolClient
+from minato.shared_pool.listener import RankListener
+from minato.shared_pool.messages import Hello, from_host
+from minato.shared_pool.rendezvous import Rendezvous
 from tests.datasets import TOO_MANY_WORKERS, Filled, Numbers, indices
 from tests.shared_pool.jobs import Job, run, until
 
@@ -33,9 +33,9 @@ def loader_of(dataset: Any, **arguments: Any) -> DataLoader[Any]:
 
 
 @pytest.fixture
-def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Meeting:
+def rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rendezvous:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return Meeting(0, "a job")
+    return Rendezvous(0, "a job")
 
 
 def test_batches_are_held_while_arenas_take_turns() -> None:
@@ -48,14 +48,14 @@ def test_batches_are_held_while_arenas_take_turns() -> None:
             held.append(next(batches))
         gc.collect()
         if rank == 1:
-            annexes = loader._sharing._link._annexes
-            assert [annex.num_leased for annex in annexes.values()] == [2, 1]
+            remotes = loader._session._client._remote_arenas
+            assert [remote.num_leased for remote in remotes.values()] == [2, 1]
         held.clear()
         last = [batch[:, 0].tolist() for batch in loader]
         together.wait(20)
         if rank == 0:
             assert batches is not None  # it has the first arena
-            assert loader._sharing._hub._arenas[0].num_leased == 0
+            assert loader._session._server._arenas[0].num_leased == 0
         together.wait(20)
         return last
 
@@ -66,26 +66,26 @@ def test_a_rank_that_comes_again_is_told_of_no_memory_it_has_not(tmp_path: Path)
     place = Slot(4096, 8192)
 
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(40), on_rank_death="wait")
+        loader = loader_of(Numbers(40), shared_pool=SharedPool("wait"))
         if (tmp_path / "ended").exists():
             loader.set_epoch(1)
             found = indices(loader)
-            return len(found), place in [slot for _, slot in loader._sharing._link.given_back()]
+            return len(found), place in [slot for _, slot in loader._session._client.given_back()]
         batches = iter(loader)
         next(batches)
         together.wait(20)
         if rank == 1:
             (tmp_path / "ended").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        hub = loader._sharing._hub
-        until(lambda: hub._seats[1].gone is not None)
-        hub._arenas[0].given_back.append(place)
+        server = loader._session._server
+        until(lambda: server._rank_slots[1].gone is not None)
+        server._arenas[0].given_back.append(place)
         for _ in range(5):  # so many that one is fetched now
             next(batches)
-        assert (hub._arenas[0].segment, place) in hub.given_back()
+        assert (server._arenas[0].segment, place) in server.given_back()
         found = indices(loader)
         assert batches is not None  # it has the first arena
-        return len(found), len(hub._arenas)
+        return len(found), len(server._arenas)
 
     with Job(program) as job:
         job.processes[1].join(20)
@@ -98,37 +98,39 @@ def test_a_host_that_lives_and_does_not_iterate() -> None:
         loader = loader_of(Numbers(8))
         epochs = [indices(loader)]
         if rank == 1:
-            link = loader._sharing._link
-            patience_s, link._patience_s = link._patience_s, 0.0
+            link = loader._session._client
+            timeout_s, link._timeout_s = link._timeout_s, 0.0
             for _ in range(2):
                 with pytest.raises(RuntimeError, match=r"local rank 0 .* has not begun the next"):
                     iter(loader)
                 loader.set_epoch(1)
-            link._patience_s = patience_s
+            link._timeout_s = timeout_s
         together.wait(20)
         return [*epochs, *(indices(loader) for _ in range(2))]
 
     assert run(program) == [[[[0, 2], [4, 6]]] * 3, [[[1, 3], [5, 7]]] * 3]
 
 
-def test_a_host_that_lives_and_does_not_answer(meeting: Meeting) -> None:
-    listener, _ = meeting.listen()
+def test_a_host_that_lives_and_does_not_answer(rendezvous: Rendezvous) -> None:
+    listener, _ = rendezvous.listen()
     with (
         listener,
         pytest.raises(RuntimeError, match=r"local rank 0 .* has not given this rank its place"),
     ):
-        Link(meeting, Greeting(1, 1, {}), patience_s=0.0)
+        PoolClient(rendezvous, Hello(1, 1, {}), timeout_s=0.0)
 
 
 def test_nobody_reaches_a_host_that_is_through_by_what_its_children_keep(
-    meeting: Meeting,
+    rendezvous: Rendezvous,
 ) -> None:
-    switchboard = Switchboard(meeting, lambda *_: None, lambda _: None)
-    with switchboard._server._listener.dup():  # as a forked child has it
-        for left in (tmp := Path(meeting.directory)).iterdir():  # as if they had not been removed
+    listener = RankListener(rendezvous, lambda *_: None, lambda _: None)
+    with listener._server._listener.dup():  # as a forked child has it
+        for left in (
+            tmp := Path(rendezvous.directory)
+        ).iterdir():  # as if they had not been removed
             left.rename(tmp / f"{left.name}.kept")
-        switchboard.close()
+        listener.close()
         for kept in tmp.iterdir():
             kept.rename(kept.with_suffix(""))
         with pytest.raises(TimeoutError, match="has not begun to iterate"):
-            connected(meeting, 0.0, from_host)
+            connected(rendezvous, 0.0, from_host)

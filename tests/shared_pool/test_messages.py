@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from minato._core.segment import Segment
 from minato.batching.arena import Arena, Slot
 from minato.shared_pool.channel import _HEAD, Channel, connected
-from minato.shared_pool.client import Link
-from minato.shared_pool.descriptors import Packed, Parcel
-from minato.shared_pool.listener import Switchboard
-from minato.shared_pool.meeting import Meeting
-from minato.shared_pool.messages import Greeting, Had, encoded, from_host, from_rank
-from minato.shared_pool.server import Hub
+from minato.shared_pool.client import PoolClient
+from minato.shared_pool.descriptors import BatchDescriptor, LeasedBatch
+from minato.shared_pool.listener import RankListener
+from minato.shared_pool.messages import Hello, RankCompleted, encoded, from_host, from_rank
+from minato.shared_pool.rendezvous import Rendezvous
+from minato.shared_pool.server import PoolServer
 
 NBYTES = 1 << 16
 
@@ -41,9 +41,11 @@ pairs = st.lists(st.tuples(counts, counts), max_size=3).map(tuple)
 slots = st.tuples(counts, counts).map(lambda pair: Slot(*sorted(pair)))
 places = st.lists(st.tuples(small, slots), max_size=3).map(tuple)
 texts = st.text(max_size=5)
-hads = st.builds(Had, pairs, counts, st.tuples(counts, hashes), st.tuples(counts, hashes))
-greetings = st.builds(Greeting, small, small, st.dictionaries(texts, texts, max_size=2))
-parcels = st.builds(Parcel, slots, counts, st.tuples(counts, counts), st.booleans(), pairs, counts)
+hads = st.builds(RankCompleted, pairs, counts, st.tuples(counts, hashes), st.tuples(counts, hashes))
+greetings = st.builds(Hello, small, small, st.dictionaries(texts, texts, max_size=2))
+descriptors = st.builds(
+    BatchDescriptor, slots, counts, st.tuples(counts, counts), st.booleans(), pairs, counts
+)
 epochs = st.integers(-3, 3)
 from_ranks = st.one_of(
     st.tuples(st.just("hello"), st.just(0), st.just(()), greetings),
@@ -60,7 +62,7 @@ from_hosts = st.one_of(
         st.just("batch"),
         small,
         small,
-        parcels,
+        descriptors,
         st.tuples(st.lists(st.tuples(counts, counts), max_size=3), counts, hashes),
     ),
 )
@@ -166,12 +168,12 @@ def test_a_channel_reads_any_stream(sent: list[bytes], sizes: list[int]) -> None
 
 
 @contextlib.contextmanager
-def at_a_meeting() -> Iterator[Meeting]:
+def at_a_meeting() -> Iterator[Rendezvous]:
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder
         try:
-            yield Meeting(0, "a job")
+            yield Rendezvous(0, "a job")
         finally:
             tempfile.tempdir = before
 
@@ -200,10 +202,10 @@ def check_link(sent: list[Any], lets_in: bool) -> None:
                 channel.hang_up()
 
     memory = Segment(NBYTES)
-    with at_a_meeting() as meeting:
-        host = Switchboard(meeting, said, lambda channel: None)
+    with at_a_meeting() as rendezvous:
+        host = RankListener(rendezvous, said, lambda channel: None)
         try:
-            link = Link(meeting, Greeting(1, 1, {}), patience_s=5.0)
+            link = PoolClient(rendezvous, Hello(1, 1, {}), timeout_s=5.0)
         except RuntimeError:
             host.close()
             return
@@ -212,10 +214,10 @@ def check_link(sent: list[Any], lets_in: bool) -> None:
             number = link.enter(0)
             for _ in range(len(sent) + 1):
                 link.has_next(number)
-                shipment = link.next(number)
+                handle = link.next(number)
                 link.given_back()
                 with contextlib.suppress(RuntimeError, MemoryError):
-                    held.append(shipment.open())
+                    held.append(handle.open())
         except (RuntimeError, StopIteration):
             pass
         held.clear()
@@ -230,7 +232,7 @@ PORTION = ([], 0, 0)
 
 
 def batch(arena: int, *parts: Any) -> Any:
-    return "batch", 0, arena, Parcel(*parts), PORTION
+    return "batch", 0, arena, BatchDescriptor(*parts), PORTION
 
 
 HOSTILE: list[list[Any]] = [
@@ -296,12 +298,14 @@ class Engine:
         self.left = count
         self.texts = texts
 
-    def next(self) -> Packed:
+    def next(self) -> LeasedBatch:
         if not self.left:
             raise StopIteration
         self.left -= 1
         slot = self.arena.acquire()
-        return Packed(Parcel(slot, 0, (0, 0), False, self.texts, 64), self.arena.lease(slot, 64))
+        return LeasedBatch(
+            BatchDescriptor(slot, 0, (0, 0), False, self.texts, 64), self.arena.lease(slot, 64)
+        )
 
     def cancel(self) -> None:
         self.left = 0
@@ -309,15 +313,15 @@ class Engine:
 
 def check_hub(sent: list[tuple[int, Any]], in_turn: bool) -> None:
     """The host's own rank gets its batches, whatever the others send, and its threads end."""
-    with at_a_meeting() as meeting:
+    with at_a_meeting() as rendezvous:
         facts = {"batch_size": "4"}
-        hub = Hub(meeting, Greeting(0, 0, facts), 3, in_turn, "continue")
+        server = PoolServer(rendezvous, Hello(0, 0, facts), 3, in_turn, "continue")
         source = Engine(9)
-        number, _ = hub.open(source, 0, 3, lambda: True, lambda: PORTION, False)
+        number, _ = server.open(source, 0, 3, lambda: True, lambda: PORTION, False)
         channels = []
         for rank in (1, 2):
-            channel = connected(meeting, 20, from_host)
-            channel.send(("hello", 0, (), Greeting(rank, rank, facts)))
+            channel = connected(rendezvous, 20, from_host)
+            channel.send(("hello", 0, (), Hello(rank, rank, facts)))
             channel.send(("enter", number, (), (0, None)))
             channels.append(channel)
         for who, each in sent:
@@ -327,23 +331,23 @@ def check_hub(sent: list[tuple[int, Any]], in_turn: bool) -> None:
                 elif who < 2:
                     channels[who]._connection.sendall(framed(each))
                 else:
-                    found = meeting.call()
+                    found = rendezvous.call()
                     assert found is not None
                     with found[0] as stranger:
                         stranger.sendall(each if isinstance(each, bytes) else framed(encoded(each)))
         got = 0
         with contextlib.suppress(StopIteration):
             while True:
-                hub.next(number)
+                server.next(number)
                 got += 1
         assert got == 3
-        assert hub._switchboard.works
+        assert server._listener.works
         for channel in channels:
             channel.close()
-        hub.close()
-        hub._thread.join(20)
-        assert not hub._thread.is_alive()
-        assert not hub._switchboard.works
+        server.close()
+        server._thread.join(20)
+        assert not server._thread.is_alive()
+        assert not server._listener.works
 
 
 sent_by_ranks = st.lists(
@@ -375,21 +379,21 @@ def test_a_host_and_its_ranks_for_long(stress_s: float) -> None:
 
 def test_a_host_that_takes_leave_does_not_wait_for_a_rank_that_is_slow() -> None:
     count, texts = 40, tuple((4096 + 640 * i, 600) for i in range(4000))
-    with at_a_meeting() as meeting:
-        hub = Hub(meeting, Greeting(0, 0, {}), 2, True, "continue")
+    with at_a_meeting() as rendezvous:
+        server = PoolServer(rendezvous, Hello(0, 0, {}), 2, True, "continue")
         source = Engine(2 * count, texts)
-        number, _ = hub.open(source, 0, count, lambda: True, lambda: PORTION, False)
-        rank = connected(meeting, 20, from_host)
-        rank.send(("hello", 0, (), Greeting(1, 1, {})))
+        number, _ = server.open(source, 0, count, lambda: True, lambda: PORTION, False)
+        rank = connected(rendezvous, 20, from_host)
+        rank.send(("hello", 0, (), Hello(1, 1, {})))
         rank.send(("enter", number, (), (0, None)))
         for _ in range(count):
-            hub.next(number)
+            server.next(number)
         begun = time.monotonic()
-        hub.close()
+        server.close()
         time.sleep(0.2)
-        with hub._news:  # whoever sends has it
+        with server._news:  # whoever sends has it
             assert time.monotonic() - begun < 10
-            assert hub._seats[1].inbox
+            assert server._rank_slots[1].inbox
         kinds = []
         while "end" not in kinds:
             rank.wait(20)
@@ -397,8 +401,8 @@ def test_a_host_that_takes_leave_does_not_wait_for_a_rank_that_is_slow() -> None
             rank.received.clear()
             assert not rank.over
         rank.close()
-        hub._thread.join(20)
-        assert not hub._thread.is_alive()
+        server._thread.join(20)
+        assert not server._thread.is_alive()
     assert kinds == ["welcome", "open", "arena", *["batch"] * count, "end"]
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from minato import CostBatchSampler, DataLoader
-from minato.sampling.coverage import Done, Progress, rest_of
-from minato.sampling.rank_progress import Part, united
+from minato.sampling.completed import Completed
+from minato.sampling.coverage import Progress, remaining_batches
+from minato.sampling.rank_progress import RankProgress, merged_ranks
 from minato.shared_pool import session
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Filled, Numbers, flat, indices
 from tests.delivery.recorder import Recorder
@@ -252,15 +253,18 @@ def test_parts_make_up_the_pass_however_often_it_is_resumed(data: Any) -> None:
     sizes = [size] * (ranks * rounds) + [min(short, size)] * ranks
     ends = list(itertools.accumulate(sizes))
     keys = [list(range(end - count, end)) for end, count in zip(ends, sizes, strict=True)]
-    befores: list[Done | None] = [None] * ranks
+    befores: list[Completed | None] = [None] * ranks
     got: list[int] = []
     for last in (False, False, True):
-        done = united(before for before in befores if before is not None)
-        left = list(rest_of(iter(keys), done, mixes))
+        done = merged_ranks(before for before in befores if before is not None)
+        left = list(remaining_batches(iter(keys), done, mixes))
         assert len(left) == len(keys) - done.batches
-        progress, parts = Progress(0, done), [Part(rounds + 1, before) for before in befores]
+        progress, parts = (
+            Progress(0, done),
+            [RankProgress(rounds + 1, before) for before in befores],
+        )
         for batch in left:
-            progress.asked(batch)
+            progress.requested(batch)
         progress.part = parts[0]
         numbers = iter(range(sum(map(len, left))))
         places = [[next(numbers) for _ in batch] for batch in left]

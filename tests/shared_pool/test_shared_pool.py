@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 import minato
-from minato import CostBatchSampler, DataLoader
+from minato import AutoScale, CostBatchSampler, DataLoader, ErrorPolicy, SharedPool
 from minato.shared_pool import handshake
 from tests.datasets import (
     ORDERS,
@@ -302,7 +302,9 @@ def test_a_worker_that_dies_is_replaced_for_all(tmp_path: Any) -> None:
 
 def test_an_engine_that_cannot_go_on_is_an_error_for_all(tmp_path: Any) -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Deadly(24, str(tmp_path / "died")), on_worker_death="raise")
+        loader = loader_of(
+            Deadly(24, str(tmp_path / "died")), errors=ErrorPolicy(on_worker_death="raise")
+        )
         with pytest.raises(RuntimeError, match="exited unexpectedly|killed by signal"):
             list(loader)
         return sorted(flat(indices(loader)))
@@ -348,8 +350,8 @@ def test_a_host_that_ends_waits_for_the_others() -> None:
         second = indices(loader)
         if rank == 0:
             together.wait(20)
-            loader._sharing._hub._at_exit()
-            assert not loader._sharing._hub._thread.is_alive()
+            loader._session._server._at_exit()
+            assert not loader._session._server._thread.is_alive()
         return first, second
 
     for first, second in zip(*run(program), strict=True):
@@ -384,7 +386,11 @@ def test_the_end_of_a_rank_is_an_error_for_the_others() -> None:
 def test_the_end_of_a_rank_may_be_one_for_it_alone() -> None:
     def program(rank: int, together: Any) -> Any:
         loader = loader_of(
-            Filled(120, 8), 2, on_rank_death="continue", persistent_workers=True, shuffle=True
+            Filled(120, 8),
+            2,
+            shared_pool=SharedPool("continue"),
+            persistent_workers=True,
+            shuffle=True,
         )
         batches = iter(loader)
         held = [next(batches) for _ in range(3)]
@@ -407,7 +413,7 @@ def test_the_end_of_a_rank_may_be_one_for_it_alone() -> None:
 def test_another_process_may_take_the_place_of_a_rank(tmp_path: Any) -> None:
     def program(rank: int, together: Any) -> Any:
         loader = loader_of(
-            Numbers(40), 2, on_rank_death="wait", persistent_workers=True, shuffle=True
+            Numbers(40), 2, shared_pool=SharedPool("wait"), persistent_workers=True, shuffle=True
         )
         if (tmp_path / "ended").exists():
             loader.set_epoch(1)
@@ -445,7 +451,7 @@ def test_the_end_of_the_host_is_an_error_for_the_others() -> None:
 
 
 def test_a_host_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(minato.shared_pool.client.Link.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr(minato.shared_pool.client.PoolClient.__init__, "__defaults__", (0.2,))
 
     def program(rank: int, together: Any) -> Any:
         if rank == 1:
@@ -496,7 +502,10 @@ def test_another_user_is_refused(stranger: int, monkeypatch: pytest.MonkeyPatch)
             {"collate_fn": as_they_are},
             r"collate_fn=as_they_are, and there collate_fn=default_collate",
         ),
-        ({"on_rank_death": "wait"}, r"on_rank_death=wait, and there on_rank_death=raise\."),
+        (
+            {"shared_pool": SharedPool("wait")},
+            r"on_rank_death=wait, and there on_rank_death=raise\.",
+        ),
     ],
 )
 def test_loaders_that_do_not_belong_together(difference: Any, words: str) -> None:
@@ -539,8 +548,8 @@ def test_epochs_that_do_not_belong_together() -> None:
 
 def test_workers_and_limits_are_those_of_all_ranks() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(8), num_workers=2, max_workers=3, memory_budget_bytes=1 << 20)
-        assert rank or loader._experience.staffing.settings.most == 6
+        loader = loader_of(Numbers(8), num_workers=AutoScale(start=2, max=3), memory_budget=1 << 20)
+        assert rank or loader._history.staffing.settings.most == 6
         for _ in loader:
             pass
         together.wait(20)
@@ -616,7 +625,7 @@ def test_datasets_with_a_state_are_refused(in_a_job: Any) -> None:
 
 def test_alone_it_is_the_plain_loader() -> None:
     loader = loader_of(Numbers(8), shuffle=True, seed=1)
-    assert loader._sharing is None
+    assert loader._session is None
     assert indices(loader) == indices(DataLoader(Numbers(8), 4, shuffle=True, seed=1))
 
 
@@ -631,4 +640,4 @@ def test_one_rank_on_each_node_is_the_plain_loader_of_its_part(in_a_job: Any) ->
 def test_a_copy_is_another_loader(in_a_job: Any) -> None:
     loader = loader_of(Numbers(8))
     copy = pickle.loads(pickle.dumps(loader))
-    assert copy._sharing._number != loader._sharing._number
+    assert copy._session._number != loader._session._number

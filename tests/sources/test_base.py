@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from minato.ingest.store import Unknown, open_store
 from minato.sources.base import KeyedSource, MissingKey, SourceError
 from minato.sources.connections import Connections
+from minato.sources.ingest.store import Unknown, open_store
 from minato.sources.retry import Retry
 from minato.sources.settings import Env, Place, Settings, shown_url, without_password
 from minato.sources.sqlite import SQLite

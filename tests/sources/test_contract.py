@@ -57,7 +57,7 @@ def test_every_sample_comes_once(
         source,
         batch_size=8,
         fetch_concurrency=fetch_concurrency,
-        worker_method=kind.worker_method,
+        workers=kind.worker_method,
         **arguments,
     )
     for _ in range(2):
@@ -88,7 +88,7 @@ def test_a_missing_key_is_named(kind: Kind, fetch_concurrency: int) -> None:
         source,
         num_workers=1,
         fetch_concurrency=fetch_concurrency,
-        worker_method=kind.worker_method,
+        workers=kind.worker_method,
     )
     with pytest.raises(MissingKey) as raised:
         list(loader)
@@ -135,9 +135,8 @@ def test_failures_are_skipped_and_named_by_key(
         batch_size=5,
         num_workers=1,
         fetch_concurrency=fetch_concurrency,
-        worker_method=kind.worker_method,
-        on_error="skip",
-        quarantine=tmp_path / "failed.jsonl",
+        workers=kind.worker_method,
+        errors=minato.ErrorPolicy(on_error="skip", log=tmp_path / "failed.jsonl"),
     )
     with pytest.warns(RuntimeWarning, match="2 samples of this epoch were skipped"):
         check(list(loader), [0, 1, 3])
@@ -153,7 +152,7 @@ def test_failures_are_skipped_and_named_by_key(
 def test_empty_and_single(kind: Kind) -> None:
     source = kind.source()
     empty, single = source.subset([]), source.subset([kind.key(9)])
-    arguments: Any = {"num_workers": 1, "worker_method": kind.worker_method}
+    arguments: Any = {"num_workers": 1, "workers": kind.worker_method}
     assert list(minato.DataLoader(empty, **arguments)) == []
     check(list(minato.DataLoader(single, fetch_concurrency=4, **arguments)), [9])
     source.close()
@@ -165,7 +164,7 @@ def test_a_million_keys(kind: Kind) -> None:
     source = kind.source(keys)
     wanted = [len(keys) - 1, 0, COUNT // 2, len(keys) // 2]
     loader = minato.DataLoader(
-        source, batch_size=4, sampler=wanted, num_workers=1, worker_method=kind.worker_method
+        source, batch_size=4, sampler=wanted, num_workers=1, workers=kind.worker_method
     )
     check(list(loader), [i % COUNT for i in wanted])
     source.close()
@@ -222,7 +221,7 @@ def test_a_restart_of_the_server_in_mid_epoch_loses_nothing(
         num_workers=2,
         prefetch_factor=1,
         fetch_concurrency=fetch_concurrency,
-        worker_method=kind.worker_method,
+        workers=kind.worker_method,
     )
     batches = []
     for number, batch in enumerate(loader):
@@ -248,7 +247,7 @@ def test_who_cannot_be_reached_is_named_with_the_key(kind: Kind) -> None:
             failures.append(failure)
             return minato.SKIP
 
-        loader = minato.DataLoader(source, on_error=noted)
+        loader = minato.DataLoader(source, errors=noted)
         with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
             assert list(loader) == []
     finally:

@@ -26,12 +26,12 @@ from hypothesis import strategies as st
 import minato
 from minato.cli.main import main
 from minato.errors import MinatoError
-from minato.ingest import IngestError, decoded, ingest, open_store
-from minato.ingest.encoding import as_bytes, as_row, digest
-from minato.ingest.journal import Done, Journal, JournalError
-from minato.ingest.sqlite import SQLiteStore
-from minato.ingest.store import Store, Unknown
 from minato.sources.base import SourceError
+from minato.sources.ingest import IngestError, decoded, ingest, open_store
+from minato.sources.ingest.encoding import as_bytes, as_row, digest
+from minato.sources.ingest.journal import Completed, Journal, JournalError
+from minato.sources.ingest.sqlite import SQLiteStore
+from minato.sources.ingest.store import Store, Unknown
 from minato.sources.sqlite import SQLite
 from tests.sources import servers
 from tests.sources.kinds import Kind
@@ -104,7 +104,7 @@ def tar(folder: Path, _: Any) -> Target:
 
 
 def redis(_: Path, kind_named: Callable[[str], Kind]) -> Target:
-    from minato.ingest.redis import RedisStore
+    from minato.sources.ingest.redis import RedisStore
 
     given = kind_named("redis").source(decode=decoded)
     store = RedisStore(given._place.url, "ingested/", **given._settings.values())
@@ -114,7 +114,7 @@ def redis(_: Path, kind_named: Callable[[str], Kind]) -> Target:
 
 
 def postgres(_: Path, kind_named: Callable[[str], Kind]) -> Target:
-    from minato.ingest.postgres import PostgresStore
+    from minato.sources.ingest.postgres import PostgresStore
     from minato.sources.postgres import Postgres
 
     settings = kind_named("postgres").source()._settings.values()
@@ -123,8 +123,8 @@ def postgres(_: Path, kind_named: Callable[[str], Kind]) -> Target:
 
 
 def cassandra_stub(_: Path, kind_named: Callable[[str], Kind]) -> Target:
-    from minato.ingest.cassandra import CassandraStore
     from minato.sources.cassandra import Cassandra
+    from minato.sources.ingest.cassandra import CassandraStore
 
     settings = kind_named("cassandra_stub").source()._settings.values()
     place = ["127.0.0.1"], "minato.ingested"
@@ -133,7 +133,7 @@ def cassandra_stub(_: Path, kind_named: Callable[[str], Kind]) -> Target:
 
 
 def s3(_: Path, kind_named: Callable[[str], Kind]) -> Target:
-    from minato.ingest.objects import ObjectStore
+    from minato.sources.ingest.objects import ObjectStore
 
     given = kind_named("s3").source()
     settings = {"client_options": given._client_options.values(), **given._settings.values()}
@@ -252,7 +252,7 @@ def test_killed_in_the_middle_and_begun_again(
     assert main([*arguments, "--verify"]) == 0
     told = capsys.readouterr().out
     assert "120 samples" in told
-    assert f"{120 - 5 * noted} of them written now, 120 verified" in told
+    assert f"{120 - 5 * noted} written by this run, 120 verified" in told
     assert len((tmp_path / "read").read_text().split()) == 120 - 5 * noted
     connection = sqlite3.connect(tmp_path / "samples.db")
     rows = connection.execute("SELECT id, data FROM samples").fetchall()
@@ -270,7 +270,7 @@ def test_a_folder_by_its_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str
     arguments = [str(tmp_path / "files"), place, "--table", "pets", "--workers", "1", "--verify"]
     assert main(["ingest", *arguments, "--journal", str(tmp_path / "journal")]) == 0
     told = capsys.readouterr()
-    assert "3 samples, 0.0 MB, 3 of them written now, 3 verified" in told.out
+    assert "3 samples, 0.0 MB, 3 written by this run, 3 verified" in told.out
     assert "writing" in told.err
     assert told.err.count("3/3") >= 2  # written, and read again
     source = SQLite(tmp_path / "samples.db", "pets")
@@ -304,7 +304,7 @@ def test_what_went_wrong_in_the_store_is_found(tmp_path: Path) -> None:
     with pytest.raises(IngestError, match=r"what was written: (23, 31|31, 23);"):
         ingest(Numbers(), store, **given, verify=True)
     (tmp_path / "samples.db").unlink()
-    with pytest.raises(IngestError, match="to begin anew"):
+    with pytest.raises(IngestError, match="to start again"):
         ingest(Numbers(), store, **given)
 
 
@@ -339,14 +339,14 @@ def test_errors_name_keys_and_stop(tmp_path: Path, method: str) -> None:
 def test_a_journal_of_another_or_of_two_at_once(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with Journal(path, {"a": 1}) as journal:
-        journal.add(Done(3, 10, [1, 2]))
+        journal.add(Completed(3, 10, [1, 2]))
         with pytest.raises(JournalError, match="another ingest is writing"):
             Journal(path, {"a": 1}, patience_s=0.1)
     with path.open("a") as file:
         file.write("[4, 10, [1,")  # killed while it wrote
     with Journal(path, {"a": 1}) as journal:
-        assert journal.done == {3: Done(3, 10, [1, 2])}
-        journal.add(Done(4, 11, []))
+        assert journal.done == {3: Completed(3, 10, [1, 2])}
+        journal.add(Completed(4, 11, []))
     assert [json.loads(line) for line in path.read_text().splitlines()][1:] == [
         [3, 10, [1, 2]],
         [4, 11, []],
@@ -382,7 +382,7 @@ def test_samples_come_back(encode: Callable[[Any], Any], sample: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere", "sqlite:a.db"], "there is no folder 'nowhere'"),
+        (["nowhere", "sqlite:a.db"], "there is no directory 'nowhere'"),
         ([".", "mysql://host"], "names no store"),
         ([".", "samples.db"], "names no store"),
         ([".", "sqlite:a.db", "--workers", "0"], "--workers 0 is too few"),
@@ -447,7 +447,7 @@ NAMES = ["image.png", "50%", "100%s", 'a"b', "%(x)s", "a.b.c", "; DROP TABLE sam
 
 
 def postgres_table(_: Path, kind_named: Callable[[str], Kind]) -> tuple[Any, Callable[..., Any]]:
-    from minato.ingest.postgres import PostgresStore
+    from minato.sources.ingest.postgres import PostgresStore
     from minato.sources.postgres import Postgres
 
     settings = kind_named("postgres").source()._settings.values()

@@ -36,7 +36,7 @@ def test_members_of_a_tar_file_are_read_by_their_ranges(
     assert list(members) == [f"{name_of(i)}.bin" for i in range(COUNT)]
     source = shards.subset(list(members.values()))
     loader = minato.DataLoader(
-        source, batch_size=10, num_workers=2, worker_method="thread", fetch_concurrency=4
+        source, batch_size=10, num_workers=2, workers="thread", fetch_concurrency=4
     )
     labels = [label for batch in loader for label in batch["label"].tolist()]
     assert labels == list(range(COUNT))

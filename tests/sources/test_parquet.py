@@ -103,7 +103,7 @@ def test_workers_read_every_row_once(folder: Path, method: str, fetch_concurrenc
         source,
         batch_size=8,
         num_workers=2,
-        worker_method=method,
+        workers=method,
         fetch_concurrency=fetch_concurrency,
     )
     assert [i for batch in loader for i in batch["id"].tolist()] == list(range(ROWS))

@@ -37,7 +37,7 @@ import psutil
 import pytest
 
 import minato
-from minato import DataLoader
+from minato import DataLoader, ErrorPolicy
 from minato.caching import DiskCache
 from tests import subprocesses
 from tests.datasets import ORDERS
@@ -207,15 +207,14 @@ class Run:
     def options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"order": self.order, "num_workers": WORKERS}
         if self.method == "thread":
-            options["worker_method"] = "thread"
+            options["workers"] = "thread"
         else:
             options["multiprocessing_context"] = self.method
         if self.disk is not None:
             self.cache = DiskCache(self.disk.path / "cache", 1 << 24, version="1")
             options |= {
                 "cache": self.cache,
-                "on_error": "skip",
-                "quarantine": self.disk.path / "bad.jsonl",
+                "errors": ErrorPolicy(on_error="skip", log=self.disk.path / "bad.jsonl"),
                 "trace": self.disk.path / "trace.json",
             }
         if self.fault != "sampler raises":

@@ -37,6 +37,7 @@ from torch.utils.data import Dataset, IterableDataset
 import minato
 import minato.engine.engine
 from minato._core.ledger import Ledger
+from minato.engine.shared_state import SharedState
 from minato.workers.cpu_time import thread_usage
 from minato.workers.exceptions import wrapped
 from minato.workers.worker import Worker
@@ -204,7 +205,7 @@ ARRIVAL: dict[str, Any] = {
     "max_lag": 2,
 }  # with 1, each sample has its own place
 COLLATE: dict[str, Any] = {"collate_fn": collate}
-SKIP: dict[str, Any] = {"on_error": "skip"}
+SKIP: dict[str, Any] = {"errors": "skip"}
 DEFER: dict[str, Any] = {**ARRIVAL, "transforms": [same]}
 SCENES = (
     Scene("single"),
@@ -247,19 +248,19 @@ class Stage:
 
     processes = ()
 
-    def __init__(self, plan: Any, workplace: Any, ledger: Any, *others: Any) -> None:
-        self.workplace = workplace
-        self.ledger = ledger
+    def __init__(self, plan: Any, context: Any, state: Any, *others: Any) -> None:
+        self.context = context
+        self.ledger = state.ledger
         self.worker: Worker | None = None
         self.stalled = 0
         self.lost = False
         """Whether a worker that is not replaced is dead."""
 
     def make(self, number: int, scene: Scene, wrap: Callable[[Any], Any] = lambda one: one) -> Any:
-        segment = self.workplace.segment
-        ledger = wrap(Ledger(segment.array, None, segment.descriptor))
+        state = SharedState.attach(self.context.layout)
+        state.ledger = wrap(state.ledger)
         describe_error = wrapped(f"worker process {number}", in_process=True)
-        worker = self.workplace.worker(number, ledger, describe_error, None, Exception)
+        worker = self.context.worker(number, state, describe_error, None, Exception)
         if scene.cheap:
             worker._runner.habits.draws, worker._runner.habits.usual_ns = False, 1000.0
         return worker
@@ -339,8 +340,8 @@ class World:
         self.ledger.slow_ns = int(scene.slow)
         capacity = self.ledger.capacity
         self.nbytes = Ledger.nbytes(2, *capacity)
-        self.memory = memoryview(self.stage.workplace.segment.array)[: self.nbytes]
-        self.arena = memoryview(self.stage.workplace.arena.array)
+        self.memory = memoryview(self.stage.context.layout.segment.array)[: self.nbytes]
+        self.arena = memoryview(self.stage.context.arena.array)
         self.stage.worker = self.stage.make(1, scene)
         self.got: Counter[int] = Counter()
         for _ in range(0 if scene.is_stream else DELIVERED):

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from minato import DataLoader, Fetching
+from minato import AutoScale, DataLoader, ErrorPolicy, FetchOptions
 from minato.caching import DiskCache
 from minato.workers import restart_policy
 from tests import subprocesses
@@ -163,15 +163,18 @@ PATHS: dict[str, Path_] = {
     "uneven samples": lambda _: (Uneven(), {"collate_fn": as_list}),
     "__getitems__": lambda _: (Listed(), {}),
     "__getitems__ and collate_fn": lambda _: (Listed(), {"collate_fn": as_list}),
-    "flaky samples, retried": lambda _: (Flaky(True), {"on_error": "retry", "retries": 50}),
+    "flaky samples, retried": lambda _: (
+        Flaky(True),
+        {"errors": ErrorPolicy(on_error="retry", retries=50)},
+    ),
     "flaky samples, retried, and collate_fn": lambda _: (
         Flaky(True),
-        {"on_error": "retry", "retries": 50, "collate_fn": as_list},
+        {"errors": ErrorPolicy(on_error="retry", retries=50), "collate_fn": as_list},
     ),
-    "bad samples, skipped": lambda _: (Flaky(False), {"on_error": "skip"}),
+    "bad samples, skipped": lambda _: (Flaky(False), {"errors": "skip"}),
     "bad samples, skipped, and collate_fn": lambda _: (
         Flaky(False),
-        {"on_error": "skip", "collate_fn": as_list},
+        {"errors": "skip", "collate_fn": as_list},
     ),
     "bad samples, raised": lambda _: (Flaky(False), {}),
     "cache on disk": lambda directory: (
@@ -181,7 +184,7 @@ PATHS: dict[str, Path_] = {
     "concurrent reads in threads": lambda _: (Plain(0.0005), {"fetch_concurrency": 4}),
     "concurrent reads in coroutines": lambda _: (
         Coroutines(),
-        {"fetch_concurrency": Fetching(4)},
+        {"fetch_concurrency": FetchOptions(4)},
     ),
 }
 
@@ -264,18 +267,19 @@ def take_turn(seconds: float, seed: int, names: list[str]) -> dict[str, dict[str
             warnings.simplefilter("always")
             dataset, options = PATHS[path](directory)
             workers = draw.randint(1, 2 if method == "spawn" else 4)
+            scale: Any = workers
             if draw.random() < 0.3:
-                options |= {"min_workers": 1, "max_workers": workers + 2}
+                scale = AutoScale(start=workers, min=1, max=workers + 2)
             loader = DataLoader(
                 dataset,
                 BATCH,
                 order=order,
-                num_workers=workers,
+                num_workers=scale,
                 persistent_workers=draw.random() < 0.5,
                 multiprocessing_context=method,
                 **options,
             )
-            print(f"{path}: {order}, {method}, {workers}, {options}", file=sys.stderr, flush=True)
+            print(f"{path}: {order}, {method}, {scale}, {options}", file=sys.stderr, flush=True)
             faulthandler.dump_traceback_later(HANG_S, exit=True)
             dataset.fire.until = begin + FIRE_S[method]
             samples = check_epoch(loader, path, order)

@@ -88,12 +88,12 @@ class World:
         self.ledger = self.module.Ledger(self.memory, sizes)
         start = self.module.Ledger.nbytes(*sizes)
         self.values = memoryview(self.memory)[start : self.nbytes].cast("q")
-        self.pass_index = self.next_position = 0
+        self.epoch_slot = self.next_position = 0
         self.open: list[int] = []
         self.is_abandoned = False
         self.wanted: set[int] = set()
         self.delivered: list[int] = []
-        self.ledger.open_pass(0)
+        self.ledger.open_epoch(0)
         for _ in range(2):
             self.publish()
 
@@ -103,7 +103,7 @@ class World:
         """Open a batch; keys are positions + 1000."""
         start = self.next_position
         keys = [1000 + start + k for k in range(self.SIZE)]
-        arguments = (SLOT, self.pass_index, 0, 0, self.scene.bound)
+        arguments = (SLOT, self.epoch_slot, 0, 0, self.scene.bound)
         self.open.append(self.ledger.publish(keys, self.SIZE, *arguments))
         self.ledger.start_early(start + self.SIZE - 1, self.SIZE)
         self.wanted.update(keys)
@@ -166,8 +166,8 @@ class World:
             self.ledger.retire(batch)
         self.open.clear()
         self.wanted = set(self.delivered)
-        self.pass_index += 1
-        self.ledger.open_pass(self.pass_index)
+        self.epoch_slot += 1
+        self.ledger.open_epoch(self.epoch_slot)
         self.is_abandoned = False
         return True
 

@@ -67,7 +67,9 @@ class Worker:
     def __init__(self, plan: Plan, segment: Any, number: int) -> None:
         self.module = core(f"_ledger_{plan.twin}")
         self.ledger = self.module.Ledger(segment.array, None, segment.descriptor)
-        self.gate = core(f"_wait_{plan.twin}").Gate(segment.array, self.ledger.work_gate_offset)
+        self.gate = core(f"_wait_{plan.twin}").EventCount(
+            segment.array, self.ledger.work_events_offset
+        )
         self.values = values_in(segment, plan)
         self.mask = plan.positions - 1
         self.number = number
@@ -83,7 +85,7 @@ class Worker:
             if lease is not None:
                 self.work(*lease)
                 continue
-            self.ledger.hungry()
+            self.ledger.notify_idle()
             if not self.gate.wait(seen, 1.0) and os.getppid() != self.parent:
                 return
 
@@ -253,8 +255,8 @@ class Consumer:
         self.segment = core("segment").Segment(1 << 20)
         sizes = plan.workers, plan.batches, plan.positions
         self.ledger = self.module.Ledger(self.segment.array, sizes, self.segment.descriptor)
-        offset = self.ledger.ready_gate_offset
-        self.gate = core(f"_wait_{plan.twin}").Gate(self.segment.array, offset)
+        offset = self.ledger.ready_events_offset
+        self.gate = core(f"_wait_{plan.twin}").EventCount(self.segment.array, offset)
         self.values = values_in(self.segment, plan)
         self.mask = plan.positions - 1
         self.passes: list[Pass] = []
@@ -307,7 +309,7 @@ class Consumer:
                     return published
                 used = {one.index for one in self.passes}
                 index = next(index for index in range(PASSES) if index not in used)
-                self.ledger.open_pass(index)
+                self.ledger.open_epoch(index)
                 bound = self.draw.random() < 0.4
                 current = Pass(index, bound, self.draw.choice([1, 3, 40]))
                 self.passes.append(current)

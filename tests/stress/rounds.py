@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import minato
-from minato import DataLoader
+from minato import AutoScale, DataLoader, ErrorPolicy
 from tests.datasets import ORDERS
 
 METHODS = (*["fork"] * 6, "forkserver", "forkserver", "spawn", "thread", "thread")
@@ -108,7 +108,7 @@ class Round:
             ways[draw.randrange(length)] = "h"
         self.dataset = Eventful(length, in_threads, ways, directory)
         self.workers: dict[str, Any] = (
-            {"worker_method": "thread"}
+            {"workers": "thread"}
             if in_threads
             else {"multiprocessing_context": method, "persistent_workers": draw.random() < 0.6}
         )
@@ -117,10 +117,12 @@ class Round:
             "shuffle": draw.random() < 0.7,
             "seed": seed,
             "order": draw.choice(ORDERS),
-            "on_error": policy,
-            "retries": 5,  # a machine under load may make samples seem to hang
+            "errors": ErrorPolicy(
+                on_error=policy,
+                retries=5,  # a machine under load may make samples seem to hang
+                sample_timeout=SAMPLE_TIMEOUT_S if "h" in ways.values() else None,
+            ),
             "collate_fn": collated if draw.random() < 0.3 else None,
-            "sample_timeout_s": SAMPLE_TIMEOUT_S if "h" in ways.values() else None,
         }
         self.epochs = 1 if self.spawns else draw.randint(1, 3)
         self.truth = DataLoader(Quiet(length, in_threads), seed=seed)
@@ -134,7 +136,7 @@ class Round:
         number = self.draw.randint(1, 2 if self.spawns else 4)
         numbers: dict[str, Any] = {"num_workers": number}
         if self.draw.random() < 0.3:
-            numbers |= {"min_workers": 1, "max_workers": number + 2}
+            numbers |= {"num_workers": AutoScale(start=number, min=1, max=number + 2)}
         return DataLoader(self.dataset, **numbers, **self.workers, **self.arguments)
 
     def run(self, disturber: Any, figures: Counter[str]) -> None:

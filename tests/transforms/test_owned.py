@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from minato.transforms import rng_memory
-from minato.transforms.owned import Owned
+from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 
 
@@ -88,7 +88,7 @@ def test_each_kind_is_bound(kind: str, means: str) -> None:
         for _ in range(history):
             draw(holder.inner)
         before = draw_state(holder.inner)
-        randomness = SampleRandomness(5, owned=Owned({"dataset": holder}))
+        randomness = SampleRandomness(5, owned=OwnedGenerators({"dataset": holder}))
         found = []
         with randomness.saved():
             for sample in (0, 1, 0, 2):
@@ -130,7 +130,7 @@ def draw_state(generator: Any) -> Any:
 
 def test_generators_are_unrelated() -> None:
     holder = Holder(a=np.random.default_rng(0), b=np.random.default_rng(0), c=random.Random(0))
-    randomness = SampleRandomness(5, owned=Owned({"dataset": holder}))
+    randomness = SampleRandomness(5, owned=OwnedGenerators({"dataset": holder}))
     with randomness.saved():
         randomness.bind(0, 0)
         drawn = [holder.a.random(), holder.b.random(), holder.c.random(), random.random()]
@@ -140,7 +140,7 @@ def test_generators_are_unrelated() -> None:
 def test_numbers_are_spread_evenly() -> None:
     """The first numbers of many samples are as good as those of one sequence."""
     holder = Holder(pcg=np.random.default_rng(0))
-    randomness = SampleRandomness(1, owned=Owned({"dataset": holder}))
+    randomness = SampleRandomness(1, owned=OwnedGenerators({"dataset": holder}))
     with randomness.saved():
         drawn = []
         for sample in range(20_000):
@@ -177,7 +177,7 @@ def closing_over(generator: Any) -> Callable[[], float]:
 
 
 def paths(thing: Any) -> list[str]:
-    return [name.split(" ")[0] for name in Owned({"it": thing}).names]
+    return [name.split(" ")[0] for name in OwnedGenerators({"it": thing}).names]
 
 
 def test_where_generators_are_found() -> None:
@@ -188,11 +188,11 @@ def test_where_generators_are_found() -> None:
     assert paths(OrderedDict(a=deque([one]))) == ["it['a'][0]"]
     assert paths(functools.partial(print, 1, key=one)) == ["it.keywords['key']"]
     assert paths(functools.partial(one.random)) == []  # a method of the C type
-    assert paths(Holder(rng=one).__init__) == ["it.__self__.rng"]
+    assert paths(Holder(compat=one).__init__) == ["it.__self__.rng"]
     assert paths(closing_over(one)) == ["it.generator", f"{here}.MODULES_OWN"]
     assert paths(Slotted()) == [f"{here}.Slotted.shared", f"{here}.MODULES_OWN", "it.generator"]
     assert paths(torch.nn.ModuleList([Wrapped(one)])) == ["it._modules['0'].rng"]
-    cycle = Holder(rng=one)
+    cycle = Holder(compat=one)
     cycle.itself = cycle
     assert paths(cycle) == ["it.rng"]
     globals_ = [random._inst, np.random.mtrand._rand, torch.default_generator]
@@ -206,9 +206,9 @@ class Wrapped(torch.nn.Module):
 
 
 def test_long_lists_of_data_are_not_walked() -> None:
-    data = Holder(samples=[("path", i) for i in range(100_000)], rng=random.Random(0))
+    data = Holder(samples=[("path", i) for i in range(100_000)], compat=random.Random(0))
     assert paths(data) == ["it.rng"]
-    assert paths([Holder(rng=random.Random(i)) for i in range(100)]) == [
+    assert paths([Holder(compat=random.Random(i)) for i in range(100)]) == [
         f"it[{i}].rng" for i in range(100)
     ]
 
@@ -243,7 +243,7 @@ class Rolled(random.Random):
 
 
 def test_what_cannot_be_bound_is_named() -> None:
-    owned = Owned({"it": Holder(a=FastRandom(), b=Rolled(), c=random.Random(0))})
+    owned = OwnedGenerators({"it": Holder(a=FastRandom(), b=Rolled(), c=random.Random(0))})
     assert owned.others == [
         f"it.a ({__name__}.FastRandom)",
         f"it.b ({__name__}.Rolled)",
@@ -252,8 +252,8 @@ def test_what_cannot_be_bound_is_named() -> None:
 
 
 def test_an_attribute_that_holds_another_generator_is_followed() -> None:
-    holder = Holder(rng=np.random.default_rng(0))
-    randomness = SampleRandomness(5, owned=Owned({"dataset": holder}))
+    holder = Holder(compat=np.random.default_rng(0))
+    randomness = SampleRandomness(5, owned=OwnedGenerators({"dataset": holder}))
     with randomness.saved():
         randomness.bind(0, 1)
         expected = holder.rng.random()

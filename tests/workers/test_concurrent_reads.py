@@ -123,7 +123,7 @@ def test_each_sample_comes_once_and_in_its_order(
         dataset(50),
         batch_size=4,
         num_workers=num_workers,
-        worker_method=method,
+        workers=method,
         order=order,
         fetch_concurrency=6,
     )
@@ -171,7 +171,7 @@ def test_the_first_error_of_a_batch_is_raised_and_the_next_batch_comes(
         dataset(24),
         batch_size=4,
         num_workers=num_workers,
-        worker_method=method,
+        workers=method,
         fetch_concurrency=5,
         collate_fn=collate,
     )
@@ -233,12 +233,11 @@ def test_samples_that_raise_are_tried_again_or_left_out(
         Flaky(24),
         batch_size=4,
         num_workers=num_workers,
-        worker_method=method,
+        workers=method,
         fetch_concurrency=5,
         order=order,
         collate_fn=collate and (lambda samples: collate(samples)),
-        on_error="skip",
-        retries=1,
+        errors=minato.ErrorPolicy(on_error="skip", retries=1),
     )
     got = [int(value) for batch in loader for value in batch]
     assert sorted(got) == [i for i in range(24) if i != 8]
@@ -304,7 +303,7 @@ def test_helpers_give_the_same_in_worker_threads() -> None:
         return content(Draws(12), transforms=[with_helper], **arguments)
 
     plain = drawn()
-    assert drawn(num_workers=2, worker_method="thread", fetch_concurrency=4) == plain
+    assert drawn(num_workers=2, workers="thread", fetch_concurrency=4) == plain
 
 
 def with_helper(sample: Any) -> Any:
@@ -320,7 +319,7 @@ def test_an_abandoned_epoch_leaves_no_threads_and_the_next_is_whole(
         dataset(40),
         batch_size=4,
         num_workers=num_workers,
-        worker_method=method,
+        workers=method,
         fetch_concurrency=8,
         persistent_workers=num_workers > 0,
     )
@@ -380,8 +379,7 @@ def test_a_worker_that_could_not_start_says_so() -> None:
     ("arguments", "message"),
     [
         ({"fetch_concurrency": 0}, "fetch_concurrency=0 is too small"),
-        ({"fetch_concurrency": 2, "schedule": "round_robin"}, "contradicts schedule='round_robin'"),
-        ({"fetch_concurrency": 2, "rng": "worker"}, "contradicts rng='worker'"),
+        ({"fetch_concurrency": 2, "compat": "torch"}, "contradicts compat='torch'"),
     ],
 )
 def test_what_contradicts_itself_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -15,7 +15,7 @@ from minato.workers.current_sample import indices_of
 def test_samples_whose_own_batch_is_gone_are_left_out_of_a_message(form: str) -> None:
     ledger: Any = importlib.import_module(f"minato._core._ledger_{form}")
     ledger = ledger.Ledger(mmap.mmap(-1, 1 << 14), (1, 2, 8))
-    ledger.open_pass(0)
+    ledger.open_epoch(0)
     slot = 4096, 4160, 1 << 20
     first = ledger.publish([10, 11], 2, slot, 0, 0, 0, False)
     second = ledger.publish([12, 13], 2, slot, 0, 0, 0, False)

@@ -243,7 +243,7 @@ def test_keys_that_cannot_be_told_apart_by_hash(keys: Any) -> None:
 def test_workers_with_state_are_not_replaced() -> None:
     """Round-robin workers hold random streams that a new one would not have."""
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        content(DataLoader(Deadly(80), 4, num_workers=2, schedule="round_robin"))
+        content(DataLoader(Deadly(80), 4, num_workers=2, compat="torch"))
 
 
 def test_deaths_before_any_sample_add_up() -> None:
@@ -337,7 +337,7 @@ def test_less_is_loaded_ahead_after_memory_ran_out(monkeypatch: pytest.MonkeyPat
     told = die(2)
     assert "Memory ran out" in told
     assert "123456 bytes" in told
-    assert "memory_budget_bytes=999" in told
+    assert "memory_budget=999" in told
     assert "at most 2." in told
     assert window.limit == 2
     kills = 5

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from minato import DataLoader
 from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
 from minato._core.ledger import Ledger
-from minato._core.wait import Gate
+from minato._core.wait import EventCount
 from minato.engine.engine import Engine
-from minato.observe.stats.profile import Meters
-from minato.transforms.chain import Chain
+from minato.observe.stats.costs import Meters
+from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness, numpy_rng
 from minato.workers.deferral import Deferral, DeferredSample
 from minato.workers.fetch import Fetcher
@@ -178,7 +178,7 @@ class Sink:
     """Keeps what comes to each place."""
 
     def __init__(self, bench: Bench) -> None:
-        self.collates = self.holds = False
+        self.collates = self.has_unsendable = False
         self.run_again: Any = None
         self.samples: dict[int, Any] = {}
         self.errors: list[tuple[Any, str]] = []
@@ -196,7 +196,7 @@ class Sink:
         self.errors.append((key, str(error)))
         self._ledger.attach(place, 64 | ERROR_BLOB, 0)
 
-    def finished(self, batch: int, outcome: int) -> None:
+    def publish_if_full(self, batch: int, outcome: int) -> None:
         if outcome == MUST_COLLATE:
             self._ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)
 
@@ -231,7 +231,7 @@ class Case:
         self.meters = Meters(len(steps))
         self.sink = Sink(self.bench)
         self.share = chance.random()
-        chain = Chain(tuple(Counted(s, i, self.calls, bad) for i, s in enumerate(steps)))
+        chain = Transforms(tuple(Counted(s, i, self.calls, bad) for i, s in enumerate(steps)))
         self.hire = lambda number: self._worker(number, chain, chance, usual_ns)
         self.workers = [self.hire(number) for number in range(workers)]
         self.bench.ledger.slow_ns = 1  # every sample is slow
@@ -239,7 +239,9 @@ class Case:
         batches = [list(range(i, i + BATCH)) for i in range(0, SIZE, BATCH)]
         self.bench.begin(batches, seed=SEED)
 
-    def _worker(self, number: int, chain: Chain, chance: random.Random, usual_ns: float) -> Worker:
+    def _worker(
+        self, number: int, chain: Transforms, chance: random.Random, usual_ns: float
+    ) -> Worker:
         ledger = self.bench.ledger
         lease = ledger.lease_words(number)
         # As if there were no other workers: so samples are deferred as often as can be.
@@ -259,7 +261,7 @@ class Case:
         return Worker(
             number,
             ledger,
-            Gate(self.bench.segment.array, ledger.work_gate_offset),
+            EventCount(self.bench.segment.array, ledger.work_events_offset),
             Fetcher(Keyed(), chain, batched=True),
             runner,
             self.sink,  # type: ignore[arg-type]
@@ -425,7 +427,7 @@ def test_a_deferred_sample_is_completed_before_the_next_epoch_begins() -> None:
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
 LENGTH = 60
-METHODS = {"processes": {}, "threads": {"worker_method": "thread"}}
+METHODS = {"processes": {}, "threads": {"workers": "thread"}}
 
 
 class Arrays(Numbers):
@@ -467,7 +469,9 @@ def square(sample: Any) -> Any:
 @pytest.fixture
 def everything_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """After any stage, time is up."""
-    monkeypatch.setattr(Engine, "_mark_slow", lambda self: setattr(self.ledger, "slow_ns", 1))
+    monkeypatch.setattr(
+        Engine, "_update_threshold", lambda self: setattr(self.ledger, "slow_ns", 1)
+    )
 
 
 def samples_of(loader: DataLoader[Any], epochs: int = 1) -> list[list[Any]]:
@@ -479,7 +483,7 @@ def samples_of(loader: DataLoader[Any], epochs: int = 1) -> list[list[Any]]:
 
 
 def num_deferred(loader: Any) -> int:
-    return sum(meters.deferred.count for meters in loader._experience.engine().meters)
+    return sum(meters.deferred.count for meters in loader._history.engine().meters)
 
 
 @pytest.mark.usefixtures("everything_is_slow")

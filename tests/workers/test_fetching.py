@@ -1,4 +1,4 @@
-"""``Fetching``: limits for all workers, a slow start, second requests for stragglers."""
+"""``FetchOptions``: limits for all workers, a slow start, second requests for stragglers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import minato
-from minato import Fetching
+from minato import FetchOptions
 from minato.scheduling.prefetch_window import Window
 from minato.workers.hedging import Hedging
 from minato.workers.read_limit import Traffic
@@ -49,9 +49,9 @@ def test_all_workers_share_one_limit(num_workers: int, method: str, collate: Any
         dataset,
         batch_size=4,
         num_workers=num_workers,
-        worker_method=method,
+        workers=method,
         collate_fn=collate,
-        fetch_concurrency=Fetching(8, most=5),
+        fetch_concurrency=FetchOptions(8, max_in_flight=5),
     )
     assert [int(i) for batch in loader for i in batch] == list(range(120))
     assert (4 if num_workers == 0 else num_workers) <= dataset.most.value <= 5
@@ -98,7 +98,7 @@ def test_a_slow_start_asks_for_little_more_than_was_delivered(slow_start: int, o
         num_workers=2,
         order=order,
         prefetch_factor=8,
-        fetch_concurrency=Fetching(6, slow_start=slow_start),
+        fetch_concurrency=FetchOptions(6, slow_start=slow_start),
     )
     seen = []
     ahead = 0
@@ -163,10 +163,10 @@ class StuckLater(Stuck):
 
 @pytest.mark.parametrize("kind", [Stuck, StuckLater])
 @pytest.mark.parametrize("error", [False, True])
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "worker_method": "thread"}])
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "workers": "thread"}])
 def test_a_straggler_is_asked_for_again(kind: Any, error: bool, workers: dict[str, Any]) -> None:
     dataset = kind(200, (150, 190), error)
-    fetching = Fetching(4, hedge_percentile=95)
+    fetching = FetchOptions(4, hedge_percentile=95)
     loader = minato.DataLoader(dataset, batch_size=10, fetch_concurrency=fetching, **workers)
     assert torch.cat(list(loader)).tolist() == list(range(200))
     report = fetching.report()
@@ -180,7 +180,7 @@ def test_a_straggler_is_asked_for_again(kind: Any, error: bool, workers: dict[st
 
 
 def test_worker_processes_report_too() -> None:
-    fetching = Fetching(3, most=4, slow_start=2, hedge_percentile=90)
+    fetching = FetchOptions(3, max_in_flight=4, slow_start=2, hedge_percentile=90)
     for context in ("fork", "spawn"):
         before = fetching.report().reads
         loader = minato.DataLoader(
@@ -197,21 +197,21 @@ def test_worker_processes_report_too() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Fetching(0), "concurrency=0 is too small"),
-        (lambda: Fetching(2, most=0), "most=0 is too small"),
-        (lambda: Fetching(2, slow_start=0), "slow_start=0 is too small"),
-        (lambda: Fetching(2, hedge_percentile=100), "hedge_percentile=100 is not possible"),
+        (lambda: FetchOptions(0), "concurrency=0 is too small"),
+        (lambda: FetchOptions(2, max_in_flight=0), "max_in_flight=0 is too small"),
+        (lambda: FetchOptions(2, slow_start=0), "slow_start=0 is too small"),
+        (lambda: FetchOptions(2, hedge_percentile=100), "hedge_percentile=100 is not between"),
         (
             lambda: minato.DataLoader(
-                Numbers(4), num_workers=3, fetch_concurrency=Fetching(2, most=2)
+                Numbers(4), num_workers=3, fetch_concurrency=FetchOptions(2, max_in_flight=2)
             ),
             "fewer than 3 workers",
         ),
         (
             lambda: minato.DataLoader(
-                Numbers(4), schedule="round_robin", fetch_concurrency=Fetching(1, slow_start=2)
+                Numbers(4), compat="torch", fetch_concurrency=FetchOptions(1, slow_start=2)
             ),
-            r"fetch_concurrency=Fetching\(1, .*contradicts",
+            r"fetch_concurrency=FetchOptions\(concurrency=1, .*contradicts",
         ),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from minato._core.segment import Segment
-from minato._core.wait import Gate
+from minato._core.wait import EventCount
 from minato.workers import exit_watch, process_pool
 from minato.workers.exceptions import wrapped
 from minato.workers.local_pools import InlinePool, ThreadPool
@@ -28,7 +28,7 @@ class Stage:
 
     def __init__(self) -> None:
         self.segment = Segment(4096)
-        self.ready = Gate(self.segment.array, 0)
+        self.ready = EventCount(self.segment.array, 0)
         self.left = False
         self.has_work = True
         self.has_begun = False

@@ -11,8 +11,8 @@ from minato._core.codes import READY, SKIPPED
 from minato._core.ledger import Ledger
 from minato.batching.arena import Arena
 from minato.batching.serialization import LocalStore
-from minato.batching.writer import BatchWriter
-from minato.transforms.chain import Chain
+from minato.batching.writer import BatchWriter, WriterSettings
+from minato.transforms.compose import Transforms
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher
 from minato.workers.results import Deliverer
@@ -24,14 +24,17 @@ class Case:
     def __init__(self, bound: bool, collate_fn: Callable[[Any], Any] = list) -> None:
         arena = Arena(shared=False)
         self.ledger = Ledger(bytearray(1 << 16), (2, 4, 16))
-        self.ledger.open_pass(0)
+        self.ledger.open_epoch(0)
         self.bound = bound
         self.store = LocalStore()
         self.acquire = arena.acquire
         self.writer = BatchWriter(
-            0, self.ledger, arena.segment, self.store, collate_fn, True, lambda error: error
+            WriterSettings(0, collate_fn, True, lambda error: error),
+            ledger=self.ledger,
+            segment=arena.segment,
+            store=self.store,
         )
-        fetcher = Fetcher([], Chain(), batched=True)
+        fetcher = Fetcher([], Transforms(), batched=True)
         self.deliver = Deliverer(0, self.ledger, self.writer, fetcher, True, False)
 
     def publish(self, count: int) -> int:

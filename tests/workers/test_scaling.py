@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 from torch.utils.data import IterableDataset
 
-from minato import DataLoader, PaperController
+from minato import AutoScale, DataLoader, PaperController
 from minato.workers import scaler
 from minato.workers.autoscale import CONTROLLERS, ControllerState
 from tests.datasets import Numbers, Sleepy, flat, indices, worker_number
@@ -45,8 +45,8 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def workers_of(loader: DataLoader[object]) -> int:
-    assert loader._experience.staffing is not None
-    return loader._experience.staffing.state.workers
+    assert loader._history.staffing is not None
+    return loader._history.staffing.state.workers
 
 
 class Endless(Sleepy):
@@ -63,10 +63,9 @@ def test_nothing_is_lost_while_workers_come_and_go(method, order, forced):
     loader = DataLoader(
         Sleepy(400, 0.002, dict.fromkeys(range(0, 400, 17), 0.02)),
         7,
-        num_workers=2,
-        max_workers=6,
+        num_workers=AutoScale(start=2, max=6),
+        workers=method,
         order=order,
-        worker_method=method,
         persistent_workers=True,
     )
     seen = set()
@@ -84,31 +83,31 @@ def test_nothing_is_lost_while_workers_come_and_go(method, order, forced):
 
 @both_methods
 def test_workers_that_wait_become_more_while_the_loop_waits(method):
-    loader = DataLoader(Endless(0.01), 4, num_workers=1, max_workers=6, worker_method=method)
+    loader = DataLoader(Endless(0.01), 4, num_workers=AutoScale(start=1, max=6), workers=method)
     deadline = time.monotonic() + PATIENCE_S
     delivered = []
     for batch in loader:
         delivered += batch.tolist()
         if workers_of(loader) == 6:
             break
-        assert time.monotonic() < deadline, loader._experience.staffing
+        assert time.monotonic() < deadline, loader._history.staffing
     assert delivered == list(range(len(delivered)))
 
 
 @both_methods
 def test_workers_that_idle_become_fewer(method):
-    loader = DataLoader(Endless(0.001), 4, num_workers=5, min_workers=1, worker_method=method)
+    loader = DataLoader(Endless(0.001), 4, num_workers=AutoScale(start=5, min=1), workers=method)
     deadline = time.monotonic() + PATIENCE_S
     for _ in loader:
         time.sleep(0.02)
         if workers_of(loader) <= 2:
             break
-        assert time.monotonic() < deadline, loader._experience.staffing
+        assert time.monotonic() < deadline, loader._history.staffing
 
 
 def test_forked_workers_are_all_there_before_the_first_batch(forced):
     forced(1, 4, 2, 4)
-    iterator = iter(DataLoader(Endless(0.001), 4, num_workers=1, max_workers=4))
+    iterator = iter(DataLoader(Endless(0.001), 4, num_workers=AutoScale(start=1, max=4)))
     at_first = [process.pid for process in loader_processes(iterator)]
     assert None not in at_first
     for _ in range(200):
@@ -122,7 +121,10 @@ def test_forked_workers_are_all_there_before_the_first_batch(forced):
 def test_other_workers_are_started_when_they_are_wanted(start_method, forced):
     forced(2)
     loader = DataLoader(
-        Numbers(100_000), 4, num_workers=1, max_workers=3, multiprocessing_context=start_method
+        Numbers(100_000),
+        4,
+        num_workers=AutoScale(start=1, max=3),
+        multiprocessing_context=start_method,
     )
     iterator = iter(loader)
     delivered: list[list[int]] = []
@@ -154,7 +156,7 @@ def test_only_wanted_workers_are_initialised_and_work(tmp_path):
         (tmp_path / str(number)).touch()
 
     loader = DataLoader(
-        Marks(60), 5, num_workers=2, min_workers=2, max_workers=5, worker_init_fn=note
+        Marks(60), 5, num_workers=AutoScale(start=2, min=2, max=5), worker_init_fn=note
     )
     assert set(flat(indices(loader))) <= {0, 1}
     assert {path.name for path in tmp_path.iterdir()} <= {"0", "1"}
@@ -163,7 +165,7 @@ def test_only_wanted_workers_are_initialised_and_work(tmp_path):
 @both_methods
 def test_a_loop_that_is_left_leaves_nobody(method, forced):
     forced(3, 1)
-    loader = DataLoader(Endless(0.001), 4, num_workers=1, max_workers=3, worker_method=method)
+    loader = DataLoader(Endless(0.001), 4, num_workers=AutoScale(start=1, max=3), workers=method)
     for number, _ in enumerate(loader):
         if number == 50:
             break
@@ -172,7 +174,11 @@ def test_a_loop_that_is_left_leaves_nobody(method, forced):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_worker_that_dies_is_replaced_whether_it_works_or_stands_by(victim):
-    loader = DataLoader(Sleepy(120, 0.005), 4, num_workers=2, min_workers=2, max_workers=3)
+    loader = DataLoader(
+        Sleepy(120, 0.005),
+        4,
+        num_workers=AutoScale(start=2, min=2, max=3),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         iterator = iter(loader)
@@ -183,13 +189,13 @@ def test_a_worker_that_dies_is_replaced_whether_it_works_or_stands_by(victim):
 
 
 def test_the_next_pass_begins_with_what_helped_in_the_last():
-    loader = DataLoader(Numbers(8), 4, num_workers=1, max_workers=16)
-    assert loader._experience.staffing is not None
-    assert loader._experience.staffing.numbers(persistent=False) == (1, 16)
-    staffing = loader._experience.staffing
+    loader = DataLoader(Numbers(8), 4, num_workers=AutoScale(start=1, max=16))
+    assert loader._history.staffing is not None
+    assert loader._history.staffing.numbers(persistent=False) == (1, 16)
+    staffing = loader._history.staffing
     staffing.state, staffing.tried = ControllerState(3), True
-    assert loader._experience.staffing.numbers(persistent=False) == (3, 6)
-    assert loader._experience.staffing.numbers(persistent=True) == (3, 16)
+    assert loader._history.staffing.numbers(persistent=False) == (3, 6)
+    assert loader._history.staffing.numbers(persistent=True) == (3, 16)
     iterator = iter(loader)
     assert len(loader_processes(iterator)) == 6
     assert flat(indices(iterator)) == list(range(8))
@@ -198,7 +204,9 @@ def test_the_next_pass_begins_with_what_helped_in_the_last():
 def test_results_do_not_depend_on_how_many_work(forced):
     fixed = indices(DataLoader(Numbers(100), 8, shuffle=True, seed=3, num_workers=2))
     forced(1, 3)
-    changing = DataLoader(Numbers(100), 8, shuffle=True, seed=3, num_workers=2, max_workers=3)
+    changing = DataLoader(
+        Numbers(100), 8, shuffle=True, seed=3, num_workers=AutoScale(start=2, max=3)
+    )
     assert indices(changing) == fixed
 
 
@@ -209,41 +217,47 @@ def test_results_do_not_depend_on_how_many_work(forced):
         (2.5, {"num_workers": "auto"}, (2, 1, 16)),
         (6.0, {"num_workers": "auto"}, (6, 1, 32)),
         (64.0, {"num_workers": "auto"}, (12, 1, 64)),
-        (64.0, {"num_workers": "auto", "max_workers": 8}, (8, 1, 8)),
-        (2.0, {"num_workers": "auto", "min_workers": 4}, (4, 4, 16)),
-        (2.0, {"num_workers": 3, "max_workers": 5}, (3, 1, 5)),
-        (2.0, {"num_workers": 3, "min_workers": 3}, (3, 3, 16)),
-        (2.0, {"num_workers": 24, "min_workers": 3}, (24, 3, 24)),
+        (64.0, {"num_workers": lambda: AutoScale(max=8)}, (8, 1, 8)),
+        (2.0, {"num_workers": lambda: AutoScale(min=4)}, (4, 4, 16)),
+        (2.0, {"num_workers": lambda: AutoScale(start=3, max=5)}, (3, 1, 5)),
+        (2.0, {"num_workers": lambda: AutoScale(start=3, min=3)}, (3, 3, 16)),
+        (2.0, {"num_workers": lambda: AutoScale(start=24, min=3)}, (24, 3, 24)),
     ],
 )
 def test_limits_follow_from_the_cores(cores, arguments, expected, monkeypatch):
-    for module in ("options", "checks"):
-        monkeypatch.setattr(f"minato.{module}.available_cores", lambda: cores)
-    loader = DataLoader(Numbers(8), **arguments)
-    options = loader._options
-    assert (loader.num_workers, options.min_workers, options.max_workers) == expected
+    monkeypatch.setattr("minato.options.available_cores", lambda: cores)
+    scale = arguments["num_workers"]
+    scale = scale() if callable(scale) else scale
+    loader = DataLoader(Numbers(8), num_workers=scale)
+    limits = loader._options.autoscale
+    assert (loader.num_workers, limits.min, limits.max) == expected
 
 
 def test_a_fixed_number_stays_fixed():
     loader = DataLoader(Numbers(8), num_workers=2)
-    assert (loader.min_workers, loader.max_workers, loader._experience.staffing) == (
-        None,
-        None,
-        None,
-    )
+    assert loader._options.autoscale is loader._history.staffing is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_workers": 0, "max_workers": 4}, "num_workers=0 is not between min_workers=1"),
-        ({"num_workers": 5, "max_workers": 4}, "num_workers=5 is not between"),
-        ({"num_workers": 2, "min_workers": 3}, "num_workers=2 is not between min_workers=3"),
-        ({"num_workers": "auto", "min_workers": 9, "max_workers": 3}, "is not between"),
-        ({"num_workers": 2, "min_workers": 0}, "min_workers=0 is too small"),
-        ({"num_workers": "auto", "schedule": "round_robin"}, "whose content depends on it"),
-        ({"num_workers": 2, "controller": "paper"}, "controller='paper' has no meaning"),
-        ({"num_workers": "auto", "controller": "other"}, "controller='other' is not possible"),
+        ({"start": 0, "max": 4}, "start=0 is too small"),
+        ({"start": 5, "max": 4}, "start=5 is not between min=1 and max=4"),
+        ({"start": 2, "min": 3}, "start=2 is not between min=3"),
+        ({"min": 9, "max": 3}, "min=9 is not between min=9 and max=3"),
+        ({"min": 0}, "min=0 is too small"),
+        ({"controller": "other"}, "controller='other' is not possible"),
+    ],
+)
+def test_limits_that_contradict_each_other_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        AutoScale(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_workers": "auto", "compat": "torch"}, "whose content depends on it"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, message):
@@ -261,14 +275,22 @@ def test_streams_have_a_fixed_number():
 
 
 def test_the_papers_controller_can_be_had():
-    loader = DataLoader(Numbers(200), 4, num_workers=2, max_workers=4, controller="paper")
+    loader = DataLoader(
+        Numbers(200),
+        4,
+        num_workers=AutoScale(start=2, max=4, controller="paper"),
+    )
     assert flat(indices(loader)) == list(range(200))
 
 
 def test_the_papers_constants_can_be_chosen():
     mine = PaperController(alpha=0.5, beta=3, theta=0.9, clip=1, smoothing=1.0)
-    loader = DataLoader(Numbers(200), 4, num_workers=2, max_workers=4, controller=mine)
-    staffing = loader._experience.staffing
+    loader = DataLoader(
+        Numbers(200),
+        4,
+        num_workers=AutoScale(start=2, max=4, controller=mine),
+    )
+    staffing = loader._history.staffing
     assert staffing.controller == "paper"
     settings = staffing.settings
     assert (settings.least, settings.most, settings.alpha, settings.beta) == (1, 4, 0.5, 3)
@@ -277,5 +299,3 @@ def test_the_papers_constants_can_be_chosen():
     for wrong in ({"alpha": -1}, {"clip": -1}, {"theta": 1.5}, {"smoothing": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             PaperController(**wrong)
-    with pytest.raises(ValueError, match="has no meaning while the number of workers is fixed"):
-        DataLoader(Numbers(8), 4, num_workers=2, controller=mine)

@@ -11,8 +11,8 @@ import pytest
 
 from minato import DataLoader
 from minato._core.clock import now_ns
-from minato.observe.stats.profile import Meters
-from minato.transforms.chain import Chain
+from minato.observe.stats.costs import Meters
+from minato.transforms.compose import Transforms
 from minato.workers import runner
 from minato.workers.deferral import DeferredSample
 from minato.workers.staged_runner import Stepper
@@ -39,7 +39,7 @@ def stepper_of(
     *steps: Callable[[Any], Any], deferral: Defers | None = None
 ) -> tuple[Stepper, Meters, array[int]]:
     lease, meters = array("q", [40, now_ns(), -1]), Meters(len(steps))
-    words, chain = memoryview(lease), Chain(steps)
+    words, chain = memoryview(lease), Transforms(steps)
     made = Stepper(list(range(10)), chain, words, meters, deferral)  # type: ignore[arg-type]
     return made, meters, lease
 

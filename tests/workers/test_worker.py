@@ -15,9 +15,9 @@ from minato._core.codes import (
     SKIP_BLOB,
     STATE_BLOB,
 )
-from minato._core.wait import Gate
-from minato.observe.stats.profile import Meters
-from minato.transforms.chain import Chain
+from minato._core.wait import EventCount
+from minato.observe.stats.costs import Meters
+from minato.transforms.compose import Transforms
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner
 from minato.workers.staged_runner import Stepper
@@ -30,7 +30,7 @@ class Sink:
 
     def __init__(self, bench: Bench, collates: bool) -> None:
         self.collates = collates
-        self.holds = False
+        self.has_unsendable = False
         self.journal: list[Any] = []
         self._ledger = bench.ledger
 
@@ -61,11 +61,11 @@ class Sink:
             self._ledger.attach(place, SKIP_BLOB, 0)
         self._ledger.set_result(batch, 64 | SAMPLE_BLOB, 0)
 
-    def finished(self, batch: int, outcome: int) -> None:
+    def publish_if_full(self, batch: int, outcome: int) -> None:
         if outcome == MUST_COLLATE:
-            self.collate(batch)
+            self.publish_collated(batch)
 
-    def collate(self, batch: int) -> None:
+    def publish_collated(self, batch: int) -> None:
         self.journal.append("collate")
         self._ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)
 
@@ -113,13 +113,15 @@ class Setting:
                 return list(self.bench.keys.kept[offset][k : k + count])
             return list(ledger.keys(batch, k, count))
 
-        lease, fetcher = ledger.lease_words(0), Fetcher(dataset, Chain(), batched=True)
-        stepper = None if fetcher.takes_lists else Stepper(dataset, Chain(), lease, self.meters)
+        lease, fetcher = ledger.lease_words(0), Fetcher(dataset, Transforms(), batched=True)
+        stepper = (
+            None if fetcher.takes_lists else Stepper(dataset, Transforms(), lease, self.meters)
+        )
         self.runner = Runner(lease, None, self.meters, stepper, failure, False, Exception)
         self.worker = Worker(
             0,
             ledger,
-            Gate(self.bench.segment.array, ledger.work_gate_offset),
+            EventCount(self.bench.segment.array, ledger.work_events_offset),
             fetcher,
             self.runner,
             self.sink,

@@ -1,1 +1,1 @@
-"""What the machine does meanwhile: cores, disks, memory, GPUs; and the Prometheus endpoint."""
+"""Cores, disks, memory and GPUs of the machine; and the Prometheus endpoint."""

@@ -1,4 +1,4 @@
-"""Where others fetch the figures of this process's loaders: a small HTTP server in a thread."""
+"""A small HTTP server, in a thread, for the metrics of this process's loaders."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from minato._fork_safety import forget_in_children
-from minato._serving import Client, Server
-from minato.observe.monitor.metrics import Exported, text_of
+from minato._support.socket_server import Client, Server
+from minato.observe.monitor.prometheus import LoaderMetrics, text_of
 
 __all__ = ["Endpoint", "serve"]
 
 _TIME_LIMIT_S = 2.0
-"""For a whole request and its answer."""
+"""For a request and its response."""
 _MOST_CLIENTS = 16
 _INTERVAL_S = 0.005
-"""Between two clients: 200 a second at most, which is a small part of a core."""
+"""Between two clients: at most 200 per second, a small share of a core."""
 _MOST_BYTES = 8192
 """Of a request."""
 _END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
@@ -27,14 +27,14 @@ _TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Endpoint:
-    """Tells the figures of some loaders at an address; ends with the last of them.
+    """Serves the metrics of loaders at an address; ends with the last loader.
 
     Raises:
-        OSError: The address cannot be had.
+        OSError: The address is not available.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self.loaders: list[weakref.ref[Exported]] = []
+        self.loaders: list[weakref.ref[LoaderMetrics]] = []
         listener = socket.create_server((host, port))
         self.url = f"http://{host}:{listener.getsockname()[1]}/metrics"
         self._server = Server(
@@ -48,11 +48,11 @@ class Endpoint:
         self._server.start()
 
     def _text(self) -> str:
-        held = [exported() for exported in list(self.loaders)]
-        return text_of(exported for exported in held if exported is not None)
+        held = [loader() for loader in list(self.loaders)]
+        return text_of(loader for loader in held if loader is not None)
 
     def close(self) -> None:
-        """End the thread, and give the address back."""
+        """End the thread and release the address."""
         self._server.close()
 
     def let_go(self) -> None:
@@ -61,38 +61,38 @@ class Endpoint:
 
 
 class _Request(Client):
-    """A client that asks once.
+    """A client with one request.
 
     Args:
-        text: Gives the figures.
+        text: Returns the metrics.
     """
 
     def __init__(self, connection: socket.socket, text: Callable[[], str]) -> None:
         super().__init__(connection)
         self._text = text
-        self._asked = b""
-        self._answer = b""
+        self._request = b""
+        self._response = b""
 
     def step(self) -> bool:
-        """Read more of the request, or write more of the answer."""
+        """Read more of the request, or write more of the response."""
         if not self.writes:
             data = self.connection.recv(_MOST_BYTES)
-            self._asked += data
-            end = _END_OF_HEAD.search(self._asked)
-            if end is None and len(self._asked) < _MOST_BYTES:
+            self._request += data
+            end = _END_OF_HEAD.search(self._request)
+            if end is None and len(self._request) < _MOST_BYTES:
                 return bool(data)
-            self._answer = _answer(self._asked if end else b"", self._text)
+            self._response = _response(self._request if end else b"", self._text)
             self.writes = True
-        self._answer = self._answer[self.connection.send(self._answer) :]
-        return bool(self._answer)
+        self._response = self._response[self.connection.send(self._response) :]
+        return bool(self._response)
 
 
-def _answer(asked: bytes, text: Callable[[], str]) -> bytes:
-    """The answer to a request, of which the first line matters; b"" is one that is too long."""
-    match = _REQUEST.match(asked)
+def _response(request: bytes, text: Callable[[], str]) -> bytes:
+    """The response to a request, which depends on its first line; b"" stands for a request that is too long."""
+    match = _REQUEST.match(request)
     status, body = HTTPStatus.OK, ""
     if match is None:
-        status = HTTPStatus.BAD_REQUEST if asked else HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+        status = HTTPStatus.BAD_REQUEST if request else HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
     elif match[1] not in (b"GET", b"HEAD"):
         status = HTTPStatus.METHOD_NOT_ALLOWED
     elif match[2].partition(b"?")[0] not in (b"/", b"/metrics"):
@@ -100,7 +100,7 @@ def _answer(asked: bytes, text: Callable[[], str]) -> bytes:
     else:
         try:
             body = text()
-        except Exception as error:  # standard error is the program's
+        except Exception as error:  # the response reports it, as stderr belongs to the program
             status, body = HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}\n"
     if status != HTTPStatus.OK:
         body = body or f"{status.value} {status.phrase}\n"
@@ -117,23 +117,23 @@ def _answer(asked: bytes, text: Callable[[], str]) -> bytes:
 _endpoints: dict[tuple[str, int], Endpoint] = {}
 
 
-def serve(exported: Exported, host: str, port: int) -> str:
-    """Tell a loader's figures at an address, which several may share, as long as the loader exists.
+def serve(loader: LoaderMetrics, host: str, port: int) -> str:
+    """Serve a loader's metrics while the loader exists; several loaders may share an address.
 
     Args:
-        port: 0 for any that is free.
+        port: 0 for any free port.
 
     Returns:
         The URL.
 
     Raises:
-        OSError: The address cannot be had.
+        OSError: The address is not available.
     """
     endpoint = _endpoints.get((host, port))
     if endpoint is None:
         endpoint = _endpoints[host, port] = Endpoint(host, port)
-    endpoint.loaders.append(weakref.ref(exported))
-    weakref.finalize(exported, _leave, (host, port))
+    endpoint.loaders.append(weakref.ref(loader))
+    weakref.finalize(loader, _leave, (host, port))
     return endpoint.url
 
 
@@ -141,7 +141,7 @@ def _leave(address: tuple[str, int]) -> None:
     endpoint = _endpoints.get(address)
     if endpoint is None:
         return
-    endpoint.loaders = [exported for exported in endpoint.loaders if exported() is not None]
+    endpoint.loaders = [loader for loader in endpoint.loaders if loader() is not None]
     if not endpoint.loaders:
         del _endpoints[address]
         endpoint.close()

@@ -1,4 +1,4 @@
-"""What the GPUs do, from a process beside the training process."""
+"""The use of the GPUs, sampled by a separate process."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from pathlib import Path
 from minato.observe.monitor import nvml_process
 from minato.observe.monitor.nvml_process import FIELDS, NBYTES, Table
 
-__all__ = ["GpuWatch", "gpu_watch"]
+__all__ = ["GpuMonitor", "gpu_monitor"]
 
 _DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Where a driver shows itself, on Linux and under Windows."""
+"""Device files of a driver, on Linux and in WSL."""
 _GRACE_S = 5.0
-"""How long the end of the process is waited for."""
+"""Time limit for the end of the process."""
 
 
-class GpuWatch:
-    """Counts how the GPUs are used, as long as anybody refers to it.
+class GpuMonitor:
+    """The counters of the GPUs; monitoring ends with the last reference to this object.
 
     Args:
-        descriptor: Of the memory that the counts lie in.
+        descriptor: Of the memory that holds the counters.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._table = Table(mmap.mmap(descriptor, NBYTES))
 
     def gpus(self) -> tuple[tuple[str, int], ...]:
-        """Name and bytes of each; none while the process starts, and where there are none."""
+        """Name and bytes of each; empty until the process has started."""
         table = self._table
         return tuple(
             (table.name(i), round(table.row(i)[FIELDS.index("total_mib")] * 2**20))
@@ -51,44 +51,42 @@ class GpuWatch:
         )
 
 
-_present: weakref.ref[GpuWatch] | None = None
+_present: weakref.ref[GpuMonitor] | None = None
 
 
-def gpu_watch() -> GpuWatch | None:
-    """The one of this process, which ends with the last reference to it; None without a driver for GPUs."""
+def gpu_monitor() -> GpuMonitor | None:
+    """The monitor of this process, which ends with its last reference; None without a GPU driver."""
     global _present
-    watch = None if _present is None else _present()
-    if watch is None and any(path.exists() for path in _DRIVER) and hasattr(os, "memfd_create"):
-        watch = _started()
-        _present = None if watch is None else weakref.ref(watch)
-    return watch
+    monitor = None if _present is None else _present()
+    if monitor is None and any(path.exists() for path in _DRIVER) and hasattr(os, "memfd_create"):
+        monitor = _started()
+        _present = None if monitor is None else weakref.ref(monitor)
+    return monitor
 
 
-def _started() -> GpuWatch | None:
+def _started() -> GpuMonitor | None:
     descriptor = os.memfd_create("minato-gpus")
     try:
         os.ftruncate(descriptor, NBYTES)
-        away = subprocess.DEVNULL
+        null = subprocess.DEVNULL
         process = subprocess.Popen(
             [sys.executable, nvml_process.__file__, str(descriptor), str(os.getpid())],
             pass_fds=[descriptor],
-            stdin=away,
-            stdout=away,
-            stderr=away,
+            stdin=null,
+            stdout=null,
+            stderr=null,
         )
-        watch = GpuWatch(descriptor)
-    except OSError:  # no further process can be had: then nobody watches
+        monitor = GpuMonitor(descriptor)
+    except OSError:  # no process can be started: no monitoring
         return None
     finally:
         os.close(descriptor)
-    weakref.finalize(watch, _end, process, os.getpid())
-    return watch
+    weakref.finalize(monitor, _end, process, os.getpid())
+    return monitor
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    if os.getpid() == owner:  # and no forked child's copy
-        process.kill()  # it has nothing to put in order
-        with suppress(
-            subprocess.TimeoutExpired
-        ):  # a driver that hangs does not even let it be killed
+    if os.getpid() == owner:  # not in a forked child, which has a copy
+        process.kill()  # it has nothing to clean up
+        with suppress(subprocess.TimeoutExpired):  # a driver that hangs also blocks the kill
             process.wait(_GRACE_S)

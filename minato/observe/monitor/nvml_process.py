@@ -1,7 +1,7 @@
-"""A program of its own: looks at the GPUs ten times a second, and adds up what it sees in shared memory.
+"""A separate program that samples the GPUs ten times a second and adds the values in shared memory.
 
-It runs beside the training process, so that no call of the driver's holds that up, and imports nothing of minato, so
-that it starts quickly. It ends with the process that started it.
+A process of its own keeps slow driver calls out of the training process. It imports nothing of minato, so that it
+starts quickly. It ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["FIELDS", "NBYTES", "Gpu", "Table", "run"]
 
 INTERVAL_S = 0.1
 FIELDS = ("samples", "idle", "busy_percent", "used_mib", "total_mib")
-"""Of each GPU: looks, those at which it was idle, the sum of its use in percent at the others, the sum of the MiB in
-use at all of them, and how many MiB there are."""
+"""Of each GPU: samples, samples in which it was idle, sums of its utilization in percent and of the MiB in use, and
+its total MiB."""
 _MOST_GPUS = 32
 _TEXT = 64
 _ROW = 8 * len(FIELDS) + _TEXT
@@ -26,16 +26,16 @@ NBYTES = 8 + _MOST_GPUS * _ROW
 
 
 class Gpu(Protocol):
-    """A GPU as the driver shows it."""
+    """A GPU that can be sampled."""
 
     name: str
 
     def look(self) -> tuple[float, int, int]:
-        """Use in percent, bytes in use, bytes there are."""
+        """Utilization in percent, bytes in use, total bytes."""
 
 
 class Table:
-    """The sums, in memory of :data:`NBYTES` bytes; zeros are an empty table."""
+    """The counters, in memory of :data:`NBYTES` bytes; zeros are an empty table."""
 
     def __init__(self, memory: Any) -> None:
         self._memory: Any = memoryview(memory).cast("B")
@@ -43,21 +43,21 @@ class Table:
 
     @property
     def count(self) -> int:
-        """How many GPUs are in it."""
+        """The number of GPUs."""
         return int(self._count[0])
 
     def row(self, number: int) -> Any:
-        """The numbers of a GPU, in the order of :data:`FIELDS`."""
+        """The counters of a GPU, in the order of :data:`FIELDS`."""
         start = 8 + number * _ROW
         return self._memory[start : start + 8 * len(FIELDS)].cast("d")
 
     def name(self, number: int) -> str:
-        """What a GPU is called."""
+        """The name of a GPU."""
         end = 8 + (number + 1) * _ROW
         return bytes(self._memory[end - _TEXT : end]).rstrip(b"\0").decode(errors="replace")
 
     def add(self, number: int, gpu: Gpu) -> None:
-        """Look at a GPU once more."""
+        """Add a sample of a GPU."""
         percent, used, total = gpu.look()
         row = self.row(number)
         row[1] += percent == 0
@@ -67,7 +67,7 @@ class Table:
         row[0] += 1
 
     def enter(self, gpus: Sequence[Gpu]) -> None:
-        """Begin with these."""
+        """Initialize the table for these GPUs."""
         for number, gpu in enumerate(gpus):
             name = gpu.name.encode()[:_TEXT].ljust(_TEXT, b"\0")
             end = 8 + (number + 1) * _ROW
@@ -90,7 +90,7 @@ class _Nvml:
 
 
 def visible(nvml: Any, named: str | None) -> list[Gpu]:
-    """The GPUs that ``CUDA_VISIBLE_DEVICES`` names, all without it; without those that do not tell their use."""
+    """The GPUs that ``CUDA_VISIBLE_DEVICES`` names, all without it; only those that report their use."""
     if named is None:
         named = ",".join(map(str, range(nvml.nvmlDeviceGetCount())))
     found: list[Gpu] = []
@@ -99,7 +99,7 @@ def visible(nvml: Any, named: str | None) -> list[Gpu]:
             gpu = _Nvml(nvml, _handle(nvml, name))
             gpu.look()
             found.append(gpu)
-    except nvml.NVMLError:  # CUDA, too, takes those before one that is not there
+    except nvml.NVMLError:  # like CUDA: the devices before an invalid one
         pass
     return found[:_MOST_GPUS]
 
@@ -111,7 +111,7 @@ def _handle(nvml: Any, name: str) -> Any:
 
 
 def run(gpus: Sequence[Gpu], table: Table, wanted: Callable[[], bool]) -> None:
-    """Look at GPUs until nobody wants to know."""
+    """Sample GPUs while ``wanted()`` is true."""
     table.enter(gpus)
     while wanted():
         for number, gpu in enumerate(gpus):
@@ -120,7 +120,7 @@ def run(gpus: Sequence[Gpu], table: Table, wanted: Callable[[], bool]) -> None:
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Fill the table in a memory file, as long as the parent lives."""
+    """Fill the table in a memory file while the parent process lives."""
     import pynvml
 
     try:
@@ -130,7 +130,7 @@ def main(descriptor: int, parent: int) -> None:
             table = Table(mmap.mmap(descriptor, NBYTES))
             run(gpus, table, lambda: os.getppid() == parent)
     except (pynvml.NVMLError, KeyboardInterrupt):
-        pass  # without a driver there is nothing to see
+        pass  # without a driver there are no GPUs
 
 
 if __name__ == "__main__":

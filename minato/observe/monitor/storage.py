@@ -1,4 +1,4 @@
-"""What the sources of a loader's samples, its reads and its cache have counted."""
+"""The counters of a loader's sources, reads and cache."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from minato._counters import Counters
+from minato._support.counters import Counters
 
-__all__ = ["Storage"]
+__all__ = ["StorageCounters"]
 
 
-class Storage:
-    """Counts of a loader's storage, in all processes.
+class StorageCounters:
+    """The counters of a loader's storage, in all processes.
 
     Args:
-        dataset: May be or hold sources; those that it keeps in an attribute are found, and those of datasets that it
-            keeps there.
+        dataset: A source, or a dataset with sources in its attributes, at any depth.
         cache: The loader's, or None.
-        reads: What counts several reads at once, or None.
+        reads: The counters of concurrent reads, or None.
     """
 
     def __init__(self, dataset: Any, cache: Any, reads: Counters | None) -> None:

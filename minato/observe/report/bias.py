@@ -1,102 +1,104 @@
-"""Whether what comes late, or not at all, differs from the rest."""
+"""Whether late or skipped samples differ from the rest, in cost, bytes and labels."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from minato._core.histogram import Histogram
 from minato.observe.report.figures import Bias
-from minato.observe.stats.rank_correlation import rank_correlation, rank_spread
-from minato.observe.stats.reservoir import Arrived
+from minato.observe.stats.lateness import DeliveredSample
 
-__all__ = ["Labels", "bias_of"]
+__all__ = ["Labels", "bias_of", "rank_correlation", "rank_spread"]
 
-Labels = Callable[[Any], Any] | Mapping[Any, Any] | Sequence[Any]
-"""What tells the label of a key: a function, or something to index with it."""
+Labels: TypeAlias = Callable[[Any], Any] | Mapping[Any, Any] | Sequence[Any]
+"""Returns the label of an index: a function, or a sequence or mapping."""
 
-_NOTICED = 0.2
+_NOTICEABLE = 0.2
 _DEVIATIONS = 4.0
-"""A correlation is told of from 0.2 on, if chance does not give it once in ten thousand times."""
+"""A correlation is reported from 0.2 on, if random data would give it less often than once in ten thousand runs."""
 _MOST_LABELS = 1 << 16
-"""Of more, as many are drawn."""
+"""Of more labels, a random subset of this size is used."""
 
 
 def bias_of(
-    rows: Sequence[Arrived],
+    rows: Sequence[DeliveredSample],
     late: Histogram,
     labels: Labels | None,
     skipped: Collection[Any] = (),
 ) -> tuple[Bias, tuple[str, ...]]:
-    """The figures, and what to say about them.
+    """The figures, and a sentence about each that is noticeable.
 
     Args:
-        rows: Samples drawn at random.
-        late: Of each batch, the share of late samples in thousandths.
-        skipped: Keys of samples that were left out.
+        rows: A random subset of the samples.
+        late: The share of late samples in each batch, in thousandths.
+        skipped: Indices of the skipped samples.
     """
     lags = [row.lag for row in rows]
     sized = [row for row in rows if row.nbytes]
-    cost, costs_matter = _correlation(lags, [row.cost_ns for row in rows])
-    size, sizes_matter = _correlation([row.lag for row in sized], [row.nbytes for row in sized])
-    label, labels_matter = None, False
+    cost, cost_matters = _correlation(lags, [row.cost_ns for row in rows])
+    size, size_matters = _correlation([row.lag for row in sized], [row.nbytes for row in sized])
+    label, label_matters = None, False
     skipped_label, skips_matter = None, False
     if labels is not None:
-        label, labels_matter = _by_label(lags, [_label(labels, row.key) for row in rows])
+        label, label_matters = _by_label(lags, [_label(labels, row.key) for row in rows])
         skipped_label, skips_matter = _by_omission(labels, rows, skipped)
     bias = Bias(
-        len(rows),
-        sum(lag > 0 for lag in lags) / max(len(lags), 1),
-        late.percentile(0.5) / 1000,
-        late.percentile(0.99) / 1000,
-        cost,
-        size if sized else None,
-        label,
-        skipped_label,
+        samples=len(rows),
+        late_share=sum(lag > 0 for lag in lags) / max(len(lags), 1),
+        batch_p50=late.percentile(0.5) / 1000,
+        batch_p99=late.percentile(0.99) / 1000,
+        cost=cost,
+        size=size if sized else None,
+        label=label,
+        skipped_label=skipped_label,
     )
-    words = []
-    if labels_matter:
-        words.append(
-            f"Samples that come late have other labels than the rest (rank correlation {label:+.2f}), so what the "
-            "model sees early is not a fair part of the data: use a smaller max_lag, or order='strict'."
+    warnings = []
+    if label_matters:
+        warnings.append(
+            f"Late samples have other labels than the rest (rank correlation {label:+.2f}), so the model sees a biased "
+            "part of the data first: use a smaller max_lag, or order='strict'."
         )
     if skips_matter:
-        words.append(
-            f"Samples that were skipped have other labels than the rest (rank correlation {skipped_label:+.2f}), so "
-            "the model sees too little of some: mend these samples, or let on_error replace them."
+        warnings.append(
+            f"Skipped samples have other labels than the rest (rank correlation {skipped_label:+.2f}), so some labels "
+            "are underrepresented: repair these samples, or replace them by on_error."
         )
-    if sizes_matter:
-        words.append(
-            f"The larger a sample, the {'later' if size > 0 else 'earlier'} it comes (rank correlation {size:+.2f}): "
+    if size_matters:
+        warnings.append(
+            f"Larger samples come {'later' if size > 0 else 'earlier'} (rank correlation {size:+.2f}): "
             "if size matters to the model, use a smaller max_lag, or order='strict'."
         )
-    if costs_matter and labels is None:
-        words.append(
-            f"Dear samples come {'late' if cost > 0 else 'early'} (rank correlation {cost:+.2f}). That is harmless if "
-            "what makes them dear does not matter to the model: report(labels=...) tells whether labels differ."
+    if cost_matters and labels is None:
+        warnings.append(
+            f"Expensive samples come {'late' if cost > 0 else 'early'} (rank correlation {cost:+.2f}). That is "
+            "harmless unless their cost is related to their content: report(labels=...) shows whether labels differ."
         )
-    return bias, tuple(words)
+    return bias, tuple(warnings)
 
 
 def _correlation(lags: Sequence[int], values: Sequence[float]) -> tuple[float, bool]:
-    """Spearman's rank correlation, and whether it is worth telling."""
+    """Spearman's rank correlation, and whether it is noticeable."""
     found = rank_correlation(lags, values)
-    return found, abs(found) >= _NOTICED and abs(found) * len(lags) ** 0.5 >= _DEVIATIONS
+    return found, abs(found) >= _NOTICEABLE and abs(found) * len(lags) ** 0.5 >= _DEVIATIONS
 
 
 def _by_label(lags: Sequence[int], labels: Sequence[Any]) -> tuple[float, bool]:
-    """The same for labels: numbers with a fraction have an order, all others are classes."""
+    """The same for labels: floats have an order, all others are classes."""
     if all(isinstance(label, float) for label in labels):
         return _correlation(lags, labels)
     found, deviations = rank_spread(lags, labels)
-    return found, found >= _NOTICED and deviations >= _DEVIATIONS
+    return found, found >= _NOTICEABLE and deviations >= _DEVIATIONS
 
 
 def _by_omission(
-    labels: Labels, rows: Sequence[Arrived], skipped: Collection[Any]
+    labels: Labels, rows: Sequence[DeliveredSample], skipped: Collection[Any]
 ) -> tuple[float | None, bool]:
-    """The same for being left out, of all keys that have labels; with a function, of those that were delivered."""
+    """The same for skipped samples, against all that have labels; with a function, against the returned ones."""
     keys: Sequence[Any] = range(0)
     if callable(labels):
         keys = [row.key for row in rows]
@@ -108,9 +110,9 @@ def _by_omission(
         return None, False
     share, draw = min(_MOST_LABELS / len(keys), 1.0), random.Random(0)
     kept = draw.sample(keys, round(share * len(keys)))
-    gone = draw.sample(sorted(skipped, key=repr), round(share * len(skipped)))
-    marks = [0] * len(kept) + [1] * len(gone)
-    return _by_label(marks, [_label(labels, key) for key in (*kept, *gone)])
+    missing = draw.sample(sorted(skipped, key=repr), round(share * len(skipped)))
+    marks = [0] * len(kept) + [1] * len(missing)
+    return _by_label(marks, [_label(labels, key) for key in (*kept, *missing)])
 
 
 def _label(labels: Labels, key: Any) -> Any:
@@ -122,3 +124,44 @@ def _label(labels: Labels, key: Any) -> Any:
         ) from None
     item = getattr(label, "item", None)  # a number of numpy's or torch's
     return label if item is None else item()
+
+
+def rank_correlation(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
+    """Spearman's rank correlation of two sequences of equal length; equal values share their mean rank.
+
+    Returns:
+        From -1 to 1; 0 where one of them is constant or has fewer than two values.
+    """
+    ranks = [_ranks_of(np.asarray(values, np.float64)) for values in (first, second)]
+    if len(ranks[0]) < 2 or any(np.ptp(rank) == 0 for rank in ranks):
+        return 0.0
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def rank_spread(values: npt.ArrayLike, groups: Sequence[object]) -> tuple[float, float]:
+    """How strongly the ranks of values depend on the group (the test of Kruskal and Wallis).
+
+    Returns:
+        The correlation ratio, from 0 to 1, less its expectation for random groups; for two groups it is the absolute
+        value of Spearman's correlation. Then the standard deviations by which the statistic exceeds its expectation.
+    """
+    ranks = _ranks_of(np.asarray(values, np.float64))
+    _, place = np.unique(np.array([repr(group) for group in groups]), return_inverse=True)
+    counts = np.bincount(place)
+    count, num_groups = len(ranks), len(counts)
+    whole = float(np.sum((ranks - (count + 1) / 2) ** 2))
+    if num_groups < 2 or num_groups >= count or whole == 0:
+        return 0.0, 0.0
+    means = np.bincount(place, ranks) / counts
+    between = float(np.sum(counts * (means - (count + 1) / 2) ** 2))
+    statistic, expected = (count - 1) * between / whole, num_groups - 1
+    share = max((statistic - expected) / (count - num_groups), 0.0)
+    return min(share, 1.0) ** 0.5, (statistic - expected) / (2 * expected) ** 0.5
+
+
+def _ranks_of(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Rank of each value, from 1 on."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    middle: npt.NDArray[np.float64] = last - (counts - 1) / 2.0
+    return middle[place]

@@ -1,269 +1,263 @@
-"""From what a journal has noted to a report."""
+"""From the epoch log to a report."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from minato._core.histogram import Histogram
-from minato._system import available_cores
 from minato.observe.report.bias import Labels, bias_of
 from minato.observe.report.figures import (
-    Batches,
+    Errors,
     Gpu,
-    Host,
+    Machine,
     Period,
-    Point,
+    PrefetchWindow,
     Reads,
-    Report,
-    Room,
     Setup,
-    Slowness,
     SlowSample,
     Stage,
-    Trouble,
+    Stragglers,
+    Throughput,
+    TimelinePoint,
     Waiting,
     Workers,
 )
+from minato.observe.report.report import Report
 from minato.observe.report.verdict import judge
-from minato.observe.stats.counters import Readings
-from minato.observe.stats.epoch_log import EpochNotes, Journal
-from minato.observe.stats.summary import to_words
+from minato.observe.stats.epoch_log import EpochLog, EpochRecord
+from minato.observe.stats.histograms import to_words
+from minato.observe.stats.snapshot import Metrics
 
-__all__ = ["report_of", "setup_of"]
+__all__ = ["report_of"]
 
 _FIRST_BUCKET = 8
 _COST_CLASSES = 48
 
 
 def report_of(
-    setup: Setup,
-    steps: Sequence[str],
-    journal: Journal,
-    labels: Labels | None = None,
+    setup: Setup, steps: Sequence[str], log: EpochLog, labels: Labels | None = None
 ) -> Report:
-    """The report of what a loader did so far.
+    """The report of all epochs of a loader so far.
 
     Args:
         steps: Names of the transforms.
-        labels: Tells the label of a key.
+        labels: Returns the label of an index.
     """
-    notes = journal.notes()
-    epochs = tuple(_period(each, f"epoch {each.epoch}", steps) for each in notes)
-    whole = EpochNotes(-1)
-    if notes:
-        last = notes[-1]
-        whole.line, whole.decision, whole.held_by_budget = (
-            last.line,
-            last.decision,
-            last.held_by_budget,
-        )
-        whole.finished, whole.machine = last.finished, last.machine
-    whole.readings = sum((each.readings for each in notes), journal.forgotten)
+    records = log.records()
+    whole = EpochRecord(-1)
+    if records:
+        last = records[-1]
+        whole = dataclasses.replace(last, epoch=-1)
+    whole.metrics = sum((each.metrics for each in records), log.forgotten)
     run = _period(whole, "run", steps)
-    slowest = tuple(
-        SlowSample(
-            each.key,
-            each.cost_ns / 1e9,
-            each.epoch,
-            _stage_name(each.stage, steps),
-            each.stage_ns / 1e9,
-        )
-        for each in journal.slow
+    bias, warnings = bias_of(
+        log.reservoir.rows, _histogram(whole.metrics, "late"), labels, log.skipped
     )
-    costs = _classes(whole.readings.histograms.get("total", Histogram()))
-    late = _histogram(whole.readings, "late")
-    bias, warnings = bias_of(journal.reservoir.rows, late, labels, journal.skipped)
-    return Report(setup, judge(setup, run), run, epochs, slowest, costs, bias, warnings)
-
-
-def setup_of(loader: Any, fetch_concurrency: int, may_fetch_more: bool, bounded: bool) -> Setup:
-    """What a report says about a loader's arguments.
-
-    Args:
-        fetch_concurrency: Samples that each worker reads at once.
-        may_fetch_more: Whether ``fetch_concurrency`` is possible.
-        bounded: Whether ``prefetch_factor`` was given.
-    """
-    return Setup(
-        loader.num_workers,
-        loader._options.worker_method,
-        loader._options.order,
-        loader.batch_size,
-        fetch_concurrency,
-        may_fetch_more,
-        int(loader.prefetch_factor) if bounded and loader.prefetch_factor else None,
-        loader.persistent_workers,
-        bool(loader.pin_memory),
-        available_cores(whole_node=loader.shared_pool),
+    return Report(
+        setup=setup,
+        verdict=judge(setup, run),
+        run=run,
+        epochs=tuple(_period(each, f"epoch {each.epoch}", steps) for each in records),
+        slowest=tuple(
+            SlowSample(
+                index=each.key,
+                cost_s=each.cost_ns / 1e9,
+                epoch=each.epoch,
+                stage=_stage_name(each.stage, steps),
+                stage_s=each.stage_ns / 1e9,
+            )
+            for each in log.slow
+        ),
+        costs=_cost_classes(_histogram(whole.metrics, "total")),
+        bias=bias,
+        warnings=warnings,
     )
 
 
-def _period(notes: EpochNotes, name: str, steps: Sequence[str]) -> Period:
-    readings = notes.readings
-    counts = readings.counts
-    last = notes.line.points[-1][-1] if notes.line.points else None
-    waits = _histogram(readings, "wait")
-    wall_s = counts["wall_ns"] / 1e9
-    waited_s = (counts["start_ns"] + waits.total) / 1e9
-    waiting = Waiting(
-        waited_s,
-        _ratio(waited_s, wall_s),
-        waits.percentile(0.5) / 1e9,
-        waits.percentile(0.99) / 1e9,
-        waits.max / 1e9,
-        _ratio(counts["start_ns"] / 1e9, counts["epochs"]),
-        _ratio(counts["first_ns"] / 1e9, counts["epochs"]),
-        counts["slept_ns"] / 1e9,
-        counts["pinned_ns"] / 1e9,
-    )
-    step = _histogram(readings, "step")
-    batches = Batches(
-        wall_s,
-        counts["batches"],
-        counts["samples"],
-        counts["bytes"],
-        _ratio(counts["batches"], wall_s),
-        _ratio(counts["samples"], wall_s),
-        _ratio(counts["bytes"], wall_s),
-        step.percentile(0.5) / 1e9,
-        step.mean / 1e9,
-        _ratio(counts["delivered"], counts["asked"]),
-    )
-    line = notes.line.points
-    room = Room(
-        _mean(_ratio(each.ready, each.limit) for *_, each in line),
-        _mean(each.in_flight for *_, each in line),
-        0 if last is None else last.limit,
-        max((each.memory_bytes for *_, each in line), default=0),
-        0 if last is None else last.budget_bytes,
-        notes.held_by_budget,
-    )
+def _period(record: EpochRecord, name: str, steps: Sequence[str]) -> Period:
+    metrics, counts = record.metrics, record.metrics.counts
+    points = record.timeline.points
     return Period(
-        name,
-        counts["epochs"],
-        notes.finished,
-        waiting,
-        batches,
-        _workers(readings, 0 if last is None else last.workers),
-        room,
-        _slowness(notes),
-        Trouble(*(counts[each.name] for each in dataclasses.fields(Trouble))),
-        _reads(counts),
-        Host(
-            len(notes.machine.gpus),
-            _ratio(counts["disk_read_bytes"], wall_s),
-            notes.machine.available_bytes,
-            notes.machine.limit_bytes,
+        name=name,
+        epochs=counts["epochs"],
+        finished=record.finished,
+        waiting=_waiting(metrics),
+        throughput=_throughput(metrics),
+        workers=_workers(metrics, points[-1].loader.workers if points else 0),
+        prefetch_window=_prefetch_window(record),
+        stragglers=_stragglers(record),
+        errors=Errors(**{each.name: counts[each.name] for each in dataclasses.fields(Errors)}),
+        reads=_reads(counts),
+        machine=Machine(
+            gpus=len(record.machine.gpus),
+            disk_bytes_per_s=_ratio(counts["disk_read_bytes"], counts["wall_ns"] / 1e9),
+            available_bytes=record.machine.available_bytes,
+            limit_bytes=record.machine.limit_bytes,
         ),
-        _gpus(notes),
-        _stages(readings, steps),
-        tuple(
-            Point(at_ns / 1e9, number, waited_ns / 1e9, *standing[:-1])
-            for at_ns, number, waited_ns, standing in line
+        gpus=_gpus(record),
+        stages=_stages(metrics, steps),
+        timeline=tuple(
+            TimelinePoint(
+                at_s=point.at_ns / 1e9,
+                batches=point.batches,
+                waited_s=point.waited_ns / 1e9,
+                workers=point.loader.workers,
+                in_flight=point.loader.in_flight,
+                ready=point.loader.ready,
+                limit=point.loader.limit,
+                memory_bytes=point.loader.memory_bytes,
+            )
+            for point in points
         ),
+    )
+
+
+def _waiting(metrics: Metrics) -> Waiting:
+    counts, waits = metrics.counts, _histogram(metrics, "wait")
+    waited_ns = counts["start_ns"] + waits.total
+    return Waiting(
+        total_s=waited_ns / 1e9,
+        share=_ratio(waited_ns, counts["wall_ns"]),
+        p50_s=waits.percentile(0.5) / 1e9,
+        p99_s=waits.percentile(0.99) / 1e9,
+        max_s=waits.max / 1e9,
+        start_s=_ratio(counts["start_ns"] / 1e9, counts["epochs"]),
+        first_batch_s=_ratio(counts["first_ns"] / 1e9, counts["epochs"]),
+        starved_s=counts["slept_ns"] / 1e9,
+        pin_memory_s=counts["pinned_ns"] / 1e9,
+    )
+
+
+def _throughput(metrics: Metrics) -> Throughput:
+    counts, step = metrics.counts, _histogram(metrics, "step")
+    wall_s = counts["wall_ns"] / 1e9
+    return Throughput(
+        wall_s=wall_s,
+        batches=counts["batches"],
+        samples=counts["samples"],
+        nbytes=counts["bytes"],
+        batches_per_s=_ratio(counts["batches"], wall_s),
+        samples_per_s=_ratio(counts["samples"], wall_s),
+        bytes_per_s=_ratio(counts["bytes"], wall_s),
+        step_p50_s=step.percentile(0.5) / 1e9,
+        step_mean_s=step.mean / 1e9,
+        coverage=_ratio(counts["delivered"], counts["asked"]),
+    )
+
+
+def _workers(metrics: Metrics, count: int) -> Workers:
+    counts, busy_ns = metrics.counts, metrics.counts["busy_ns"]
+    total_ns = busy_ns + counts["idle_ns"]
+    window_full_ns = min(_histogram(metrics, "window_full").total, counts["idle_ns"])
+    # The clock of a thread does not advance while the thread is queued for a core.
+    queued = _ratio(max(counts["queued_ns"], 0), max(counts["ran_ns"], 0))
+    on_core = _ratio(_histogram(metrics, "cpu").total, _timed_ns(metrics)) * (1 + queued)
+    return Workers(
+        count=count,
+        busy_s=busy_ns / 1e9,
+        busy_share=_ratio(busy_ns, total_ns),
+        no_work_share=_ratio(counts["idle_ns"] - window_full_ns, total_ns),
+        window_full_share=_ratio(window_full_ns, total_ns),
+        on_core_share=min(on_core, 1.0),
+        cores_share=min(_ratio(counts["cores_used_ns"], counts["cores_there_ns"]), 1.0),
+        deaths=counts["deaths"],
+    )
+
+
+def _prefetch_window(record: EpochRecord) -> PrefetchWindow:
+    states = [point.loader for point in record.timeline.points]
+    return PrefetchWindow(
+        occupancy=_mean(_ratio(each.ready, each.limit) for each in states),
+        in_flight=_mean(each.in_flight for each in states),
+        limit=states[-1].limit if states else 0,
+        memory_bytes=max((each.memory_bytes for each in states), default=0),
+        budget_bytes=states[-1].budget_bytes if states else 0,
+        held_by_budget=record.held_by_budget,
+    )
+
+
+def _stragglers(record: EpochRecord) -> Stragglers:
+    decision = record.decision
+    deferred, lag = _histogram(record.metrics, "deferred"), _histogram(record.metrics, "lag")
+    return Stragglers(
+        phase="" if decision is None else decision.phase,
+        threshold_s=0.0 if decision is None else decision.threshold_ns / 1e9,
+        percentile=0.0 if decision is None else decision.percentile,
+        slow_share=0.0 if decision is None else decision.slow_share,
+        deferrals=deferred.count,
+        deferred_p99_s=deferred.percentile(0.99) / 1e9,
+        lag_p50=lag.percentile(0.5),
+        lag_max=lag.max,
     )
 
 
 def _reads(counts: Mapping[str, int]) -> Reads:
     hits, misses = counts["cache_hits"], counts["cache_misses"]
     return Reads(
-        counts["source_retries"],
-        counts["fetch_hedged"],
-        counts["fetch_hedges_won"],
-        hits,
-        misses,
-        _ratio(hits, hits + misses),
-        counts["cache_damaged"],
-        counts["cache_errors"],
-        counts["cache_full"],
-        counts["cache_stored_bytes"],
+        retries=counts["source_retries"],
+        hedged=counts["fetch_hedged"],
+        hedges_won=counts["fetch_hedges_won"],
+        cache_hits=hits,
+        cache_misses=misses,
+        cache_hit_rate=_ratio(hits, hits + misses),
+        cache_damaged=counts["cache_damaged"],
+        cache_errors=counts["cache_errors"],
+        cache_full=counts["cache_full"],
+        cache_stored_bytes=counts["cache_stored_bytes"],
     )
 
 
-def _workers(readings: Readings, count: int) -> Workers:
-    counts, busy_ns = readings.counts, readings.counts["busy_ns"]
-    there_ns = busy_ns + counts["idle_ns"]
-    room_ns = min(_histogram(readings, "room").total, counts["idle_ns"])
-    # The clock of a thread stands still while it queues for a core.
-    queued = _ratio(max(counts["queued_ns"], 0), max(counts["ran_ns"], 0))
-    on_core = _ratio(_histogram(readings, "cpu").total, _timed_ns(readings)) * (1 + queued)
-    return Workers(
-        count,
-        busy_ns / 1e9,
-        _ratio(busy_ns, there_ns),
-        _ratio(counts["idle_ns"] - room_ns, there_ns),
-        _ratio(room_ns, there_ns),
-        min(on_core, 1.0),
-        min(_ratio(counts["cores_used_ns"], counts["cores_there_ns"]), 1.0),
-        counts["deaths"],
-    )
-
-
-def _slowness(notes: EpochNotes) -> Slowness:
-    decision, readings = notes.decision, notes.readings
-    phase, threshold_ns, percentile, share = "", 0, 0.0, 0.0
-    if decision is not None:
-        threshold_ns, percentile, share, phase = decision
-    deferred = _histogram(readings, "deferred")
-    lag = _histogram(readings, "lag")
-    return Slowness(
-        phase,
-        threshold_ns / 1e9,
-        percentile,
-        share,
-        deferred.count,
-        deferred.percentile(0.99) / 1e9,
-        lag.percentile(0.5),
-        lag.max,
-    )
-
-
-def _gpus(notes: EpochNotes) -> tuple[Gpu, ...]:
-    counts, found = notes.readings.counts, []
-    for number, (name, total_bytes) in enumerate(notes.machine.gpus):
+def _gpus(record: EpochRecord) -> tuple[Gpu, ...]:
+    counts, found = record.metrics.counts, []
+    for number, (name, total_bytes) in enumerate(record.machine.gpus):
         samples, idle, busy_percent, used_mib = (
-            counts[f"gpu{number}_{what}"]
-            for what in ("samples", "idle", "busy_percent", "used_mib")
+            counts[f"gpu{number}_{field}"]
+            for field in ("samples", "idle", "busy_percent", "used_mib")
         )
         found.append(
             Gpu(
-                f"{number} {name}",
-                samples,
-                _ratio(idle, samples),
-                _ratio(busy_percent / 100, samples - idle),
-                round(_ratio(used_mib, samples) * 2**20),
-                total_bytes,
+                name=f"{number} {name}",
+                samples=samples,
+                idle_share=_ratio(idle, samples),
+                busy_share=_ratio(busy_percent / 100, samples - idle),
+                memory_bytes=round(_ratio(used_mib, samples) * 2**20),
+                total_bytes=total_bytes,
             )
         )
     return tuple(found)
 
 
-def _stages(readings: Readings, steps: Sequence[str]) -> tuple[Stage, ...]:
-    """The dataset, each transform, and what workers do with finished samples."""
-    total = _histogram(readings, "total")
-    busy_ns = max(readings.counts["busy_ns"], total.total)
+def _stages(metrics: Metrics, steps: Sequence[str]) -> tuple[Stage, ...]:
+    """The dataset, each transform, and collate and copy."""
+    total = _histogram(metrics, "total")
+    busy_ns = max(metrics.counts["busy_ns"], total.total)
     if not busy_ns:
         return ()
-    timed_ns = _timed_ns(readings)
+    timed_ns = _timed_ns(metrics)
     named = [("dataset", "source", "dataset")]
     named += [(name, "transform", f"{number} {name}") for number, name in enumerate(steps)]
     stages = []
     if timed_ns:
         for name, kind, key in named:
-            values = _histogram(readings, key)
+            values = _histogram(metrics, key)
             share = values.total / timed_ns * total.total / busy_ns
             stages.append(_stage(name, kind, values, share))
     else:
         stages.append(_stage("samples", "source", total, total.total / busy_ns))
-    left_ns = busy_ns - total.total
-    mean_s = _ratio(left_ns / 1e9, total.count)
-    count = total.count
-    assembly = Stage(
-        "collate and copy", "assembly", count, mean_s, mean_s, mean_s, mean_s, left_ns / busy_ns
+    rest_ns = busy_ns - total.total
+    mean_s = _ratio(rest_ns / 1e9, total.count)
+    collate = Stage(
+        name="collate and copy",
+        kind="collate",
+        count=total.count,
+        mean_s=mean_s,
+        p50_s=mean_s,
+        p90_s=mean_s,
+        p99_s=mean_s,
+        share=rest_ns / busy_ns,
     )
-    return (*stages, assembly)
+    return (*stages, collate)
 
 
 def _stage(name: str, kind: str, values: Histogram, share: float) -> Stage:
@@ -271,10 +265,10 @@ def _stage(name: str, kind: str, values: Histogram, share: float) -> Stage:
     return Stage(name, kind, values.count, values.mean / 1e9, p50, p90, p99, share)
 
 
-def _timed_ns(readings: Readings) -> int:
+def _timed_ns(metrics: Metrics) -> int:
     """Time of all stages of the samples that were timed stage by stage."""
-    names = ["dataset", *(name for name in readings.histograms if name[:1].isdigit())]
-    return sum(_histogram(readings, name).total for name in names)
+    names = ["dataset", *(name for name in metrics.histograms if name[:1].isdigit())]
+    return sum(_histogram(metrics, name).total for name in names)
 
 
 def _stage_name(stage: int, steps: Sequence[str]) -> str:
@@ -283,8 +277,8 @@ def _stage_name(stage: int, steps: Sequence[str]) -> str:
     return steps[stage] if 0 <= stage < len(steps) else ""
 
 
-def _classes(costs: Histogram) -> tuple[tuple[float, float, int], ...]:
-    """The costs of samples in a few classes of equal ratio, in seconds."""
+def _cost_classes(costs: Histogram) -> tuple[tuple[float, float, int], ...]:
+    """Number of samples by cost in seconds, in a few classes of equal ratio."""
     words = {int(i): count for i, count in to_words(costs).items() if int(i) >= _FIRST_BUCKET}
     if not words:
         return ()
@@ -309,8 +303,8 @@ def _edge(bucket: int) -> int:
     return (bucket - shift * 16) << shift
 
 
-def _histogram(readings: Readings, name: str) -> Histogram:
-    return readings.histograms.get(name) or Histogram()
+def _histogram(metrics: Metrics, name: str) -> Histogram:
+    return metrics.histograms.get(name) or Histogram()
 
 
 def _ratio(one: float, other: float) -> float:

@@ -5,25 +5,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
-from minato.observe.report.rows import in_words
-
-if TYPE_CHECKING:
-    from minato.observe.report.figures import Report
+from minato.observe.report.figures import ReportFigures
+from minato.observe.report.units import format_value
 
 __all__ = ["all_of"]
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW, _ABOVE = 400, 170, 52, 26, 12
-"""Narrow enough for a phone, where a unit is nearly a pixel, so that text of 12 can be read."""
+"""Narrow enough for a phone: a unit is about a pixel there, so text of size 12 is legible."""
 _ROW = 22
 _LABEL, _BAR = 150, 175
 _COLOURS = ("#2563a8", "#d9822b", "#3a9d5d")
 
 
-def all_of(report: Report) -> Iterator[str]:
-    """All charts for which there is something to show."""
-    line = report.run.line
+def all_of(report: ReportFigures) -> Iterator[str]:
+    """The charts that have data."""
+    line = report.run.timeline
     if len(line) > 1:
         times = [point.at_s for point in line]
         pairs = list(itertools.pairwise(line))
@@ -32,12 +29,12 @@ def all_of(report: Report) -> Iterator[str]:
             for point, later in pairs
         ]
         yield _lines("Waiting over time", times[1:], {"share of time in next()": shares}, "share")
-        standing: dict[str, Sequence[float]] = {
+        state: dict[str, Sequence[float]] = {
             "batches in flight": [point.in_flight for point in line],
-            "ready": [point.ready for point in line],
+            "ready batches": [point.ready for point in line],
             "workers": [point.workers for point in line],
         }
-        yield _lines("Workers and window over time", times, standing, "")
+        yield _lines("Workers and batches in flight over time", times, state, "")
     if report.costs:
         yield _histogram(report)
     if report.run.stages:
@@ -81,7 +78,9 @@ def _lines(
         f"<span style='color:{colour};margin-right:1em'>{escape(name)}</span>"
         for colour, name in zip(_COLOURS, series, strict=False)
     )
-    parts = [_axes(in_words(first, "s"), in_words(last, "s"), in_words(float(top), unit))]
+    parts = [
+        _axes(format_value(first, "s"), format_value(last, "s"), format_value(float(top), unit))
+    ]
     for number, values in enumerate(series.values()):
         colour = _COLOURS[number]
         points = " ".join(
@@ -94,25 +93,25 @@ def _lines(
     return _figure(title, _HEIGHT, "".join(parts), legend)
 
 
-def _histogram(report: Report) -> str:
+def _histogram(report: ReportFigures) -> str:
     costs = report.costs
     top = max(count for *_, count in costs)
     width, height = (_WIDTH - 8 - _LEFT) / len(costs), _HEIGHT - _BELOW - _ABOVE
-    parts = [_axes(in_words(costs[0][0], "s"), in_words(costs[-1][1], "s"), str(top))]
-    threshold_s = report.run.slowness.threshold_s
+    parts = [_axes(format_value(costs[0][0], "s"), format_value(costs[-1][1], "s"), str(top))]
+    threshold_s = report.run.stragglers.threshold_s
     for number, (low_s, high_s, count) in enumerate(costs):
-        tall = height * count / top
+        bar = height * count / top
         slow = 0 < threshold_s <= low_s
         parts.append(
-            f"<rect x='{_LEFT + number * width:.1f}' y='{_ABOVE + height - tall:.1f}' width='{width * 0.9:.1f}' "
-            f"height='{tall:.1f}' fill='{_COLOURS[1] if slow else _COLOURS[0]}'/>"
+            f"<rect x='{_LEFT + number * width:.1f}' y='{_ABOVE + height - bar:.1f}' width='{width * 0.9:.1f}' "
+            f"height='{bar:.1f}' fill='{_COLOURS[1] if slow else _COLOURS[0]}'/>"
         )
         if low_s <= threshold_s < high_s:
             x = _LEFT + number * width
             parts.append(f"<path d='M{x:.1f} {_ABOVE}v{height}' stroke='{_COLOURS[1]}'/>")
-            words = f"slow from {in_words(threshold_s, 's')}"
+            words = f"slow above {format_value(threshold_s, 's')}"
             parts.append(_text(min(x + 4, _WIDTH - 120), _ABOVE + 10, words))
-    return _figure("What samples cost (samples by time, logarithmic)", _HEIGHT, "".join(parts))
+    return _figure("Cost of samples (number by time, logarithmic)", _HEIGHT, "".join(parts))
 
 
 def _bars(title: str, rows: Sequence[tuple[str, float]], unit: str) -> str:
@@ -125,5 +124,5 @@ def _bars(title: str, rows: Sequence[tuple[str, float]], unit: str) -> str:
         parts.append(
             f"<rect x='{_LABEL}' y='{y}' width='{wide:.1f}' height='{_ROW - 6}' fill='{_COLOURS[0]}'/>"
         )
-        parts.append(_text(_LABEL + 6 + wide, y + 12, in_words(value, unit)))
+        parts.append(_text(_LABEL + 6 + wide, y + 12, format_value(value, unit)))
     return _figure(title, _ABOVE + len(rows) * _ROW + 4, "".join(parts))

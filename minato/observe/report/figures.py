@@ -1,52 +1,328 @@
-"""A report: all figures of the run and of each epoch."""
+"""The figures of a report as data: each with its unit, and how to read its extremes."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from minato.observe.report import html, text
-from minato.observe.report.parts import (
-    Batches,
-    Bias,
-    Gpu,
-    Host,
-    Point,
-    Reads,
-    Room,
-    Setup,
-    Slowness,
-    SlowSample,
-    Stage,
-    Trouble,
-    Waiting,
-    Workers,
-)
-from minato.observe.report.verdict import Verdict
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = [
-    "Batches",
+    "PARTS",
     "Bias",
+    "Errors",
     "Gpu",
-    "Host",
+    "Machine",
     "Period",
-    "Point",
+    "PrefetchWindow",
     "Reads",
-    "Report",
-    "Room",
+    "ReportFigures",
     "Setup",
     "SlowSample",
-    "Slowness",
     "Stage",
-    "Trouble",
+    "Stragglers",
+    "Throughput",
+    "TimelinePoint",
+    "Verdict",
     "Waiting",
     "Workers",
+    "legend",
 ]
+
+
+def _figure(unit: str, reading: str) -> Any:
+    """A field of a figure.
+
+    Args:
+        unit: ``s``, ``bytes``, ``share`` (0 to 1), ``per s``, ``bytes per s``, or the things counted.
+        reading: How to read its extremes, in one line.
+    """
+    return field(metadata={"unit": unit, "reading": reading})
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """How long the training loop waited inside ``next()``."""
+
+    total_s: float = _figure(
+        "s", "sum, with the start of the iterator; the time that an ideal loader would save"
+    )
+    share: float = _figure(
+        "share", "below 5 %: training is the bottleneck; above 20 %: the loader costs you time"
+    )
+    p50_s: float = _figure("s", "of one next(); near 0: most batches were ready")
+    p99_s: float = _figure("s", "far above P50: a few batches delay the loop")
+    max_s: float = _figure("s", "the longest; often the first batch")
+    start_s: float = _figure(
+        "s", "in iter(), for each epoch; long: workers start slowly, see persistent_workers"
+    )
+    first_batch_s: float = _figure(
+        "s", "until each epoch's first batch; long: slow imports in workers, or expensive samples"
+    )
+    starved_s: float = _figure(
+        "s", "the part of the sum in which no batch was ready; the rest is the transfer of batches"
+    )
+    pin_memory_s: float = _figure(
+        "s", "copying to pinned memory, after next(); near the step's time: it is the bottleneck"
+    )
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Batches, samples and bytes, and their rates."""
+
+    wall_s: float = _figure("s", "from iter() to the last batch")
+    batches: int = _figure("batches", "that next() returned")
+    samples: int = _figure("samples", "in them; of a stream, those requested")
+    nbytes: int = _figure("bytes", "in them; 0: batches are pickled")
+    batches_per_s: float = _figure("per s", "with the time of your own step")
+    samples_per_s: float = _figure("per s", "with the time of your own step")
+    bytes_per_s: float = _figure(
+        "bytes per s", "near the bandwidth of memory or bus: samples are too large, not too slow"
+    )
+    step_p50_s: float = _figure(
+        "s", "your own work between two next(); near 0: you measure the loader alone"
+    )
+    step_mean_s: float = _figure("s", "far above P50: some steps do more, such as validation")
+    coverage: float = _figure(
+        "share", "returned, of the samples of the sampler; 100 % at the end of an epoch"
+    )
+
+
+@dataclass(frozen=True)
+class Workers:
+    """How the workers spent their time."""
+
+    count: int = _figure("workers", "active now; 0: the training process itself")
+    busy_s: float = _figure("s", "of all together; divided by wall_s: workers busy at a time")
+    busy_share: float = _figure(
+        "share", "near 100 %: they are at their limit; low: the bottleneck is elsewhere"
+    )
+    no_work_share: float = _figure(
+        "share", "idle while the loop waited too; high: slow start, or a prefetch window too small"
+    )
+    window_full_share: float = _figure(
+        "share", "idle because enough batches were ready; high: fewer workers suffice"
+    )
+    on_core_share: float = _figure(
+        "share", "on a core, or queued for one, when busy; low: they wait for a disk or a network"
+    )
+    cores_share: float = _figure(
+        "share", "use of all cores by all processes; near 100 %: more workers cannot help"
+    )
+    deaths: int = _figure("workers", "that died and were replaced; above 0: see the warnings")
+
+
+@dataclass(frozen=True)
+class PrefetchWindow:
+    """How far ahead the workers could work."""
+
+    occupancy: float = _figure(
+        "share", "ready batches in the window; near 0: workers are behind, near 100 %: ahead"
+    )
+    in_flight: float = _figure("batches", "open or ready, on average")
+    limit: int = _figure("batches", "in flight at most; reached while you wait: too small a window")
+    memory_bytes: int = _figure("bytes", "of the batches in flight, at most")
+    budget_bytes: int = _figure("bytes", "memory_budget")
+    held_by_budget: bool = _figure(
+        "yes or no", "yes: the memory budget keeps the window from growing"
+    )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Disks, memory and GPUs; the use of the cores is among the workers' figures."""
+
+    gpus: int = _figure(
+        "GPUs", 'monitored with stats="gpu"; 0: not requested, none found, or not supported'
+    )
+    disk_bytes_per_s: float = _figure(
+        "bytes per s", "read from local disks; near their bandwidth: the disk is the bottleneck"
+    )
+    available_bytes: int = _figure(
+        "bytes", "of memory, at the end; near 0: fewer workers, or a smaller memory_budget"
+    )
+    limit_bytes: int = _figure("bytes", "of memory in all, for this container")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, sampled ten times a second."""
+
+    name: str = _figure("name", "and its number")
+    samples: int = _figure("times", "sampled; few: the figures mean little")
+    idle_share: float = _figure("share", "of the time without any work; high: it waits")
+    busy_share: float = _figure("share", "utilization when it is not idle; low: its work is small")
+    memory_bytes: int = _figure("bytes", "in use, by all processes, on average")
+    total_bytes: int = _figure("bytes", "in all; much is free: a larger batch may fit")
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """Slow samples: the threshold, and their effect on the order."""
+
+    phase: str = _figure(
+        "phase", "uniform: costs differ little, none is slow; warm-up: too few samples"
+    )
+    threshold_s: float = _figure("s", "samples above it are slow; 0: none is")
+    percentile: float = _figure(
+        "share", "in force; above StragglerPolicy.percentile: too many samples were slow"
+    )
+    slow_share: float = _figure(
+        "share", "of the latest samples; far above 1 - percentile: costs are rising"
+    )
+    deferrals: int = _figure(
+        "times", "a sample was deferred and resumed; 0 in strict and batch order"
+    )
+    deferred_p99_s: float = _figure(
+        "s", "until it was resumed; long: the loop kept waiting for fast samples"
+    )
+    lag_p50: float = _figure("batches", "of the latest sample of a batch; 0 in strict order")
+    lag_max: float = _figure("batches", "at max_lag: slow samples are deferred as long as possible")
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Whether late or skipped samples differ from the rest; of a random subset of all epochs."""
+
+    samples: int = _figure("samples", "in the subset; 0: none can be late in this order")
+    late_share: float = _figure("share", "of them that came in a later batch than their own")
+    batch_p50: float = _figure("share", "of late samples in a batch; half of the batches have less")
+    batch_p99: float = _figure("share", "far above P50: late samples cluster in few batches")
+    cost: float = _figure(
+        "correlation",
+        "of lag and cost, by ranks; near 1: expensive samples come late, as intended",
+    )
+    size: float | None = _figure(
+        "correlation", "of lag and bytes; none: all have the same layout, or a worker collated them"
+    )
+    label: float | None = _figure(
+        "correlation",
+        "of lag and label, with report(labels=...); above 0.2: early samples are biased",
+    )
+    skipped_label: float | None = _figure(
+        "correlation",
+        "of skipping and label, with report(labels=...); above 0.2: some labels are too rare",
+    )
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Samples that failed; counted where an ErrorPolicy handles them."""
+
+    retries: int = _figure("times", "a sample was retried; many: the source is unreliable")
+    recovered: int = _figure("samples", "that succeeded in a retry")
+    skipped: int = _figure("samples", "skipped; each is missing in the epoch")
+    substituted: int = _figure("samples", "replaced by on_error")
+    raised: int = _figure("samples", "whose error next() raised")
+    unrecorded: int = _figure("failures", "missing in ErrorPolicy.log; above 0: check the disk")
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Sources, concurrent reads and the cache, in all processes."""
+
+    retries: int = _figure(
+        "times", "a source retried a read; many: its network or its server is unreliable"
+    )
+    hedged: int = _figure("reads", "that were late and requested again, with FetchOptions")
+    hedges_won: int = _figure("reads", "in which the second answer was first; few: do not hedge")
+    cache_hits: int = _figure("samples", "found in the cache")
+    cache_misses: int = _figure("samples", "not found, or incomplete; all in a first epoch")
+    cache_hit_rate: float = _figure(
+        "share", "low in a second epoch: the quota is too small, or a transform has changed"
+    )
+    cache_damaged: int = _figure("samples", "with corrupt entries; above 0: check the disk")
+    cache_errors: int = _figure(
+        "times", "the disk failed, and the dataset was read; above 0: full, read-only or broken"
+    )
+    cache_full: int = _figure("times", "a sample was not stored; above 0: raise quota_bytes")
+    cache_stored_bytes: int = _figure("bytes", "added to the cache; 0 once it is complete")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a sample."""
+
+    name: str = _figure(
+        "name", "dataset: dataset[i]; collate and copy: from finished samples to the batch"
+    )
+    kind: str = _figure("kind", "source, transform or collate")
+    count: int = _figure(
+        "samples", "that were timed: all expensive ones, about one in 32 runs of cheap ones"
+    )
+    mean_s: float = _figure("s", "for one sample")
+    p50_s: float = _figure("s", "half of the samples take less")
+    p90_s: float = _figure("s", "far above P50: this stage makes samples slow")
+    p99_s: float = _figure("s", "far above P90: few samples, but very slow ones")
+    share: float = _figure("share", "of the workers' time; optimize the largest first")
+
+
+@dataclass(frozen=True)
+class SlowSample:
+    """One of the slowest samples."""
+
+    index: int | str = _figure("index", "in the dataset")
+    cost_s: float = _figure("s", "far above the others: inspect this sample")
+    epoch: int = _figure("epoch", "in which it took that long")
+    stage: str = _figure("name", "its slowest stage; empty: cheap samples are not timed one by one")
+    stage_s: float = _figure("s", "that stage alone")
+
+
+@dataclass(frozen=True)
+class TimelinePoint:
+    """The state of the loader at one moment."""
+
+    at_s: float = _figure("s", "since the start of the epoch")
+    batches: int = _figure("batches", "returned so far")
+    waited_s: float = _figure("s", "in next() so far")
+    workers: int = _figure("workers", "active")
+    in_flight: int = _figure("batches", "open or ready")
+    ready: int = _figure("batches", "ready")
+    limit: int = _figure("batches", "in flight at most")
+    memory_bytes: int = _figure("bytes", "of the batches in flight")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The loader's arguments, as far as a verdict needs them."""
+
+    num_workers: int = _figure("workers", "as the loader was constructed")
+    worker_method: str = _figure("name", "process, thread or ray")
+    order: str = _figure("name", "of the batches")
+    batch_size: int | None = _figure("samples", "none: of a batch_sampler, or single samples")
+    fetch_concurrency: int = _figure("samples", "that a worker reads concurrently")
+    may_fetch_more: bool = _figure("yes or no", "whether fetch_concurrency is possible")
+    prefetch_factor: int | None = _figure("batches", "for each worker, if it was given")
+    persistent_workers: bool = _figure("yes or no", "whether workers outlive an epoch")
+    pin_memory: bool = _figure("yes or no", "whether batches are copied to pinned memory")
+    cores: float = _figure("cores", "available to this process")
+    name: str = _figure("name", "of the loader")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The bottleneck of a run.
+
+    Attributes:
+        bottleneck: ``step`` (training itself), ``source``, ``transform``, ``collate`` (collate and copy),
+            ``transfer``, ``workers`` (too few), ``memory`` (too few batches in flight), ``order``, ``start``, or
+            ``unknown``.
+        stage: The stage that takes most of the workers' time, or "".
+        summary: The bottleneck in a sentence.
+        evidence: The figures that show it, in sentences.
+        advice: The change to make, "" for none.
+        changes: The loader's arguments to change, as far as arguments suffice.
+        speedup: Estimated speed-up by the change; 1: no faster.
+    """
+
+    bottleneck: str
+    stage: str
+    summary: str
+    evidence: tuple[str, ...]
+    advice: str = ""
+    changes: dict[str, Any] | None = None
+    speedup: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -55,43 +331,42 @@ class Period:
 
     Attributes:
         name: ``run``, or the epoch.
-        epochs: How many are in it.
-        finished: Whether it came to its end.
-        host: The machine meanwhile.
+        epochs: The number of epochs in it.
+        finished: Whether it ended regularly.
         gpus: Those that this process may use.
         stages: The dataset, each transform, and collate and copy.
-        line: How it stood over time.
+        timeline: The state of the loader over time.
     """
 
     name: str
     epochs: int
     finished: bool
     waiting: Waiting
-    batches: Batches
+    throughput: Throughput
     workers: Workers
-    room: Room
-    slowness: Slowness
-    trouble: Trouble
+    prefetch_window: PrefetchWindow
+    stragglers: Stragglers
+    errors: Errors
     reads: Reads
-    host: Host
+    machine: Machine
     gpus: tuple[Gpu, ...]
     stages: tuple[Stage, ...]
-    line: tuple[Point, ...]
+    timeline: tuple[TimelinePoint, ...]
 
 
-@dataclass(frozen=True)
-class Report:
-    """What ``loader.report()`` gives: text for ``print``, colour for ``rich.print``, a table in Jupyter.
+@dataclass(frozen=True, repr=False)
+class ReportFigures:
+    """All figures of a report.
 
     Attributes:
         setup: The loader.
-        verdict: What limits it, and what to change.
-        run: All epochs together; the time line is that of the last.
+        verdict: The bottleneck, and the change to make.
+        run: All epochs together; the timeline is that of the last.
         epochs: The latest 64, one by one.
-        slowest: The slowest twenty samples of the run.
-        costs: ``(from, to, samples)``: how many samples took between so many seconds.
-        bias: Whether what comes late differs from the rest.
-        warnings: What else you should know, in a sentence each.
+        slowest: The twenty slowest samples of the run.
+        costs: ``(from, to, samples)``: the number of samples that took from ``from`` to ``to`` seconds.
+        bias: Whether late or skipped samples differ from the rest.
+        warnings: Further observations, in a sentence each.
     """
 
     setup: Setup
@@ -113,34 +388,21 @@ class Report:
         """The same as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
 
-    def to_html(self) -> str:
-        """One page with charts that needs no other file."""
-        return html.page(self)
-
-    def __str__(self) -> str:
-        return text.plain(self)
-
-    def __rich__(self) -> RenderableType:
-        return text.rich_of(self)
-
-    def _repr_html_(self) -> str:
-        return html.fragment(self)
-
 
 PARTS = (
     Waiting,
-    Batches,
+    Throughput,
     Workers,
-    Room,
-    Host,
+    PrefetchWindow,
+    Machine,
     Gpu,
-    Slowness,
+    Stragglers,
     Bias,
-    Trouble,
+    Errors,
     Reads,
     Stage,
     SlowSample,
-    Point,
+    TimelinePoint,
     Setup,
 )
 

@@ -1,4 +1,4 @@
-"""How fast training could be if data were free."""
+"""How fast training would be with an ideal loader."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 from minato._core.clock import now_ns
 
-__all__ = ["HeadRoom"]
+__all__ = ["Headroom"]
 
-_CACHED = 4
-"""Batches that are replayed."""
+_REPLAYED = 4
+"""Number of batches that are replayed."""
 _WARM_UP = 2
-"""Steps of each kind that do not count: compilation, first allocations, the start of workers."""
+"""Steps of each kind that are not timed: compilation, first allocations, the start of workers."""
 
 
-class HeadRoom:
-    """Batches for a training loop: at first from a loader, then a few of these again and again.
+class Headroom:
+    """Batches for a training loop: first from a loader, then a few of them replayed.
 
     Args:
         batches: Called when iteration starts.
-        steps: How many steps of each kind count.
+        steps: Number of timed steps of each kind.
 
     Raises:
         ValueError: ``steps`` is less than 1.
@@ -34,59 +34,70 @@ class HeadRoom:
         self._batches = batches
         self._steps = steps
         self._loaded_ns: list[int] = []
-        self._free_ns: list[int] = []
+        self._replayed_ns: list[int] = []
 
     def __iter__(self) -> Iterator[Any]:
         kept: list[Any] = []
 
-        def keeping() -> Iterator[Any]:
+        def loaded() -> Iterator[Any]:
             for batch in itertools.islice(self._batches(), self._steps + _WARM_UP):
-                if len(kept) < _CACHED:
+                if len(kept) < _REPLAYED:
                     kept.append(batch)
                 yield batch
 
-        self._loaded_ns, self._free_ns = [], []
-        yield from _timed(keeping(), self._loaded_ns)
+        self._loaded_ns, self._replayed_ns = [], []
+        yield from _timed(loaded(), self._loaded_ns)
         yield from _timed(
-            itertools.islice(itertools.cycle(kept), len(self._loaded_ns)), self._free_ns
+            itertools.islice(itertools.cycle(kept), len(self._loaded_ns)), self._replayed_ns
         )
 
     @property
     def loaded_s(self) -> float:
-        """Median time of a step with the loader, from asking for its batch to asking for the next; 0: none counted."""
+        """Median time of a step with the loader, from one request for a batch to the next; 0: none was timed."""
         return _median(self._loaded_ns)
 
     @property
-    def free_s(self) -> float:
-        """The same with batches that are there already."""
-        return _median(self._free_ns)
+    def replayed_s(self) -> float:
+        """The same with replayed batches."""
+        return _median(self._replayed_ns)
 
     @property
-    def gain(self) -> float:
-        """How many times as fast training would be with a perfect loader; near 1: the loader is good enough."""
-        return self.loaded_s / self.free_s if self.free_s else 1.0
+    def speedup(self) -> float:
+        """Speed-up of training by an ideal loader; near 1: the loader is fast enough."""
+        return self.loaded_s / self.replayed_s if self.replayed_s else 1.0
 
     def to_dict(self) -> dict[str, float]:
         """The figures as plain data."""
-        return {"loaded_s": self.loaded_s, "free_s": self.free_s, "gain": self.gain}
+        return {
+            "loaded_s": self.loaded_s,
+            "replayed_s": self.replayed_s,
+            "speedup": self.speedup,
+        }
+
+    def __repr__(self) -> str:
+        if not self.replayed_s:
+            return f"<Headroom of {self._steps} steps: not timed>"
+        return (
+            f"<Headroom: {1e3 * self.loaded_s:.3g} ms a step, ideal {1e3 * self.replayed_s:.3g} ms>"
+        )
 
     def __str__(self) -> str:
-        if not self.free_s:
-            return "Nothing was timed: run a training loop over this first."
+        if not self.replayed_s:
+            return "No step was timed: run a training loop over this object first."
         return (
-            f"A step takes {1e3 * self.loaded_s:.3g} ms, and would take {1e3 * self.free_s:.3g} ms if data were "
-            f"free: {self.gain:.3g} times as fast."
+            f"A step takes {1e3 * self.loaded_s:.3g} ms, and {1e3 * self.replayed_s:.3g} ms with an ideal loader: "
+            f"at most {self.speedup:.3g}× faster."
         )
 
 
 def _timed(batches: Iterator[Any], times: list[int]) -> Iterator[Any]:
-    """The batches; the time of each step in ns is added to ``times``."""
-    begun_ns = now_ns()
+    """The batches; appends the time of each step in ns to ``times``."""
+    start_ns = now_ns()
     for batch in batches:
         yield batch
-        ended_ns = now_ns()
-        times.append(ended_ns - begun_ns)
-        begun_ns = ended_ns
+        end_ns = now_ns()
+        times.append(end_ns - start_ns)
+        start_ns = end_ns
 
 
 def _median(times: list[int]) -> float:

@@ -1,20 +1,18 @@
-"""A report as HTML, for Jupyter or as a page of its own with charts; nothing is loaded from elsewhere."""
+"""A report as HTML: for Jupyter, or as a page with charts; it loads nothing from elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from minato.observe.report import charts
-from minato.observe.report.rows import Section, sections
+from minato.observe.report.figures import ReportFigures
+from minato.observe.report.tables import Section, sections
+from minato.observe.report.text import verdict_lines
 
-if TYPE_CHECKING:
-    from minato.observe.report.figures import Report
+__all__ = ["PREFIX", "fragment", "page", "table"]
 
-__all__ = ["BEGINS", "fragment", "page"]
-
-BEGINS = b"<!doctype html><html lang='en'><head>"
+PREFIX = b"<!doctype html><html lang='en'><head>"
 """The first bytes of each page."""
 
 _STYLE = """
@@ -34,12 +32,8 @@ _STYLE = """
 _PAGE_STYLE = "body{margin:0 auto;max-width:60rem;padding:1rem;color:#222;background:#fff}"
 
 
-def fragment(report: Report, *, charted: bool = False) -> str:
-    """The report as a part of a page.
-
-    Args:
-        charted: With charts.
-    """
+def fragment(report: ReportFigures, *, charted: bool = False) -> str:
+    """The report as a part of a page, with charts if ``charted``."""
     pictures = "".join(charts.all_of(report)) if charted else ""
     tables = "".join(map(_table, filter(lambda section: section.rows, sections(report))))
     notes = "".join(f"<div class='note'>{escape(words)}</div>" for words in report.warnings)
@@ -49,14 +43,10 @@ def fragment(report: Report, *, charted: bool = False) -> str:
     )
 
 
-def page(report: Report, before: str = "") -> str:
-    """The report as a page that needs no other file.
-
-    Args:
-        before: HTML to show first.
-    """
+def page(report: ReportFigures, before: str = "") -> str:
+    """The report as a complete page, after the HTML ``before``."""
     return (
-        f"{BEGINS.decode()}<meta charset='utf-8'>"
+        f"{PREFIX.decode()}<meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width,initial-scale=1'>"
         "<link rel='icon' href='data:,'>"
         f"<title>minato report</title><style>{_PAGE_STYLE}</style></head><body>"
@@ -65,7 +55,7 @@ def page(report: Report, before: str = "") -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """An HTML table."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
@@ -74,18 +64,13 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _table(section: Section) -> str:
-    opened = " open" if section.title in ("Waiting", "Stages") else ""
+    is_open = " open" if section.title in ("Waiting", "Stages") else ""
     return (
-        f"<details{opened}><summary>{escape(section.title)}</summary>"
+        f"<details{is_open}><summary>{escape(section.title)}</summary>"
         f"{table(section.columns, section.rows)}</details>"
     )
 
 
-def _verdict(report: Report) -> str:
-    verdict = report.verdict
-    lines = [f"<strong>{escape(verdict.summary)}</strong>", *map(escape, verdict.evidence)]
-    if verdict.advice:
-        lines.append(f"What to do: {escape(verdict.advice)}")
-    if verdict.gain > 1.005:
-        lines.append(f"By the model, the run would be {verdict.gain:.3g} times as fast.")
-    return f"<div class='verdict'>{'<br>'.join(lines)}</div>"
+def _verdict(report: ReportFigures) -> str:
+    summary, *rest = map(escape, verdict_lines(report.verdict))
+    return f"<div class='verdict'>{'<br>'.join([f'<strong>{summary}</strong>', *rest])}</div>"

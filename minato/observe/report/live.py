@@ -1,4 +1,4 @@
-"""The live view of a loader: drawn by a thread of its own, as long as an epoch runs."""
+"""The live view of a loader, drawn by a thread while an epoch runs."""
 
 from __future__ import annotations
 
@@ -12,53 +12,52 @@ from typing import Any
 
 from minato._fork_safety import at_work, forget_in_children
 from minato.observe.report.live_display import Screen, screen_for
-from minato.observe.report.live_rates import Pace, Paced
-from minato.observe.report.rows import in_words
-from minato.observe.stats.epoch_log import EpochNotes, Journal
+from minato.observe.report.live_progress import EpochProgress, ProgressEstimator
+from minato.observe.report.units import format_value
+from minato.observe.stats.epoch_log import EpochLog, EpochRecord
 
 __all__ = ["Live"]
 
 _COST = 0.01
-"""Drawing may take this share of a core; what takes longer is drawn less often, but once a second."""
+"""Share of a core that drawing may take; expensive views are drawn less often, but once a second."""
 
 
 class Live:
-    """Shows how a loader's epochs go, from each one's begin to its end; what ``loader.live()`` gives.
+    """The result of ``loader.live()``: shows the progress of each epoch while it runs.
 
     Args:
         name: Of the loader.
         stages: Names of the dataset's stage and of the transforms.
     """
 
-    def __init__(self, journal: Journal, name: str, stages: Sequence[str]) -> None:
-        self._journal = journal
+    def __init__(self, log: EpochLog, name: str, stages: Sequence[str]) -> None:
+        self._log = log
         self._name = name
-        self._paced = Paced(name, stages)
-        journal.watchers.append(self)
+        self._estimator = ProgressEstimator(name, stages)
+        log.observers.append(self)
 
-    def begun(self) -> None:
-        """An epoch has begun."""
-        _stage.add(self)
+    def started(self) -> None:
+        """Show the epoch that has started."""
+        _board.add(self)
 
-    def settled(self) -> None:
-        """It is over."""
-        _stage.remove(self)
+    def ended(self) -> None:
+        """Replace the view by a summary: the epoch has ended."""
+        _board.remove(self)
 
-    def pace(self) -> Pace | None:
-        """How the epoch goes; None between two."""
-        glance = self._journal.glance()
-        return None if glance is None else self._paced.add(glance)
+    def progress(self) -> EpochProgress | None:
+        """The progress of the current epoch; None between two."""
+        snapshot = self._log.snapshot()
+        return None if snapshot is None else self._estimator.add(snapshot)
 
     def summary(self) -> str:
         """The last epoch in a line."""
-        notes = self._journal.past[-1]
-        return f"{self._name}, {_told(notes)}"
+        return f"{self._name}, {_summary(self._log.past[-1])}"
 
     def close(self) -> None:
-        """Show nothing from now on."""
-        if self in self._journal.watchers:
-            self._journal.watchers.remove(self)
-            _stage.remove(self, over=False)
+        """End the view."""
+        if self in self._log.observers:
+            self._log.observers.remove(self)
+            _board.remove(self, summarize=False)
 
     def __enter__(self) -> Live:
         return self
@@ -72,20 +71,20 @@ class Live:
         self.close()
 
 
-def _told(notes: EpochNotes) -> str:
-    counts = notes.readings.counts
+def _summary(record: EpochRecord) -> str:
+    counts = record.metrics.counts
     wall_s = counts["wall_ns"] / 1e9
-    waited_s = (counts["start_ns"] + notes.waits.total) / 1e9
-    rate = in_words(counts["samples"] / wall_s if wall_s else 0.0, "").strip()
+    waited_s = (counts["start_ns"] + record.waits.total) / 1e9
+    rate = format_value(counts["samples"] / wall_s if wall_s else 0.0, "").strip()
     return (
-        f"epoch {notes.epoch}{'' if notes.finished else ' (not finished)'}: {counts['batches']} batches, "
-        f"{counts['samples']} samples in {in_words(wall_s, 's')}, {rate} samples/s, "
-        f"waiting {in_words(waited_s / wall_s if wall_s else 0.0, 'share')}"
+        f"epoch {record.epoch}{'' if record.finished else ' (not finished)'}: {counts['batches']} batches, "
+        f"{counts['samples']} samples in {format_value(wall_s, 's')}, {rate} samples/s, "
+        f"waiting {format_value(waited_s / wall_s if wall_s else 0.0, 'share')}"
     )
 
 
-class _Stage:
-    """All that is live in this process, and the thread that draws it."""
+class _Board:
+    """The live views of this process, and the thread that draws them."""
 
     def __init__(self) -> None:
         self._views: list[Live] = []
@@ -106,23 +105,23 @@ class _Stage:
             )
             self._thread.start()
 
-    def remove(self, view: Live, over: bool = True) -> None:
-        """Show it no more; leave a line if its epoch is over."""
+    def remove(self, view: Live, summarize: bool = True) -> None:
+        """Remove a loader's view, and print its summary if ``summarize``."""
         if view not in self._views:
             return
         self._views.remove(view)
-        if self._screen is not None and over:
-            _quietly(self._screen.say, view.summary())
+        if self._screen is not None and summarize:
+            _quietly(self._screen.print_line, view.summary())
         if not self._views:
             self.close()
 
     def close(self) -> None:
-        """End the thread and take the panel away."""
+        """End the thread and remove the panel."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._stop.set()
-        # An iterator may be collected, and its epoch end, in this very thread.
+        # The collection of an iterator may end its epoch in this thread.
         if thread is not threading.current_thread():
             thread.join()
         if self._screen is not None:
@@ -130,32 +129,34 @@ class _Stage:
         self._screen = None
 
     def forget(self) -> None:
-        """In a forked child: none of it is ours."""
+        """Forget everything: the parent of this forked process owns it."""
         self._views, self._thread, self._screen = [], None, None
 
     def _run(self, screen: Screen, stop: threading.Event) -> None:
         pause_s = screen.every_s
         while not stop.wait(pause_s):
-            begun_s = time.thread_time()
-            with at_work() as undisturbed:
-                if not undisturbed:
+            start_s = time.thread_time()
+            with at_work() as may_run:
+                if not may_run:
                     continue
-                paces = [pace for view in list(self._views) if (pace := view.pace()) is not None]
-                if not stop.is_set() and not _quietly(screen.show, paces):
+                shown = [
+                    found for view in list(self._views) if (found := view.progress()) is not None
+                ]
+                if not stop.is_set() and not _quietly(screen.show, shown):
                     return
-            costly_s = (time.thread_time() - begun_s) / _COST
-            pause_s = max(screen.every_s, min(costly_s, 1.0))
+            least_s = (time.thread_time() - start_s) / _COST
+            pause_s = max(screen.every_s, min(least_s, 1.0))
 
 
-def _quietly(tell: Callable[..., None], *what: Any) -> bool:
-    """Whether somebody could be told; a stream that is closed must not end the training."""
+def _quietly(write: Callable[..., None], *values: Any) -> bool:
+    """Write, and return whether that succeeded: a closed stream must not end the training."""
     try:
-        tell(*what)
+        write(*values)
     except (OSError, ValueError):
         return False
     return True
 
 
-_stage = _Stage()
-atexit.register(_stage.close)
-forget_in_children(_stage.forget)
+_board = _Board()
+atexit.register(_board.close)
+forget_in_children(_board.forget)

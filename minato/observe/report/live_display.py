@@ -1,4 +1,4 @@
-"""Where a live view is shown: in a terminal, as lines, or in a notebook."""
+"""The displays of a live view: a panel of a terminal, lines, or the output of a notebook's cell."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from minato._compat import active_progress_bars
-from minato._files import printable
-from minato.observe.report.live_rates import Pace
+from minato._support.text import printable
+from minato.errors import MinatoWarning
+from minato.observe.report.live_progress import EpochProgress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,30 +21,30 @@ if TYPE_CHECKING:
 __all__ = ["Lines", "Notebook", "Panel", "Screen", "html_of", "panel_of", "screen_for"]
 
 _LEFT_ROWS = 4
-"""A panel leaves at least so many rows of the terminal to the program."""
+"""Rows of the terminal that a panel leaves to the program."""
 _LINE_EVERY_S = 5.0
 _BAR = 40
 _STYLE = "font:13px/1.5 system-ui,sans-serif;max-width:40rem"
 
 
 class Screen(Protocol):
-    """Shows how epochs go."""
+    """Shows the progress of epochs."""
 
     every_s: float
-    """How often it wants to be told."""
+    """The interval between two calls of ``show``."""
 
-    def show(self, paces: Sequence[Pace]) -> None:
-        """Show these."""
+    def show(self, shown: Sequence[EpochProgress]) -> None:
+        """Show the progress of these epochs."""
 
     def hide(self) -> None:
-        """Take away what is not to stay."""
+        """Remove the view; lines stay."""
 
-    def say(self, line: str) -> None:
-        """Leave a line behind."""
+    def print_line(self, line: str) -> None:
+        """Print a line that stays."""
 
 
 def screen_for(stream: TextIO) -> Screen:
-    """The best that can be had for a stream: a notebook's cell, a panel if it is a terminal, or lines."""
+    """The best display for a stream: a notebook's cell, a panel if it is a terminal, or lines."""
     display = _notebook()
     if display is not None:
         return Notebook(display)
@@ -53,8 +54,9 @@ def screen_for(stream: TextIO) -> Screen:
         import rich.panel  # noqa: F401
     except ImportError:
         warnings.warn(
-            "the live view is a line every few seconds, because rich is not installed: for a panel, "
+            "the live view prints a line every few seconds, because rich is not installed: for a panel, "
             'pip install "minatoloader[report]"',
+            MinatoWarning,
             stacklevel=2,
         )
         return Lines(stream)
@@ -62,7 +64,7 @@ def screen_for(stream: TextIO) -> Screen:
 
 
 def _notebook() -> Any:
-    """What displays things in a notebook's cell, None outside of one."""
+    """``IPython.display.display`` in a notebook, None elsewhere."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "kernel", None) is None:
         return None
@@ -77,16 +79,16 @@ class Lines:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def show(self, paces: Sequence[Pace]) -> None:
-        """A line for each."""
-        for pace in paces:
-            self.say(pace.line)
+    def show(self, shown: Sequence[EpochProgress]) -> None:
+        """Print a line for each."""
+        for progress in shown:
+            self.print_line(progress.line)
 
     def hide(self) -> None:
         """Lines stay."""
 
-    def say(self, line: str) -> None:
-        """Write a line, around progress bars if there are any."""
+    def print_line(self, line: str) -> None:
+        """Print a line, above tqdm's progress bars if there are any."""
         line = printable(line)
         bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
         if bars is not None and active_progress_bars(bars):
@@ -97,10 +99,10 @@ class Lines:
 
 
 class Panel(Lines):
-    """A panel in the lowest rows of a terminal; all that the program writes scrolls above it.
+    """A panel in the lowest rows of a terminal; the output of the program scrolls above it.
 
-    The terminal itself is told to scroll only the rows above (DECSTBM). So it does not matter who writes there, and
-    how: ``print``, progress bars, other processes.
+    The terminal itself scrolls only the rows above (DECSTBM), whatever writes there: ``print``, progress bars, other
+    processes.
     """
 
     every_s = 0.25
@@ -110,15 +112,15 @@ class Panel(Lines):
         self._size = (0, 0)
         self._height = 0
 
-    def show(self, paces: Sequence[Pace]) -> None:
+    def show(self, shown: Sequence[EpochProgress]) -> None:
         """Redraw the panel in one write."""
         size = os.get_terminal_size(self._stream.fileno())
         lines: list[str] = []
-        for pace in paces:
-            more = _rendered(panel_of(pace), size.columns)
+        for progress in shown:
+            more = _rendered(panel_of(progress), size.columns)
             if len(lines) + len(more) + _LEFT_ROWS <= size.lines:
                 lines += more
-        parts = ["\x1b[?2026h"]  # terminals that know it show all of it at once
+        parts = ["\x1b[?2026h"]  # synchronized update, where the terminal supports it
         if (self._size, self._height) != (size, len(lines)):
             parts.append(self._resized(size, len(lines)))
         parts.append("\x1b7")
@@ -128,12 +130,12 @@ class Panel(Lines):
         self._write("".join(parts))
 
     def hide(self) -> None:
-        """Give the program all rows again."""
+        """Return all rows to the program."""
         if self._height:
             self._write(self._resized(self._size, 0))
 
     def _resized(self, size: tuple[int, int], height: int) -> str:
-        """What makes the terminal keep so many rows for the panel."""
+        """The control sequence that reserves ``height`` rows for the panel."""
         released = ""
         if self._height:
             top = self._size[1] - self._height + 1
@@ -141,8 +143,8 @@ class Panel(Lines):
         self._size, self._height = size, height
         if not height:
             return released
-        room = "\x1bD" * height + f"\x1b[{height}A"  # scrolls if the cursor is further down
-        return f"{released}{room}\x1b7\x1b[1;{size[1] - height}r\x1b8"
+        scroll = "\x1bD" * height + f"\x1b[{height}A"  # scrolls if the cursor is further down
+        return f"{released}{scroll}\x1b7\x1b[1;{size[1] - height}r\x1b8"
 
     def _write(self, text: str) -> None:
         self._stream.write(text)
@@ -150,7 +152,7 @@ class Panel(Lines):
 
 
 class Notebook:
-    """An output of a notebook's cell that is replaced again and again; it needs no widgets.
+    """An output of a notebook's cell, replaced at each update; it needs no widgets.
 
     Args:
         display: ``IPython.display.display``.
@@ -161,20 +163,20 @@ class Notebook:
     def __init__(self, display: Any) -> None:
         self._display = display
         self._handle: Any = None
-        self._told: list[str] = []
+        self._lines: list[str] = []
 
-    def show(self, paces: Sequence[Pace]) -> None:
-        """Replace what is shown."""
-        self._replace("".join([*self._told, *map(html_of, paces)]))
+    def show(self, shown: Sequence[EpochProgress]) -> None:
+        """Replace the output."""
+        self._replace("".join([*self._lines, *map(html_of, shown)]))
 
     def hide(self) -> None:
-        """The next loader that is shown gets an output of its own."""
-        self._replace("".join(self._told))
-        self._handle, self._told = None, []
+        """Keep the lines; the next view has an output of its own."""
+        self._replace("".join(self._lines))
+        self._handle, self._lines = None, []
 
-    def say(self, line: str) -> None:
-        """Leave a line in this output."""
-        self._told.append(f"<div style='{_STYLE}'>{escape(line)}</div>")
+    def print_line(self, line: str) -> None:
+        """Add a line to this output."""
+        self._lines.append(f"<div style='{_STYLE}'>{escape(line)}</div>")
 
     def _replace(self, content: str) -> None:
         output = {"text/html": content, "text/plain": ""}
@@ -184,8 +186,8 @@ class Notebook:
             self._handle.update(output, raw=True)
 
 
-def panel_of(pace: Pace) -> RenderableType:
-    """A pace as rich shows it."""
+def panel_of(progress: EpochProgress) -> RenderableType:
+    """The progress of an epoch for rich."""
     import rich.console
     import rich.markup
     import rich.panel
@@ -193,33 +195,33 @@ def panel_of(pace: Pace) -> RenderableType:
     import rich.table
 
     table = rich.table.Table.grid(padding=(0, 2))
-    for name, words in pace.rows():
+    for name, words in progress.rows():
         table.add_row(f"[dim]{name}[/]", rich.markup.escape(printable(words)))
-    bar = rich.table.Table.grid(expand=True)  # a bar by itself would not end its line
-    bar.add_row(rich.progress_bar.ProgressBar(1.0, pace.done or 0.0))
+    bar = rich.table.Table.grid(expand=True)  # adds the end of the line
+    bar.add_row(rich.progress_bar.ProgressBar(1.0, progress.done or 0.0))
     return rich.panel.Panel(
         rich.console.Group(bar, table),
-        title=f"[bold]{rich.markup.escape(printable(pace.title))}[/]",
+        title=f"[bold]{rich.markup.escape(printable(progress.title))}[/]",
         title_align="left",
-        subtitle=pace.progress,
+        subtitle=progress.progress,
         subtitle_align="right",
     )
 
 
-def html_of(pace: Pace) -> str:
-    """A pace as a part of a page."""
+def html_of(progress: EpochProgress) -> str:
+    """The progress of an epoch as HTML."""
     rows = "".join(
         f"<tr><td style='padding-right:1em;opacity:.6;text-align:left'>{name}</td>"
         f"<td style='text-align:left'>{escape(words)}</td></tr>"
-        for name, words in pace.rows()
+        for name, words in progress.rows()
     )
     bar = (
         ""
-        if pace.done is None
-        else f"<progress value='{pace.done:.4f}' style='width:100%'></progress>"
+        if progress.done is None
+        else f"<progress value='{progress.done:.4f}' style='width:100%'></progress>"
     )
     return (
-        f"<div style='{_STYLE}'><b>{escape(pace.title)}</b> · {escape(pace.progress)}{bar}"
+        f"<div style='{_STYLE}'><b>{escape(progress.title)}</b> · {escape(progress.progress)}{bar}"
         f"<table style='border-collapse:collapse'>{rows}</table></div>"
     )
 

@@ -1,30 +1,29 @@
-"""A report in a terminal: with rich where it is installed, in plain text everywhere."""
+"""A report as text: plain, or with rich."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minato._files import printable
-from minato.observe.report.rows import Section, sections
+from minato._support.text import printable
+from minato.observe.report.figures import ReportFigures, Verdict
+from minato.observe.report.tables import Section, sections
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from minato.observe.report.figures import Report
-    from minato.observe.report.verdict import Verdict
-
-__all__ = ["plain", "rich_of"]
+__all__ = ["plain", "rich_of", "verdict_lines"]
 
 
-def plain(report: Report) -> str:
+def plain(report: ReportFigures) -> str:
     """The report as text without colour."""
-    parts = [_verdict(report.verdict), *(f"Note: {printable(words)}" for words in report.warnings)]
+    parts = ["\n".join(map(printable, verdict_lines(report.verdict)))]
+    parts += [f"Note: {printable(words)}" for words in report.warnings]
     parts += [_table(section) for section in sections(report) if section.rows]
     return "\n\n".join(parts)
 
 
-def rich_of(report: Report) -> RenderableType:
-    """The report as rich shows it."""
+def rich_of(report: ReportFigures) -> RenderableType:
+    """The report for rich."""
     import rich.box
     import rich.console
     import rich.markup
@@ -32,10 +31,8 @@ def rich_of(report: Report) -> RenderableType:
     import rich.table
 
     escape = rich.markup.escape
-    head, *rest = _verdict(report.verdict).split("\n")
-    parts: list[RenderableType] = [
-        rich.panel.Panel("\n".join(map(escape, rest)), title=f"[bold]{escape(head)}[/]")
-    ]
+    head, *rest = (escape(printable(line)) for line in verdict_lines(report.verdict))
+    parts: list[RenderableType] = [rich.panel.Panel("\n".join(rest), title=f"[bold]{head}[/]")]
     parts += (f"[yellow]Note:[/] {escape(printable(words))}" for words in report.warnings)
     for section in sections(report):
         if not section.rows:
@@ -45,11 +42,11 @@ def rich_of(report: Report) -> RenderableType:
         )
         last = len(section.columns) - 1
         for i, column in enumerate(section.columns):
-            reads = section.columns[2:] == ("how to read it",) and i == last
+            explains = section.columns[2:] == ("how to read it",) and i == last
             table.add_column(
                 column,
-                style="dim" if reads else None,
-                justify="right" if i > 0 and not reads else "left",
+                style="dim" if explains else None,
+                justify="right" if i > 0 and not explains else "left",
             )
         for row in section.rows:
             table.add_row(*map(escape, row))
@@ -57,13 +54,14 @@ def rich_of(report: Report) -> RenderableType:
     return rich.console.Group(*parts)
 
 
-def _verdict(verdict: Verdict) -> str:
+def verdict_lines(verdict: Verdict) -> list[str]:
+    """Summary, evidence, advice and estimate, a sentence each."""
     lines = [verdict.summary, *verdict.evidence]
     if verdict.advice:
-        lines.append(f"What to do: {verdict.advice}")
-    if verdict.gain > 1.005:
-        lines.append(f"By the model, the run would be {verdict.gain:.3g} times as fast.")
-    return "\n".join(map(printable, lines))
+        lines.append(f"Try: {verdict.advice}")
+    if verdict.speedup > 1.005:
+        lines.append(f"Estimated speed-up: {verdict.speedup:.3g}×")
+    return lines
 
 
 def _table(section: Section) -> str:

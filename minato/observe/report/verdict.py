@@ -1,196 +1,180 @@
-"""What limits a run, in words: the evidence, what to change, and what that brings by a simple model.
+"""The bottleneck of a run: the evidence, the change to make, and the estimated speed-up.
 
-The model: batches come as fast as the slower of two allows, the training process (its step, and what it does for each
-batch besides) and the workers (their time for a batch, divided by how many they are).
+The model: batches come as fast as the slower of two allows. One is the training process (its step, and its own work
+for each batch). The other is the workers (their time for a batch, divided by their number).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from minato.observe.report.figures import Period, Setup, Stage
+from minato.observe.report.figures import Period, Setup, Stage, Verdict
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["judge"]
 
-_FEWEST = 8
-"""So few batches say nothing."""
+_MIN_BATCHES = 8
+"""Fewer batches are no evidence."""
 _ENOUGH = 0.05
-"""A loop that waits for no more than this part of its time is its own limit."""
+"""A loop that waits for at most this share of its time is its own bottleneck."""
 _BUSY = 0.7
-"""Workers that are busy for this part of their time are what the loop waits for."""
+"""Workers that are busy for this share of their time are the bottleneck."""
 _ALL_CORES = 0.9
-"""Use of the cores at which further workers only take them from each other …"""
+"""From this use of the cores on, further workers only compete for them …"""
 _ON_CORE = 0.2
-"""… if they need a core for this part of their time at least."""
-_SPARE = 1.2
-"""Times the workers that just suffice: costs vary."""
+"""… if they need a core for at least this share of their time."""
+_MARGIN = 1.2
+"""Factor on the number of workers that just suffices: costs vary."""
 _CHEAPER = 0.5
-"""What a stage that is to be made cheaper is supposed to cost then."""
+"""The cost of an optimized stage, relative to the present one."""
 _PER_CORE, _MOST = 8, 32
-"""Workers that are advised at most, where they wait for a disk or a network."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What limits a run.
-
-    Attributes:
-        limit: ``step`` (training itself), ``source``, ``transform``, ``assembly`` (collate and copy), ``transfer``,
-            ``workers`` (too few), ``memory`` (too little), ``order``, ``start``, or ``unknown``.
-        part: The stage that takes most of the workers' time, or "".
-        summary: The limit in a sentence.
-        evidence: The figures that show it, in words.
-        advice: What to change, "" for nothing.
-        change: The loader's arguments to change, as far as arguments do it.
-        gain: How many times as fast the run would be then, by the model; 1: no faster.
-    """
-
-    limit: str
-    part: str
-    summary: str
-    evidence: tuple[str, ...]
-    advice: str = ""
-    change: dict[str, Any] | None = None
-    gain: float = 1.0
+"""Limits of the advised number of workers, where they wait for a disk or a network."""
 
 
 @dataclass(frozen=True)
 class _Costs:
-    """Seconds of one batch.
+    """Seconds per batch.
 
     Attributes:
-        whole: From one to the next.
-        own: The training step.
-        pinned: Copying to page-locked memory.
-        handed: What the training process does in ``next()`` besides sleeping.
+        whole: From one batch to the next.
+        step: The training step.
+        pinned: Copying to pinned memory.
+        transfer: ``next()`` in the training process, without sleeping.
         work: Of all workers together.
-        source: The part of the workers' time that the dataset takes, 0 to 1.
-        start: What starting the workers takes of it.
+        source: The share of the workers' time that the dataset takes, 0 to 1.
+        start: Starting the workers.
     """
 
     whole: float
-    own: float
+    step: float
     pinned: float
-    handed: float
+    transfer: float
     work: float
     source: float
     start: float
 
     @property
     def serial(self) -> float:
-        """What only the training process does."""
-        return self.own + self.pinned + self.handed
+        """The part that only the training process can do."""
+        return self.step + self.pinned + self.transfer
 
-    def gain(self, workers: int, work: float | None = None, times: float = 1.0) -> float:
-        """How many times as fast with so many workers and so much work, if that is so many times the workers of now."""
+    def speedup(self, workers: int, work: float | None = None, start_factor: float = 1.0) -> float:
+        """Estimated speed-up.
+
+        Args:
+            workers: Number of workers after the change.
+            work: Seconds of all workers together for a batch after the change; by default unchanged.
+            start_factor: Number of workers after the change, relative to the present one: their start takes longer.
+        """
         busy = (self.work if work is None else work) / max(workers, 1)
-        return max(self.whole / max(max(self.serial, busy) + times * self.start, 1e-9), 1.0)
+        return max(self.whole / max(max(self.serial, busy) + start_factor * self.start, 1e-9), 1.0)
 
 
 def judge(setup: Setup, run: Period) -> Verdict:
-    """The verdict over a run."""
-    waiting, batches = run.waiting, run.batches.batches
-    if batches < _FEWEST:
+    """The verdict on a run."""
+    waiting, batches = run.waiting, run.throughput.batches
+    if batches < _MIN_BATCHES:
         return Verdict(
-            "unknown", "", f"{batches} batches are too few to tell.", (), "Let it run for longer."
+            "unknown", "", f"{batches} batches are too few for a verdict.", (), "Run it for longer."
         )
     started_s = waiting.start_s * run.epochs
-    inline = setup.num_workers == 0
-    handed_s = 0.0 if inline else max(waiting.total_s - waiting.asleep_s - started_s, 0.0)
-    own_s = max(run.batches.wall_s - waiting.total_s - waiting.pinned_s, 0.0)
-    costs = _Costs(
-        run.batches.wall_s / batches,
-        own_s / batches,
-        waiting.pinned_s / batches,
-        handed_s / batches,
-        run.workers.busy_s / batches,
-        sum(stage.share for stage in run.stages if stage.kind == "source"),
-        started_s / batches,
+    in_main_process = setup.num_workers == 0
+    transfer_s = (
+        0.0 if in_main_process else max(waiting.total_s - waiting.starved_s - started_s, 0.0)
     )
-    lost_s = waiting.total_s + waiting.pinned_s
+    step_s = max(run.throughput.wall_s - waiting.total_s - waiting.pin_memory_s, 0.0)
+    costs = _Costs(
+        whole=run.throughput.wall_s / batches,
+        step=step_s / batches,
+        pinned=waiting.pin_memory_s / batches,
+        transfer=transfer_s / batches,
+        work=run.workers.busy_s / batches,
+        source=sum(stage.share for stage in run.stages if stage.kind == "source"),
+        start=started_s / batches,
+    )
+    lost_s = waiting.total_s + waiting.pin_memory_s
     lost = (
         f"The loop waits {waiting.share:.0%} of its time: {_ms(waiting.total_s / batches)} of "
-        f"{_ms(costs.whole)} for each batch; its own work takes {_ms(costs.own)}."
+        f"{_ms(costs.whole)} per batch; its own work takes {_ms(costs.step)}."
     )
-    wall_s = run.batches.wall_s
-    first_s = 0.0 if inline else (waiting.start_s + waiting.first_batch_s) * run.epochs
+    wall_s = run.throughput.wall_s
+    first_s = 0.0 if in_main_process else (waiting.start_s + waiting.first_batch_s) * run.epochs
     steady_s = max(lost_s - first_s, 0.0)
     starts_often = run.epochs > 1 and not setup.persistent_workers
-    started = f"Until the first batch of an epoch it waits {_ms(first_s / max(run.epochs, 1))}."
+    started = f"It waits {_ms(first_s / max(run.epochs, 1))} for the first batch of an epoch."
     if lost_s < _ENOUGH * wall_s or (steady_s < _ENOUGH * (wall_s - first_s) and not starts_often):
         evidence = (
-            (lost,) if lost_s < _ENOUGH * wall_s else (lost, f"{started} Then it has enough.")
+            (lost,)
+            if lost_s < _ENOUGH * wall_s
+            else (lost, f"{started} After it, batches are ready in time.")
         )
         return Verdict(
             "step",
             "",
             "Your loader is not the bottleneck: the training step is.",
             evidence,
-            gain=wall_s / max(wall_s - steady_s, 1e-9),
+            speedup=wall_s / max(wall_s - steady_s, 1e-9),
         )
     if starts_often and first_s >= lost_s / 2:
         later_s = first_s * (run.epochs - 1) / run.epochs
         return Verdict(
             "start",
             "",
-            "Starting the workers anew for each epoch limits the run.",
+            "The bottleneck is the start of the workers in each epoch.",
             (lost, started),
             "Keep the workers: persistent_workers=True.",
             {"persistent_workers": True},
             wall_s / max(wall_s - later_s, 1e-9),
         )
-    if max(waiting.pinned_s, handed_s) >= lost_s / 2:
-        return _transfer(costs, lost, waiting.pinned_s >= handed_s)
-    if inline or run.workers.busy_share >= _BUSY:
-        return _too_slow(setup, run, costs, lost)
-    return _held_up(setup, run, costs, lost)
+    if max(waiting.pin_memory_s, transfer_s) >= lost_s / 2:
+        return _transfer(costs, lost, waiting.pin_memory_s >= transfer_s)
+    if in_main_process or run.workers.busy_share >= _BUSY:
+        return _workers_busy(setup, run, costs, lost)
+    return _workers_idle(setup, run, costs, lost)
 
 
 def _transfer(costs: _Costs, lost: str, pins: bool) -> Verdict:
     if pins:
-        evidence = f"Copying a batch to page-locked memory takes {_ms(costs.pinned)}."
-        advice, change = (
-            "Leave it out: pin_memory=False; or send smaller batches.",
+        evidence = f"Copying a batch to pinned memory takes {_ms(costs.pinned)}."
+        advice, changes = (
+            "Omit it: pin_memory=False; or use smaller batches.",
             {"pin_memory": False},
         )
         saved = costs.pinned
     else:
-        evidence = f"Taking a finished batch over takes the training process {_ms(costs.handed)}."
-        advice, change = (
-            "Let samples and collate_fn give tensors or NumPy arrays, which are not pickled.",
+        evidence = f"The training process needs {_ms(costs.transfer)} to receive a finished batch."
+        advice, changes = (
+            "Return tensors or NumPy arrays from the dataset and collate_fn: they are not pickled.",
             None,
         )
-        saved = costs.handed
-    gain = max(costs.whole / max(costs.whole - saved, 1e-9), 1.0)
-    summary = "The transfer of batches to the training process limits the run."
-    return Verdict("transfer", "", summary, (lost, evidence), advice, change, gain)
+        saved = costs.transfer
+    speedup = max(costs.whole / max(costs.whole - saved, 1e-9), 1.0)
+    summary = "The bottleneck is the transfer of batches to the training process."
+    return Verdict("transfer", "", summary, (lost, evidence), advice, changes, speedup)
 
 
-def _too_slow(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
-    """The workers have more to do than they can."""
+def _workers_busy(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
+    """The workers are at their limit."""
     workers = run.workers
     now = max(workers.count, 1)
     on_core = workers.on_core_share or 1.0
-    own_share = workers.busy_s * on_core / max(run.batches.wall_s * setup.cores, 1e-9)
-    elsewhere = setup.worker_method == "ray"
+    own_share = workers.busy_s * on_core / max(run.throughput.wall_s * setup.cores, 1e-9)
+    in_cluster = setup.worker_method == "ray"
     all_used = max(workers.cores_share, own_share) >= _ALL_CORES and on_core >= _ON_CORE
-    crowded = all_used and not elsewhere
+    crowded = all_used and not in_cluster
     cap = max(int(setup.cores), min(int(_PER_CORE * setup.cores), _MOST))
     useful = min(max(int(setup.cores / on_core), 1), cap)
-    wanted = math.ceil(_SPARE * costs.work / max(costs.serial, 1e-9))
-    wanted = min(wanted, _MOST * now if elsewhere else useful)
-    dearest = max(run.stages, key=lambda stage: stage.share, default=None)
-    part = "" if dearest is None else dearest.name
+    wanted = math.ceil(_MARGIN * costs.work / max(costs.serial, 1e-9))
+    wanted = min(wanted, _MOST * now if in_cluster else useful)
+    largest = max(run.stages, key=lambda stage: stage.share, default=None)
+    stage = "" if largest is None else largest.name
     busy = (
         f"{workers.count} workers are busy {workers.busy_share:.0%} of their time, "
-        f"{_ms(costs.work)} for each batch"
+        f"{_ms(costs.work)} per batch"
     )
     if setup.num_workers == 0:
-        busy = f"The training process itself works {_ms(costs.work)} for each batch"
-    evidence = [lost, f"{busy}; {_share_of(dearest)}."]
+        busy = f"The training process itself works {_ms(costs.work)} per batch"
+    evidence = [lost, f"{busy}; {_share_of(largest)}."]
     concurrency = math.ceil(wanted / now)
     waits = on_core < 0.5 and costs.source >= 0.5
     if (
@@ -200,101 +184,101 @@ def _too_slow(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
         and concurrency > setup.fetch_concurrency
     ):
         work = costs.work * (1 - costs.source + costs.source / concurrency)
-        evidence.append(f"They are on a core {on_core:.0%} of it: they wait for what they read.")
+        evidence.append(f"They are on a core {on_core:.0%} of it: they wait for their reads.")
         return Verdict(
             "source",
             "dataset",
-            "Reading the source limits the run: its latency, not its rate.",
+            "The bottleneck is the source: its latency, not its bandwidth.",
             tuple(evidence),
-            f"Read several samples at once in each worker: fetch_concurrency={concurrency}.",
+            f"Read several samples concurrently in each worker: fetch_concurrency={concurrency}.",
             {"fetch_concurrency": concurrency},
-            costs.gain(now, work),
+            costs.speedup(now, work),
         )
     if not crowded and wanted > setup.num_workers and (wanted > now or setup.num_workers == 0):
         evidence.append(
-            "They work in a cluster: more of them can, if it has room."
-            if elsewhere
-            else f"They need a core for {on_core:.0%} of that, and there are {setup.cores:g}: more of them can work."
+            "They run in a cluster, which can run more of them if it has free cores."
+            if in_cluster
+            else f"They need a core for {on_core:.0%} of that, and there are {setup.cores:g}: more of them can run."
         )
         return Verdict(
             "workers",
-            part,
+            stage,
             "There are too few workers.",
             tuple(evidence),
             f"num_workers={wanted}.",
             {"num_workers": wanted},
-            costs.gain(wanted, times=wanted / now),
+            costs.speedup(wanted, start_factor=wanted / now),
         )
-    if dearest is None:
-        return Verdict("unknown", "", "The workers limit the run.", tuple(evidence))
-    if not elsewhere:
+    if largest is None:
+        return Verdict("unknown", "", "The workers are the bottleneck.", tuple(evidence))
+    if not in_cluster:
         evidence.append(f"More workers would not help: {setup.cores:g} cores are in use.")
-    what = {
-        "source": "Reading the source limits the run.",
-        "transform": f"The transform {part} limits the run.",
-        "assembly": "Collating and copying batches limits the run.",
-    }[dearest.kind]
-    spared = (1 - _CHEAPER) * dearest.share * costs.work
-    gain = costs.gain(now, costs.work - spared)
+    summary = {
+        "source": "The bottleneck is reading the source.",
+        "transform": f"The bottleneck is the transform {stage}.",
+        "collate": "The bottleneck is collating and copying batches.",
+    }[largest.kind]
+    saved = (1 - _CHEAPER) * largest.share * costs.work
+    speedup = costs.speedup(now, costs.work - saved)
     if setup.num_workers == 0:
-        gain = costs.whole / max(costs.whole - spared, 1e-9)
+        speedup = costs.whole / max(costs.whole - saved, 1e-9)
     return Verdict(
-        dearest.kind,
-        part,
-        what,
+        largest.kind,
+        stage,
+        summary,
         tuple(evidence),
-        f"Make {part} cheaper, or do it once ahead of time; the gain is for half of its cost.",
+        f"Optimize {stage}, or precompute it; the estimate assumes half of its cost.",
         None,
-        gain,
+        speedup,
     )
 
 
-def _held_up(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
-    """The workers pause although the loop waits."""
-    workers, room = run.workers, run.room
+def _workers_idle(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
+    """The workers are idle although the loop waits."""
+    workers, window = run.workers, run.prefetch_window
     evidence = (
         lost,
-        f"And yet {workers.count} workers are busy only {workers.busy_share:.0%} of their time, with "
-        f"{room.in_flight:.1f} of {room.limit} batches in flight.",
+        f"Yet {workers.count} workers are busy only {workers.busy_share:.0%} of their time, with "
+        f"{window.in_flight:.1f} of {window.limit} batches in flight.",
     )
-    gain = costs.gain(max(workers.count, 1))
-    if room.held_by_budget:
-        batch_bytes = room.memory_bytes / max(room.in_flight, 1.0)
+    speedup = costs.speedup(max(workers.count, 1))
+    if window.held_by_budget:
+        batch_bytes = window.memory_bytes / max(window.in_flight, 1.0)
         wanted = math.ceil(4 * max(workers.count, 1) * batch_bytes)
         return Verdict(
             "memory",
             "",
-            "Too little memory for batches that are loaded ahead limits the run.",
+            "The bottleneck is the memory for batches that are prefetched.",
             evidence,
-            f"memory_budget_bytes={wanted}.",
-            {"memory_budget_bytes": wanted},
-            gain,
+            f"memory_budget={wanted}.",
+            {"memory_budget": wanted},
+            speedup,
         )
     if setup.prefetch_factor is not None:
         return Verdict(
             "memory",
             "",
-            "Too few batches loaded ahead limit the run.",
+            "Too few batches are prefetched.",
             evidence,
-            f"Leave out prefetch_factor={setup.prefetch_factor}: the window then grows as needed.",
+            f"Omit prefetch_factor={setup.prefetch_factor}: the prefetch window then grows as needed.",
             {"prefetch_factor": None},
-            gain,
+            speedup,
         )
     if setup.order == "strict":
         return Verdict(
             "order",
             "",
-            "Slow samples hold up the batches behind them.",
+            "Slow samples delay the batches behind them.",
             evidence,
-            "Let batches come when they are complete: order='batch', or 'arrival' if batches may mix.",
+            "Take batches when they are complete: order='batch', or 'arrival' if batches may mix.",
             {"order": "batch"},
-            gain,
+            speedup,
         )
-    return Verdict("unknown", "", "The workers pause, and nothing shows why.", evidence)
+    return Verdict("unknown", "", "The workers are idle for an unknown reason.", evidence)
 
 
 def _share_of(stage: Stage | None) -> str:
-    return "nothing of it is known" if stage is None else f"{stage.share:.0%} of it in {stage.name}"
+    return "no stage was timed" if stage is None else f"{stage.share:.0%} of it in {stage.name}"
 
 
 def _ms(seconds: float) -> str:

@@ -1,1 +1,1 @@
-"""Counters, histograms and the epoch log: every stage writes them, reports read them."""
+"""Counters, histograms and the epoch log: the stages write them, the report reads them."""

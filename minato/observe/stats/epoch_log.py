@@ -1,67 +1,127 @@
-"""What the training process notes of a loader's epochs: how long it waits, what it gets, how things stand."""
+"""A log of a loader's epochs, as the training process sees them: waiting, batches, and the state over time."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from minato._core.clock import now_ns
 from minato._core.histogram import Histogram
-from minato.observe.stats.counters import Readings
-from minato.observe.stats.reservoir import Reservoir
+from minato.observe.stats.lateness import Lateness, Reservoir
 from minato.observe.stats.slowest import SlowSample, slowest_of
-from minato.observe.stats.snapshot import Glance, Labour, Machine, Standing, Watcher
+from minato.observe.stats.snapshot import (
+    EpochObserver,
+    EpochSnapshot,
+    LoaderSnapshot,
+    MachineSnapshot,
+    Metrics,
+    WorkerActivity,
+)
 
-__all__ = ["EpochNotes", "Gauges", "Journal", "TimeLine"]
+__all__ = ["EpochLog", "EpochRecord", "EpochState", "MetricsSource", "Timeline", "TimelineEntry"]
 
 _KEPT_EPOCHS = 64
-"""So many finished epochs are kept one by one; the run is the sum of all."""
+"""Finished epochs that are kept one by one; the run is the sum of all."""
 _FIRST_INTERVAL_NS = 20_000_000
 _MOST_POINTS = 256
-"""When a time line holds so many points, every second one is dropped, and it looks half as often from then on."""
+"""When a timeline has this many points, every second one is dropped and the interval doubles."""
 
 
-class Gauges(Protocol):
-    """The counters of an engine, which must be readable after it has ended."""
+class _Count(Protocol):
+    """A number of samples."""
 
-    def readings(self) -> Readings:
-        """What they say now."""
+    @property
+    def samples(self) -> int: ...
+
+
+class _Coverage(Protocol):
+    """Samples of an epoch by their fate."""
+
+    @property
+    def requested(self) -> _Count: ...
+    @property
+    def delivered(self) -> _Count: ...
+    @property
+    def outstanding(self) -> _Count: ...
+
+
+class EpochState(Protocol):
+    """The progress of an epoch, from the sampler's side."""
+
+    @property
+    def lateness(self) -> Lateness:
+        """The lags of its samples."""
+
+    def coverage(self) -> _Coverage:
+        """The numbers of requested, returned and outstanding samples."""
+
+    def length(self) -> int | None:
+        """The number of batches; None if unknown."""
+
+
+class _SlowThreshold(Protocol):
+    """The threshold above which samples are slow."""
+
+    @property
+    def threshold_ns(self) -> int: ...
+    @property
+    def percentile(self) -> float: ...
+    @property
+    def slow_share(self) -> float: ...
+    @property
+    def phase(self) -> str: ...
+
+
+class MetricsSource(Protocol):
+    """The metrics of an engine; readable after its end."""
+
+    def metrics(self) -> Metrics:
+        """All counters and histograms now."""
 
     def slowest(self) -> list[SlowSample]:
         """The slowest samples of each worker."""
 
     def skipped(self) -> Collection[Any]:
-        """The keys of samples that were left out."""
+        """The indices of the skipped samples."""
 
-    def decision(self) -> Any:
-        """What counts as slow now."""
+    def decision(self) -> _SlowThreshold:
+        """The present threshold of slow samples."""
 
-    def labour(self) -> Labour:
-        """What the workers have done; may be asked in any thread."""
+    def activity(self) -> WorkerActivity:
+        """The time of the workers; callable in any thread."""
 
     @property
     def held_by_budget(self) -> bool:
         """Whether the memory budget keeps more batches from being opened."""
 
 
-class TimeLine:
-    """How a loader stood over time, in a bounded number of points.
+class TimelineEntry(NamedTuple):
+    """The state at one moment: ns since the start of the epoch, batches and ns of waiting so far, and the loader."""
+
+    at_ns: int
+    batches: int
+    waited_ns: int
+    loader: LoaderSnapshot
+
+
+class Timeline:
+    """The state of a loader over time, in a bounded number of points, the oldest first.
 
     Attributes:
-        points: ``(ns since the epoch's begin, batches and ns waited so far, Standing)``, the oldest first.
+        points: The entries.
+        due_ns: When the next entry is due, in ns since the start of the epoch.
     """
 
     def __init__(self) -> None:
-        self.points: list[tuple[int, int, int, Standing]] = []
-        self._interval_ns = _FIRST_INTERVAL_NS
+        self.points: list[TimelineEntry] = []
         self.due_ns = 0
-        """When the next point is due, in ns since the epoch's begin."""
+        self._interval_ns = _FIRST_INTERVAL_NS
 
-    def add(self, at_ns: int, batches: int, waited_ns: int, standing: Standing) -> None:
-        """Note how things stand."""
-        self.points.append((at_ns, batches, waited_ns, standing))
+    def add(self, at_ns: int, batches: int, waited_ns: int, loader: LoaderSnapshot) -> None:
+        """Append an entry."""
+        self.points.append(TimelineEntry(at_ns, batches, waited_ns, loader))
         if len(self.points) >= _MOST_POINTS:
             del self.points[::2]
             self._interval_ns *= 2
@@ -69,22 +129,22 @@ class TimeLine:
 
 
 @dataclass
-class EpochNotes:
+class EpochRecord:
     """One epoch as the training process sees it.
 
     Attributes:
         epoch: Its number.
-        wall_ns: From its begin to the last time that ``next()`` was left.
-        start_ns: How long ``iter()`` took to start it.
-        first_ns: How long ``next()`` took for the first batch.
+        wall_ns: From its start to the last return of ``next()``.
+        start_ns: Time in ``iter()``.
+        first_ns: Time in ``next()`` for the first batch.
         waits: Time inside each ``next()``, in ns.
         steps: Time between two of them, in ns.
-        readings: Counters of the workers, and of all of the above.
-        line: How it stood over time.
-        machine: What it did, as of the last reading.
-        decision: What counted as slow in the end (a ``scheduler.policy.Decision``).
+        metrics: Of the workers, and of all of the above.
+        timeline: The state over time.
+        machine: The machine, as of the last update.
+        decision: The last threshold of slow samples.
         held_by_budget: Whether the memory budget kept more batches from being opened.
-        finished: Whether it came to its end.
+        finished: Whether it ended regularly.
     """
 
     epoch: int
@@ -93,182 +153,184 @@ class EpochNotes:
     first_ns: int = 0
     waits: Histogram = field(default_factory=Histogram)
     steps: Histogram = field(default_factory=Histogram)
-    readings: Readings = field(default_factory=Readings)
-    line: TimeLine = field(default_factory=TimeLine)
-    machine: Machine = field(default_factory=Machine)
-    decision: Any = None
+    metrics: Metrics = field(default_factory=Metrics)
+    timeline: Timeline = field(default_factory=Timeline)
+    machine: MachineSnapshot = field(default_factory=MachineSnapshot)
+    decision: _SlowThreshold | None = None
     held_by_budget: bool = False
     finished: bool = False
 
 
-class Journal:
-    """Follows a loader through its epochs; one per loader, whatever iterators come and go."""
+class EpochLog:
+    """Follows a loader through its epochs; one per loader, for all of its iterators.
+
+    Attributes:
+        past: Epochs that have ended or were abandoned, the latest last.
+        forgotten: Metrics of epochs that are no longer kept.
+        slow: The slowest samples of all epochs.
+        skipped: Indices of the samples of all epochs that were skipped.
+        reservoir: A random subset of the samples of all epochs in which they could be late.
+        machine: Returns the state of the machine, in any thread.
+        storage: Returns the counters of sources, reads and the cache.
+        observers: Notified of the start and the end of each epoch.
+    """
 
     def __init__(self) -> None:
-        self.past: deque[EpochNotes] = deque(maxlen=_KEPT_EPOCHS)
-        """Epochs that are over or were abandoned, the latest last."""
-        self.forgotten = Readings()
-        """Counters of epochs that are no longer kept."""
+        self.past: deque[EpochRecord] = deque(maxlen=_KEPT_EPOCHS)
+        self.forgotten = Metrics()
         self.slow: list[SlowSample] = []
         self.skipped: set[Any] = set()
-        """The samples of all epochs that were left out."""
         self.reservoir = Reservoir()
-        """Some of the samples of all epochs in which they could be late."""
-        self.machine: Callable[[], Machine] = Machine
-        """Tells what the machine does, in any thread."""
+        self.machine: Callable[[], MachineSnapshot] = MachineSnapshot
         self.storage: Callable[[], Counter[str]] = Counter
-        """Tells what sources, reads and the cache have counted."""
-        self.watchers: list[Watcher] = []
-        """Are told when epochs begin and end."""
+        self.observers: list[EpochObserver] = []
         self._length: int | None = None
-        self._standing: Standing | None = None
-        self._look = False  # somebody wants to know how things stand
-        self._now: EpochNotes | None = None
-        self._progress: Any = None
-        self._gauges: Gauges | None = None
-        self._before = Readings()
+        self._loader: LoaderSnapshot | None = None
+        self._snapshot_wanted = False
+        self._current: EpochRecord | None = None
+        self._progress: EpochState | None = None
+        self._source: MetricsSource | None = None
+        self._before = Metrics()
         self._began_ns = self._entered_ns = self._left_ns = 0
         self._samples = self._bytes = self._pinned_ns = 0
 
-    def begin(self, epoch: int, progress: Any, gauges: Gauges) -> None:
-        """An epoch begins; one that was not finished is abandoned.
-
-        Args:
-            progress: Knows what becomes of its samples (``coverage()``), how late they are (``lateness``), and how many
-                batches there are (``length()``).
-        """
+    def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
+        """An epoch begins; an unfinished one is abandoned."""
         self.settle()
-        self._gauges, self._progress = gauges, progress
+        self._source, self._progress = source, progress
         progress.lateness.reservoir = self.reservoir
-        self._before, _ = self._readings(gauges)
-        self._now = EpochNotes(epoch)
+        self._before, _ = self._metrics(source)
+        self._current = EpochRecord(epoch)
         self._samples = self._bytes = self._pinned_ns = 0
-        self._look = bool(self.watchers)
-        self._length = progress.length() if self._look else None
-        self._standing = None
+        self._snapshot_wanted = bool(self.observers)
+        self._length = progress.length() if self._snapshot_wanted else None
+        self._loader = None
         self._began_ns = self._entered_ns = self._left_ns = now_ns()
 
-    def begun(self) -> None:
-        """Its workers have been started."""
-        if self._now is not None:
+    def started(self) -> None:
+        """The workers of the epoch have started."""
+        if self._current is not None:
             self._left_ns = now_ns()
-            self._now.wall_ns = self._now.start_ns = self._left_ns - self._began_ns
-            for watcher in self.watchers:
-                watcher.begun()
+            self._current.wall_ns = self._current.start_ns = self._left_ns - self._began_ns
+            for observer in self.observers:
+                observer.started()
 
     def enter(self) -> None:
         """``next()`` is called."""
         self._entered_ns = now = now_ns()
-        notes = self._now
-        if notes is not None and notes.waits.count:
-            notes.steps.record(now - self._left_ns)
+        record = self._current
+        if record is not None and record.waits.count:
+            record.steps.record(now - self._left_ns)
 
-    def leave(self, samples: int, nbytes: int, standing: Callable[[], Standing]) -> None:
-        """``next()`` returns a batch of so many samples and bytes.
+    def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
+        """``next()`` returns a batch.
 
         Args:
-            standing: Tells how things stand now.
+            samples: Number of its samples.
+            nbytes: Bytes of its samples.
+            loader: Returns the state of the loader; called rarely.
         """
         self._left_ns = now = now_ns()
-        notes = self._now
-        if notes is None:
+        record = self._current
+        if record is None:
             return
-        notes.waits.record(now - self._entered_ns)
-        notes.wall_ns = now - self._began_ns
+        record.waits.record(now - self._entered_ns)
+        record.wall_ns = now - self._began_ns
         self._samples += samples
         self._bytes += nbytes
-        if notes.wall_ns >= notes.line.due_ns:
-            if not notes.line.points:
-                notes.first_ns = now - self._entered_ns
-            waits = notes.waits
-            notes.line.add(notes.wall_ns, waits.count, waits.total, standing())
-        if self._look:
-            self._look, self._standing = False, standing()
+        if record.wall_ns >= record.timeline.due_ns:
+            if not record.timeline.points:
+                record.first_ns = now - self._entered_ns
+            waits = record.waits
+            record.timeline.add(record.wall_ns, waits.count, waits.total, loader())
+        if self._snapshot_wanted:
+            self._snapshot_wanted, self._loader = False, loader()
 
     def pinned(self, duration_ns: int) -> None:
-        """A batch was copied to page-locked memory, after ``next()`` of the engine."""
+        """A batch was copied to pinned memory, after ``next()`` of the engine."""
         self._pinned_ns += duration_ns
 
     def finish(self) -> None:
-        """The epoch has come to its end, in a call of ``next()``."""
-        if self._now is not None:
-            self._now.wall_ns = now_ns() - self._began_ns
-            self._now.finished = True
+        """The epoch ends, in a call of ``next()``."""
+        if self._current is not None:
+            self._current.wall_ns = now_ns() - self._began_ns
+            self._current.finished = True
             self.settle()
 
-    def settle(self, gauges: Gauges | None = None) -> None:
-        """Take the last reading of the present epoch: it is over, or its engine is about to go.
+    def settle(self, source: MetricsSource | None = None) -> None:
+        """Update the current epoch for the last time: it has ended, or its engine is about to end.
 
         Args:
-            gauges: Only if they are these; None: whichever they are.
+            source: Only if the epoch has this source; None: whatever its source.
         """
-        if self._now is None or (gauges is not None and gauges is not self._gauges):
+        if self._current is None or (source is not None and source is not self._source):
             return
-        notes, self._now = self._read(), None
+        record, self._current = self._updated(), None
         if len(self.past) == self.past.maxlen:
-            self.forgotten += self.past[0].readings
-        self.past.append(notes)
-        self._gauges = self._progress = None
-        for watcher in self.watchers:
-            watcher.settled()
+            self.forgotten += self.past[0].metrics
+        self.past.append(record)
+        self._source = self._progress = None
+        for observer in self.observers:
+            observer.ended()
 
-    def glance(self) -> Glance | None:
-        """How the present epoch stands, None between two; in any thread, as it changes nothing."""
-        notes, gauges, entered_ns, now = self._now, self._gauges, self._entered_ns, now_ns()
-        if notes is None or gauges is None:
+    def snapshot(self) -> EpochSnapshot | None:
+        """The current epoch, None between two; changes nothing, so any thread may call it."""
+        record, source, entered_ns, now = self._current, self._source, self._entered_ns, now_ns()
+        if record is None or source is None:
             return None
-        waits = notes.waits
+        waits = record.waits
         inside_ns = now - entered_ns if entered_ns > self._left_ns else 0
-        self._look = True
-        return Glance(
-            notes.epoch,
-            now - self._began_ns,
-            waits.count,
-            self._length,
-            self._samples,
-            self._bytes,
-            notes.start_ns + waits.total + max(inside_ns, 0),
-            self._standing,
-            gauges.labour(),
-            self.machine(),
+        self._snapshot_wanted = True
+        return EpochSnapshot(
+            epoch=record.epoch,
+            at_ns=now - self._began_ns,
+            batches=waits.count,
+            length=self._length,
+            samples=self._samples,
+            nbytes=self._bytes,
+            waited_ns=record.start_ns + waits.total + max(inside_ns, 0),
+            loader=self._loader,
+            activity=source.activity(),
+            machine=self.machine(),
         )
 
-    def notes(self) -> list[EpochNotes]:
-        """All epochs that are kept, the present one last."""
-        return [*self.past, *([] if self._now is None else [self._read()])]
+    def records(self) -> list[EpochRecord]:
+        """All epochs that are kept, the current one last."""
+        return [*self.past, *([] if self._current is None else [self._updated()])]
 
-    def _read(self) -> EpochNotes:
-        notes, gauges = self._now, self._gauges
-        assert notes is not None
-        assert gauges is not None
-        readings, notes.machine = self._readings(gauges)
-        notes.readings = readings.since(self._before)
-        notes.decision, notes.held_by_budget = gauges.decision(), gauges.held_by_budget
-        coverage = self._progress.coverage()
-        notes.readings.counts.update(
-            asked=coverage.asked.samples,
+    def _updated(self) -> EpochRecord:
+        record, source, progress = self._current, self._source, self._progress
+        assert record is not None
+        assert source is not None
+        assert progress is not None
+        metrics, record.machine = self._metrics(source)
+        record.metrics = metrics.since(self._before)
+        record.decision, record.held_by_budget = source.decision(), source.held_by_budget
+        coverage = progress.coverage()
+        record.metrics.counts.update(
+            asked=coverage.requested.samples,
             delivered=coverage.delivered.samples,
             outstanding=coverage.outstanding.samples,
             epochs=1,
-            batches=notes.waits.count,
+            batches=record.waits.count,
             samples=self._samples,
             bytes=self._bytes,
-            wall_ns=notes.wall_ns,
-            start_ns=notes.start_ns,
-            first_ns=notes.first_ns,
+            wall_ns=record.wall_ns,
+            start_ns=record.start_ns,
+            first_ns=record.first_ns,
             pinned_ns=self._pinned_ns,
         )
-        lateness = self._progress.lateness
-        notes.readings.histograms.update(
-            wait=notes.waits, step=notes.steps, lag=lateness.latest, late=lateness.late
+        lateness = progress.lateness
+        record.metrics.histograms.update(
+            wait=record.waits, step=record.steps, lag=lateness.latest, late=lateness.late
         )
-        self.slow = slowest_of([*self.slow, *gauges.slowest()])
-        self.skipped.update(gauges.skipped())
-        return notes
+        self.slow = slowest_of([*self.slow, *source.slowest()])
+        self.skipped.update(source.skipped())
+        return record
 
-    def _readings(self, gauges: Gauges) -> tuple[Readings, Machine]:
-        """All counters, those of the machine and of the storage too."""
-        readings, machine = gauges.readings(), self.machine()
-        readings.counts.update(machine.counts)
-        readings.counts.update(self.storage())
-        return readings, machine
+    def _metrics(self, source: MetricsSource) -> tuple[Metrics, MachineSnapshot]:
+        """All metrics, those of the machine and of the storage included."""
+        metrics, machine = source.metrics(), self.machine()
+        metrics.counts.update(machine.counts)
+        metrics.counts.update(self.storage())
+        return metrics, machine

@@ -1,4 +1,4 @@
-"""How many samples a dataset has, and how many bytes a sample, as far as they can be told."""
+"""The length of a dataset and the bytes of a sample, where they are known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["length_of", "nbytes_of"]
 
 _NUMBER_BYTES = 8
 _MOST_PARTS = 8
-"""Longer lists are judged by their first elements."""
+"""The size of longer lists is extrapolated from their first elements."""
 
 
 def length_of(dataset: Any) -> int | None:
@@ -21,7 +21,7 @@ def length_of(dataset: Any) -> int | None:
 
 
 def nbytes_of(value: Any) -> int:
-    """Bytes of the arrays, images, texts and numbers in a sample, at any depth; what is unknown counts as none.
+    """Bytes of the arrays, images, strings and numbers in a sample, at any depth; other objects count as 0.
 
     Images that are decoded when they are used (Pillow's) count with their pixels.
     """
@@ -44,9 +44,9 @@ def _nbytes_of(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(map(nbytes_of, value.values()))
     if isinstance(value, (list, tuple)):
-        judged = value[:_MOST_PARTS]
-        total = sum(map(nbytes_of, judged))
-        return total * len(value) // len(judged) if judged else 0
+        counted = value[:_MOST_PARTS]
+        total = sum(map(nbytes_of, counted))
+        return total * len(value) // len(counted) if counted else 0
     if hasattr(value, "getbands"):
         width, height = value.size
         return int(width * height * len(value.getbands()))

@@ -1,4 +1,4 @@
-"""The samples that took longest, by key: kept by each worker in shared memory."""
+"""The slowest samples by index, kept by each worker in shared memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-__all__ = ["KEPT", "NBYTES", "UNKNOWN", "SlowSample", "Slowest", "slowest_of"]
+__all__ = ["KEPT", "NBYTES", "UNKNOWN", "SlowSample", "SlowestSamples", "slowest_of"]
 
 KEPT: Final = 20
-"""So many samples are kept."""
+"""Number of samples that are kept."""
 UNKNOWN: Final = -2
 """The stage of a sample whose stages were not timed; -1 is the dataset, from 0 on the transforms."""
 _TEXT = 64
@@ -23,14 +23,14 @@ NBYTES: Final = KEPT * _ROW.size
 
 
 class SlowSample(NamedTuple):
-    """What one sample took.
+    """The cost of one sample.
 
     Attributes:
-        key: What the dataset was asked for: an integer, or the text of another key, cut after 64 bytes.
+        key: The index in the dataset: an integer, or the text of another key, cut after 64 bytes.
         cost_ns: Its active time, waiting excluded.
         epoch: The epoch in which it took that long.
-        stage: Which stage took most of it: a transform's number, -1 for the dataset, ``UNKNOWN``.
-        stage_ns: How long that took.
+        stage: Its slowest stage: a transform's number, -1 for the dataset, or ``UNKNOWN``.
+        stage_ns: The time of that stage.
     """
 
     key: int | str
@@ -40,7 +40,7 @@ class SlowSample(NamedTuple):
     stage_ns: int
 
 
-class Slowest:
+class SlowestSamples:
     """Rows that one worker writes; of each key the slowest time counts.
 
     Args:
@@ -50,11 +50,11 @@ class Slowest:
     def __init__(self, buffer: Any = None) -> None:
         self._memory = memoryview(bytearray(NBYTES) if buffer is None else buffer).cast("B")
         self._shared = self._memory.cast("q")
-        self._costs: list[int] = []  # the writer's own copy, which is quicker to look at
+        self._costs: list[int] = []  # the writer's own copy, which is faster to read
         self._names: list[tuple[int, bytes]] = []
         self._row_of: dict[tuple[int, bytes], int] = {}
         self.floor_ns = 0
-        """What a sample must exceed to be kept; of use to the writer only."""
+        """The cost that a sample must exceed to be kept; valid in the writer only."""
 
     def offer(self, key: Any, epoch: int, cost_ns: int, stage: int, stage_ns: int) -> None:
         """Keep a sample if it is among the slowest."""
@@ -66,7 +66,7 @@ class Slowest:
             row = costs.index(self.floor_ns)
         if cost_ns <= costs[row]:
             return
-        self._shared[row * _ROW_WORDS] = 0  # whoever reads now does not find half a row
+        self._shared[row * _ROW_WORDS] = 0  # a concurrent reader must not see half a row
         _ROW.pack_into(self._memory, row * _ROW.size, 0, epoch, stage, stage_ns, *name)
         self._shared[row * _ROW_WORDS] = cost_ns
         if costs[row]:
@@ -75,7 +75,7 @@ class Slowest:
         self.floor_ns = min(costs)
 
     def _take_over(self) -> None:
-        """Go on with the rows that an earlier worker has left, perhaps one that has died."""
+        """Continue with the rows of an earlier worker, which may have died."""
         for row, (cost_ns, _, _, _, number, text) in enumerate(_ROW.iter_unpack(self._memory)):
             name = number, text.rstrip(b"\0")
             self._costs.append(cost_ns)
@@ -85,7 +85,7 @@ class Slowest:
         self.floor_ns = min(self._costs)
 
     def read(self) -> list[SlowSample]:
-        """What is kept, in no order."""
+        """The samples, unordered."""
         return [
             SlowSample(
                 text.rstrip(b"\0").decode(errors="replace") if text[0] else number, cost_ns, *rest

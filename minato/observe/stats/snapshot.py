@@ -1,23 +1,73 @@
-"""How an epoch stands, read at a glance from outside of the training loop."""
+"""The state of a loader, its workers and the machine at one moment, for readers in any thread."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-__all__ = ["Glance", "Labour", "Machine", "Standing", "Watcher"]
+from minato._core.histogram import Histogram
+from minato.observe.stats.histograms import EMPTY
+
+__all__ = [
+    "EpochObserver",
+    "EpochSnapshot",
+    "LoaderSnapshot",
+    "MachineSnapshot",
+    "Metrics",
+    "WorkerActivity",
+]
 
 
-class Standing(NamedTuple):
-    """How a loader stands at one moment.
+@dataclass
+class Metrics:
+    """Counters and histograms, which only grow; those of several runs can be added.
 
     Attributes:
-        workers: Workers that work.
+        counts: By name, with the unit in the name.
+        histograms: By name; read-only.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+
+    def since(self, older: Metrics) -> Metrics:
+        """The increase since an older snapshot of the same metrics."""
+        counts = Counter({name: count - older.counts[name] for name, count in self.counts.items()})
+        histograms = {}
+        for name, values in self.histograms.items():
+            before = older.histograms.get(name, EMPTY)
+            if before is values:
+                histograms[name] = EMPTY
+            else:
+                histograms[name] = values.subtract(before) if before.count else values
+        return Metrics(counts, histograms)
+
+    def __add__(self, other: Metrics) -> Metrics:
+        whole = Metrics()
+        whole += self
+        whole += other
+        return whole
+
+    def __iadd__(self, other: Metrics) -> Metrics:
+        """Add other metrics to a sum, which owns its histograms."""
+        self.counts.update(other.counts)
+        for name, values in other.histograms.items():
+            self.histograms.setdefault(name, Histogram()).merge(values)
+        return self
+
+
+class LoaderSnapshot(NamedTuple):
+    """Workers and batches of a loader.
+
+    Attributes:
+        workers: Active workers.
         in_flight: Batches that are open or ready.
-        ready: Those that are ready.
-        limit: How many may be in flight.
-        memory_bytes: What those in flight take, roughly.
-        budget_bytes: What they may take.
+        ready: Batches that are ready.
+        limit: The largest number of batches in flight.
+        memory_bytes: Approximate memory of the batches in flight.
+        budget_bytes: The memory budget.
     """
 
     workers: int
@@ -28,13 +78,13 @@ class Standing(NamedTuple):
     budget_bytes: int
 
 
-class Labour(NamedTuple):
-    """What all workers together have done since they were started.
+class WorkerActivity(NamedTuple):
+    """The time of all workers together since they started.
 
     Attributes:
-        busy_ns: Time with a sample in hand.
+        busy_ns: Time with a current sample.
         idle_ns: Time without.
-        stages: Samples that were timed in each stage, and their time in ns: the dataset, then the transforms.
+        stages: ``(samples, ns)`` of each stage, for the samples that were timed: the dataset, then the transforms.
     """
 
     busy_ns: int = 0
@@ -42,15 +92,15 @@ class Labour(NamedTuple):
     stages: tuple[tuple[int, int], ...] = ()
 
 
-class Machine(NamedTuple):
-    """What the whole machine does.
+class MachineSnapshot(NamedTuple):
+    """Counters and memory of the whole machine.
 
     Attributes:
-        counts: Counters since some moment: ``cores_used_ns``, ``cores_there_ns``, ``disk_read_bytes``, and of each GPU
-            ``gpu0_samples`` (looks), ``gpu0_idle`` (those at which it was idle), ``gpu0_busy_percent`` (sum of its
-            use), ``gpu0_used_mib`` (sum of the memory in use).
-        available_bytes: Memory that can still be taken.
-        limit_bytes: Memory that there is, within the limits of the control groups.
+        counts: Counters with an arbitrary start: ``cores_used_ns``, ``cores_there_ns``, ``disk_read_bytes``, and of
+            each GPU ``gpu0_samples``, ``gpu0_idle`` (samples in which it was idle), ``gpu0_busy_percent`` (sum of its
+            utilization), ``gpu0_used_mib`` (sum of the memory in use).
+        available_bytes: Memory that is available.
+        limit_bytes: Total memory within the limits of the control groups.
         gpus: Name and bytes of each.
     """
 
@@ -60,20 +110,20 @@ class Machine(NamedTuple):
     gpus: tuple[tuple[str, int], ...] = ()
 
 
-class Glance(NamedTuple):
-    """One look at an epoch.
+class EpochSnapshot(NamedTuple):
+    """The current epoch.
 
     Attributes:
         epoch: Its number.
-        at_ns: Time since its begin.
-        batches: Delivered so far.
-        length: How many it will have; None if nobody knows.
-        samples: In them.
-        nbytes: In them.
-        waited_ns: Time in ``next()`` and ``iter()`` so far, the present call included.
-        standing: Of late; None before the first batch.
-        labour: Of the workers.
-        machine: What it does.
+        at_ns: Time since its start.
+        batches: Batches returned so far.
+        length: Batches of the whole epoch; None if unknown.
+        samples: Samples returned so far.
+        nbytes: Bytes returned so far.
+        waited_ns: Time in ``next()`` and ``iter()`` so far, the current call included.
+        loader: Recent state of the loader; None before the first batch.
+        activity: Of the workers.
+        machine: Of the machine.
     """
 
     epoch: int = 0
@@ -83,16 +133,16 @@ class Glance(NamedTuple):
     samples: int = 0
     nbytes: int = 0
     waited_ns: int = 0
-    standing: Standing | None = None
-    labour: Labour = Labour()
-    machine: Machine = Machine()
+    loader: LoaderSnapshot | None = None
+    activity: WorkerActivity = WorkerActivity()
+    machine: MachineSnapshot = MachineSnapshot()
 
 
-class Watcher(Protocol):
-    """Who wants to know when epochs begin and end."""
+class EpochObserver(Protocol):
+    """Is notified of the start and the end of each epoch."""
 
-    def begun(self) -> None:
-        """One has, and its workers are there."""
+    def started(self) -> None:
+        """An epoch has started, and its workers run."""
 
-    def settled(self) -> None:
-        """It is over, or was abandoned; called in whichever thread found out."""
+    def ended(self) -> None:
+        """The epoch has ended or was abandoned; called in the thread that noticed."""

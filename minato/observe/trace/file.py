@@ -6,19 +6,19 @@ import errno
 import os
 import weakref
 
-from minato._files import open_lines, open_regular, write_all
+from minato._support.files import open_lines, open_regular, write_all
 
 __all__ = ["LIMIT_BYTES", "EventFile", "begin", "check"]
 
 LIMIT_BYTES = 256 << 20
-"""Where a trace ends: about half a million samples with three transforms, and what the viewer opens with ease."""
+"""Size limit of a trace: about half a million samples with three transforms, which the viewer opens easily."""
 
 
 def begin(path: str) -> None:
-    """Empty a trace, or make it, and begin the array of events, which is never closed: the format does not ask for it.
+    """Truncate or create a trace, and open its array of events, which the format allows to stay open.
 
     Raises:
-        ValueError: The file holds something else, which is untouched.
+        ValueError: The file is no trace; it stays unchanged.
         OSError: It cannot be written.
     """
     descriptor = _opened(path)
@@ -30,7 +30,7 @@ def begin(path: str) -> None:
 
 
 def check(path: str) -> None:
-    """Make the file, with mode 0600, if it does not exist; raises what ``begin`` does."""
+    """Create the file with mode 0600 if it does not exist; raises like ``begin``."""
     os.close(_opened(path))
 
 
@@ -39,10 +39,10 @@ def _opened(path: str) -> int:
 
 
 class EventFile:
-    """A trace's file, open in one place of one process.
+    """A trace's file, as one thread of one process appends to it.
 
-    Whoever has something to tell appends it by one call of the system, so that no lines mix, and nothing that was
-    written is lost with the process. If the file cannot be written, nothing is, and ``error`` says why.
+    Events are appended by a single system call, so that lines do not mix and survive the process. If the file cannot
+    be written, recording ends, and ``error`` holds the reason.
 
     Args:
         limit_bytes: It is not written to any more when it would become larger, but for what other processes write in

@@ -1,4 +1,4 @@
-"""The track of the training loop: its steps, its waiting, and the state of the loader meanwhile."""
+"""The track of the training loop: its steps, its waiting, and the state of the loader."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import warnings
 from collections.abc import Callable
 
 from minato._core.clock import now_ns
-from minato.observe.stats.snapshot import Standing
+from minato.errors import MinatoWarning
+from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace.track import Track
 
 __all__ = ["LoopTrack"]
 
 _COUNT_EVERY_NS = 5_000_000
-"""Counters are recorded no more often."""
+"""Minimum interval between two records of the counters."""
 
 
 class LoopTrack:
-    """Records the calls of an engine; has the methods of a :class:`Journal` that the engine calls."""
+    """Records the calls of an engine; has the methods of a :class:`EpochLog` that the engine calls."""
 
     def __init__(self, track: Track) -> None:
         self._track = track
@@ -25,13 +26,13 @@ class LoopTrack:
         self._left_ns: int | None = None  # when a batch was returned, until the next is asked for
         self._warned = False
 
-    def begin(self, epoch: int, _progress: object, _gauges: object) -> None:
+    def begin(self, epoch: int, _progress: object, _source: object) -> None:
         """An epoch begins."""
         self._epoch, self._batches, self._left_ns = epoch, 0, None
         self._entered_ns = now_ns()
 
-    def begun(self) -> None:
-        """Its workers have been started."""
+    def started(self) -> None:
+        """The workers of the epoch have started."""
         self._track.slice("iter()", self._entered_ns, args={"epoch": self._epoch})
         self._track.flush()
 
@@ -42,18 +43,18 @@ class LoopTrack:
             self._track.slice("step", self._left_ns, now, self._batch())
             self._left_ns = None
 
-    def leave(self, samples: int, nbytes: int, standing: Callable[[], Standing]) -> None:
+    def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
         """``next()`` returns a batch."""
         self._batches += 1
         track, now = self._track, now_ns()
         args = {**self._batch(), "samples": samples, "bytes": nbytes}
         track.slice("next()", self._entered_ns, now, args)
         if now - self._counted_ns >= _COUNT_EVERY_NS:
-            self._counted_ns, state = now, standing()
+            self._counted_ns, state = now, loader()
             loading = state.in_flight - state.ready
             track.counter("batches in flight", now, ready=state.ready, loading=loading)
-            track.counter("window (batches)", now, limit=state.limit)
-            track.counter("workers", now, working=state.workers)
+            track.counter("prefetch window (batches)", now, limit=state.limit)
+            track.counter("workers", now, active=state.workers)
             track.counter("memory in flight (bytes)", now, bytes=state.memory_bytes)
         track.flush()
         self._left_ns = now_ns()
@@ -77,4 +78,4 @@ class LoopTrack:
         error = self._track.file.error
         if error is not None and not self._warned:
             self._warned = True
-            warnings.warn(f"the trace ends here: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"the trace ends here: {error}", MinatoWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""What components record their work with: a track of a trace, or nothing."""
+"""The interface with which components record their work, and its null object."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Protocol, TypeAlias
 __all__ = ["NULL_TRACER", "REPEATED", "SAMPLE", "Args", "NullTracer", "Tracer"]
 
 SAMPLE = "sample"
-"""Name of the slice in which a sample became complete: there is one for each that is delivered."""
+"""Name of the slice in which a sample became complete: one for each returned sample."""
 REPEATED = "sample (repeated)"
-"""Of one whose result was not used."""
+"""Name of the slice of a sample whose result was not used."""
 
 Args: TypeAlias = Mapping[str, Any]
 """Shown with an event: integers, bools and short strings; the ``repr`` of anything else."""
@@ -20,13 +20,13 @@ class Tracer(Protocol):
     """Records what one thread does. Times are in ns, on the clock of :func:`minato._core.clock.now_ns`.
 
     Attributes:
-        enabled: Whether anything is recorded; asked where even putting an event together would cost too much.
+        enabled: Whether events are recorded; checked where even the construction of an event is expensive.
     """
 
     enabled: bool
 
     def now(self) -> int:
-        """The time; 0 if nothing is recorded."""
+        """The time; 0 if events are not recorded."""
 
     def slice(
         self, name: str, begin_ns: int, end_ns: int | None = None, args: Args | None = None
@@ -45,13 +45,13 @@ class Tracer(Protocol):
         """
 
     def span(self, name: str, begin_ns: int, end_ns: int, args: Args | None = None) -> None:
-        """Record what went on beside the work of the thread, and may overlap with anything."""
+        """Record work that is not the thread's own, and may overlap with other slices."""
 
     def instant(self, name: str) -> None:
         """Record that something happens now."""
 
     def flush(self) -> None:
-        """Write what was recorded."""
+        """Write the recorded events."""
 
 
 class NullTracer:

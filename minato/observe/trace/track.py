@@ -1,4 +1,4 @@
-"""The tracks of a trace: which thread writes to which, and what an event looks like."""
+"""The tracks of a trace, one per thread, and the format of events."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ class Trace:
     """A loader's trace.
 
     Args:
-        path: The file; made anew when the loader is first iterated over, and only opened before.
+        path: The file; checked now, and truncated at the first iteration.
+        name: Of the loader.
 
     Raises:
-        ValueError: The file holds something else, which is untouched.
+        ValueError: The file is no trace; it stays unchanged.
         OSError: It cannot be written.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, name: str) -> None:
         self._path = os.path.abspath(path)
+        self._name = name
         self._begun = False
         self._taken: set[int] = set()
         try:
@@ -40,19 +42,19 @@ class Trace:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"trace={path!r} cannot be written ({error.strerror}): give a file in a folder where you may write",
+                f"trace={path!r} cannot be written ({error.strerror}): give a file in a directory where you may write",
             ) from None
 
     def take(self) -> Tracks:
-        """Tracks for another engine: those of one that has ended, if there is one."""
+        """Tracks for a new engine; those of an engine that has ended are reused."""
         if not self._begun:
-            # Of an error the tracks will speak, as they cannot be written either.
+            # The tracks will report the error: they cannot be written either.
             with contextlib.suppress(OSError):
                 begin(self._path)
                 self._begun = True
         number = next(each for each in range(len(self._taken) + 1) if each not in self._taken)
         self._taken.add(number)
-        return Tracks(self._path, LIMIT_BYTES, os.getpid(), number)
+        return Tracks(self._path, LIMIT_BYTES, os.getpid(), number, self._name)
 
     def give_back(self, tracks: Tracks) -> None:
         """An engine has ended."""
@@ -69,12 +71,14 @@ class Tracks:
     Attributes:
         pid: Of the training process, under which all tracks are shown.
         number: 0, unless several iterators of the loader live at once.
+        name: Of the loader.
     """
 
     path: str
     limit_bytes: int
     pid: int
     number: int
+    name: str
 
     def loop(self) -> Track:
         """The track of the training loop."""
@@ -87,20 +91,28 @@ class Tracks:
     def _track(self, number: int, name: str) -> Track:
         suffix = f" of iterator {self.number}" if self.number else ""
         file = EventFile(self.path, self.limit_bytes)
-        return Track(file, self.pid, self.number * _TRACKS + number, name, suffix)
+        return Track(file, self.pid, self.number * _TRACKS + number, name, suffix, self.name)
 
 
 class Track:
     """A :class:`Tracer` that records in a file. Nothing is written before ``flush``.
 
     Attributes:
-        file: What is written to.
+        file: The trace's file.
     """
 
     enabled = True
     now = staticmethod(now_ns)
 
-    def __init__(self, file: EventFile, pid: int, number: int, name: str, suffix: str = "") -> None:
+    def __init__(
+        self,
+        file: EventFile,
+        pid: int,
+        number: int,
+        name: str,
+        suffix: str = "",
+        loader: str = "loader",
+    ) -> None:
         self.file = file
         self._suffix = suffix
         self._where = f'"pid":{pid},"tid":{number}'
@@ -108,7 +120,7 @@ class Track:
         self._samples: dict[int, int] = {}  # event of the sample at each position
         self._count = 0
         named = (
-            self._meta("process_name", name=f"minato, process {pid}")
+            self._meta("process_name", name=f"minato, {loader}, process {pid}")
             + self._meta("thread_name", name=name + suffix)
             + self._meta("thread_sort_index", sort_index=number)
         )
@@ -144,7 +156,7 @@ class Track:
         self.slice(name, begin_ns, None, args)
 
     def span(self, name: str, begin_ns: int, end_ns: int, args: Args | None = None) -> None:
-        """Record what went on beside other things."""
+        """Record work that may overlap with other slices."""
         self._count += 1
         identity = f'"cat":"minato","id":"{self._number}.{os.getpid()}.{self._count}","name":{_quoted(name)}'
         lines = (
@@ -164,7 +176,7 @@ class Track:
         )
 
     def counter(self, name: str, at_ns: int, **values: int) -> None:
-        """Record how many there are of several things, which are shown on top of one another."""
+        """Record several counts, which the viewer stacks."""
         line = (
             f'{{"ph":"C",{self._where},"ts":{at_ns / 1e3:.3f},"name":{_quoted(name + self._suffix)},'
             f'"args":{json.dumps(values)}}},\n'
@@ -172,7 +184,7 @@ class Track:
         self._events.append((at_ns, -at_ns, line))
 
     def flush(self) -> None:
-        """Write what was recorded."""
+        """Write the recorded events."""
         if self._events:
             self._events.sort()  # a slice comes before those inside it, which were recorded before it
             lines = "".join([line for _, _, line in self._events])

@@ -19,8 +19,8 @@ import pytest
 
 import minato
 from minato.observe.monitor import gpus
-from minato.observe.monitor.gpus import GpuWatch, gpu_watch
-from minato.observe.monitor.host import look
+from minato.observe.monitor.gpus import GpuMonitor, gpu_monitor
+from minato.observe.monitor.machine import measure
 from minato.observe.monitor.nvml_process import NBYTES, Table, run, visible
 from tests.datasets import Numbers
 
@@ -76,7 +76,7 @@ def nvml() -> Any:
     return module
 
 
-def until_looked(watch: GpuWatch, times: int) -> None:
+def until_looked(watch: GpuMonitor, times: int) -> None:
     until(lambda: watch.counts()["gpu1_samples"] >= times)
 
 
@@ -145,9 +145,9 @@ def test_what_is_seen_is_added_up() -> None:
 
 
 def test_one_process_watches_for_all_and_ends_with_the_last(driver: Path) -> None:
-    watch = gpu_watch()
+    watch = gpu_monitor()
     assert watch is not None
-    assert gpu_watch() is watch
+    assert gpu_monitor() is watch
     until_looked(watch, 4)
     assert len(side_processes()) == 1
     assert watch.gpus() == (("Made up", 16 << 30), ("Other", 16 << 30))
@@ -155,7 +155,7 @@ def test_one_process_watches_for_all_and_ends_with_the_last(driver: Path) -> Non
     assert abs(2 * counts["gpu0_idle"] - counts["gpu0_samples"]) <= 1
     assert counts["gpu1_idle"] == 0
     assert counts["gpu1_busy_percent"] == pytest.approx(80 * counts["gpu1_samples"], abs=80)
-    machine = look(watch)
+    machine = measure(watch)
     assert machine.gpus == watch.gpus()
     assert machine.counts["gpu1_samples"] >= 4
     assert 0 < machine.available_bytes <= machine.limit_bytes
@@ -167,7 +167,7 @@ def test_one_process_watches_for_all_and_ends_with_the_last(driver: Path) -> Non
 def test_it_ends_with_the_process_that_started_it(driver: Path) -> None:
     pid = os.fork()
     if pid == 0:
-        watch = gpu_watch()
+        watch = gpu_monitor()
         time.sleep(60)
         del watch
         os._exit(0)
@@ -196,15 +196,15 @@ def test_one_that_cannot_be_ended_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_report_tells_of_them(driver: Path) -> None:
-    loader = minato.DataLoader(Numbers(60), 2, num_workers=1, measure="gpu")
+    loader = minato.DataLoader(Numbers(60), 2, num_workers=1, stats="gpu")
     for number, _ in enumerate(loader):
         if number == 3:
-            watch = gpu_watch()
+            watch = gpu_monitor()
             assert watch is not None
             until_looked(watch, 6)
             del watch
     report = loader.report()
-    assert report.run.host.gpus == 2
+    assert report.run.machine.gpus == 2
     first, second = report.run.gpus
     assert (first.name, second.name) == ("0 Made up", "1 Other")
     assert first.idle_share == pytest.approx(0.5, abs=0.1)
@@ -222,31 +222,31 @@ def test_without_a_driver_nobody_watches_and_the_report_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "_DRIVER", (tmp_path / "none",))
-    assert gpu_watch() is None
-    loader = minato.DataLoader(Numbers(4), 2, measure="gpu")
+    assert gpu_monitor() is None
+    loader = minato.DataLoader(Numbers(4), 2, stats="gpu")
     list(loader)
     report = loader.report()
     assert report.run.gpus == ()
-    assert report.run.host.gpus == 0
-    assert "none was found" in str(report)
-    assert 0 < report.run.host.available_bytes <= report.run.host.limit_bytes
+    assert report.run.machine.gpus == 0
+    assert "none found" in str(report)
+    assert 0 < report.run.machine.available_bytes <= report.run.machine.limit_bytes
 
 
 @pytest.mark.parametrize("measure", [False, True])
 def test_gpus_are_not_watched_unasked(driver: Path, measure: bool) -> None:
-    loader = minato.DataLoader(Numbers(4), 2, measure=measure)
+    loader = minato.DataLoader(Numbers(4), 2, stats=measure)
     list(loader)
     assert side_processes() == []
-    assert not measure or loader.report().run.host.gpus == 0
+    assert not measure or loader.report().run.machine.gpus == 0
 
 
-@pytest.mark.parametrize("asked", ["measure", "live", "MINATO_LIVE", "metrics_port"])
+@pytest.mark.parametrize("asked", ["stats", "live", "MINATO_LIVE", "metrics"])
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_one_process_of_the_node_watches_where_somebody_reads_it(
     driver: Path, monkeypatch: pytest.MonkeyPatch, asked: str, local_rank: int
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    options: dict[str, Any] = {"measure": {"measure": "gpu"}, "metrics_port": {"metrics_port": 0}}
+    options: dict[str, Any] = {"stats": {"stats": "gpu"}, "metrics": {"metrics": 0}}
     loaders = [minato.DataLoader(Numbers(4), 2, **options.get(asked, {})) for _ in range(2)]
     if asked == "MINATO_LIVE":
         monkeypatch.setenv("MINATO_LIVE", "1")
@@ -267,4 +267,4 @@ def test_a_side_process_that_cannot_start_is_done_without(
     driver: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(driver / "no python"))
-    assert gpu_watch() is None
+    assert gpu_monitor() is None

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from minato import DataLoader
+from minato import DataLoader, StragglerPolicy
 from minato._core.histogram import Histogram
 from minato.observe.report.bias import bias_of
-from minato.observe.stats.reservoir import Arrived
+from minato.observe.stats.lateness import DeliveredSample
 from tests.datasets import Numbers, Sleepy
 
 SLOW = dict.fromkeys(range(0, 240, 12), 0.05)
 
 
-def rows(count: int, **what: Any) -> list[Arrived]:
+def rows(count: int, **what: Any) -> list[DeliveredSample]:
     """Of samples of which every fifth is late."""
     fixed = {"cost_ns": lambda late, chance: chance, "nbytes": lambda late, chance: 0} | what
     draw = random.Random(1)
@@ -26,7 +26,7 @@ def rows(count: int, **what: Any) -> list[Arrived]:
     for key in range(count):
         late = key % 5 == 0
         cost_ns, nbytes = (int(fixed[name](late, draw.randrange(100))) for name in fixed)
-        found.append(Arrived(key, 3 * late, cost_ns, nbytes))
+        found.append(DeliveredSample(key, 3 * late, cost_ns, nbytes))
     return found
 
 
@@ -42,9 +42,9 @@ def rows(count: int, **what: Any) -> list[Arrived]:
         (
             {"nbytes": lambda late, chance: 1 + chance + 90 * late},
             None,
-            "larger a sample, the later",
+            "Larger samples come later",
         ),
-        ({"nbytes": lambda late, chance: 200 + chance - 90 * late}, None, "the earlier"),
+        ({"nbytes": lambda late, chance: 200 + chance - 90 * late}, None, "come earlier"),
         ({"cost_ns": lambda late, chance: chance + 90 * late}, None, "report(labels=...)"),
         ({"cost_ns": lambda late, chance: chance + 90 * late}, lambda key: key % 3, None),
     ],
@@ -70,7 +70,7 @@ def test_labels_that_are_left_out_are_told(skipped: Any, told: bool | None, kind
     }[kind]
     bias, warnings = bias_of(rows(1000), Histogram(), labels, set(skipped))
     assert (bias.skipped_label is None) == (told is None)
-    assert any("Samples that were skipped" in words for words in warnings) == bool(told)
+    assert any("Skipped samples" in words for words in warnings) == bool(told)
 
 
 def test_a_loader_that_skips_one_class() -> None:
@@ -80,13 +80,13 @@ def test_a_loader_that_skips_one_class() -> None:
                 raise ValueError
             return index
 
-    loader = DataLoader(Broken(240), 4, on_error="skip")
+    loader = DataLoader(Broken(240), 4, errors="skip")
     with pytest.warns(RuntimeWarning, match="20 samples of this epoch were skipped"):
         list(loader)
     report = loader.report(labels=[int(index in SLOW) for index in range(240)])
     assert report.bias.skipped_label is not None
     assert report.bias.skipped_label > 0.2
-    assert any("were skipped" in words for words in report.warnings)
+    assert any("Skipped samples" in words for words in report.warnings)
     assert "skipped label" in str(report)
 
 
@@ -102,7 +102,12 @@ def test_sizes_are_unknown_where_all_samples_have_one_layout() -> None:
 @pytest.mark.parametrize("order", ["arrival", "fast_first"])
 def test_a_loader_whose_slow_samples_are_of_one_class(order: str) -> None:
     loader = DataLoader(
-        Sleepy(240, 0.001, SLOW), 4, num_workers=2, order=order, max_lag=16, slow_after_s=0.03
+        Sleepy(240, 0.001, SLOW),
+        4,
+        num_workers=2,
+        order=order,
+        max_lag=16,
+        stragglers=StragglerPolicy(after_s=0.03),
     )
     list(loader)
     report = loader.report(labels=[int(index in SLOW) for index in range(240)])
@@ -135,17 +140,17 @@ def test_a_loader_whose_slow_samples_are_large() -> None:
         4,
         num_workers=2,
         order="arrival",
-        slow_after_s=0.03,
+        stragglers=StragglerPolicy(after_s=0.03),
         collate_fn=list,
     )
     list(loader)
     report = loader.report()
     assert report.bias.size is not None
     assert report.bias.size > 0.2
-    assert any("larger a sample" in words for words in report.warnings)
+    assert any("Larger samples" in words for words in report.warnings)
 
 
-@pytest.mark.parametrize("options", [{}, {"order": "batch"}, {"schedule": "round_robin"}])
+@pytest.mark.parametrize("options", [{}, {"order": "batch"}, {"compat": "torch"}])
 def test_nothing_is_looked_at_where_samples_keep_their_batches(options: dict[str, Any]) -> None:
     loader = DataLoader(Numbers(40), 4, num_workers=1, **options)
     list(loader)

@@ -88,7 +88,7 @@ def test_any_loader(name: str, loaders: Path, capsys: pytest.CaptureFixture[str]
     assert main(["profile", f"{loaders}:{name}", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     batches = {"single": 48, "drawn": 24}.get(name, 12)
-    assert told["run"]["batches"]["batches"] == batches
+    assert told["run"]["throughput"]["batches"] == batches
     assert set(told["comparison_s"]) == {"minato", "torch"}
     assert min(told["comparison_s"].values()) > 0
 
@@ -98,7 +98,13 @@ def test_in_words_and_as_a_page(loaders: Path, capsys: pytest.CaptureFixture[str
     arguments = ["--batches", "9", "--step-ms", "1", "--html", str(page)]
     assert main(["profile", f"{loaders.stem}:theirs", *arguments]) == 0
     out = capsys.readouterr().out
-    for words in ("Waiting", "Stages", "Slowest samples", "The same batches with", "torch"):
+    for words in (
+        "Waiting",
+        "Stages",
+        "Slowest samples",
+        "Time for the same batches with",
+        "torch",
+    ):
         assert words in out
     text = page.read_text()
     assert text.startswith("<!doctype html>")
@@ -213,5 +219,5 @@ def test_a_page_that_is_something_else_stays(
     (tmp_path / "train.py").write_text("precious")
     command = ["profile", f"{loaders}:mine", "--html", str(tmp_path / "train.py")]
     assert main(command) == 2
-    assert "holds something else than a page of minato's" in capsys.readouterr().err
+    assert "holds something else than a report page of minato" in capsys.readouterr().err
     assert (tmp_path / "train.py").read_text() == "precious"

@@ -13,7 +13,7 @@ from tests.datasets import Numbers, Sleepy, flat
 
 def test_steps_with_the_loader_and_without() -> None:
     room = DataLoader(Sleepy(80, 0.004), 2).headroom(steps=10)
-    assert "Nothing was timed" in str(room)
+    assert "No step was timed" in str(room)
     seen = []
     for batch in room:
         seen.append(batch.tolist())
@@ -21,19 +21,19 @@ def test_steps_with_the_loader_and_without() -> None:
     loaded = [[2 * i, 2 * i + 1] for i in range(12)]
     assert seen == loaded + loaded[:4] * 3
     assert room.loaded_s >= 0.009
-    assert 0.001 <= room.free_s < room.loaded_s
-    assert room.gain == room.loaded_s / room.free_s
-    assert set(room.to_dict()) == {"loaded_s", "free_s", "gain"}
-    assert "times as fast" in str(room)
+    assert 0.001 <= room.replayed_s < room.loaded_s
+    assert room.speedup == room.loaded_s / room.replayed_s
+    assert set(room.to_dict()) == {"loaded_s", "replayed_s", "speedup"}
+    assert "× faster" in str(room)
 
 
 def test_few_batches_are_enough() -> None:
     room = DataLoader(Numbers(3)).headroom()
     assert len(list(room)) == 6
-    assert room.free_s > 0
+    assert room.replayed_s > 0
     nothing = DataLoader(Numbers(0)).headroom()
     assert list(nothing) == []
-    assert nothing.gain == 1
+    assert nothing.speedup == 1
 
 
 def test_steps_are_counted_from_one() -> None:
@@ -58,7 +58,7 @@ def test_the_loader_goes_on_as_if_nothing_had_been(seed: int | None, persistent:
             epoch += flat(batch.tolist() for batch in iterator)
             found.append(epoch)
         assert loader.coverage().complete
-        assert [each.batches.batches for each in loader.report().epochs] == [10, 10, 10]
+        assert [each.throughput.batches for each in loader.report().epochs] == [10, 10, 10]
         return found
 
     assert epochs(True) == epochs(False)

@@ -160,13 +160,13 @@ def test_the_environment_decides(
     loader = loader_of(4)
     for _ in range(2):
         list(loader)
-    list(loader_of(4, measure=False))
+    list(loader_of(4, stats=False))
     assert capsys.readouterr().err.count("Numbers, epoch") == lines
 
 
 def test_what_is_not_measured_cannot_be_shown() -> None:
-    with pytest.raises(ValueError, match="measure=False"):
-        loader_of(measure=False).live()
+    with pytest.raises(ValueError, match="stats=False"):
+        loader_of(stats=False).live()
 
 
 def test_a_stream_has_no_end_to_foretell(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,9 +177,9 @@ def test_a_stream_has_no_end_to_foretell(capsys: pytest.CaptureFixture[str]) -> 
     with (loader := minato.DataLoader(Stream(), 2)).live() as view:
         batches = iter(loader)
         next(batches)
-        pace = view.pace()
+        pace = view.progress()
         assert pace is not None
-        assert (pace.length, pace.left_s, pace.batches) == (None, None, 1)
+        assert (pace.length, pace.remaining_s, pace.batches) == (None, None, 1)
         list(batches)
     assert "4 batches, 8 samples" in capsys.readouterr().err
 
@@ -221,7 +221,7 @@ def test_the_length_is_what_is_left(drop_last: bool, batches: int) -> None:
     with loader.live() as view:
         batch = iter(loader)
         next(batch)
-        pace = view.pace()
+        pace = view.progress()
         assert pace is not None
         assert pace.length == batches
         state = loader.state_dict()
@@ -229,7 +229,7 @@ def test_the_length_is_what_is_left(drop_last: bool, batches: int) -> None:
         list(batch)
         batch = iter(loader)
         next(batch)
-        pace = view.pace()
+        pace = view.progress()
         assert pace is not None
         assert (pace.batches, pace.length) == (1, batches - 1)
         list(batch)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minato import DataLoader
+from minato import DataLoader, StragglerPolicy
 from minato.observe.report import html
 from tests.datasets import Sleepy
 from tests.observe.report import browsers
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(
 )
 TITLES = [
     "Waiting over time",
-    "Workers and window over time",
-    "What samples cost (samples by time, logarithmic)",
+    "Workers and batches in flight over time",
+    "Cost of samples (number by time, logarithmic)",
     "Share of the workers' time",
     "Slowest samples",
 ]
@@ -50,7 +50,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_workers=2,
         order="arrival",
         transforms=[a_transform_with_a_name_that_is_much_too_long],
-        slow_after_s=0.01,
+        stragglers=StragglerPolicy(after_s=0.01),
     )
     list(loader)
     file = tmp_path_factory.mktemp("page") / "report.html"

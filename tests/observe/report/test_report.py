@@ -15,9 +15,10 @@ import pytest
 import rich.console
 import torch
 
-from minato import DataLoader, Fetching
+from minato import DataLoader, ErrorPolicy, FetchOptions, StragglerPolicy
 from minato.caching import MemoryCache
-from minato.observe.report.figures import PARTS, Report, legend
+from minato.observe.report.figures import PARTS, legend
+from minato.observe.report.report import Report
 from minato.sources.base import KeyedSource
 from minato.sources.retry import Retry
 from tests.datasets import Filled, Journal, Numbers, Sleepy, wait_until
@@ -54,16 +55,16 @@ def test_the_run_is_the_sum_of_its_epochs(report: Report) -> None:
     assert report.run.epochs == 2
     assert report.run.finished
     for name in ("batches", "samples", "nbytes"):
-        parts = [getattr(each.batches, name) for each in report.epochs]
-        assert getattr(report.run.batches, name) == sum(parts) > 0
-    assert report.run.batches.batches == 32
-    assert report.run.batches.samples == 128
-    assert report.run.batches.coverage == 1
+        parts = [getattr(each.throughput, name) for each in report.epochs]
+        assert getattr(report.run.throughput, name) == sum(parts) > 0
+    assert report.run.throughput.batches == 32
+    assert report.run.throughput.samples == 128
+    assert report.run.throughput.coverage == 1
     assert report.run.waiting.total_s == pytest.approx(
         sum(each.waiting.total_s for each in report.epochs)
     )
     assert 0 < report.run.waiting.share <= 1
-    assert report.run.waiting.total_s <= report.run.batches.wall_s
+    assert report.run.waiting.total_s <= report.run.throughput.wall_s
 
 
 def test_every_stage_has_its_costs(report: Report) -> None:
@@ -73,7 +74,7 @@ def test_every_stage_has_its_costs(report: Report) -> None:
         "source",
         "transform",
         "transform",
-        "assembly",
+        "collate",
     ]
     assert sum(stage.share for stage in report.run.stages) == pytest.approx(1, abs=0.02)
     assert stages["pause"].count == 128
@@ -96,11 +97,11 @@ def test_the_slowest_samples_are_named_with_their_dearest_stage(report: Report) 
 def test_workers_and_time_line(report: Report) -> None:
     workers = report.run.workers
     assert workers.count == 2
-    shares = workers.busy_share, workers.work_share, workers.room_share
+    shares = workers.busy_share, workers.no_work_share, workers.window_full_share
     assert sum(shares) == pytest.approx(1)
     assert workers.busy_s > 0.2
-    assert report.run.line
-    assert all(point.in_flight <= point.limit for point in report.run.line)
+    assert report.run.timeline
+    assert all(point.in_flight <= point.limit for point in report.run.timeline)
 
 
 class Tags(HTMLParser):
@@ -173,19 +174,19 @@ class Stream(torch.utils.data.IterableDataset[int]):
     ("dataset", "arguments"),
     [
         (Numbers(40), {"num_workers": 0}),
-        (Numbers(40), {"num_workers": 2, "worker_method": "thread"}),
+        (Numbers(40), {"num_workers": 2, "workers": "thread"}),
         (Filled(40, 8), {"num_workers": 2, "order": "fast_first"}),
         (Filled(40, 8), {"num_workers": 2, "persistent_workers": True, "seed": 1}),
         (Lists(40), {"num_workers": 1}),
         (Stream(), {"num_workers": 1}),
-        (Numbers(40), {"num_workers": 1, "schedule": "round_robin"}),
+        (Numbers(40), {"num_workers": 1, "compat": "torch"}),
         (Sleepy(40, 0.001), {"num_workers": 1, "fetch_concurrency": 8, "transforms": [pause]}),
     ],
 )
 def test_every_kind_of_loader_has_a_report(dataset: Any, arguments: dict[str, Any]) -> None:
     report = run(DataLoader(dataset, 4, **arguments), 2)
-    assert report.run.batches.batches == 20
-    assert report.run.batches.samples == 80
+    assert report.run.throughput.batches == 20
+    assert report.run.throughput.samples == 80
     assert report.run.finished
     assert all(stage.share >= 0 for stage in report.run.stages)
     assert str(report)
@@ -202,15 +203,15 @@ def test_reads_at_once_are_costs_of_the_dataset() -> None:
 def test_before_between_and_in_the_middle() -> None:
     loader = DataLoader(Numbers(40), 4)
     assert loader.report().epochs == ()
-    assert loader.report().verdict.limit == "unknown"
+    assert loader.report().verdict.bottleneck == "unknown"
     iterator = iter(loader)
     for _ in range(3):
         next(iterator)
     (epoch,) = loader.report().epochs
-    assert (epoch.batches.batches, epoch.finished) == (3, False)
+    assert (epoch.throughput.batches, epoch.finished) == (3, False)
     del iterator
-    assert [each.batches.batches for each in loader.report().epochs] == [3]
-    assert [each.batches.batches for each in run(loader).epochs] == [3, 10]
+    assert [each.throughput.batches for each in loader.report().epochs] == [3]
+    assert [each.throughput.batches for each in run(loader).epochs] == [3, 10]
 
 
 def test_failures_are_counted() -> None:
@@ -220,11 +221,11 @@ def test_failures_are_counted() -> None:
                 raise ValueError
             return index
 
-    loader = DataLoader(Bad(40), 4, on_error="skip", retries=2)
+    loader = DataLoader(Bad(40), 4, errors=ErrorPolicy(on_error="skip", retries=2))
     with pytest.warns(RuntimeWarning, match="4 samples of this epoch were skipped"):
         report = run(loader)
-    assert report.run.trouble.skipped == 4
-    assert report.run.trouble.retries == 8
+    assert report.run.errors.skipped == 4
+    assert report.run.errors.retries == 8
 
 
 def test_deferrals_and_lag_are_counted() -> None:
@@ -237,15 +238,15 @@ def test_deferrals_and_lag_are_counted() -> None:
         Sleepy(80, 0.001),
         2,
         num_workers=2,
-        worker_method="thread",
+        workers="thread",
         order="fast_first",
-        slow_after_s=0.01,
+        stragglers=StragglerPolicy(after_s=0.01),
         transforms=[sometimes_slow, pause],
     )
-    slowness = run(loader).run.slowness
-    assert slowness.phase == "fixed"
-    assert slowness.deferrals >= 1
-    assert slowness.lag_max >= 1
+    stragglers = run(loader).run.stragglers
+    assert stragglers.phase == "fixed"
+    assert stragglers.deferrals >= 1
+    assert stragglers.lag_max >= 1
 
 
 class Overtaken(Journal):
@@ -262,9 +263,9 @@ def test_batches_that_are_overtaken_are_late() -> None:
     # No more than two batches are open, so that others have been delivered when sample 12 begins.
     dataset = Overtaken(24)
     loader = DataLoader(dataset, 2, num_workers=2, order="batch", prefetch_factor=1)
-    slowness = run(loader).run.slowness
-    assert slowness.lag_max >= 1
-    assert slowness.lag_p50 == 0
+    stragglers = run(loader).run.stragglers
+    assert stragglers.lag_max >= 1
+    assert stragglers.lag_p50 == 0
 
 
 class Unsteady(KeyedSource):
@@ -297,7 +298,7 @@ class Holding(Numbers):
 
 
 def test_what_sources_reads_and_the_cache_did() -> None:
-    fetching = Fetching(2, hedge_percentile=95)
+    fetching = FetchOptions(2, hedge_percentile=95)
     dataset, cache = Holding(8), MemoryCache(1 << 20, version="1")
     loader = DataLoader(dataset, 4, cache=cache, fetch_concurrency=fetching)
     report = run(loader, 2)
@@ -318,13 +319,13 @@ def test_what_sources_reads_and_the_cache_did() -> None:
 
 
 def test_nothing_is_measured_on_request() -> None:
-    loader = DataLoader(Numbers(8), 4, measure=False)
+    loader = DataLoader(Numbers(8), 4, stats=False)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(ValueError, match="measure=False"):
+    with pytest.raises(ValueError, match="stats=False"):
         loader.report()
 
 
 def test_large_batches_count_in_bytes() -> None:
     report = run(DataLoader(Filled(20, 1000), 5, num_workers=1))
-    assert report.run.batches.nbytes >= 20 * np.dtype(np.float32).itemsize * 1000
-    assert report.run.room.memory_bytes > 0
+    assert report.run.throughput.nbytes >= 20 * np.dtype(np.float32).itemsize * 1000
+    assert report.run.prefetch_window.memory_bytes > 0

@@ -17,14 +17,14 @@ import rich.console
 import torch
 import tqdm
 
-from minato import DataLoader
+from minato import DataLoader, MinatoWarning
 from minato.cli.main import main
 from minato.observe.report.live_display import Lines, Notebook, Panel, html_of, screen_for
-from minato.observe.report.live_rates import Pace
+from minato.observe.report.live_progress import EpochProgress
 from minato.observe.report.text import plain
 from tests.observe.report.terminals import terminal
 
-PACE = Pace(
+PACE = EpochProgress(
     "Photos <b>, epoch 3",
     12,
     40,
@@ -69,7 +69,7 @@ def test_the_panel_says_all_and_what_is_printed_scrolls_above_it() -> None:
             "1 of at most 8 batches ready",
         ):
             assert what in words
-        assert "Blur, 70 % of their time, 31 ms each" in words
+        assert "Blur, 70 % of the workers' time, 31 ms per sample" in words
         assert "12 of 40 batches in 0:06, 0:14 left" in rows[23]
         for number in range(30):
             term.stream.write(f"line {number}\n")
@@ -99,7 +99,7 @@ def test_a_progress_bar_is_not_disturbed() -> None:
         for number in tqdm.tqdm(range(5), file=term.stream, mininterval=0, ncols=60):
             panel.show([PACE])
             if number == 2:
-                panel.say("a line")
+                panel.print_line("a line")
         panel.hide()
         rows = [row for row in term.all() if row]
         assert rows[0] == "a line"
@@ -130,7 +130,7 @@ def test_lines_go_around_a_progress_bar() -> None:
         lines = Lines(term.stream)
         lines.show([PACE])
         for _ in tqdm.tqdm(range(2), file=term.stream, mininterval=0, ncols=60):
-            lines.say("in between")
+            lines.print_line("in between")
         rows = [row for row in term.all() if row]
         assert rows[:-1] == [*_wrapped(PACE.line), "in between", "in between"]
         assert "2/2" in rows[-1]
@@ -168,7 +168,7 @@ def test_without_a_capable_terminal_there_are_lines(
             return real(name, *args, **kwargs)
 
         monkeypatch.setattr(builtins, "__import__", without_rich)
-        with pytest.warns(UserWarning, match=r'pip install "minatoloader\[report\]"'):
+        with pytest.warns(MinatoWarning, match=r'pip install "minatoloader\[report\]"'):
             assert type(screen_for(term.stream)) is Lines
 
 
@@ -198,7 +198,7 @@ def test_a_notebook_shows_one_output_that_changes(monkeypatch: pytest.MonkeyPatc
     assert shown[0] == html_of(PACE)
     assert "Photos &lt;b&gt;, epoch 3" in shown[0]
     assert "<script" not in shown[0]
-    screen.say("all is <over>")
+    screen.print_line("all is <over>")
     screen.hide()
     assert re.findall(r">([^<]+)<", shown[0]) == ["all is &lt;over&gt;"]
     screen.show([PACE])

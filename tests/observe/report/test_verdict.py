@@ -10,26 +10,27 @@ import pytest
 
 from minato import DataLoader
 from minato.observe.report.figures import (
-    Batches,
-    Host,
+    Errors,
+    Machine,
     Period,
+    PrefetchWindow,
     Reads,
-    Room,
     Setup,
-    Slowness,
     Stage,
-    Trouble,
+    Stragglers,
+    Throughput,
+    Verdict,
     Waiting,
     Workers,
 )
-from minato.observe.report.verdict import Verdict, judge
+from minato.observe.report.verdict import judge
 from tests.datasets import Filled, Numbers, Sleepy
 
-SETUP = Setup(2, "process", "strict", 8, 1, True, None, False, False, 8.0)
+SETUP = Setup(2, "process", "strict", 8, 1, True, None, False, False, 8.0, "numbers")
 
 
 def stages(**shares: float) -> tuple[Stage, ...]:
-    kinds = {"dataset": "source", "collate": "assembly"}
+    kinds = {"dataset": "source", "collate": "collate"}
     return tuple(
         Stage(name, kinds.get(name, "transform"), 100, 0.0, 0.0, 0.0, 0.0, share)
         for name, share in shares.items()
@@ -40,8 +41,8 @@ def run(
     *,
     own_s: float = 1.0,
     waited_s: float = 9.0,
-    asleep_s: float | None = None,
-    pinned_s: float = 0.0,
+    starved_s: float | None = None,
+    pin_memory_s: float = 0.0,
     busy_s: float = 20.0,
     busy_share: float = 1.0,
     on_core: float = 0.01,
@@ -54,20 +55,20 @@ def run(
     parts: tuple[Stage, ...] = stages(dataset=0.2, Crop=0.7, collate=0.1),
 ) -> Period:
     """100 batches in 10 s: 0.1 s each, of which the training step takes 0.01 s."""
-    wall_s = own_s + waited_s + pinned_s
-    asleep_s = waited_s if asleep_s is None else asleep_s
+    wall_s = own_s + waited_s + pin_memory_s
+    starved_s = waited_s if starved_s is None else starved_s
     return Period(
         "run",
         epochs,
         True,
-        Waiting(waited_s, waited_s / wall_s, 0, 0, 0, 0.0, first_s, asleep_s, pinned_s),
-        Batches(wall_s, batches, 8 * batches, 1000, 0, 0, 0, 0, 0, 1.0),
+        Waiting(waited_s, waited_s / wall_s, 0, 0, 0, 0.0, first_s, starved_s, pin_memory_s),
+        Throughput(wall_s, batches, 8 * batches, 1000, 0, 0, 0, 0, 0, 1.0),
         Workers(workers, busy_s, busy_share, 0, 0, on_core, cores, 0),
-        Room(0.1, 2.0, 4, 1000, 4000, held),
-        Slowness("uniform", 0, 0.75, 0, 0, 0, 0, 0),
-        Trouble(0, 0, 0, 0, 0, 0),
+        PrefetchWindow(0.1, 2.0, 4, 1000, 4000, held),
+        Stragglers("uniform", 0, 0.75, 0, 0, 0, 0, 0),
+        Errors(0, 0, 0, 0, 0, 0),
         Reads(0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0),
-        Host(0, 0, 0, 0),
+        Machine(0, 0, 0, 0),
         (),
         parts,
         (),
@@ -80,101 +81,103 @@ def verdict(setup: dict[str, Any] | None = None, **figures: Any) -> Verdict:
 
 def test_training_itself() -> None:
     found = verdict(own_s=9.8, waited_s=0.2)
-    assert found.limit == "step"
+    assert found.bottleneck == "step"
     assert "not the bottleneck" in found.summary
-    assert found.gain == pytest.approx(10 / 9.8)
-    assert found.change is None
-    assert verdict(own_s=9.0, waited_s=1.0, first_s=0.9).limit == "step"  # but for the one start
+    assert found.speedup == pytest.approx(10 / 9.8)
+    assert found.changes is None
+    assert (
+        verdict(own_s=9.0, waited_s=1.0, first_s=0.9).bottleneck == "step"
+    )  # but for the one start
 
 
 def test_too_few_workers() -> None:
     found = verdict()  # the workers' 0.2 s for each batch, against 0.01 s
-    assert (found.limit, found.part) == ("workers", "Crop")
-    assert found.change == {"num_workers": 24}
-    assert found.gain == pytest.approx(0.1 / 0.01)
+    assert (found.bottleneck, found.stage) == ("workers", "Crop")
+    assert found.changes == {"num_workers": 24}
+    assert found.speedup == pytest.approx(0.1 / 0.01)
     assert "num_workers=24" in found.advice
 
 
 def test_workers_that_need_cores_are_no_more_than_these() -> None:
     found = verdict(on_core=0.9, cores=0.3)
-    assert found.change == {"num_workers": 8}
-    assert found.gain == pytest.approx(0.1 / (0.2 / 8))
+    assert found.changes == {"num_workers": 8}
+    assert found.speedup == pytest.approx(0.1 / (0.2 / 8))
 
 
 def test_workers_in_a_cluster_do_not_take_the_cores_of_this_machine() -> None:
     found = verdict({"worker_method": "ray"}, on_core=0.9, cores=0.95)
-    assert found.change == {"num_workers": 24}
+    assert found.changes == {"num_workers": 24}
     assert "cluster" in found.evidence[-1]
     full = verdict({"worker_method": "ray", "num_workers": 24}, workers=24, cores=0.95)
-    assert full.limit == "transform"
+    assert full.bottleneck == "transform"
     assert not any("cores" in each for each in full.evidence)
 
 
 def test_no_workers_at_all() -> None:
     found = verdict({"num_workers": 0}, busy_s=9.0, workers=1)
-    assert found.limit == "workers"
-    assert found.change == {"num_workers": 11}
+    assert found.bottleneck == "workers"
+    assert found.changes == {"num_workers": 11}
 
 
 @pytest.mark.parametrize(
-    ("parts", "limit", "part"),
+    ("parts", "bottleneck", "stage"),
     [
         (stages(dataset=0.8, Crop=0.1, collate=0.1), "source", "dataset"),
         (stages(dataset=0.2, Crop=0.3, Flip=0.4, collate=0.1), "transform", "Flip"),
-        (stages(dataset=0.2, Crop=0.2, collate=0.6), "assembly", "collate"),
+        (stages(dataset=0.2, Crop=0.2, collate=0.6), "collate", "collate"),
     ],
 )
 def test_the_dearest_stage_where_all_cores_are_in_use(
-    parts: tuple[Stage, ...], limit: str, part: str
+    parts: tuple[Stage, ...], bottleneck: str, stage: str
 ) -> None:
     found = verdict(on_core=0.9, cores=1.0, parts=parts)
-    assert (found.limit, found.part) == (limit, part)
-    share = max(stage.share for stage in parts)
-    assert found.gain == pytest.approx(1 / (1 - share / 2))
-    assert part in found.advice
+    assert (found.bottleneck, found.stage) == (bottleneck, stage)
+    share = max(each.share for each in parts)
+    assert found.speedup == pytest.approx(1 / (1 - share / 2))
+    assert stage in found.advice
 
 
 def test_a_source_that_is_waited_for() -> None:
     parts = stages(dataset=0.9, Crop=0.05, collate=0.05)
     found = verdict(parts=parts)
-    assert found.limit == "source"
-    assert found.change == {"fetch_concurrency": 12}
-    assert found.gain == pytest.approx(0.1 / (0.1 * (0.1 + 0.9 / 12)))
-    assert verdict({"may_fetch_more": False}, parts=parts).limit == "workers"
+    assert found.bottleneck == "source"
+    assert found.changes == {"fetch_concurrency": 12}
+    assert found.speedup == pytest.approx(0.1 / (0.1 * (0.1 + 0.9 / 12)))
+    assert verdict({"may_fetch_more": False}, parts=parts).bottleneck == "workers"
 
 
 def test_transfer() -> None:
-    found = verdict(waited_s=9.0, asleep_s=1.0)
-    assert (found.limit, found.change) == ("transfer", None)
-    assert found.gain == pytest.approx(10 / 2)
-    found = verdict(waited_s=1.0, pinned_s=8.0)
-    assert (found.limit, found.change) == ("transfer", {"pin_memory": False})
+    found = verdict(waited_s=9.0, starved_s=1.0)
+    assert (found.bottleneck, found.changes) == ("transfer", None)
+    assert found.speedup == pytest.approx(10 / 2)
+    found = verdict(waited_s=1.0, pin_memory_s=8.0)
+    assert (found.bottleneck, found.changes) == ("transfer", {"pin_memory": False})
 
 
 def test_too_little_memory() -> None:
     found = verdict(busy_s=10.0, busy_share=0.5, held=True)
-    assert found.limit == "memory"
-    assert found.change is not None
-    assert found.change["memory_budget_bytes"] > 1000
-    assert found.gain == pytest.approx(0.1 / 0.05)
+    assert found.bottleneck == "memory"
+    assert found.changes is not None
+    assert found.changes["memory_budget"] > 1000
+    assert found.speedup == pytest.approx(0.1 / 0.05)
     found = verdict({"prefetch_factor": 1}, busy_s=10.0, busy_share=0.5)
-    assert (found.limit, found.change) == ("memory", {"prefetch_factor": None})
+    assert (found.bottleneck, found.changes) == ("memory", {"prefetch_factor": None})
 
 
 def test_slow_samples_in_strict_order() -> None:
-    assert verdict(busy_s=10.0, busy_share=0.5).change == {"order": "batch"}
-    assert verdict({"order": "batch"}, busy_s=10.0, busy_share=0.5).limit == "unknown"
+    assert verdict(busy_s=10.0, busy_share=0.5).changes == {"order": "batch"}
+    assert verdict({"order": "batch"}, busy_s=10.0, busy_share=0.5).bottleneck == "unknown"
 
 
 def test_the_start() -> None:
     found = verdict(first_s=2.0, epochs=4)
-    assert (found.limit, found.change) == ("start", {"persistent_workers": True})
-    assert found.gain == pytest.approx(10 / (10 - 6))
-    assert verdict({"persistent_workers": True}, first_s=2.0, epochs=4).limit != "start"
+    assert (found.bottleneck, found.changes) == ("start", {"persistent_workers": True})
+    assert found.speedup == pytest.approx(10 / (10 - 6))
+    assert verdict({"persistent_workers": True}, first_s=2.0, epochs=4).bottleneck != "start"
 
 
 def test_too_little_was_seen() -> None:
-    assert verdict(batches=7).limit == "unknown"
+    assert verdict(batches=7).bottleneck == "unknown"
 
 
 # ---- real loaders ---------------------------------------------------------------------------
@@ -241,7 +244,7 @@ def judged(
 
 def test_a_loop_that_takes_its_time() -> None:
     # Long enough steps that a worker which gets no core for a while still keeps up.
-    assert judged(Numbers(80), 4, num_workers=1, step_s=0.1).limit == "step"
+    assert judged(Numbers(80), 4, num_workers=1, step_s=0.1).bottleneck == "step"
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -249,48 +252,46 @@ def test_sleeping_transforms_on_few_workers(num_workers: int) -> None:
     found = judged(
         Numbers(120), 4, num_workers=num_workers, transforms=[pass_on, nap], step_s=0.001
     )
-    assert (found.limit, found.part) == ("workers", "nap")
+    assert (found.bottleneck, found.stage) == ("workers", "nap")
 
 
 def test_a_sleeping_source() -> None:
     found = judged(Sleepy(120, 0.005), 4, num_workers=2, transforms=[pass_on])
-    assert found.limit == "source"
-    assert found.change is not None
-    assert found.change["fetch_concurrency"] > 1
+    assert found.bottleneck == "source"
+    assert found.changes is not None
+    assert found.changes["fetch_concurrency"] > 1
 
 
 @pytest.mark.parametrize(
-    ("limit", "part", "arguments"),
+    ("bottleneck", "stage", "arguments"),
     [
         ("transform", "burn", {"dataset": Numbers(160), "transforms": [pass_on, burn]}),
         ("source", "dataset", {"dataset": Burning(160), "transforms": [pass_on]}),
         (
-            "assembly",
+            "collate",
             "collate and copy",
             {"dataset": Numbers(160), "collate_fn": burning_batch, "transforms": [pass_on]},
         ),
     ],
 )
 def test_work_on_all_cores(
-    limit: str, part: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    bottleneck: str, stage: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minato.observe.report.build.available_cores", lambda whole_node: 1.0)
+    monkeypatch.setattr("minato.engine.insight.available_cores", lambda whole_node: 1.0)
     found = judged(size=4, num_workers=1, **arguments)
-    assert (found.limit, found.part) == (limit, part)
+    assert (found.bottleneck, found.stage) == (bottleneck, stage)
 
 
 def test_batches_that_take_long_to_unpickle() -> None:
     found = judged(Numbers(100), 4, num_workers=1, collate_fn=heavy_batch)
-    assert found.limit == "transfer"
+    assert found.bottleneck == "transfer"
 
 
 def test_a_budget_for_one_batch() -> None:
-    found = judged(
-        Held(80, 100_000), 1, num_workers=4, memory_budget_bytes=500_000, worker_method="thread"
-    )
-    assert found.limit == "memory"
-    assert found.change is not None
-    assert found.change["memory_budget_bytes"] > 1_000_000
+    found = judged(Held(80, 100_000), 1, num_workers=4, memory_budget=500_000, workers="thread")
+    assert found.bottleneck == "memory"
+    assert found.changes is not None
+    assert found.changes["memory_budget"] > 1_000_000
 
 
 def slow_start(number: int) -> None:
@@ -298,5 +299,5 @@ def slow_start(number: int) -> None:
 
 
 def test_short_epochs_with_slow_starts() -> None:
-    arguments = {"num_workers": 1, "worker_init_fn": slow_start, "worker_method": "thread"}
-    assert judged(Numbers(40), 4, epochs=3, **arguments).limit == "start"
+    arguments = {"num_workers": 1, "worker_init_fn": slow_start, "workers": "thread"}
+    assert judged(Numbers(40), 4, epochs=3, **arguments).bottleneck == "start"

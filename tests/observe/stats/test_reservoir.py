@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from minato.observe.stats.reservoir import Arrived, Reservoir
+from minato.observe.stats.lateness import DeliveredSample, Reservoir
 
 
 def fed(batches: int, size: int = 16) -> tuple[Reservoir, int]:
@@ -25,7 +25,7 @@ def test_rows_are_those_of_the_samples() -> None:
     reservoir, _ = fed(10)
     assert len(reservoir.rows) == 80
     for row in reservoir.rows:
-        assert row == Arrived(row.key, row.key // 7 % 4, 5, 3)
+        assert row == DeliveredSample(row.key, row.key // 7 % 4, 5, 3)
         assert 0 <= row.key < 7 * 160
 
 

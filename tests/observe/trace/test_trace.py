@@ -19,10 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from minato import DataLoader
+from minato import DataLoader, ErrorPolicy, StragglerPolicy
 from minato._core.clock import now_ns
 from minato.delivery import device
-from minato.observe.stats.snapshot import Standing
+from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace import track as track_module
 from minato.observe.trace.file import EventFile
 from minato.observe.trace.loop import LoopTrack
@@ -107,8 +107,10 @@ def run(loader: Any, epochs: int = 1) -> None:
             pass
 
 
-def standing() -> Standing:
-    return Standing(workers=1, in_flight=2, ready=1, limit=2, memory_bytes=64, budget_bytes=1024)
+def loader() -> LoaderSnapshot:
+    return LoaderSnapshot(
+        workers=1, in_flight=2, ready=1, limit=2, memory_bytes=64, budget_bytes=1024
+    )
 
 
 def train_until_killed(path: Path) -> None:
@@ -120,7 +122,7 @@ def train_until_killed(path: Path) -> None:
 
 WORKERS = [
     pytest.param({}, id="none"),
-    pytest.param({"num_workers": 2, "worker_method": "thread"}, id="thread"),
+    pytest.param({"num_workers": 2, "workers": "thread"}, id="thread"),
     pytest.param({"num_workers": 2, "persistent_workers": True}, id="fork, persistent"),
     pytest.param({"num_workers": 2, "seed": 1, "order": "arrival"}, id="fork, arrival"),
     *(
@@ -173,7 +175,7 @@ def test_each_sample_is_told_once(workers: dict[str, Any], tmp_path: Path) -> No
     counters = names(events, "C")
     assert counters.keys() == {
         "batches in flight",
-        "window (batches)",
+        "prefetch window (batches)",
         "workers",
         "memory in flight (bytes)",
     }
@@ -187,7 +189,7 @@ def test_a_sample_that_was_deferred_is_told_once(order: str, tmp_path: Path) -> 
         BATCH,
         num_workers=2,
         order=order,
-        slow_after_s=0.01,
+        stragglers=StragglerPolicy(after_s=0.01),
         transforms=[slow_step, plus_one],
         trace=path,
     )
@@ -223,7 +225,9 @@ def test_samples_that_run_again_to_be_collated_count_once(tmp_path: Path) -> Non
 
 def test_what_raised_is_told_with_its_error(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    loader: Any = DataLoader(Failing(SIZE), BATCH, on_error="skip", retries=1, trace=path)
+    loader: Any = DataLoader(
+        Failing(SIZE), BATCH, errors=ErrorPolicy(on_error="skip", retries=1), trace=path
+    )
     with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
         run(loader)
     events = read(path)
@@ -386,14 +390,14 @@ def test_without_a_trace_no_call_is_made_for_single_samples(
     counts = []
     for batch_size in (4, 400):
         calls.clear()
-        run(DataLoader(Numbers(20 * batch_size), batch_size, schedule="round_robin"))
+        run(DataLoader(Numbers(20 * batch_size), batch_size, compat="torch"))
         counts.append(len(calls))
     assert counts[0] == counts[1] <= 20 * 8
 
 
 def test_without_measure(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    run(DataLoader(Numbers(SIZE), BATCH, measure=False, trace=path))
+    run(DataLoader(Numbers(SIZE), BATCH, stats=False, trace=path))
     assert samples(read(path)) == once(1)
 
 
@@ -403,10 +407,10 @@ def test_pinning_is_part_of_neither_next_nor_step(tmp_path: Path) -> None:
     track = Track(EventFile(str(path), 1 << 20), 1, 1, "training loop")
     loop = LoopTrack(track)
     loop.begin(0, None, None)
-    loop.begun()
+    loop.started()
     for _ in range(2):
         loop.enter()
-        loop.leave(4, 16, standing)
+        loop.leave(4, 16, loader)
         begun_ns = now_ns()
         loop.pinned(now_ns() - begun_ns)
     loop.finish()
@@ -427,13 +431,13 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path) -> None
     track = Track(EventFile(str(tmp_path / "run.json"), 1 << 20), 1, 1, "training loop")
     loop = LoopTrack(track)
     loop.begin(0, None, None)
-    loop.begun()
+    loop.started()
     loop.enter()
     with (
         file_size_limit(10),
         pytest.warns(RuntimeWarning, match="the trace ends here: .*(No space left|File too large)"),
     ):
-        loop.leave(1, 1, standing)
+        loop.leave(1, 1, loader)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -463,7 +467,7 @@ def test_data_pipes_are_refused(tmp_path: Path) -> None:
     ("workers", "expected"),
     [
         ({}, "minato: load samples"),
-        ({"num_workers": 1, "worker_method": "thread"}, "minato: wait for workers"),
+        ({"num_workers": 1, "workers": "thread"}, "minato: wait for workers"),
         ({"num_workers": 1}, "minato: wait for workers"),
     ],
 )

@@ -1,0 +1,1 @@
+"""Helpers that several packages use; they know none of them."""

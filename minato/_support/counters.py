@@ -1,0 +1,92 @@
+"""Counters in shared memory that several processes increment."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+from minato._compat import shared_file_storage
+
+__all__ = ["Counters", "shared_integers"]
+
+_BLOCKS, _ROWS = 65, 64
+"""A row for the training process and one for each of the 4096 workers that a loader may have; most blocks are never
+used."""
+
+
+def shared_integers(*shape: int) -> torch.Tensor:
+    """An int64 tensor of zeros in shared memory, which multiprocessing knows how to hand on.
+
+    As torch's ``share_memory_()``, but the memory never has a name that a killed process could leave in ``/dev/shm``.
+    """
+    storage = _unnamed_storage(8 * math.prod(shape))
+    if storage is None:
+        ordinary = torch.zeros(shape, dtype=torch.int64, device="cpu")
+        ordinary.share_memory_()
+        return ordinary
+    flat: torch.Tensor = torch.empty(0, dtype=torch.int64, device="cpu").set_(storage)
+    return flat.view(shape)
+
+
+def _unnamed_storage(nbytes: int) -> torch.UntypedStorage | None:
+    if not hasattr(os, "memfd_create"):
+        return None
+    descriptor = os.memfd_create("minato", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        return shared_file_storage(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+class Counters:
+    """Named counters; each worker increments its own row, so that no increment is lost.
+
+    They are shared with forked children, and with processes that are given them when they are started.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._counts = shared_integers(_BLOCKS, _ROWS, len(names))
+        self._used = shared_integers(_BLOCKS)
+        self._open()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_names": self._names, "_counts": self._counts, "_used": self._used}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def _open(self) -> None:
+        self._lock = threading.Lock()
+        self._rows, self._marks = self._counts.numpy(), self._used.numpy()  # quicker than tensors
+
+    def add(self, **by: int) -> None:
+        """Increment counters by name."""
+        worker = get_worker_info()
+        block, row_number = divmod(0 if worker is None else 1 + worker.id, _ROWS)
+        row = self._rows[block, row_number]
+        self._marks[block] = 1  # every writer stores the same value
+        with self._lock:
+            for name, number in by.items():
+                row[self._names.index(name)] += number
+
+    def snapshot(self) -> bytes:
+        """The memory of all counts: another one when any of them has changed."""
+        return self._counts.numpy().tobytes()
+
+    def by_name(self) -> dict[str, int]:
+        """Return the totals of all processes by name."""
+        return dict(zip(self._names, self.totals(), strict=True))
+
+    def totals(self) -> list[int]:
+        """Return the totals of all processes, in the order of the names."""
+        used = self._rows[self._marks.nonzero()[0]]
+        totals: list[int] = used.sum((0, 1)).tolist()
+        return totals

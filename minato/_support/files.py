@@ -1,0 +1,274 @@
+"""Files that minato writes: links are not followed, foreign content stays, and a file appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import grp
+import os
+import pwd
+import secrets
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = [
+    "PRIVATE",
+    "anonymous_log",
+    "check_private",
+    "cut_torn_line",
+    "is_private",
+    "open_lines",
+    "open_regular",
+    "replacement",
+    "write_all",
+    "write_atomically",
+]
+
+PRIVATE = 0o600
+"""Mode of files that hold keys, samples or texts of errors."""
+_CHUNK_BYTES = 4096
+
+_Path = str | os.PathLike[str]
+
+
+def open_regular(path: _Path, flags: int, mode: int = PRIVATE) -> int:
+    """``os.open`` for a regular file; with a flag to write, ``path`` itself must not be a symbolic link.
+
+    Raises:
+        OSError: It cannot be opened, or is a link or no regular file; the message names it.
+    """
+    name = os.fspath(path)
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    if writes:
+        flags |= os.O_NOFOLLOW
+    try:
+        # Without O_NONBLOCK, opening a pipe without a writer would block forever.
+        descriptor = os.open(name, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if writes and os.path.islink(name):
+            reason = "Is a symbolic link, which minato does not write through: name the file itself"
+            raise OSError(errno.ELOOP, reason, name) from None
+        if error.errno != errno.ENXIO:  # a pipe without a reader, or a socket
+            raise
+        raise _not_regular(name) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(name)
+    return descriptor
+
+
+def _not_regular(name: str) -> OSError:
+    return OSError(errno.EINVAL, "Is not a regular file", name)
+
+
+def open_lines(path: _Path, begins: bytes, what: str) -> int:
+    """Open a file of lines to append to it, or make it with mode 0600; content of something else is refused.
+
+    Args:
+        begins: The first bytes of every such file.
+        what: Names such a file in a message: ``"a recorded order (record_order=)"``.
+
+    Raises:
+        ValueError: The file has other content, which is untouched.
+        OSError: It cannot be opened, or is a link or no regular file.
+    """
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    try:
+        # A process that was killed may have left less than the first line.
+        if not begins.startswith(os.pread(descriptor, len(begins), 0)):
+            raise ValueError(
+                f"{os.fspath(path)!r} holds something else than {what}, and is left as it is: name another file"
+            )
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def cut_torn_line(descriptor: int) -> None:
+    """Remove what a killed process, or a full disk, has left of a last line."""
+    size = end = os.fstat(descriptor).st_size
+    while end > 0:
+        step = min(end, _CHUNK_BYTES)
+        newline = os.pread(descriptor, step, end - step).rfind(b"\n")
+        if newline >= 0:
+            end += newline + 1 - step
+            break
+        end -= step
+    if end < size:
+        os.ftruncate(descriptor, end)
+
+
+def write_all(descriptor: int, data: bytes, path: _Path) -> None:
+    """Write all of ``data``.
+
+    Raises:
+        OSError: Some of it could not be written; the message names the file.
+    """
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[os.write(descriptor, view) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+@contextlib.contextmanager
+def replacement(
+    path: _Path,
+    *,
+    mode: int = PRIVATE,
+    sync: bool = False,
+    recognised: Callable[[bytes], bool] | None = None,
+) -> Iterator[BinaryIO]:
+    """A file to write into; it takes the place of ``path`` when the block ends without an error.
+
+    It is made beside ``path`` under a name that cannot be guessed. A symbolic link at ``path`` is replaced, not
+    followed. A file of this user that it replaces keeps its mode.
+
+    Args:
+        mode: Of a new file, under the umask.
+        sync: Whether it must be on the disk before it takes its place.
+        recognised: Whether a file that begins with these 64 bytes may be replaced; None: any may.
+
+    Raises:
+        ValueError: There is a file that is not recognised, which is untouched.
+        OSError: It cannot be written, or there is something that is no file; the message names it.
+    """
+    target = Path(path)
+    if recognised is not None:
+        _check_content(target, recognised)
+    with contextlib.suppress(FileNotFoundError):
+        found = target.lstat()
+        if stat.S_ISREG(found.st_mode):
+            if found.st_uid == os.geteuid():
+                mode = stat.S_IMODE(found.st_mode)
+        elif not stat.S_ISLNK(found.st_mode):
+            raise _not_regular(str(target))
+    unfinished = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}")
+    try:
+        descriptor = os.open(
+            unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode
+        )
+        try:
+            with open(descriptor, "w+b") as file:
+                yield file
+                file.flush()
+                if sync:
+                    os.fsync(descriptor)
+            os.replace(unfinished, target)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                unfinished.unlink()
+    except OSError as error:
+        if error.filename in (None, str(unfinished)):
+            raise OSError(error.errno, error.strerror, str(target)) from None
+        raise
+
+
+def _check_content(target: Path, recognised: Callable[[bytes], bool]) -> None:
+    try:
+        descriptor = open_regular(target, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        head = os.read(descriptor, 64)
+    finally:
+        os.close(descriptor)
+    if head and not recognised(head):
+        raise ValueError(
+            f"{str(target)!r} holds something else, and is left as it is: name another file"
+        )
+
+
+def write_atomically(path: _Path, content: str, **how: Any) -> None:
+    """Write a text as :func:`replacement` does, with its arguments."""
+    with replacement(path, **how) as file:
+        file.write(content.encode())
+
+
+def anonymous_log() -> int:
+    """A descriptor that appends to a file without a name, in memory where the system can."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("minato-log", os.MFD_CLOEXEC)
+    else:
+        descriptor, name = tempfile.mkstemp(prefix="minato")
+        os.unlink(name)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
+    return descriptor
+
+
+def check_private(path: _Path) -> None:
+    """Check that no other user could have written ``path``, a file or directory, or can put another one in its place.
+
+    It and the directories above it must belong to this user or to root, and neither others nor a group, except one of
+    this user alone, may write to them. A directory above it may be like ``/tmp``, where users cannot replace each
+    other's files. What does not exist is passed over.
+
+    Raises:
+        PermissionError: Somebody else could have; the message names the part and the remedy.
+        OSError: It cannot be looked at.
+    """
+    place = Path(path).absolute()
+    for part in (place, *place.parents):
+        try:
+            found = part.lstat()
+            if stat.S_ISLNK(found.st_mode):
+                check_private(part.resolve())
+                _check_part(part, found.st_uid, found.st_gid, 0, above=True)
+            else:
+                _check_part(part, found.st_uid, found.st_gid, found.st_mode, above=part != place)
+        except FileNotFoundError:
+            continue
+
+
+def is_private(found: os.stat_result) -> bool:
+    """Whether a file's owner and mode keep other users from writing it, wherever it lies."""
+    try:
+        _check_part(Path(), found.st_uid, found.st_gid, found.st_mode, above=False)
+    except PermissionError:
+        return False
+    return True
+
+
+def _check_part(part: Path, owner: int, group: int, mode: int, above: bool) -> None:
+    if owner not in (0, os.geteuid()) and not (above and owner == _unmapped_user()):
+        raise _not_private(part, f"belongs to user {owner}", f"chown {os.geteuid()}")
+    if above and mode & stat.S_ISVTX:
+        return
+    if mode & stat.S_IWOTH:
+        raise _not_private(part, "may be written to by all users", "chmod o-w")
+    if mode & stat.S_IWGRP and not _is_own_group(group):
+        raise _not_private(part, f"may be written to by group {group}", "chmod g-w")
+
+
+@functools.cache
+def _unmapped_user() -> int | None:
+    """The owner that files of the host's root seem to have in a container with users of its own; None outside."""
+    try:
+        if Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(0xFFFFFFFF)]:
+            return None
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _not_private(part: Path, how: str, remedy: str) -> PermissionError:
+    return PermissionError(
+        f"{str(part)!r} {how}, who could put code there that minato would run: {remedy} it, or choose another place"
+    )
+
+
+@functools.cache
+def _is_own_group(number: int) -> bool:
+    """Whether a group is the private group of this user, which many systems make for each."""
+    try:
+        group, user = grp.getgrgid(number), pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False
+    return group.gr_name == user and set(group.gr_mem) <= {user}

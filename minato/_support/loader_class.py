@@ -1,0 +1,92 @@
+"""torch's loader class, and the tools that put another class in its place."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABCMeta
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+from torch.utils.data import DataLoader as TorchDataLoader
+
+__all__ = ["Name", "StandIn", "TorchDataLoader", "is_made", "made_only", "rebind", "stand_in"]
+
+Name = tuple[ModuleType, str]
+"""A module, and a name in it."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+_standing_in: type | None = None
+
+
+def stand_in(cls: type | None) -> None:
+    """Set the class that replaces torch's loader class; None: no class does."""
+    global _standing_in
+    _standing_in = cls
+
+
+class StandIn(ABCMeta):
+    """Type of a class that may take the name of torch's loader.
+
+    While it has the name, torch's loaders count as its instances: code that tests for the name must still
+    recognise a loader that was made before, or by a subclass of torch's own. The base is ABCMeta so that
+    abstract base classes can be mixed into a loader, as with torch's.
+    """
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if cls is _standing_in and isinstance(instance, TorchDataLoader):
+            return True
+        return super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        if cls is _standing_in and issubclass(subclass, TorchDataLoader):
+            return True
+        return super().__subclasscheck__(subclass)
+
+
+def is_made(loader: Any) -> bool:
+    """Whether our ``__init__`` made a loader, or it passes on what it is asked to one that was.
+
+    A subclass that takes torch's name for its base may set torch's attributes itself. It is a loader of torch's then.
+    """
+    return getattr(loader, "_position", None) is not None
+
+
+def made_only(method: F) -> F:
+    """Decorator: only loaders that our ``__init__`` made have this method, which torch's class lacks."""
+    return cast(F, _MadeOnly(method))
+
+
+class _MadeOnly:
+    """A method that some instances lack, so that ``hasattr`` returns False for them."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.__wrapped__ = method
+        self.__doc__ = method.__doc__
+        self._name = method.__name__
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is not None and not is_made(instance):
+            raise AttributeError(
+                f"{type(instance).__name__!r} object has no attribute {self._name!r}"
+            )
+        return self.__wrapped__.__get__(instance, owner)
+
+
+def rebind(old: object, new: object) -> list[Name]:
+    """Bind all names of ``old`` in imported modules to ``new``; minato's own modules keep theirs.
+
+    Returns:
+        The names that were rebound.
+    """
+    found = []
+    modules: list[tuple[str, Any]] = list(sys.modules.items())
+    for module_name, module in modules:
+        # Others put all kinds of objects there; asking those for attributes might import something.
+        if not isinstance(module, ModuleType) or module_name.partition(".")[0] == "minato":
+            continue
+        names = vars(module)
+        for name in [name for name, value in list(names.items()) if value is old]:
+            names[name] = new
+            found.append((module, name))
+    return found

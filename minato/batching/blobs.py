@@ -1,0 +1,142 @@
+"""Objects of a batch that have no place in its fields: samples of another structure, strings, errors, states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from minato._compat import ExceptionWrapper
+from minato._core.codes import END_BLOB, ERROR_BLOB, SAMPLE_BLOB, STATE_BLOB
+from minato._core.ledger import Ledger
+from minato._support.exceptions import not_the_end
+from minato._support.pickling import Purpose
+from minato.batching.sample_error import SampleError
+from minato.batching.serialization import Store
+
+__all__ = ["BlobWriter", "GetState", "Unsendable", "WriterSettings"]
+
+GetState = Callable[[], Any]
+"""Returns the state of the worker's dataset."""
+
+
+@dataclass(frozen=True)
+class WriterSettings:
+    """Settings of one worker's writer.
+
+    Attributes:
+        worker: Number of the worker.
+        collate_fn: Called with the list of samples, or with the sample if ``auto_collation`` is off.
+        auto_collation: Whether the loader has a batch size.
+        describe_error: Returns the exception that the training loop gets for one that is being handled.
+        catches: Exceptions of ``collate_fn`` that do not end the worker.
+        in_main_process: Whether the worker runs in the training loop's thread, and may use all threads of torch.
+    """
+
+    worker: int
+    collate_fn: Callable[[Any], Any]
+    auto_collation: bool
+    describe_error: Callable[[BaseException], ExceptionWrapper | BaseException]
+    catches: type[BaseException] = Exception
+    in_main_process: bool = False
+
+
+class Unsendable:
+    """Takes the place of a sample that cannot be pickled for the worker that collates its batch.
+
+    Args:
+        error: The exception of its pickling.
+    """
+
+    def __init__(self, error: SampleError) -> None:
+        self.error = error
+
+
+class BlobWriter:
+    """Puts objects of a batch into the store, and attaches them to the batch's places in the ledger.
+
+    Args:
+        settings: Settings of the worker's writer.
+        ledger: Holds the places.
+        store: Holds the objects.
+    """
+
+    def __init__(self, settings: WriterSettings, ledger: Ledger, store: Store) -> None:
+        self._worker = settings.worker
+        self._describe_error = settings.describe_error
+        self._catches = settings.catches
+        self._ledger = ledger
+        self._store = store
+        self.has_unsendable = False
+        """Whether a sample could not be pickled for another worker."""
+
+    def attach(self, batch: int, place: int, value: Any, kind: int) -> None:
+        """Attach an object to a place; if it cannot be pickled, the error that says so."""
+        try:
+            offset, nbytes = self.put(batch, value, kind)
+        except self._catches as error:
+            failure = SampleError(self._describe_error(error))
+            if kind == SAMPLE_BLOB:
+                self.has_unsendable = True
+                offset, nbytes = self.put_error(batch, Unsendable(failure), kind)
+            else:
+                kind = ERROR_BLOB
+                offset, nbytes = self.put_error(batch, failure, kind)
+            if not offset:
+                kind = ERROR_BLOB
+        self._ledger.attach(place, offset | kind, nbytes)
+
+    def attach_error(
+        self, batch: int, place: int, error: BaseException, key: Any, state: GetState | None
+    ) -> None:
+        """Attach the exception of a sample, with the state of the dataset after it if there is one."""
+        if isinstance(error, StopIteration):
+            source = "a batch" if key is None else f"the sample with index {key!r}"
+            error = not_the_end(source, error)
+        described = self._describe_error(error)
+        if state is not None:
+            with suppress(Exception):  # without the state if it cannot be pickled
+                offset, nbytes = self._put_state(
+                    batch, state, lambda state: SampleError(described, key, state), ERROR_BLOB
+                )
+                self._ledger.attach(place, offset | ERROR_BLOB, nbytes)
+                return
+        self.attach(batch, place, SampleError(described, key), ERROR_BLOB)
+
+    def attach_state(self, batch: int, place: int, state: GetState) -> None:
+        """Attach the state of the dataset after a batch to a place of the batch that has no sample."""
+        offset, nbytes = self._put_state(batch, state, lambda state: state, STATE_BLOB)
+        self._ledger.attach(place, offset | (STATE_BLOB if offset else ERROR_BLOB), nbytes)
+
+    def attach_end(self, batch: int, place: int, state: GetState | None) -> None:
+        """Attach the end of the worker's data, with the state of the dataset if there is one."""
+        offset, nbytes = 0, 0
+        if state is not None:
+            offset, nbytes = self._put_state(batch, state, lambda state: state, END_BLOB)
+        self._ledger.attach(place, offset | END_BLOB, nbytes)
+
+    def put(
+        self, batch: int, value: Any, kind: int, purpose: Purpose = "sample"
+    ) -> tuple[int, int]:
+        """Put an object into the store; returns its offset and size (see :meth:`Store.put`)."""
+        return self._store.put(
+            lambda nbytes: self._ledger.allocate(batch, nbytes), value, purpose, kind
+        )
+
+    def put_error(self, batch: int, error: Any, kind: int) -> tuple[int, int]:
+        """Put an error into the store; offset 0 if the slot has no room for it, which the reader then reports."""
+        try:
+            return self.put(batch, error, kind)
+        except MemoryError:
+            return 0, 0
+
+    def _put_state(
+        self, batch: int, state: GetState, wrap: Callable[[Any], Any], kind: int
+    ) -> tuple[int, int]:
+        """Put a message with the worker's number and the state, or the exception that the state raised."""
+        try:
+            return self.put(batch, wrap((self._worker, state())), kind)
+        except Exception as error:
+            failed = wrap((self._worker, self._describe_error(error)))
+            return self.put_error(batch, failed, kind)

@@ -1,0 +1,163 @@
+"""How a batch is published: at once when its fields are full, or after its collation.
+
+The worker that fills the last place of a batch publishes it. ``Ledger.fill`` and ``Ledger.fill_run`` do so by
+themselves if all samples are in the fields, or if a collated result was set before. Otherwise they return
+``MUST_COLLATE``, and :meth:`BatchPublisher.publish_collated` collates the samples and sets the batch ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minato._core.clock import now_ns
+from minato._core.codes import ERROR_BLOB, FIRST_COLLATED, SAMPLE_BLOB, SKIP_BLOB
+from minato._core.ledger import Ledger
+from minato._core.segment import Segment
+from minato._support.exceptions import not_the_end
+from minato.batching.blobs import BlobWriter, GetState, Unsendable, WriterSettings
+from minato.batching.layout_record import read_layout
+from minato.batching.sample_error import SampleError
+from minato.batching.serialization import Store, damaged, stored_indices
+from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.workers.current_sample import indices_of
+
+__all__ = ["BatchPublisher", "RunAgain"]
+
+RunAgain = Callable[[], Callable[[int], list[Any]] | None]
+"""Returns a function that runs all samples of a batch in this worker, or None if the worker has ended."""
+
+
+class _NothingLeftError(Exception):
+    """All samples of a batch were skipped."""
+
+
+class BatchPublisher:
+    """Calls ``collate_fn`` on the samples of a batch, and publishes the result.
+
+    Args:
+        settings: Settings of the worker's writer.
+        ledger: Holds the batches.
+        segment: Memory of the arena.
+        store: Holds samples that are not in the fields.
+        blobs: Puts results and errors into the store.
+        tracer: Records collations.
+    """
+
+    def __init__(
+        self,
+        settings: WriterSettings,
+        *,
+        ledger: Ledger,
+        segment: Segment,
+        store: Store,
+        blobs: BlobWriter,
+        tracer: Tracer = NULL_TRACER,
+    ) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._segment = segment
+        self._store = store
+        self._blobs = blobs
+        self._tracer = tracer
+        self._lease = ledger.lease_words(settings.worker)
+        self.run_again: RunAgain = lambda: None
+
+    def set_collated(
+        self,
+        batch: int,
+        samples: list[Any],
+        *,
+        skipped: Sequence[int] = (),
+        state: tuple[int, GetState] | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Collate a batch of which this worker has all samples; the caller then fills its places.
+
+        The result is set last. From then on the batch is complete, even if the worker dies.
+
+        Args:
+            skipped: Places of samples that are left out.
+            state: A place without a sample, and the state of the dataset after the batch, to attach to it.
+            name: Name of the batch in messages; None: its indices.
+        """
+        start_ns = self._tracer.now()
+        result = self._collate(batch, lambda: samples, name)
+        if state is not None:
+            self._blobs.attach_state(batch, *state)
+        self._set_result(batch, skipped, result)
+        self._tracer.slice("collate", start_ns)
+
+    def set_skipped(self, batch: int, skipped: Sequence[int]) -> None:
+        """Set the result of a batch without samples; the caller then fills its places, ``skipped``."""
+        self._set_result(batch, skipped, (SKIP_BLOB, 0))
+
+    def _set_result(self, batch: int, skipped: Sequence[int], result: tuple[int, int]) -> None:
+        for place in skipped:
+            self._ledger.attach(place, SKIP_BLOB, 0)
+        self._ledger.set_result(batch, *result)
+
+    def publish_collated(self, batch: int) -> None:
+        """Collate a full batch from the samples that its workers wrote, and publish it."""
+        start_ns = self._tracer.now()
+        offsets = [offset for _, offset, _ in self._ledger.blobs(batch)]
+        self._ledger.set_ready(batch, *self._collate(batch, lambda: self._gather(batch)))
+        # Not before: after an interruption the batch is collated again from the same samples.
+        for offset in offsets:
+            self._store.drop(offset)
+        self._tracer.slice("collate", start_ns)
+
+    def _gather(self, batch: int) -> list[Any]:
+        """Return the samples of a full batch that were not skipped, from the fields and the store."""
+        _, layout_offset, _, _, count, _ = self._ledger.contents(batch)
+        record = read_layout(self._segment, layout_offset) if layout_offset else None
+        samples = []
+        for k, (kind, offset, nbytes) in enumerate(self._ledger.blobs(batch)):
+            if kind == SKIP_BLOB and not offset:
+                continue
+            value = self._store.peek(offset, nbytes, kind) if kind or offset else []
+            if kind != SAMPLE_BLOB:
+                if record is None or len(value) != record.layout.num_texts:
+                    raise damaged("what belongs to a sample")
+                value = record.layout.sample(self._segment.array, record.fields, count, k, value)
+            samples.append(value)
+        if not samples:
+            raise _NothingLeftError
+        unsendable = next((sample for sample in samples if type(sample) is Unsendable), None)
+        if unsendable is None:
+            return samples
+        run_again = self.run_again()
+        if run_again is None or not self._ledger.describe(batch)[3]:
+            unsendable.error.reraise()
+            raise AssertionError(unsendable)
+        return run_again(batch)
+
+    def _collate(
+        self, batch: int, gather: Callable[[], list[Any]], name: str | None = None
+    ) -> tuple[int, int]:
+        """Return the collated batch, its error, or nothing, as offset with kind and size."""
+        # If this process dies now, the lease says that it collated this batch and ran no sample.
+        lease = self._lease
+        before = lease[0], lease[1], lease[2]
+        lease[0], lease[1], lease[2] = 0, now_ns(), FIRST_COLLATED - batch
+        settings = self._settings
+        try:
+            samples = gather()
+            result = settings.collate_fn(samples if settings.auto_collation else samples[0])
+            offset, nbytes = self._blobs.put(batch, result, SAMPLE_BLOB, "result")
+            return offset | SAMPLE_BLOB, nbytes
+        except _NothingLeftError:
+            return SKIP_BLOB, 0
+        except settings.catches as raised:
+            error: BaseException = raised
+            if isinstance(error, StopIteration):
+                name = name or f"the batch of {indices_of(self._ledger, self._indices, batch)}"
+                error = not_the_end(f"collate_fn, called for {name},", error)
+            failure = SampleError(settings.describe_error(error))
+            offset, nbytes = self._blobs.put_error(batch, failure, ERROR_BLOB)
+            return offset | ERROR_BLOB, nbytes
+        finally:
+            lease[0], lease[1], lease[2] = before
+
+    def _indices(self, batch: int, k: int, count: int) -> Sequence[Any]:
+        return stored_indices(self._ledger, self._store, batch, k, count)

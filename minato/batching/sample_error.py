@@ -1,0 +1,66 @@
+"""An exception of a sample or of a collation, on its way from the worker to the training loop."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, NoReturn
+
+from minato._compat import ExceptionWrapper
+from minato._core.limits import slot_overflow
+from minato.batching.pinned_slots import Slot
+from minato.batching.serialization import damaged
+from minato.errors import add_note
+
+__all__ = ["SampleError", "raise_sample_error", "slot_overflow_error"]
+
+
+class SampleError:
+    """An exception, and the index of the sample that raised it.
+
+    Args:
+        error: The exception itself (workers in this process), or torch's wrapper of it.
+        key: Index in the dataset; None if the collation of the batch raised.
+        state: State of the worker's dataset afterwards, as :meth:`BatchReader.state` returns it; None without one.
+    """
+
+    def __init__(
+        self, error: ExceptionWrapper | BaseException, key: Any = None, state: Any = None
+    ) -> None:
+        self.error = error
+        self.key = key
+        self.state = state
+
+    def reraise(self) -> None:
+        """Raise the exception, once, with torch's type and text, and a note that names the sample."""
+        # Without this deletion, the exception, its traceback and this frame would form a cycle that keeps the workers.
+        error = self.error
+        del self.error
+        try:
+            if isinstance(error, BaseException):
+                raise error
+            error.reraise()
+        except BaseException as raised:
+            if self.key is not None and not isinstance(raised, KeyboardInterrupt):
+                add_note(raised, f"raised by the sample with index {self.key!r}")
+            if raised is not error:
+                traceback.clear_frames(raised.__traceback__)  # torch's own frames
+            raise
+        finally:
+            del error
+
+
+def raise_sample_error(error: Any) -> NoReturn:
+    """Raise the exception in an object that was read as an error.
+
+    Raises:
+        DamagedError: The object is no :class:`SampleError`.
+    """
+    if not isinstance(error, SampleError):
+        raise damaged("the error of a sample")
+    error.reraise()
+    raise AssertionError(error)
+
+
+def slot_overflow_error(slot: Slot) -> SampleError:
+    """Return the error of a batch whose slot has no room left, not even for an error."""
+    return SampleError(MemoryError(slot_overflow(slot.end - slot.start)))

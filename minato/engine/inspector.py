@@ -1,0 +1,223 @@
+"""What can be asked of a loader: reports, views, single samples."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import get_worker_info
+
+from minato._system import available_cores, local_rank
+from minato.engine.factory import RankSession
+from minato.engine.history import History
+from minato.engine.spec import LoaderSpec
+from minato.errors import MinatoWarning
+from minato.options import metrics_address
+from minato.sampling.coverage import Coverage
+from minato.sampling.position import Position
+from minato.transforms.owned import OwnedGenerators
+from minato.transforms.rng import SampleRandomness
+
+if TYPE_CHECKING:  # each method imports its own view: most loaders need none of them
+    from minato.engine.slow_samples import SlowSamples
+    from minato.observe.monitor.machine import MachineMonitor
+    from minato.observe.report.bias import Labels
+    from minato.observe.report.live import Live
+    from minato.observe.report.report import Report
+    from minato.observe.stats.epoch_log import EpochLog
+
+__all__ = ["Inspector"]
+
+
+class Inspector:
+    """Answers questions about a loader.
+
+    Args:
+        spec: Of the loader.
+        history: What its engines have measured.
+        position: Its epoch.
+        session: Its part in a shared pool, or None.
+    """
+
+    def __init__(
+        self,
+        spec: LoaderSpec,
+        *,
+        history: History,
+        position: Position,
+        session: RankSession | None,
+    ) -> None:
+        self._spec = spec
+        self._history = history
+        self._position = position
+        self._session = session
+
+    def refuse_ranks(self, method: str) -> None:
+        """Raise ValueError if several ranks share the workers."""
+        if self._session is not None and not self._session.alone:
+            raise ValueError(
+                f"{method} is about one rank's own workers, and with shared_pool=True there are none: use a loader "
+                "without it"
+            )
+
+    def _refuse_attached(self, method: str) -> None:
+        if self._session is not None and not self._session.hosts:
+            raise ValueError(
+                f"{method} is about the workers of all ranks of this node, and local rank 0 has them: ask its loader"
+            )
+
+    def report(self, labels: Labels | None) -> Report:
+        """See ``DataLoader.report``."""
+        from minato.observe.report.build import report_of
+        from minato.observe.report.figures import Setup
+
+        journal = self._measured()
+        spec = self._spec if self._session is None else self._session.pooled(self._spec)
+        workers, options = spec.workers, spec.options
+        bounded = workers.count > 0 and workers.bounds_prefetch
+        may_fetch_more = not (
+            spec.sampling.streams or options.compat == "torch" or options.worker_kind == "ray"
+        )
+        setup = Setup(
+            num_workers=workers.count,
+            worker_method=options.worker_kind,
+            order=options.order,
+            batch_size=spec.sampling.batch_size,
+            fetch_concurrency=options.fetch_concurrency.concurrency,
+            may_fetch_more=may_fetch_more,
+            prefetch_factor=workers.prefetch_factor if bounded else None,
+            persistent_workers=workers.persistent,
+            pin_memory=spec.pin_memory,
+            cores=available_cores(whole_node=options.shared_pool is not None),
+            name=options.name,
+        )
+        return report_of(setup, spec.transforms.names, journal, labels)
+
+    def live(self) -> Live:
+        """See ``DataLoader.live``."""
+        from minato.observe.report.live import Live
+
+        self.watch_gpus()
+        return Live(self._measured(), self._spec.options.name, self._stages)
+
+    @property
+    def _stages(self) -> list[str]:
+        return ["dataset", *self._spec.transforms.names]
+
+    def _measured(self) -> EpochLog:
+        self._refuse_attached("a report")
+        if self._history.journal is None:
+            raise ValueError("stats=False: nothing was measured; leave it out to have a report")
+        return self._history.journal
+
+    @property
+    def metrics_url(self) -> str | None:
+        """See ``DataLoader.metrics_url``."""
+        from minato.observe.monitor.prometheus import LoaderMetrics
+
+        journal = self._history.journal
+        watchers = () if journal is None else journal.observers
+        return next((each.url for each in watchers if isinstance(each, LoaderMetrics)), None)
+
+    def open_views(self) -> None:
+        """Open the live view and the metrics endpoint that options or environment ask for, in the main process."""
+        if self._history.journal is None or get_worker_info() is not None:
+            return
+        self._watch_machine(self._history.journal)
+        rank = local_rank()
+        if _environment("MINATO_LIVE") and rank == 0:
+            from minato.observe.report.live import Live
+
+            if not any(isinstance(watcher, Live) for watcher in self._history.journal.observers):
+                self.live()
+        address, variable = self._spec.options.metrics, "MINATO_METRICS_PORT"
+        if address is None and (text := _environment(variable)) is not None:
+            address = metrics_address(text, variable)
+        if address is not None and self.metrics_url is None:
+            self._serve_metrics(address, rank)
+        if address is not None or self._spec.options.stats == "gpu":
+            self.watch_gpus()
+
+    def _watch_machine(self, journal: EpochLog) -> MachineMonitor:
+        """Record the use of the machine from now on."""
+        from minato.observe.monitor.machine import MachineMonitor
+        from minato.observe.monitor.storage import StorageCounters
+
+        if not isinstance(journal.machine, MachineMonitor):
+            journal.machine = MachineMonitor()
+            reads = self._spec.options.fetch_concurrency.counters
+            journal.storage = StorageCounters(self._spec.dataset, self._spec.cache, reads).counts
+        return journal.machine
+
+    def watch_gpus(self) -> None:
+        """Record the use of the GPUs, in local rank 0 alone, which sees those of the other ranks, too."""
+        machine = self._watch_machine(self._measured())
+        if machine.gpus is None and local_rank() == 0:
+            from minato.observe.monitor.gpus import gpu_monitor
+
+            machine.gpus = gpu_monitor()
+
+    def _serve_metrics(self, address: tuple[str, int], rank: int) -> None:
+        from minato.observe.monitor.endpoint import serve
+        from minato.observe.monitor.prometheus import LoaderMetrics
+
+        host, port = address
+        port += rank if port else 0
+        journal = self._measured()
+        exported = LoaderMetrics(journal, self._spec.options.name, self._stages)
+        try:
+            exported.url = serve(exported, host, port)
+        except OSError as error:
+            journal.observers.remove(exported)
+            text = (
+                f"the metrics of a loader cannot be told at {host}:{port}: {error.strerror}; use another port, or "
+                "metrics=0 for any that is free"
+            )
+            if self._spec.options.metrics is not None:
+                raise OSError(error.errno, text) from None
+            warnings.warn(text, MinatoWarning, stacklevel=4)
+
+    def slow_samples(self) -> SlowSamples:
+        """See ``DataLoader.slow_samples``."""
+        from minato.engine.slow_samples import SlowSamples
+
+        self._refuse_attached("slow_samples()")
+        return SlowSamples.of(self._history, self._position.lateness())
+
+    def coverage(self) -> Coverage:
+        """See ``DataLoader.coverage``."""
+        self._refuse_attached("coverage()")
+        return self._position.coverage()
+
+    def reproduce(self, index: Any, epoch: int | None, seed: int | None, occurrence: int) -> Any:
+        """See ``DataLoader.reproduce``."""
+        from minato.workers.fetch import Fetcher
+
+        spec, position = self._spec, self._position
+        epoch = max(position.epoch, 0) if epoch is None else epoch
+        if seed is None:
+            seed = position.seed_of(epoch) if spec.sampling.seed is None else spec.sampling.seed
+        if seed is None:
+            raise ValueError(
+                "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "
+                "not: give seed=, as the quarantine file tells it"
+            )
+        owned = OwnedGenerators({"dataset": spec.dataset, **spec.transforms.by_name})
+        randomness = SampleRandomness(seed, owned=owned)
+        with randomness.saved():
+            fetcher = Fetcher(spec.dataset, spec.transforms, spec.sampling.batched)
+            if not spec.options.seeds_samples:
+                return fetcher.single(index)
+            randomness.bind(epoch, index, occurrence)
+            sample = fetcher.single(index)
+            if randomness.look():  # generators that this sample has made were not bound yet
+                randomness.bind(epoch, index, occurrence)
+                sample = fetcher.single(index)
+            return sample
+
+
+def _environment(variable: str) -> str | None:
+    """The value of an environment variable; None if it is unset, empty or 0."""
+    value = os.environ.get(variable, "")
+    return None if value in ("", "0") else value

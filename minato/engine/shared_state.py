@@ -1,0 +1,107 @@
+"""The shared segment: ledger, meters, active set and limit of reads, for the training process and its workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minato._core.ledger import Ledger
+from minato._core.segment import Segment
+from minato._core.wait import EventCount
+from minato.observe.stats.costs import Meters
+from minato.workers.active_workers import Roster
+from minato.workers.read_limit import Traffic
+
+__all__ = ["SharedLayout", "SharedState"]
+
+_LINE = 64
+"""Bytes of a cache line, to which the parts are aligned."""
+
+
+@dataclass(frozen=True)
+class SharedLayout:
+    """A segment, and where its parts are; travels to worker processes.
+
+    Attributes:
+        segment: Holds ledger, meters, active set and limit of reads, one after the other.
+        num_workers: Workers that there can be.
+        num_steps: Transforms of a sample, each with a meter.
+        ledger_nbytes: Size of the ledger.
+    """
+
+    segment: Segment
+    num_workers: int
+    num_steps: int
+    ledger_nbytes: int
+
+    @property
+    def active_offset(self) -> int:
+        """Start of the active set, behind the meters."""
+        return self.ledger_nbytes + self.num_workers * Meters.nbytes(self.num_steps)
+
+    @property
+    def reads_offset(self) -> int:
+        """Start of the limit of reads."""
+        return self.active_offset + Roster.NBYTES
+
+
+class SharedState:
+    """The parts of the segment, as one process uses them.
+
+    Attributes:
+        layout: Where they are.
+        ledger: Who works on which sample, and where it goes.
+        ready: Counts batches that have become ready.
+        work: Counts samples that have become available.
+        active: Which workers work.
+    """
+
+    def __init__(self, layout: SharedLayout, ledger: Ledger) -> None:
+        memory = layout.segment.array
+        self.layout = layout
+        self.ledger = ledger
+        self.ready = EventCount(memory, ledger.ready_events_offset)
+        self.work = EventCount(memory, ledger.work_events_offset)
+        self.active = Roster(memory, layout.active_offset, self.work)
+        self._meters: dict[int, Meters] = {}
+
+    @classmethod
+    def create(
+        cls, *, num_workers: int, records: int, positions: int, num_steps: int, shared: bool
+    ) -> SharedState:
+        """A new segment.
+
+        Args:
+            num_workers: Workers that there can be, at least 1.
+            records: Batches that can be in flight.
+            positions: Samples that can be in flight, a power of two.
+            num_steps: Transforms of a sample.
+            shared: Whether other processes use it, too.
+        """
+        sizes = (num_workers, records, positions)
+        ledger_nbytes = -(-Ledger.nbytes(*sizes) // _LINE) * _LINE
+        nbytes = ledger_nbytes + num_workers * Meters.nbytes(num_steps) + Roster.NBYTES
+        segment = Segment(nbytes + Traffic.nbytes(num_workers), shared=shared)
+        layout = SharedLayout(segment, num_workers, num_steps, ledger_nbytes)
+        return cls(layout, Ledger(segment.array, sizes, segment.descriptor))
+
+    @classmethod
+    def attach(cls, layout: SharedLayout) -> SharedState:
+        """The segment of another process, in this one."""
+        segment = layout.segment
+        return cls(layout, Ledger(segment.array, None, segment.descriptor))
+
+    def meters(self, number: int) -> Meters:
+        """The measurements of worker ``number``."""
+        found = self._meters.get(number)
+        if found is None:
+            layout = self.layout
+            nbytes = Meters.nbytes(layout.num_steps)
+            start = layout.ledger_nbytes + number * nbytes
+            memory = layout.segment.array[start : start + nbytes]
+            found = self._meters[number] = Meters(layout.num_steps, memory)
+        return found
+
+    def read_limit(self, most: int | None) -> Traffic:
+        """The limit of reads in flight in all workers together; None: unlimited."""
+        layout = self.layout
+        return Traffic(layout.segment.array, layout.reads_offset, layout.num_workers, most)

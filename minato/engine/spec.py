@@ -1,0 +1,84 @@
+"""The facts about a loader, by value: what engine, report and shared pool get in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from minato.options import Options
+from minato.sampling.spec import SamplingSpec
+from minato.sampling.state import is_stateful
+from minato.transforms.compose import Transforms
+
+if TYPE_CHECKING:
+    from minato.caching.base import Cache
+
+__all__ = ["LoaderSpec", "WorkerSpec"]
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerSpec:
+    """torch's arguments about workers.
+
+    Attributes:
+        count: ``num_workers``, 0 for the main process.
+        context: Of ``multiprocessing``, None for torch's default.
+        init_fn: ``worker_init_fn``.
+        prefetch_factor: As torch's attribute, None without workers.
+        bounds_prefetch: It was given, and limits the open batches; otherwise the memory budget alone decides.
+        persistent: The workers stay for later epochs.
+        timeout_s: torch's ``timeout``, 0 for none.
+    """
+
+    count: int
+    context: Any
+    init_fn: Callable[[int], None] | None
+    prefetch_factor: int | None
+    bounds_prefetch: bool
+    persistent: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class LoaderSpec:
+    """A loader as it is when an iterator starts.
+
+    Attributes:
+        sampling: Which indices it asks for.
+        transforms: Of each sample.
+        collate_fn: Of each batch, or of each sample where the loader does not batch.
+        cache: Keeps samples after the first transforms, or None.
+        workers: torch's arguments about them.
+        pin_memory: torch's argument.
+        options: minato's own arguments.
+    """
+
+    sampling: SamplingSpec
+    transforms: Transforms
+    collate_fn: Callable[[Any], Any]
+    cache: Cache | None
+    workers: WorkerSpec
+    pin_memory: bool
+    options: Options
+
+    @property
+    def dataset(self) -> Any:
+        """The loader's dataset."""
+        return self.sampling.dataset
+
+    @property
+    def keeps_replicas(self) -> bool:
+        """Whether each worker's copy of the dataset has a state of its own."""
+        return self.sampling.streams or is_stateful(self.dataset)
+
+    @property
+    def most_replicas(self) -> int:
+        """Number of copies of the dataset that there can be."""
+        scale = self.options.autoscale
+        return max((scale and scale.max) or 0, self.workers.count, 1)
+
+    @property
+    def in_threads(self) -> bool:
+        """Whether the workers are threads of this process, Ray's clients included."""
+        return self.workers.count > 0 and self.options.worker_kind != "process"

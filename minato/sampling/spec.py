@@ -1,0 +1,85 @@
+"""The facts about a loader that decide which indices it asks for, by value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+
+from minato.sampling.replay import RecordedOrder
+
+__all__ = ["SamplingSpec"]
+
+_MIXING = ("arrival", "fast_first")
+"""Orders in which samples take places in other batches than their own."""
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingSpec:
+    """Which indices a loader asks for, in which order.
+
+    It holds no loader: an epoch outlives the iterator that the loader may keep, and a cycle would keep the workers
+    until the garbage collector runs.
+
+    Attributes:
+        dataset: Map-style or iterable.
+        streams: The dataset is iterable, so that its workers decide which samples come.
+        index_sampler: Yields lists of indices, or single indices where the loader does not batch.
+        batched: ``index_sampler`` yields lists.
+        batch_size: As given to the loader; None without batches, or with a ``batch_sampler``.
+        drop_last: An incomplete last batch is dropped.
+        generator: The loader's, None for torch's default generator.
+        order: ``strict``, ``batch``, ``arrival`` or ``fast_first``.
+        seed: Of shuffling and samples; None: torch's generator draws it.
+        has_workers: Samples are loaded outside the main process or in other threads.
+        predictable: The next epoch may be prefetched if its indices are known: the workers stay, and the randomness
+            of samples does not depend on what they did before.
+        record_order: Path of the file to which the order is appended, or None.
+        replay: The order of the epochs in a file, in place of the sampler's, or None.
+        rank: This process among ranks that share a pool, in words, or None.
+    """
+
+    dataset: Any
+    streams: bool
+    index_sampler: Any
+    batched: bool
+    batch_size: int | None
+    drop_last: bool
+    generator: torch.Generator | None
+    order: str
+    seed: int | None
+    has_workers: bool
+    predictable: bool
+    record_order: str | None
+    replay: RecordedOrder | None
+    rank: str | None
+
+    @property
+    def mixes_batches(self) -> bool:
+        """Whether samples may take places in other batches than their own."""
+        return self.order in _MIXING
+
+    def size(self) -> int | None:
+        """Number of samples in an epoch; None if a sampler of another kind than torch's makes the batches."""
+        sampler = self.index_sampler
+        if self.batched:
+            if type(sampler) is not BatchSampler:
+                return None
+            sampler = sampler.sampler
+        try:
+            return len(sampler)
+        except TypeError:
+            return None
+
+    def batches_left(self, done: int) -> int | None:
+        """Number of batches of an epoch after the first ``done``; None if the length is unknown."""
+        counted, size = self.index_sampler, 1
+        if self.streams:
+            counted, size = self.dataset, self.batch_size or 1
+        try:
+            count = len(counted)
+        except TypeError:
+            return None
+        return max((count if self.drop_last else count + size - 1) // size - done, 0)

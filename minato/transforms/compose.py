@@ -1,0 +1,147 @@
+"""The transforms of a sample, as one list: a worker can stop between any two of them, and resume there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from minato._core.steps import run_steps
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Transforms"]
+
+Step = Callable[[Any], Any]
+
+
+class Transforms:
+    """Transforms applied, in order, to what ``dataset[i]`` returned.
+
+    Args:
+        steps: The transforms, each a callable of one argument. Use :meth:`of` for user input.
+
+    Attributes:
+        steps: The transforms.
+        names: A readable name of each, for reports.
+    """
+
+    __slots__ = ("names", "steps")
+
+    def __init__(self, steps: tuple[Step, ...] = ()) -> None:
+        self.steps = steps
+        self.names = tuple(_name(step) for step in steps)
+
+    @classmethod
+    def of(cls, transforms: Any) -> Transforms:
+        """Make the list from the argument ``transforms=``.
+
+        Args:
+            transforms: ``None``; a list or tuple of callables; a plain container with a list
+                ``.transforms``; or one callable. A ``Compose`` that only calls its ``transforms`` in
+                order, at any depth, is replaced by them. Any other callable is one transform, even
+                with an attribute ``.transforms`` (such as ``RandomApply`` or ``OneOf``).
+
+        Raises:
+            TypeError: An element is not callable.
+        """
+        if transforms is None:
+            return cls()
+        if isinstance(transforms, (list, tuple)):
+            elements = list(transforms)
+        elif callable(transforms):
+            elements = [transforms]
+        elif isinstance(getattr(transforms, "transforms", None), (list, tuple)):
+            elements = list(transforms.transforms)
+        else:
+            raise TypeError(
+                "transforms must be a list of callables, or an object with a list .transforms, "
+                f"not {_show(transforms)}; for one transform, pass transforms=[it]"
+            )
+        steps: list[Step] = []
+        for position, element in enumerate(elements):
+            _append(steps, element, f"transforms[{position}]")
+        return cls(tuple(steps))
+
+    @property
+    def by_name(self) -> dict[str, Step]:
+        """The transforms by name; the names stay the same if a cache takes over the first ones."""
+        length = len(self.steps)
+        return {f"transforms[{i - length}]": step for i, step in enumerate(self.steps)}
+
+    def run(self, value: Any) -> Any:
+        """Return ``value`` after all transforms."""
+        for step in self.steps:
+            value = step(value)
+        return value
+
+    def resume(
+        self,
+        value: Any,
+        index: int,
+        deadline_ns: int,
+        laps: Buffer | None = None,
+        cursor: Buffer | None = None,
+    ) -> tuple[Any, int]:
+        """Apply the transforms from ``index`` on, until the last one or the deadline.
+
+        Arguments, results and errors are those of :func:`minato._core.steps.run_steps`.
+        """
+        return run_steps(self.steps, value, index, deadline_ns, laps, cursor)
+
+    def failed_step(self, error: BaseException) -> str | None:
+        """Return the name of the transform that raised an exception; None if none of these did."""
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code is Transforms.run.__code__:
+                return _name(trace.tb_frame.f_locals["step"])
+            trace = trace.tb_next
+        return None
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __repr__(self) -> str:
+        return f"Transforms({' -> '.join(self.names)})"
+
+
+def _append(steps: list[Step], element: Any, where: str) -> None:
+    if _is_plain_compose(element):
+        for position, inner in enumerate(element.transforms):
+            _append(steps, inner, f"{where}.transforms[{position}]")
+    elif callable(element):
+        steps.append(element)
+    else:
+        remedy = "pass the instance or function that transforms a sample"
+        if element is None:
+            remedy = "leave it out of the list"
+        raise TypeError(f"{where} is not callable: {_show(element)}; {remedy}")
+
+
+def _is_plain_compose(element: Any) -> bool:
+    """Return whether ``element`` only calls its ``transforms`` in order.
+
+    The attribute alone is no proof: ``RandomApply`` and ``OneOf`` have it too. A ``Compose`` with
+    settings of its own (a probability, lazy evaluation) must get the sample itself.
+    """
+    if type(element).__name__ != "Compose" or not callable(element):
+        return False
+    state = getattr(element, "__dict__", {})
+    # nn.Module has `training`, and attributes with an underscore.
+    settings = {name for name in state if name != "training" and not name.startswith("_")}
+    return settings == {"transforms"} and isinstance(element.transforms, (list, tuple))
+
+
+def _name(step: Step) -> str:
+    if isinstance(step, functools.partial):
+        return _name(step.func)
+    name: str = getattr(step, "__qualname__", None) or type(step).__qualname__
+    return name.replace("<locals>.", "")
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    if len(text) > 80:
+        text = text[:77] + "..."
+    return f"{text} of type {type(value).__name__}"

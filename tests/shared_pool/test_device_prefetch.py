@@ -1,0 +1,260 @@
+"""Ranks that share a pool, each with a device of its own: what arrives there, and when slots are used again.
+
+The device is a recorder in each rank, whose copies run late and read whatever is in the slot by then.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import mmap
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from minato import DataLoader
+from minato._core.segment import Segment
+from minato.batching.arena import Slot
+from minato.shared_pool import session
+from minato.shared_pool.descriptors import BatchDescriptor, BatchHandle
+from minato.shared_pool.device_prefetch import DevicePrefetcher
+from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Pair, flat
+from tests.delivery.recorder import DeviceEvent, Recorder
+from tests.shared_pool.jobs import run, until
+
+pytestmark = [
+    pytest.mark.filterwarnings(TOO_MANY_WORKERS),
+    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
+    pytest.mark.timeout(90),
+]
+
+
+def loader_of(recorder: Recorder, dataset: Any, batch_size: int = 3, **arguments: Any) -> Any:
+    """A loader of a rank whose device is the recorder; to be called in that rank's process."""
+    session.accelerator_of = lambda device: recorder  # type: ignore[assignment]
+    fixed = {"num_workers": 1, "prefetch_factor": 2, "shared_pool": True, "device": "meta"}
+    return DataLoader(dataset, batch_size, **{**fixed, **arguments})
+
+
+def indices_of(batches: list[Any]) -> list[list[int]]:
+    """The index that each sample of ``Filled`` holds; all of its elements must."""
+    for batch in batches:
+        assert torch.equal(batch, batch.flatten(1)[:, :1, None].expand_as(batch))
+    return [batch[:, 0, 0].int().tolist() for batch in batches]
+
+
+@pytest.mark.parametrize(("order", "persistent"), [*zip(ORDERS, [False, True] * 2, strict=True)])
+def test_each_rank_gets_its_part_on_its_device(order: str, persistent: bool) -> None:
+    def program(rank: int, together: Any) -> Any:
+        recorder = Recorder()
+        loader = loader_of(recorder, Filled(60, 20, 30), order=order, persistent_workers=persistent)
+        epochs = []
+        for _ in range(3):
+            batches = []
+            for batch in loader:
+                assert recorder.waited >= recorder.position_of(batch)
+                batches.append(batch)
+                if len(batches) % 3 == 0:
+                    recorder.run(len(recorder.copies) - 1 - rank)
+            recorder.run()
+            epochs.append(indices_of(batches))
+        assert recorder.pageable == []
+        addresses = [copy.address for copy in recorder.copies]
+        assert len(set(addresses)) < len(addresses)  # slots were used again
+        return epochs
+
+    for one, other in zip(*run(program), strict=True):
+        assert len(one) == len(other) == 10
+        assert sorted(flat([*one, *other])) == list(range(60))
+        if order == "strict":
+            assert one == [list(range(start, start + 6, 2)) for start in range(0, 60, 6)]
+
+
+def test_a_slot_that_a_device_has_not_read_is_used_by_no_process() -> None:
+    def program(rank: int, together: Any) -> Any:
+        recorder = Recorder()
+        loader = loader_of(recorder, Filled(90, 20, 30))
+        batches = list(loader)
+        together.wait(20)
+        assert recorder.ran == 0
+        addresses = {copy.address for copy in recorder.copies}
+        assert len(addresses) == len(recorder.copies) == 15
+        recorder.run()
+        return indices_of(batches)
+
+    first, second = run(program)
+    assert sorted(flat([*first, *second])) == list(range(90))
+
+
+def test_events_that_tell_lies_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceEvent, "query", lambda mark: True)
+
+    def program(rank: int, together: Any) -> Any:
+        recorder = Recorder()
+        batches = []
+        try:
+            for batch in loader_of(recorder, Filled(90, 20, 30)):
+                batches.append(batch)
+        except AssertionError as error:  # of the recorder, unless it is the content that is wrong
+            return "unlocked while it is read" in str(error)
+        recorder.run()
+        return flat(indices_of(batches)) != list(range(rank, 90, 2))
+
+    assert run(program) == [True, True]
+
+
+def test_what_a_rank_holds_is_read_before_it_lets_go_at_the_end() -> None:
+    def program(rank: int, together: Any) -> Any:
+        recorder = Recorder()
+        loader = loader_of(recorder, Filled(30, 20, 30), persistent_workers=True)
+        batches = list(itertools.islice(loader, 3))
+        assert recorder.locked
+        together.wait(20)
+        del loader
+        gc.collect()
+        until(lambda: recorder.locked == {})
+        assert recorder.ran == len(recorder.copies) >= 3  # it was waited for
+        return indices_of(batches)
+
+    first, second = run(program)
+    assert flat(first) == list(range(0, 18, 2))
+    assert flat(second) == list(range(1, 18, 2))
+
+
+def test_a_dock_ends_when_the_device_has_read() -> None:
+    recorder, segment, slot = Recorder(), Segment(1 << 20), Slot(mmap.PAGESIZE, 3 * mmap.PAGESIZE)
+    values = torch.from_numpy(segment.array[slot.start : slot.start + 100])
+    descriptor = BatchDescriptor(slot, 0, (0, 0), False, (), 100)
+    prefetcher = DevicePrefetcher(recorder, 2)
+    sent, _ = prefetcher.send(BatchHandle(segment, descriptor, None, lambda: values))
+    values[:] = 5
+    assert recorder.ran == 0
+    del prefetcher
+    assert sent.tolist() == [5] * 100
+
+
+def test_pages_that_the_host_gives_back_are_unlocked_by_all() -> None:
+    def program(rank: int, together: Any) -> Any:
+        recorder = Recorder()
+        batches = []
+        for number, batch in enumerate(loader_of(recorder, Filled(480, 20, 30))):
+            batches.append(batch)
+            if number == 30:
+                recorder.run()  # until then no slot was free again
+            elif number > 30:
+                recorder.run(len(recorder.copies) - 1)
+        recorder.run()
+        assert recorder.unlocked
+        return indices_of(batches)
+
+    for rank, found in enumerate(run(program)):
+        assert flat(found) == list(range(rank, 480, 2))
+
+
+def test_memory_that_cannot_be_locked_is_copied_as_torch_does() -> None:
+    def program(rank: int, together: Any) -> Any:
+        recorder = Recorder(fails=True)
+        loader = loader_of(recorder, Filled(30, 20, 30), persistent_workers=True)
+        with pytest.warns(RuntimeWarning, match="operation not permitted.*as with torch") as warned:
+            found = [indices_of(list(loader)) for _ in range(2)]
+        assert len(warned) == 1
+        assert recorder.copies == []
+        assert len(recorder.pageable) == 10
+        return found
+
+    for rank, epochs in enumerate(run(program)):
+        assert [flat(found) for found in epochs] == [list(range(rank, 30, 2))] * 2
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_batches_that_have_come_are_sent_before_their_turn(ahead: int) -> None:
+    def program(rank: int, together: Any) -> Any:
+        recorder = Recorder()
+        iterator: Any = iter(loader_of(recorder, Filled(60, 2, 2), prefetch_to_device=ahead))
+        source = iterator._source._source
+        most = 0
+        for given in range(1, 8):
+            next(iterator)
+            most = max(most, len(recorder.copies) - given)
+            until(lambda: source.has_next)
+        together.wait(20)
+        return most
+
+    for most in run(program):
+        assert most in ((0,) if ahead == 0 else (1, 2))
+
+
+class Grumbling(Filled):
+    """Two of its samples raise, in the parts of both ranks."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index in (8, 9):
+            raise LookupError(f"sample {index} is not there")
+        return super().__getitem__(index)
+
+
+def test_an_error_is_raised_when_its_turn_has_come() -> None:
+    def program(rank: int, together: Any) -> Any:
+        recorder = Recorder()
+        iterator = iter(loader_of(recorder, Grumbling(24, 2, 2), 2))
+        batches = [next(iterator), next(iterator)]
+        with pytest.raises(LookupError, match=f"sample {8 + rank}"):
+            next(iterator)
+        batches += iterator
+        recorder.run()
+        return flat(indices_of(batches))
+
+    for rank, found in enumerate(run(program)):
+        assert found == [number for number in range(rank, 24, 2) if not 8 <= number < 12]
+
+
+class Nested(Filled):
+    def __getitem__(self, index: int) -> Any:
+        return {"pair": Pair(super().__getitem__(index), index), "texts": [f"{index}"]}
+
+
+def as_they_are(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+@pytest.mark.parametrize("collate_fn", [None, as_they_are])
+def test_nested_batches_and_those_without_a_layout(collate_fn: Any) -> None:
+    def program(rank: int, together: Any) -> Any:
+        recorder = Recorder()
+        batches = list(loader_of(recorder, Nested(8, 3), 2, collate_fn=collate_fn))
+        recorder.run()
+        if collate_fn is None:
+            assert type(batches[0]["pair"]) is Pair
+            return [int(label) for batch in batches for label in batch["pair"].label]
+        assert all(type(sample["pair"].image).__name__ == "ndarray" for sample in batches[0])
+        return [sample["pair"].label for sample in itertools.chain(*batches)]
+
+    assert run(program) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_one_rank_may_stay_in_main_memory() -> None:
+    def program(rank: int, together: Any) -> Any:
+        recorder = Recorder()
+        data = Filled(48, 4, 5)
+        sampler = DistributedSampler(data, 2, rank, shuffle=False)
+        device = None if rank else "meta"
+        batches = list(loader_of(recorder, data, sampler=sampler, device=device))
+        recorder.run()
+        assert bool(recorder.copies) == (rank == 0)
+        return flat(indices_of(batches))
+
+    assert run(program) == [list(range(0, 48, 2)), list(range(1, 48, 2))]
+
+
+def test_without_the_recorder() -> None:
+    """torch's "meta" needs no hardware, and keeps no content."""
+
+    def program(rank: int, together: Any) -> Any:
+        loader = DataLoader(
+            Filled(24, 4, 5), 3, num_workers=1, shared_pool=True, device="meta", order="arrival"
+        )
+        return [tuple(batch.shape) for batch in loader if batch.is_meta]
+
+    assert run(program) == [[(3, 4, 5)] * 4] * 2

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import functools
+import pickle
+import random
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minato.transforms import Transforms
+
+
+def double(value: int) -> int:
+    return 2 * value
+
+
+class Add:
+    def __init__(self, what: int) -> None:
+        self.what = what
+
+    def __call__(self, value: int) -> int:
+        return value + self.what
+
+    def method(self, value: int) -> int:
+        return value - self.what
+
+
+class Compose:
+    """As torchvision's: calls its transforms in turn."""
+
+    def __init__(self, transforms: Any) -> None:
+        self.transforms = transforms
+
+    def __call__(self, value: Any) -> Any:
+        for transform in self.transforms:
+            value = transform(value)
+        return value
+
+
+class RandomApply(Compose):
+    def __call__(self, value: Any) -> Any:
+        return super().__call__(value) if random.random() < 0.5 else value
+
+
+ModuleCompose = type("Compose", (torch.nn.Module,), {"forward": Compose.__call__})
+"""As torchvision's second: the same as a module."""
+
+
+def with_setting(**settings: Any) -> Any:
+    compose = Compose([double, double])
+    vars(compose).update(settings)
+    return compose
+
+
+def test_no_transforms_leave_the_value() -> None:
+    value = object()
+    for chain in (Transforms(), Transforms.of(None), Transforms.of([]), Transforms.of(())):
+        assert len(chain) == 0
+        assert chain.run(value) is value
+        assert chain.resume(value, 0, 1) == (value, 0)
+
+
+@pytest.mark.parametrize(
+    "container", [list, tuple, lambda steps: SimpleNamespace(transforms=steps)]
+)
+def test_transforms_run_in_order(container: Any) -> None:
+    chain = Transforms.of(container([double, Add(3), double]))
+    assert chain.steps[0] is double
+    assert chain.run(5) == 26
+
+
+def test_names_tell_what_runs() -> None:
+    chain = Transforms.of(
+        [
+            double,
+            Add(1),
+            Add(1).method,
+            functools.partial(double),
+            lambda v: v,
+            len,
+            torch.nn.ReLU(),
+        ]
+    )
+    assert chain.names == (
+        "double",
+        "Add",
+        "Add.method",
+        "double",
+        "test_names_tell_what_runs.<lambda>",
+        "len",
+        "ReLU",
+    )
+    assert repr(Transforms.of([double, Add(1)])) == "Transforms(double -> Add)"
+
+
+def test_one_callable_is_one_step() -> None:
+    assert Transforms.of(double).steps == (double,)
+
+
+def test_a_plain_compose_is_replaced_by_its_transforms_at_any_depth() -> None:
+    module = ModuleCompose()
+    module.transforms = [Add(1), double]
+    inner = Compose((double, module))
+    for transforms in (Compose([Add(3), inner]), [Add(3), inner], (Compose([Add(3)]), inner)):
+        chain = Transforms.of(transforms)
+        assert chain.names == ("Add", "double", "Add", "double")
+        assert chain.run(1) == 18
+
+
+@pytest.mark.parametrize(
+    "element",
+    [
+        RandomApply([double, double]),
+        with_setting(p=0.5),
+        with_setting(lazy=True, map_items=True),
+        with_setting(transforms=iter([double])),
+    ],
+    ids=["RandomApply", "probability", "lazy", "iterator"],
+)
+def test_a_callable_that_is_not_a_plain_compose_stays_one_step(element: Any) -> None:
+    assert Transforms.of(element).steps == (element,)
+    assert Transforms.of([double, element]).steps == (double, element)
+
+
+def test_a_chain_keeps_its_steps_when_the_users_list_changes() -> None:
+    transforms: list[Any] = [double]
+    chain = Transforms.of(transforms)
+    transforms.append(Add(1))
+    assert chain.run(1) == 2
+
+
+@pytest.mark.parametrize(
+    ("transforms", "message"),
+    [
+        ([double, 3], r"transforms\[1\] is not callable: 3 of type int; pass the instance"),
+        ([None], r"transforms\[0\] is not callable: None of type NoneType; leave it out"),
+        ([[double]], r"transforms\[0\] is not callable: \[<function double .*of type list"),
+        (
+            Compose([double, "x"]),
+            r"transforms\[0\].transforms\[1\] is not callable: 'x' of type str",
+        ),
+        (SimpleNamespace(transforms=[1]), r"transforms\[0\] is not callable: 1 of type int"),
+        (5, r"must be a list of callables.*not 5 of type int; .*transforms=\[it\]"),
+        ("abc", r"not 'abc' of type str"),
+        ({"a": double}, r"of type dict"),
+        (SimpleNamespace(transforms=3), r"of type SimpleNamespace"),
+    ],
+)
+def test_what_is_not_callable_is_refused_by_name(transforms: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Transforms.of(transforms)
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    with pytest.raises(TypeError) as caught:
+        Transforms.of(["x" * 10_000])
+    assert len(str(caught.value)) < 250
+
+
+def test_resuming_stops_at_the_deadline_and_goes_on_where_it_was() -> None:
+    chain = Transforms.of([double, Add(3), double])
+    laps, cursor = np.full(3, -1, np.int64), np.zeros(1, np.int64)
+    value, index = chain.resume(5, 0, 1, laps, cursor)
+    assert (value, index, cursor[0]) == (10, 1, 1)
+    assert (laps >= 0).tolist() == [True, False, False]
+    value, index = chain.resume(value, index, time.monotonic_ns() + 60_000_000_000, laps, cursor)
+    assert (value, index, cursor[0]) == (26, 3, 3)
+    assert (laps >= 0).all()
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_chain_can_be_pickled(protocol: int) -> None:
+    chain = pickle.loads(pickle.dumps(Transforms.of([double, Add(3)]), protocol))
+    assert chain.run(5) == 13
+    assert chain.names == ("double", "Add")
