@@ -584,6 +584,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             if self._session is not None:
                 self._refuse_data_pipes("shared_pool=True")
             return super()._get_iterator()
+        # Before the first iterator imports the stages: the import system, too, has callbacks that drop exceptions.
+        from minato.workers.signals import keep_raised
+
+        keep_raised()
         self._check_workers()
         self._inspector().open_views()
         return self._batch_iterator(self._engines, self._history, DataLoader._begin_epoch)

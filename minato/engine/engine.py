@@ -33,20 +33,19 @@ from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace.loop import LoopTrack
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.sampling.epoch import Epoch
-from minato.scheduling.assignment import AnyWorker, RoundRobin
-from minato.scheduling.batches import InFlight
+from minato.scheduling.assignment import AnyWorker, Assignment, RoundRobin
+from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.cost_model import EarlyStart
-from minato.scheduling.dataset_state import Replicas
-from minato.scheduling.dispatcher import Dispatcher
+from minato.scheduling.dataset_state import DatasetStates
+from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule
 from minato.scheduling.prefetch_window import Window
 from minato.scheduling.slow_threshold import TimeoutPolicy
-from minato.scheduling.wait_stats import Flow
-from minato.workers.current_sample import InHand, sample_in_hand
+from minato.scheduling.wait_stats import ConsumerWait
+from minato.workers.current_sample import CurrentSample, read_current_sample
 from minato.workers.error_policy import FailureCount
-from minato.workers.oom import Shortage
-from minato.workers.restart_policy import Deaths
-from minato.workers.scaler import Scaler, WatchedPool
-from minato.workers.signals import exiting, keep_raised
+from minato.workers.scaler import PolledPool, Scaler
+from minato.workers.signals import exiting
+from minato.workers.supervision import OomBackoff, RestartPolicy
 
 __all__ = ["Engine"]
 
@@ -128,9 +127,11 @@ class Engine:
         self._profile = CostStats(worker.pipeline.chain.names)
         window = _window(plan)
         settles = plan.failures.policy is not None and plan.failures.policy.on_error != "raise"
-        deaths = Deaths(pool.restarts, settles, Shortage(window) if worker.in_processes else None)
-        flow = Flow()
-        self._pool = make_pool(plan, context, state, deaths, flow)
+        restart_policy = RestartPolicy(
+            pool.restarts, settles, OomBackoff(window) if worker.in_processes else None
+        )
+        flow = ConsumerWait()
+        self._pool = make_pool(plan, context, state, restart_policy, flow)
         reader = (make_reader or BatchReader)(self.ledger, arena, store)
         self._observers: list[EpochLog | LoopTrack] = []
         if history.journal is not None:
@@ -169,35 +170,33 @@ class Engine:
                 times,
                 None if self._early_start is None else self._early_start.resize,
             )
-        self._dispatcher = Dispatcher(
-            self.ledger,
-            state.ready,
-            self._pool if self._scaler is None else WatchedPool(self._pool, self._scaler),
-            arena,
-            window,
-            worker.order,
-            RoundRobin(
+        assignment: Assignment = AnyWorker()
+        if worker.round_robin:
+            assignment = RoundRobin(
                 worker.count,
-                worker.order.name == "strict",
+                worker.order.in_order,
                 cast(int, prefetch.batches),
                 worker.replicas,
                 self._reader.state,
             )
-            if worker.round_robin
-            else AnyWorker(),
-            store,
-            self._reader.discard,
-            plan.timeout_s,
-            not worker.in_line and not pool.persistent,
-            plan.failures.policy is not None,
-            worker.pipeline.drop_last,
-            self._early_start,
-            flow,
+        self._dispatcher = Dispatcher(
+            self.ledger,
+            gate=state.ready,
+            pool=self._pool if self._scaler is None else PolledPool(self._pool, self._scaler),
+            storage=BatchStorage(arena, store, self._reader.discard),
+            schedule=Schedule(window, worker.order, assignment, self._early_start),
+            settings=DispatcherSettings(
+                timeout_s=plan.timeout_s,
+                one_epoch=not worker.in_line and not pool.persistent,
+                skips=plan.failures.policy is not None,
+                drop_short=worker.pipeline.drop_last,
+                trace_wait_as="load" if worker.in_line else "wait",
+            ),
+            wait_stats=flow,
             tracer=tracer,
-            waiting="load" if worker.in_line else "wait",
         )
         self._current_sample = functools.partial(
-            sample_in_hand,
+            read_current_sample,
             self.ledger,
             functools.partial(context.read_keys, self.ledger),
             worker.pipeline.chain.names,
@@ -207,7 +206,7 @@ class Engine:
             failures = plan.failures
             self._failures = FailureCount(plan.failures.policy.log, failures.budget, failures.log)
         self._pending_error: Postponed | None = None
-        self._taken: tuple[InFlight, int, Any] | None = None
+        self._taken: tuple[OpenBatch, int, Any] | None = None
         """A batch that was read, its bytes and itself, until ``next`` returns it."""
         self._started = False
         self._started_ns = now_ns()
@@ -223,11 +222,11 @@ class Engine:
             flow,
             state.active,
             self.timeouts,
-            deaths,
+            restart_policy,
             self._failures,
         )
         self._uses_threshold = (
-            self._early_start is not None or worker.order.name == "fast_first" or worker.defers
+            self._early_start is not None or worker.order.slow_to_newest or worker.defers
         )
         self._sends_plan = worker.in_processes and pool.context.get_start_method() != "fork"
         if self._sends_plan:
@@ -239,7 +238,6 @@ class Engine:
             self.afterwards.append(worker.replicas.settle)
         if history.journal is not None:
             self.afterwards.append(functools.partial(history.journal.settle, self._metrics))
-        keep_raised()
         self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, arena, self.afterwards)
 
     def begin(self, epoch: Epoch, batches: Iterator[Any]) -> bool:
@@ -308,7 +306,7 @@ class Engine:
         self._returned(item, used_bytes)
         return batch
 
-    def _find(self) -> InFlight:
+    def _find(self) -> OpenBatch:
         """Wait for the next batch."""
         try:
             if self._pending_error is not None:
@@ -336,14 +334,14 @@ class Engine:
             self._failures.finished += len(item.keys)
         return item
 
-    def _prepare(self, item: InFlight) -> None:
+    def _prepare(self, item: OpenBatch) -> None:
         """Start the work of later calls before this one returns a batch."""
         self._prepare_workers(item)
         if self._prefetcher is not None:
             self._prefetcher.prefetch(self._dispatcher.upcoming(self._ahead))
         self.arena.trim(self._dispatcher.num_open)
 
-    def _returned(self, item: InFlight, used_bytes: int) -> None:
+    def _returned(self, item: OpenBatch, used_bytes: int) -> None:
         """Record that ``next`` returns a batch, or raises its error."""
         self._dispatcher.deliver(item)
         if self._observers:
@@ -351,7 +349,7 @@ class Engine:
             for observer in self._observers:
                 observer.leave(samples, used_bytes, self._snapshot)
 
-    def _prepare_workers(self, item: InFlight) -> None:
+    def _prepare_workers(self, item: OpenBatch) -> None:
         """Give the workers their next work; an error is raised by the next call, because this one has a batch."""
         try:
             if self._uses_threshold:
@@ -380,7 +378,7 @@ class Engine:
         """Keep the memory of batches in place, for a device that reads from there."""
         self.arena.pin_slots(locker)
 
-    def _note_state(self, replicas: Replicas, record: int) -> None:
+    def _note_state(self, replicas: DatasetStates, record: int) -> None:
         if (state := self._reader.state(record)) is not None:
             replicas.heard(*state)
 
@@ -394,7 +392,7 @@ class Engine:
         self._profile.update(self.meters)
         return self._profile
 
-    def running(self, least_ns: int) -> list[tuple[int, InHand, int]]:
+    def running(self, least_ns: int) -> list[tuple[int, CurrentSample, int]]:
         """Worker, sample and time in ns of each sample that has run for at least ``least_ns``."""
         if self.plan.worker.pipeline.streams:
             return []
@@ -454,7 +452,7 @@ def _window(plan: Plan) -> Window:
         prefetch.budget_bytes,
         # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
         # delivered by then: else nothing would keep it from being in time.
-        None if worker.order.bound else worker.order.max_lag,
+        None if worker.order.keeps_places else worker.order.max_lag,
         # Batches that hold as many samples as all workers read at once.
         -(-plan.pool.first * worker.fetching.concurrency // prefetch.largest_batch),
         worker.fetching.slow_start,

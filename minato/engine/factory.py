@@ -138,10 +138,10 @@ class EngineFactory:
             epoch.progress.part = RankProgress(len(spec.sampling.index_sampler), own)
         if spec.keeps_replicas:
             if not persists or before is None:
-                from minato.scheduling.dataset_state import Replicas
+                from minato.scheduling.dataset_state import DatasetStates
 
                 lasting = spec.workers.persistent or spec.workers.count == 0
-                before = Replicas(spec.most_replicas, lasting, state)
+                before = DatasetStates(spec.most_replicas, lasting, state)
             epoch.replicas = before  # persistent workers go on as they are
         return epoch
 

@@ -11,9 +11,9 @@ from minato.engine.spec import LoaderSpec
 from minato.observe.stats.epoch_log import EpochLog
 from minato.scheduling.cost_model import CostModel
 from minato.scheduling.slow_threshold import Decision, TimeoutPolicy
-from minato.workers.current_sample import InHand
-from minato.workers.runner import Habits
-from minato.workers.scaler import Staffing
+from minato.workers.current_sample import CurrentSample
+from minato.workers.runner import CostEstimate
+from minato.workers.scaler import AutoscaleState
 
 __all__ = ["History", "RunningEngine"]
 
@@ -21,7 +21,7 @@ __all__ = ["History", "RunningEngine"]
 class RunningEngine(Protocol):
     """The engine of the newest iterator, as reports see it."""
 
-    def running(self, least_ns: int) -> list[tuple[int, InHand, int]]:
+    def running(self, least_ns: int) -> list[tuple[int, CurrentSample, int]]:
         """Worker, sample and time in ns of each sample that has run for at least ``least_ns``."""
 
 
@@ -46,8 +46,8 @@ class History:
     cost_model: CostModel = field(default_factory=CostModel)
     costs: Histogram | None = None
     decision: Decision = TimeoutPolicy().decision
-    habits: Habits = field(default_factory=Habits)
-    staffing: Staffing | None = None
+    habits: CostEstimate = field(default_factory=CostEstimate)
+    staffing: AutoscaleState | None = None
     journal: EpochLog | None = None
     engine: Callable[[], RunningEngine | None] = _no_engine
 
@@ -59,5 +59,5 @@ class History:
         staffing = None
         if scale is not None:
             count = spec.workers.count
-            staffing = Staffing.of(scale.controller, count, scale.min, scale.max)
+            staffing = AutoscaleState.of(scale.controller, count, scale.min, scale.max)
         return cls(staffing=staffing, journal=EpochLog() if options.stats else None)

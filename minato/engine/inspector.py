@@ -171,7 +171,7 @@ class Inspector:
         except OSError as error:
             journal.observers.remove(exported)
             text = (
-                f"the metrics of a loader cannot be told at {host}:{port}: {error.strerror}; use another port, or "
+                f"the metrics of a loader cannot be served at {host}:{port}: {error.strerror}; use another port, or "
                 "metrics=0 for any that is free"
             )
             if self._spec.options.metrics is not None:

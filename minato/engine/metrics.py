@@ -14,11 +14,11 @@ from minato.observe.stats.slowest import SlowSample
 from minato.observe.stats.snapshot import LoaderSnapshot, Metrics, WorkerActivity
 from minato.scheduling.prefetch_window import Window
 from minato.scheduling.slow_threshold import Decision, TimeoutPolicy
-from minato.scheduling.wait_stats import Flow
-from minato.workers.active_workers import Roster
-from minato.workers.cpu_time import Usage
+from minato.scheduling.wait_stats import ConsumerWait
+from minato.workers.active_workers import ActiveWorkers
+from minato.workers.cpu_time import CpuUsage
 from minato.workers.error_policy import FailureCount
-from minato.workers.restart_policy import Deaths
+from minato.workers.supervision import RestartPolicy
 
 __all__ = ["EngineMetrics"]
 
@@ -39,16 +39,16 @@ class EngineMetrics:
     meters: Sequence[Meters]
     profile: CostStats
     window: Window
-    flow: Flow
-    roster: Roster
+    flow: ConsumerWait
+    roster: ActiveWorkers
     timeouts: TimeoutPolicy
-    deaths: Deaths
+    restart_policy: RestartPolicy
     failures: FailureCount | None
-    usage: Usage = field(default_factory=lambda: Usage(0, 0))
+    usage: CpuUsage = field(default_factory=lambda: CpuUsage(0, 0))
     """Processor time of the workers at the last reading: they may have ended since."""
     _look_due_ns: int = 0
 
-    def look(self, usage: Callable[[], Usage]) -> None:
+    def look(self, usage: Callable[[], CpuUsage]) -> None:
         """Read the workers' processor time, unless it was read a moment ago."""
         now = now_ns()
         if now >= self._look_due_ns:
@@ -61,7 +61,7 @@ class EngineMetrics:
         worked = [self.ledger.activity(worker) for worker in range(len(self.meters))]
         counts = Counter(
             slept_ns=self.flow.waited_ns,
-            deaths=self.deaths.total,
+            deaths=self.restart_policy.total,
             ran_ns=self.usage.ran_ns,
             queued_ns=self.usage.queued_ns,
             busy_ns=sum(busy_ns for _, busy_ns, _ in worked),

@@ -18,8 +18,8 @@ from minato.observe.trace.track import Tracks
 from minato.options import FetchOptions, Options
 from minato.sampling.epoch import Epoch
 from minato.sampling.samplers import largest_batch
-from minato.scheduling.batches import Order
-from minato.scheduling.dataset_state import Replicas
+from minato.scheduling.dataset_state import DatasetStates
+from minato.scheduling.orders import Order, make_order
 from minato.scheduling.slow_threshold import TimeoutSettings
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureHandler, FailureLog
@@ -92,7 +92,7 @@ class WorkerPlan:
     seeds_samples: bool
     order: Order
     round_robin: bool
-    replicas: Replicas | None
+    replicas: DatasetStates | None
     state_every: int | None
     fetching: FetchOptions
     measure: bool
@@ -110,7 +110,7 @@ class WorkerPlan:
     @property
     def sends_states(self) -> bool:
         """Whether the state of a worker's copy of a map-style dataset is sent with each of its batches."""
-        return self.replicas is not None and self.in_processes and self.order.bound
+        return self.replicas is not None and self.in_processes and self.order.keeps_places
 
     @property
     def takes_lists(self) -> bool:
@@ -130,7 +130,7 @@ class WorkerPlan:
         concurrent reads a slow read delays no other.
         """
         return (
-            not self.order.bound
+            not self.order.keeps_places
             and not self.in_line
             and len(self.pipeline.chain) > 0
             and not self.fetching.at_once
@@ -301,7 +301,7 @@ class Plan:
             worker.in_line and all(part is None for part in keeps) and not worker.fetching.at_once
         )
 
-    def suits(self, spec: LoaderSpec, replicas: Replicas | None) -> bool:
+    def suits(self, spec: LoaderSpec, replicas: DatasetStates | None) -> bool:
         """Whether a loader's next engine would get the same plan but for the seed, if this one is reusable."""
         pipeline, sampling = self.worker.pipeline, spec.sampling
         return bool(
@@ -326,7 +326,7 @@ class Plan:
 
 
 def _order(options: Options) -> Order:
-    return Order(options.order, options.max_lag)
+    return make_order(options.order, options.max_lag)
 
 
 def _prefetch(

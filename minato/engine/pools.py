@@ -13,16 +13,15 @@ from minato.engine.plan import Plan
 from minato.engine.shared_state import SharedState
 from minato.engine.worker_context import WorkerContext
 from minato.engine.worker_main import initialise, restore, run_worker_process
-from minato.scheduling.wait_stats import Flow
+from minato.scheduling.wait_stats import ConsumerWait
 from minato.transforms import rng_memory
 from minato.workers.current_sample import has_begun
 from minato.workers.exceptions import wrapped
 from minato.workers.local_pools import InlinePool, ThreadPool
 from minato.workers.pool import WorkerPool
 from minato.workers.process_pool import ProcessPool, announced
-from minato.workers.recovery import Burial
-from minato.workers.restart_policy import Deaths
-from minato.workers.sample_timeout import Overdue, StackFile
+from minato.workers.sample_timeout import SampleWatchdog, StackFile
+from minato.workers.supervision import RestartPolicy, WorkerRecovery
 from minato.workers.worker import Worker
 
 __all__ = ["make_pool"]
@@ -32,8 +31,8 @@ def make_pool(
     plan: Plan,
     context: WorkerContext,
     state: SharedState,
-    deaths: Deaths,
-    flow: Flow,
+    restart_policy: RestartPolicy,
+    flow: ConsumerWait,
 ) -> WorkerPool:
     """The workers that a plan asks for, not yet started."""
     work, ledger, ready = plan.worker, state.ledger, state.ready
@@ -73,23 +72,23 @@ def make_pool(
             )
 
         return ThreadPool(work.count, in_thread, ready, stop, may_leave)
-    overdue: Overdue | None = None
+    watchdog: SampleWatchdog | None = None
     if plan.failures.sample_timeout_s is not None:
         context.stacks = StackFile()
-        overdue = Overdue(ledger, plan.failures.sample_timeout_s, context.stacks)
+        watchdog = SampleWatchdog(ledger, plan.failures.sample_timeout_s, context.stacks)
 
     def sink(number: int) -> BatchWriter:
         return context.writer(number, ledger, lambda error: error)
 
-    buried = Burial(
+    recover = WorkerRecovery(
         ledger,
         functools.partial(context.read_keys, ledger),
         work.pipeline.chain.names,
         sink,
         work.count,
-        deaths,
+        restart_policy,
         flow,
-        overdue,
+        watchdog,
         plan.failures.policy,
         work.tracer,
     )
@@ -110,7 +109,7 @@ def make_pool(
                 number, state, wrap, None, Exception, hired=group.start_actor(number)
             )
 
-        return ActorPool(group, buried, work.count, with_actor, ready, stop, may_leave)
+        return ActorPool(group, recover, work.count, with_actor, ready, stop, may_leave)
     if work.seeds_samples:
         rng_memory.probe_generators()
     is_forked = plan.pool.context.get_start_method() == "fork"
@@ -123,10 +122,10 @@ def make_pool(
         ready,
         stop,
         may_leave,
-        buried,
+        recover,
         lambda: ledger.unclaimed() > 0,
         functools.partial(has_begun, ledger),
         # Forking is quick. Others import torch first, which takes a core.
         work.count if is_forked else max(int(available_cores()), 1),
-        overdue,
+        watchdog,
     )

@@ -8,8 +8,8 @@ from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import EventCount
 from minato.observe.stats.costs import Meters
-from minato.workers.active_workers import Roster
-from minato.workers.read_limit import Traffic
+from minato.workers.active_workers import ActiveWorkers
+from minato.workers.read_limit import SharedReadLimit
 
 __all__ = ["SharedLayout", "SharedState"]
 
@@ -41,7 +41,7 @@ class SharedLayout:
     @property
     def reads_offset(self) -> int:
         """Start of the limit of reads."""
-        return self.active_offset + Roster.NBYTES
+        return self.active_offset + ActiveWorkers.NBYTES
 
 
 class SharedState:
@@ -61,7 +61,7 @@ class SharedState:
         self.ledger = ledger
         self.ready = EventCount(memory, ledger.ready_events_offset)
         self.work = EventCount(memory, ledger.work_events_offset)
-        self.active = Roster(memory, layout.active_offset, self.work)
+        self.active = ActiveWorkers(memory, layout.active_offset, self.work)
         self._meters: dict[int, Meters] = {}
 
     @classmethod
@@ -79,8 +79,8 @@ class SharedState:
         """
         sizes = (num_workers, records, positions)
         ledger_nbytes = -(-Ledger.nbytes(*sizes) // _LINE) * _LINE
-        nbytes = ledger_nbytes + num_workers * Meters.nbytes(num_steps) + Roster.NBYTES
-        segment = Segment(nbytes + Traffic.nbytes(num_workers), shared=shared)
+        nbytes = ledger_nbytes + num_workers * Meters.nbytes(num_steps) + ActiveWorkers.NBYTES
+        segment = Segment(nbytes + SharedReadLimit.nbytes(num_workers), shared=shared)
         layout = SharedLayout(segment, num_workers, num_steps, ledger_nbytes)
         return cls(layout, Ledger(segment.array, sizes, segment.descriptor))
 
@@ -101,7 +101,7 @@ class SharedState:
             found = self._meters[number] = Meters(layout.num_steps, memory)
         return found
 
-    def read_limit(self, most: int | None) -> Traffic:
+    def read_limit(self, most: int | None) -> SharedReadLimit:
         """The limit of reads in flight in all workers together; None: unlimited."""
         layout = self.layout
-        return Traffic(layout.segment.array, layout.reads_offset, layout.num_workers, most)
+        return SharedReadLimit(layout.segment.array, layout.reads_offset, layout.num_workers, most)

@@ -27,10 +27,10 @@ from minato.workers.deferral import Deferral
 from minato.workers.error_policy import FailureHandler
 from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.reads import Reads, reads_of
-from minato.workers.retry import Leniency
-from minato.workers.runner import Habits, Runner
+from minato.workers.retry import SampleRetry
+from minato.workers.runner import CostEstimate, Runner
 from minato.workers.sample_timeout import StackFile
-from minato.workers.staged_runner import Stepper
+from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker
 
 __all__ = ["WorkerContext"]
@@ -55,7 +55,7 @@ class WorkerContext:
     store: Store
     written_plan: tuple[int, int] | None = None
     stacks: StackFile | None = None
-    habits: Habits | None = None
+    habits: CostEstimate | None = None
     policy: FailureHandler | None = None
 
     def write_plan(self, arena: Arena) -> None:
@@ -151,7 +151,7 @@ class WorkerContext:
         roster = state.active
         tracer = plan.tracer(number)
         fetcher: Fetcher | StreamFetcher
-        stepper: Stepper | None = None
+        stepper: StageRunner | None = None
         deferral: Deferral | None = None
         if pipeline.streams:
             replica = None if plan.replicas is None else plan.replicas.each[number]
@@ -173,7 +173,7 @@ class WorkerContext:
         if not pipeline.streams and not fetcher.takes_lists and reads is None:
             if plan.defers:
                 deferral = Deferral(ledger=ledger, meters=meters, num_workers=lambda: roster.wanted)
-            stepper = Stepper(
+            stepper = StageRunner(
                 pipeline.dataset, pipeline.chain, lease, meters, deferral, tracer=tracer
             )
         runner = Runner(
@@ -189,9 +189,9 @@ class WorkerContext:
             ledger.occurrences,
             tracer=tracer,
         )
-        leniency: Leniency | None = None
+        leniency: SampleRetry | None = None
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):
-            leniency = Leniency(number, self.policy, runner, fetcher, pipeline.chain, lease)
+            leniency = SampleRetry(number, self.policy, runner, fetcher, pipeline.chain, lease)
         make: Callable[..., Worker] = Worker
         fetching = plan.fetching
         if (fetching.at_once or reads is not None) and failure is None:
@@ -209,7 +209,7 @@ class WorkerContext:
             self.writer(number, ledger, describe_error, catches, tracer),
             functools.partial(self.read_keys, ledger),
             deferral,
-            plan.order.name == "fast_first",
+            plan.order.slow_to_newest,
             plan.round_robin,
             leniency,
             roster,

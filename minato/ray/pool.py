@@ -91,14 +91,14 @@ class ActorPool(ThreadPool):
     """Worker threads with one actor each; a worker whose actor is lost is replaced.
 
     Args:
-        buried: Called with ``(number, pid, loss)`` of a lost worker; reassigns its samples, or raises.
+        recover: Called with ``(number, pid, loss)`` of a lost worker; reassigns its samples, or raises.
         args: Arguments of :class:`ThreadPool`.
     """
 
-    def __init__(self, group: ActorGroup, buried: Callable[..., None], *args: Any) -> None:
+    def __init__(self, group: ActorGroup, recover: Callable[..., None], *args: Any) -> None:
         super().__init__(*args)
         self._group = group
-        self._buried = buried
+        self._recover = recover
         self._lost: dict[int, ActorLost] = {}
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
@@ -117,7 +117,7 @@ class ActorPool(ThreadPool):
         """Replace workers whose actors are lost, or raise torch's RuntimeError."""
         self._group.check()
         for number, lost in list(self._lost.items()):
-            self._buried(number, lost.pid, lost.loss)
+            self._recover(number, lost.pid, lost.loss)
             del self._lost[number]
             self.threads[number] = self._make(number)
             self.threads[number].start()

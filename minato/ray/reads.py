@@ -11,7 +11,7 @@ from minato.observe.stats.costs import Meters
 from minato.ray.actor import SampleResult, unpack
 from minato.transforms.rng import current
 from minato.workers.reads import FinishedReads, Read
-from minato.workers.restart_policy import Loss
+from minato.workers.supervision import WorkerLoss
 
 __all__ = ["ActorLost", "ActorReads"]
 
@@ -34,7 +34,7 @@ class ActorLost(BaseException):
         pid: Its process id; None if unknown.
     """
 
-    def __init__(self, pid: int | None, loss: Loss) -> None:
+    def __init__(self, pid: int | None, loss: WorkerLoss) -> None:
         super().__init__(loss.words)
         self.pid = pid
         self.loss = loss
@@ -185,9 +185,12 @@ class ActorReads(FinishedReads):
         started = self._pid is not None
         # Ray reports whether the actor failed while it started; without a report it could not be started.
         unable = not started and getattr(error, "actor_init_failed", True)
-        blameless = started or _NODE_DIED in str(error)
+        infrastructure_fault = started or _NODE_DIED in str(error)
         where = f" on {self._host}" if started else ""
-        return ActorLost(self._pid, Loss(f"is lost{where} ({_reason(error)})", blameless, unable))
+        return ActorLost(
+            self._pid,
+            WorkerLoss(f"is lost{where} ({_reason(error)})", infrastructure_fault, unable),
+        )
 
 
 def _smoothed(mean_ns: float, latest_ns: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from minato.scheduling.dataset_state import Replicas
+from minato.scheduling.dataset_state import DatasetStates
 
 __all__ = ["AnyWorker", "Assignment", "RoundRobin"]
 
@@ -70,7 +70,7 @@ class RoundRobin:
         num_workers: int,
         in_order: bool,
         capacity: int,
-        replicas: Replicas | None = None,
+        replicas: DatasetStates | None = None,
         state_of: Callable[[int], tuple[int, Any] | None] = lambda record: None,
     ) -> None:
         self._num_workers = num_workers

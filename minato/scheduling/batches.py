@@ -10,32 +10,26 @@ from typing import Any
 from minato._core.ledger import Ledger
 from minato.scheduling.protocols import KeyStore, Progress, Slots
 
-__all__ = ["InFlight", "Leavings", "Order", "fitting"]
+__all__ = ["BatchStorage", "OpenBatch", "RetiringBatches", "fitting"]
 
 
 @dataclass(frozen=True)
-class Order:
-    """What decides the place of a sample and the turn of a batch.
+class BatchStorage:
+    """Where batches lie while they are open.
 
     Attributes:
-        name: ``strict``, ``batch``, ``arrival`` or ``fast_first``.
-        max_lag: Batches by which a sample may be late where membership is free.
+        slots: Yields slots of the arena.
+        keys: Stores indices that are no integers.
+        discard: Called with ``(record, slot)`` of a batch that is not read.
     """
 
-    name: str
-    max_lag: int
-
-    @functools.cached_property
-    def bound(self) -> bool:
-        """Whether each sample has its own place.
-
-        No more than ``max_lag`` batches are open where places are free, and in one alone nobody can be late.
-        """
-        return self.name in ("strict", "batch") or self.max_lag <= 1
+    slots: Slots
+    keys: KeyStore
+    discard: Callable[[int, Any], None]
 
 
 @dataclass(eq=False)
-class InFlight:
+class OpenBatch:
     """A batch between its opening and its end.
 
     Attributes:
@@ -58,38 +52,34 @@ class InFlight:
     retired: bool = False
 
 
-class Leavings:
+class RetiringBatches:
     """Batches that were delivered or abandoned, and whose samples may still be running.
 
     Args:
-        slots: Where slots come from.
-        keys: Keeps keys that are no integers.
-        discard: Called with ``(record, slot)`` of a batch that nobody wants any more.
-        bound: Whether each sample has its own place.
+        storage: Where slots and indices lie.
+        bound: Whether each sample keeps its own place.
         skips: Whether samples may be left out.
     """
 
     def __init__(
         self,
         ledger: Ledger,
-        slots: Slots,
-        keys: KeyStore,
-        discard: Callable[[int, Any], None],
+        storage: BatchStorage,
         bound: bool,
         skips: bool,
     ) -> None:
         self._ledger = ledger
-        self._slots = slots
-        self._keys = keys
-        self._discard = discard
+        self._slots = storage.slots
+        self._keys = storage.keys
+        self._discard = storage.discard
         self._bound = bound
         self._skips = skips
-        self.delivered: list[InFlight] = []
+        self.delivered: list[OpenBatch] = []
         """Some of their samples are still running."""
-        self.cancelled: list[InFlight] = []
+        self.cancelled: list[OpenBatch] = []
         """Nobody wants them."""
 
-    def deliver(self, item: InFlight) -> None:
+    def deliver(self, item: OpenBatch) -> None:
         """Take a batch that was read."""
         occupants, num_slow = (
             self._ledger.occupants(item.record),
@@ -99,28 +89,28 @@ class Leavings:
         self._progress_of(item).delivered(occupants, item.pass_start, num_slow, samples)
         self._take(item)
 
-    def drop(self, item: InFlight) -> None:
+    def drop(self, item: OpenBatch) -> None:
         """Take a batch too many of whose samples were skipped."""
         self._progress_of(item).skipped(self._ledger.occupants(item.record), item.pass_start)
         self.drop_empty(item)
 
-    def drop_empty(self, item: InFlight) -> None:
+    def drop_empty(self, item: OpenBatch) -> None:
         """Take a batch that never had a sample."""
         self._discard(item.record, item.slot)
         self._take(item)
 
-    def _progress_of(self, item: InFlight) -> Progress:
+    def _progress_of(self, item: OpenBatch) -> Progress:
         """Who is told of a batch; and of its own samples that were skipped, now that this is known."""
         assert item.progress is not None
         if self._bound and self._skips:
             item.progress.skipped(self._ledger.skipped(item.record), item.pass_start)
         return item.progress
 
-    def _take(self, item: InFlight) -> None:
+    def _take(self, item: OpenBatch) -> None:
         self.delivered.append(item)
         self.sweep()
 
-    def cancel(self, batches: Iterable[InFlight]) -> None:
+    def cancel(self, batches: Iterable[OpenBatch]) -> None:
         """Take batches that nobody wants."""
         self.cancelled.extend(batches)
         self.sweep()
@@ -149,7 +139,7 @@ class Leavings:
                 self._retire(item)
             self.cancelled.clear()
 
-    def _retire(self, item: InFlight) -> None:
+    def _retire(self, item: OpenBatch) -> None:
         item.retired = True
         self._ledger.retire(item.record)
         if item.keys_slot is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from minato._compat import ExceptionWrapper
 
-__all__ = ["Replica", "Replicas"]
+__all__ = ["DatasetStates", "Replica"]
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Replica:
     ended: bool = False
 
 
-class Replicas:
+class DatasetStates:
     """What the consumer knows of all copies, and whose turn it is.
 
     Args:

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
@@ -14,13 +15,14 @@ from minato._core.wait import EventCount
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.sampling.occurrences import unmarked
 from minato.scheduling.assignment import Assignment
-from minato.scheduling.batches import InFlight, Leavings, Order, fitting
+from minato.scheduling.batches import BatchStorage, OpenBatch, RetiringBatches, fitting
 from minato.scheduling.cost_model import EarlyStart
+from minato.scheduling.orders import Order
 from minato.scheduling.prefetch_window import Window
-from minato.scheduling.protocols import KeyStore, Pool, Progress, Slots
-from minato.scheduling.wait_stats import Flow
+from minato.scheduling.protocols import Pool, Progress
+from minato.scheduling.wait_stats import ConsumerWait
 
-__all__ = ["Dispatcher"]
+__all__ = ["Dispatcher", "DispatcherSettings", "Schedule"]
 
 _LIVENESS_S = 1.0
 """How long the consumer sleeps at most; whatever it waits for wakes it at once."""
@@ -31,66 +33,89 @@ _SETTLING_S = 0.01
 _EVERYBODY = (1 << 31) - 1
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """How many batches are open, which comes next, and which worker runs it.
+
+    Attributes:
+        assignment: Chooses the worker of a batch.
+        early_start: Starts slow samples before those that precede them.
+    """
+
+    window: Window
+    order: Order
+    assignment: Assignment
+    early_start: EarlyStart | None = None
+
+
+@dataclass(frozen=True)
+class DispatcherSettings:
+    """What a dispatcher takes from the options of a loader.
+
+    Attributes:
+        timeout_s: torch's ``timeout``; 0: none.
+        one_epoch: Whether the workers may leave when nothing is left to do in the first epoch.
+        skips: Whether samples may be left out.
+        drop_short: Whether a batch is dropped where too few samples are left to fill it.
+        trace_wait_as: Name that a trace gives to the waiting of the training loop.
+    """
+
+    timeout_s: float = 0.0
+    one_epoch: bool = False
+    skips: bool = False
+    drop_short: bool = False
+    trace_wait_as: str = "wait"
+
+
+DEFAULTS = DispatcherSettings()
+
+
 class Dispatcher:
     """Opens batches for the workers, in the sampler's order, and hands finished ones to the consumer.
 
     Args:
-        slots: Where slots come from.
-        assignment: Decides which worker a batch is for.
-        keys: Keeps keys that are no integers.
-        discard: Called with ``(record, slot)`` of a batch that nobody wants any more.
-        timeout_s: torch's ``timeout``; 0: none.
-        one_pass: Whether the workers may leave when they find nothing more to do in the first pass.
-        skips: Whether samples may be left out.
-        drop_short: Whether a batch is dropped where too few samples are left to fill it.
-        early_start: Lets slow samples start before their turn.
-        flow: Is told of the consumer's waiting; by default nobody wants to know.
-        tracer: Records batches, and inside ``next()`` the consumer's waiting and reading.
-        waiting: What the trace calls the consumer's waiting.
+        gate: Counts the events that end the wait of the training loop.
+        storage: Where open batches lie.
+        schedule: How many batches are open, which comes next, and which worker runs it.
+        wait_stats: Measures how long the training loop waits.
+        tracer: Records batches, and inside ``next()`` the waiting and reading of the training loop.
     """
 
     def __init__(
         self,
         ledger: Ledger,
+        *,
         gate: EventCount,
         pool: Pool,
-        slots: Slots,
-        window: Window,
-        order: Order,
-        assignment: Assignment,
-        keys: KeyStore,
-        discard: Callable[[int, Any], None],
-        timeout_s: float = 0.0,
-        one_pass: bool = False,
-        skips: bool = False,
-        drop_short: bool = False,
-        early_start: EarlyStart | None = None,
-        flow: Flow | None = None,
-        *,
+        storage: BatchStorage,
+        schedule: Schedule,
+        settings: DispatcherSettings = DEFAULTS,
+        wait_stats: ConsumerWait | None = None,
         tracer: Tracer = NULL_TRACER,
-        waiting: str = "wait",
     ) -> None:
+        order = schedule.order
         self._ledger = ledger
-        self._early_start = early_start
+        self._early_start = schedule.early_start
         self._gate = gate
         self._pool = pool
-        self._slots = slots
-        self._window = window
+        self._slots = storage.slots
+        self._keys = storage.keys
+        self._window = schedule.window
         self._order = order
-        self._assignment = assignment
-        self._keys = keys
-        self._leavings = Leavings(ledger, slots, keys, discard, order.bound, skips)
-        self._timeout_s = timeout_s
-        # Workers must stay until it is known which places nobody takes.
-        self._one_pass = one_pass and (order.bound or not skips)
-        self._fills_up = skips and not order.bound
+        self._assignment = schedule.assignment
+        skips = settings.skips
+        self._retiring = RetiringBatches(ledger, storage, order.keeps_places, skips)
+        self._timeout_s = settings.timeout_s
+        # Workers must stay until it is known which places stay empty.
+        self._one_epoch = settings.one_epoch and (order.keeps_places or not skips)
+        self._fills_up = skips and not order.keeps_places
         self._filled_up = False
-        self._drops_short = drop_short and not order.bound
-        self._flow = flow or Flow()
-        self._tracer, self._waiting = tracer, waiting
-        self._open: deque[InFlight] = deque()
-        self._ahead: deque[InFlight] = deque()  # of the pass that is expected next
-        self._recent: deque[InFlight] = deque()  # the last max_lag + 1 opened of this pass
+        self._drops_short = settings.drop_short and not order.keeps_places
+        self._flow = wait_stats or ConsumerWait()
+        self._tracer, self._waiting = tracer, settings.trace_wait_as
+        self._open: deque[OpenBatch] = deque()
+        self._ahead: deque[OpenBatch] = deque()  # of the pass that is expected next
+        self._recent: deque[OpenBatch] = deque()  # the last max_lag + 1 opened of this pass
         self._batches: Iterator[list[Any]] = iter(())
         self._drawn: deque[list[Any]] = deque()  # keys of batches that are not open yet
         self._owner: int | None = None  # of the next of them, once it is chosen
@@ -110,7 +135,7 @@ class Dispatcher:
     @property
     def num_ready(self) -> int:
         """Batches of the present pass that are complete."""
-        return sum(self._ledger.state(item.record) == READY for item in self._open)
+        return sum(map(self._is_ready, self._open))
 
     @property
     def over(self) -> bool:
@@ -161,12 +186,12 @@ class Dispatcher:
             self._open_pass(epoch, seed)
         return right
 
-    def cancel(self, batches: deque[InFlight]) -> None:
+    def cancel(self, batches: deque[OpenBatch]) -> None:
         """Abandon batches: what has not begun never will, what runs ends unseen."""
         if not self._assignment.exact:
             for item in batches:
                 self._ledger.cancel(item.record)
-        self._leavings.cancel(batches)
+        self._retiring.cancel(batches)
         batches.clear()
 
     def cancel_all(self) -> None:
@@ -183,7 +208,7 @@ class Dispatcher:
         self._exhausted = True
 
     def _open_pass(self, epoch: int, seed: int) -> None:
-        leavings = self._leavings
+        leavings = self._retiring
         while True:
             used = {
                 item.epoch_slot
@@ -205,7 +230,7 @@ class Dispatcher:
 
     # ---- batches ----------------------------------------------------------------------------
 
-    def next(self) -> InFlight:
+    def next(self) -> OpenBatch:
         """Wait for the next batch in this order; ``done`` and then ``deliver`` must be called when it has been read.
 
         Raises:
@@ -225,14 +250,14 @@ class Dispatcher:
                 flags, _, result, *_ = self._ledger.contents(found.record)
                 if flags & ENDED:
                     self._assignment.ended(found.owner, found.record)
-                    self._leavings.drop_empty(found)
+                    self._retiring.drop_empty(found)
                     continue
                 self._assignment.delivered(found.owner)
                 if not flags & SKIPPED or not self._is_empty(found, result):
                     self._flow.delivered += 1
                     found.found_ns = self._tracer.now()
                     return found
-                self._leavings.drop(found)
+                self._retiring.drop(found)
                 continue
             if self._fills_up and self._settled() and self._mend():
                 continue
@@ -253,7 +278,7 @@ class Dispatcher:
             if deadline is not None and time.monotonic() > deadline and self._ready() is None:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
 
-    def _is_empty(self, item: InFlight, result: int) -> bool:
+    def _is_empty(self, item: OpenBatch, result: int) -> bool:
         """Whether all samples of a batch are skipped, or so many that it is dropped."""
         if result & KIND_MASK == SKIP_BLOB and not result & ~KIND_MASK:
             return True
@@ -261,7 +286,7 @@ class Dispatcher:
 
     def _settled(self) -> bool:
         """Whether all samples of the pass that are in flight have been run."""
-        in_flight = *self._open, *self._leavings.delivered
+        in_flight = *self._open, *self._retiring.delivered
         return bool(self._open) and all(self._ledger.settled(item.record) for item in in_flight)
 
     def _mend(self) -> bool:
@@ -277,7 +302,7 @@ class Dispatcher:
         self._ledger.fill_skipped(self._open[0].epoch_slot)
         return True
 
-    def done(self, item: InFlight, batch_bytes: int) -> None:
+    def done(self, item: OpenBatch, batch_bytes: int) -> None:
         """Say that a batch has been read and its slot leased or released."""
         if self._tracer.enabled:
             now = self._tracer.now()
@@ -286,9 +311,9 @@ class Dispatcher:
             self._tracer.span("batch", item.opened_ns, now, args)
         self._window.observe(batch_bytes)
 
-    def deliver(self, item: InFlight) -> None:
+    def deliver(self, item: OpenBatch) -> None:
         """Say that the program gets it, or its error, now."""
-        self._leavings.deliver(item)
+        self._retiring.deliver(item)
 
     def _sleep(self, deadline: float | None, seen: int | None = None) -> float:
         """Wait for workers; returns how long this process was stopped meanwhile, in seconds."""
@@ -304,28 +329,18 @@ class Dispatcher:
             self._tracer.slice(self._waiting, begun_ns)
         late_s = time.monotonic() - began - limit
         self._pool.check()
-        self._leavings.sweep()
+        self._retiring.sweep()
         return late_s if late_s > _STOPPED_S else 0.0
 
-    def _ready(self) -> InFlight | None:
-        # Where membership is free, the oldest batch is waited for: overtaking it would break max_lag.
-        for item in self._open:
-            if self._ledger.state(item.record) == READY:
-                return item
-            if self._order.name != "batch":
-                break
-        return None
+    def _is_ready(self, item: OpenBatch) -> bool:
+        return bool(self._ledger.state(item.record) == READY)
 
-    def upcoming(self, most: int) -> list[InFlight]:
-        """Complete batches, so many at most, of those that come next; no other will come before them now."""
-        free = self._order.name == "batch"
-        first = itertools.islice(self._open, None if free else most)
-        found = [item for item in first if self._ledger.state(item.record) == READY][:most]
-        if free:
-            for item in reversed(found):
-                self._open.remove(item)
-                self._open.appendleft(item)
-        return found
+    def _ready(self) -> OpenBatch | None:
+        return self._order.next_ready(self._open, self._is_ready)
+
+    def upcoming(self, limit: int) -> list[OpenBatch]:
+        """Return at most ``limit`` complete batches of those that come next; no other comes before them."""
+        return self._order.upcoming(self._open, self._is_ready, limit)
 
     def refill(self, most: int | None = None) -> None:
         """Open as many batches as the window allows, or so many whatever it says."""
@@ -363,7 +378,7 @@ class Dispatcher:
     def _run_dry(self) -> None:
         if not self._dry:
             self._dry = True
-            if self._one_pass:
+            if self._one_epoch:
                 self._ledger.shut_down(drain=True)
 
     def _draw(self) -> list[Any] | None:
@@ -384,7 +399,7 @@ class Dispatcher:
         self._open_pass(epoch, seed)
         return next(self._batches, None)
 
-    def _publish(self, keys: Any, owner: int) -> InFlight:
+    def _publish(self, keys: Any, owner: int) -> OpenBatch:
         opened_ns = self._tracer.now()
         self._filled_up = False
         count = len(keys) or 1  # an empty batch has a place too: for what is collated of nothing
@@ -409,7 +424,7 @@ class Dispatcher:
             index,
             epoch,
             seed,
-            self._order.bound,
+            self._order.keeps_places,
             offset,
             nbytes,
             _EVERYBODY if owner else count,  # a batch with an owner must wake that very worker
@@ -420,7 +435,7 @@ class Dispatcher:
             start = self._ledger.describe(record)[1]
             self._pass = index, epoch, seed, start
         progress = None if self._foretold else self._progress
-        item = InFlight(
+        item = OpenBatch(
             record,
             keys,
             slot,
@@ -434,7 +449,7 @@ class Dispatcher:
             progress,
             opened_ns,
         )
-        if not self._order.bound:
+        if not self._order.keeps_places:
             self._recent.append(item)
             if len(self._recent) > self._order.max_lag:
                 overdue = self._recent.popleft()

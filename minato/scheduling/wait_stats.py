@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from minato._core.clock import now_ns
 
-__all__ = ["Flow"]
+__all__ = ["ConsumerWait"]
 
 
 @dataclass
-class Flow:
+class ConsumerWait:
     """How long the consumer waits, and how much is ready for it.
 
     Attributes:

@@ -7,14 +7,14 @@ from typing import Any
 
 from minato._core.wait import EventCount, SharedWords
 
-__all__ = ["Roster"]
+__all__ = ["ActiveWorkers"]
 
 _WORDS_NBYTES = SharedWords.nbytes(1)
 _PATIENCE_S = 1.0
 """How long a worker sleeps at most before it looks whether its parent lives."""
 
 
-class Roster:
+class ActiveWorkers:
     """Workers with a number below ``wanted`` work, the others stand by.
 
     Processes that stand by were started before the program had threads or used a GPU, when starting them was safe.

@@ -11,7 +11,7 @@ from minato.options import FetchOptions
 from minato.transforms.compose import Transforms
 from minato.workers.fetch import Fetcher
 from minato.workers.hedging import Hedging
-from minato.workers.read_limit import Traffic
+from minato.workers.read_limit import SharedReadLimit
 from minato.workers.reads import Read, Reads
 from minato.workers.worker import Worker
 
@@ -71,7 +71,7 @@ class ConcurrentWorker(Worker):
         reads: Reads,
         chain: Transforms,
         seeds: bool,
-        traffic: Traffic,
+        traffic: SharedReadLimit,
         fetching: FetchOptions,
         *args: Any,
         **kwargs: Any,

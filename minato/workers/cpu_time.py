@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from minato._system import text_of
 
-__all__ = ["Usage", "process_usage", "thread_usage"]
+__all__ = ["CpuUsage", "process_usage", "thread_usage"]
 
 
-class Usage(NamedTuple):
+class CpuUsage(NamedTuple):
     """Nanoseconds since the start of processes or threads.
 
     Attributes:
@@ -23,12 +23,12 @@ class Usage(NamedTuple):
     queued_ns: int
 
 
-def process_usage(pids: Iterable[int]) -> Usage:
+def process_usage(pids: Iterable[int]) -> CpuUsage:
     """The sum over processes, with all their threads; those that are gone count as nothing."""
     return _total(task for pid in pids for task in _tasks(pid))
 
 
-def thread_usage(native_ids: Iterable[int]) -> Usage:
+def thread_usage(native_ids: Iterable[int]) -> CpuUsage:
     """The sum over threads of this process."""
     return _total(f"/proc/self/task/{native_id}" for native_id in native_ids)
 
@@ -41,7 +41,7 @@ def _tasks(pid: int) -> list[str]:
         return []
 
 
-def _total(tasks: Iterable[str]) -> Usage:
+def _total(tasks: Iterable[str]) -> CpuUsage:
     ran_ns = queued_ns = 0
     for task in tasks:
         try:
@@ -50,7 +50,7 @@ def _total(tasks: Iterable[str]) -> Usage:
             ran, queued = _ticks(task), "0"
         ran_ns += int(ran)
         queued_ns += int(queued)
-    return Usage(ran_ns, queued_ns)
+    return CpuUsage(ran_ns, queued_ns)
 
 
 def _ticks(task: str) -> str:

@@ -11,11 +11,11 @@ from minato._core.ledger import Ledger
 
 __all__ = [
     "Collation",
-    "InHand",
-    "collation_in_hand",
+    "CurrentSample",
     "has_begun",
     "indices_of",
-    "sample_in_hand",
+    "read_current_collation",
+    "read_current_sample",
 ]
 
 _MOST_LISTED = 8
@@ -23,7 +23,7 @@ _MOST_LISTED = 8
 
 
 @dataclass(frozen=True)
-class InHand:
+class CurrentSample:
     """A sample that a worker is on.
 
     Attributes:
@@ -55,7 +55,7 @@ class Collation:
     indices: str
 
 
-def collation_in_hand(
+def read_current_collation(
     ledger: Ledger, read_keys: Callable[[int, int, int], Sequence[Any]], number: int
 ) -> Collation | None:
     """What worker ``number`` collates, or collated when it died; None: nothing."""
@@ -86,12 +86,12 @@ def indices_of(
     return f"indices {', '.join(map(repr, keys[:_MOST_LISTED]))}{more}"
 
 
-def sample_in_hand(
+def read_current_sample(
     ledger: Ledger,
     read_keys: Callable[[int, int, int], Sequence[Any]],
     names: Sequence[str],
     number: int,
-) -> InHand | None:
+) -> CurrentSample | None:
     """What worker ``number`` is on, or was on when it died; None: nothing.
 
     Args:
@@ -108,7 +108,7 @@ def sample_in_hand(
     key = read_keys(batch, k, 1)[0]
     name = names[step] if 0 <= step < len(names) else None
     (occurrence,) = ledger.occurrences(position, 1) or (0,)
-    return InHand(position, key, epoch, seed, name, started_ns, occurrence)
+    return CurrentSample(position, key, epoch, seed, name, started_ns, occurrence)
 
 
 def has_begun(ledger: Ledger, number: int) -> bool:

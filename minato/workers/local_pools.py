@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 
 from minato._core.wait import EventCount
 from minato.observe.trace.torch_profiler import in_profile
-from minato.workers.cpu_time import Usage, thread_usage
+from minato.workers.cpu_time import CpuUsage, thread_usage
 from minato.workers.worker import Worker
 
 __all__ = ["InlinePool", "ThreadPool"]
@@ -61,7 +61,7 @@ class ThreadPool:
     def grow(self, count: int) -> None:
         """All are there already."""
 
-    def usage(self) -> Usage:
+    def usage(self) -> CpuUsage:
         """Processor time of all workers."""
         return thread_usage(
             thread.native_id for thread in self.threads if thread.native_id is not None
@@ -163,9 +163,9 @@ class InlinePool:
     def grow(self, count: int) -> None:
         """There is one worker only."""
 
-    def usage(self) -> Usage:
+    def usage(self) -> CpuUsage:
         """Nothing: what the consumer uses is not the workers'."""
-        return Usage(0, 0)
+        return CpuUsage(0, 0)
 
 
 class _Closing:

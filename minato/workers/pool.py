@@ -7,7 +7,7 @@ from multiprocessing.process import BaseProcess
 from typing import Protocol
 
 from minato.scheduling.protocols import Pool
-from minato.workers.cpu_time import Usage
+from minato.workers.cpu_time import CpuUsage
 
 __all__ = ["WorkerPool"]
 
@@ -36,5 +36,5 @@ class WorkerPool(Pool, Protocol):
     def grow(self, count: int) -> None:
         """Start those of the first ``count`` workers that have not been started."""
 
-    def usage(self) -> Usage:
+    def usage(self) -> CpuUsage:
         """Processor time of all workers."""

@@ -33,10 +33,10 @@ from minato._compat import (
 from minato._core.limits import explaining_limits
 from minato._core.wait import EventCount
 from minato.observe.trace.torch_profiler import in_profile
-from minato.workers.cpu_time import Usage, process_usage
-from minato.workers.exit_watch import UNREADABLE, ExitWatch, exit_code
-from minato.workers.sample_timeout import Overdue
+from minato.workers.cpu_time import CpuUsage, process_usage
+from minato.workers.sample_timeout import SampleWatchdog
 from minato.workers.signals import exiting, raise_kept, signals_deferred
+from minato.workers.supervision import UNREADABLE, ExitWatch, exit_code
 
 __all__ = [
     "ProcessPool",
@@ -72,8 +72,8 @@ class ProcessPool:
         has_work: Whether one more worker would have something to do.
         has_begun: Whether worker number i has.
         at_once: How many may be on their way up; more of them would take each other's time.
-        overdue: Ends workers that are stuck.
-        buried: Called with ``(number, pid, exit code)`` of a dead worker; gives its samples out again, or raises.
+        watchdog: Ends workers that are stuck.
+        recover: Called with ``(number, pid, exit code)`` of a dead worker; gives its samples out again, or raises.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class ProcessPool:
         ready: EventCount,
         stop: Callable[[], None],
         may_leave: Callable[[int], bool],
-        buried: Callable[[int, int | None, int | None], None],
+        recover: Callable[[int, int | None, int | None], None],
         has_work: Callable[[], bool],
         has_begun: Callable[[int], bool],
         at_once: int,
-        overdue: Overdue | None = None,
+        watchdog: SampleWatchdog | None = None,
     ) -> None:
         self._context = context
         self._target = target
         self._args = args
-        self._buried = buried
-        self._overdue = overdue
+        self._recover = recover
+        self._watchdog = watchdog
         self._ready = ready
         self._may_leave = may_leave
         self._has_work = has_work
@@ -181,7 +181,7 @@ class ProcessPool:
             self._watch.run()
         self._unwatched = False
 
-    def usage(self) -> Usage:
+    def usage(self) -> CpuUsage:
         """Processor time of all workers."""
         return process_usage(process.pid for process in self.processes if process.pid is not None)
 
@@ -194,13 +194,13 @@ class ProcessPool:
             timeout_s = min(timeout_s, _LOOK_S)
         if self._unwatched:
             self._watch_all()
-        if self._overdue is not None:
-            timeout_s = min(timeout_s, self._overdue.interval_s)
+        if self._watchdog is not None:
+            timeout_s = min(timeout_s, self._watchdog.interval_s)
         began = time.monotonic()
         with in_profile("minato: wait for workers"):
             self._ready.wait(seen, timeout_s)
-        if self._overdue is not None and time.monotonic() - began > timeout_s + _STOPPED_S:
-            self._overdue.excuse()
+        if self._watchdog is not None and time.monotonic() - began > timeout_s + _STOPPED_S:
+            self._watchdog.excuse()
 
     @property
     def _is_ending(self) -> bool:
@@ -211,15 +211,15 @@ class ProcessPool:
         """Replace dead workers, or raise torch's RuntimeError; at the end, do nothing."""
         if self._is_ending:
             return
-        while (gone := self._watch.first_gone()) is not None:
+        while (gone := self._watch.first_ended()) is not None:
             self._replace(*gone)
             self._watch.forget()  # only now: whoever is interrupted, or raises, and asks again is told again
-        if self._overdue is not None:
-            self._overdue.end(self.processes)
+        if self._watchdog is not None:
+            self._watchdog.end(self.processes)
 
     def check_early(self) -> None:
         """Replace dead workers although the loop does not wait, where there is work for them: to start takes time."""
-        if self._watch.first_gone() is not None and self._has_work():
+        if self._watch.first_ended() is not None and self._has_work():
             self.check()
 
     def _replace(self, number: int, dead: BaseProcess) -> None:
@@ -227,7 +227,7 @@ class ProcessPool:
             code = exit_code(dead)
             if self._may_leave(number) and code in (0, None, UNREADABLE):
                 return
-            self._buried(number, dead.pid, code)
+            self._recover(number, dead.pid, code)
             self.processes[number] = self._make(number)
         self._start(number)
         self._watch_all()

@@ -6,10 +6,10 @@ from typing import Any
 
 from minato._core.wait import SharedWords
 
-__all__ = ["Traffic"]
+__all__ = ["SharedReadLimit"]
 
 
-class Traffic:
+class SharedReadLimit:
     """A limit that workers share. Each may always have one read under way; they take turns with the others.
 
     Args:

@@ -12,17 +12,17 @@ from minato.scheduling.protocols import Sink
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher
 
-__all__ = ["Deliverer"]
+__all__ = ["ResultWriter"]
 
 
-class Deliverer:
+class ResultWriter:
     """Writes results, fills their places in the ledger, and collates the batches that are complete.
 
     Args:
         number: The worker's.
         fetcher: Whose state goes with a batch, if it keeps one.
         may_lack: Whether samples may be left out.
-        fast_first: Slow samples go to the newest batch, where they have no place of their own.
+        slow_to_newest: Slow samples go to the newest batch, where they have no place of their own.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class Deliverer:
         sink: Sink,
         fetcher: Fetcher | StreamFetcher,
         may_lack: bool,
-        fast_first: bool,
+        slow_to_newest: bool,
     ) -> None:
         self._number = number
         self._ledger = ledger
         self._sink = sink
         self._fetcher = fetcher
         self._may_lack = may_lack
-        self._fast_first = fast_first
+        self._slow_to_newest = slow_to_newest
 
     def bound(
         self,
@@ -158,7 +158,7 @@ class Deliverer:
         if sample is SKIP:
             sink.publish_if_full(*ledger.skip(self._number, position))
             return
-        late = self._fast_first and cost_ns > ledger.slow_ns > 0
+        late = self._slow_to_newest and cost_ns > ledger.slow_ns > 0
         place, batch, k = ledger.reserve(self._number, position, late)
         if error is None:
             sink.write_run(batch, k, place, [sample])

@@ -9,10 +9,10 @@ from minato.workers.error_policy import FailureHandler, SampleFailure
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner
 
-__all__ = ["Leniency"]
+__all__ = ["SampleRetry"]
 
 
-class Leniency:
+class SampleRetry:
     """Applies a policy to the failures of one worker.
 
     Args:

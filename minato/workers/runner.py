@@ -17,9 +17,9 @@ from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness, index_word
 from minato.workers.deferral import DeferredSample
 from minato.workers.recording import recorded, recorded_batch
-from minato.workers.staged_runner import Stepper
+from minato.workers.staged_runner import StageRunner
 
-__all__ = ["Habits", "Runner"]
+__all__ = ["CostEstimate", "Runner"]
 
 _PROBES = 16
 """Samples that are watched for draws at first."""
@@ -44,7 +44,7 @@ Occurrences = Callable[[int, int], list[int] | None]
 
 
 @dataclass
-class Habits:
+class CostEstimate:
     """What a worker has learned of the samples that it runs.
 
     Attributes:
@@ -80,12 +80,12 @@ class Runner:
         lease: Any,
         make_randomness: Callable[[int], SampleRandomness] | None,
         meters: Meters,
-        stepper: Stepper | None,
+        stepper: StageRunner | None,
         failure: BaseException | None,
         in_line: bool,
         catches: type[BaseException],
         watches_slowest: bool = True,
-        habits: Habits | None = None,
+        habits: CostEstimate | None = None,
         occurrences: Occurrences = lambda position, count: None,
         *,
         tracer: Tracer = NULL_TRACER,
@@ -104,7 +104,7 @@ class Runner:
         self._failure = failure
         self.in_line = in_line
         self._catches = catches
-        self.habits = habits or Habits()
+        self.habits = habits or CostEstimate()
         if make_randomness is None:
             self.habits.draws = False
         self.durations = array("q", bytes(8))

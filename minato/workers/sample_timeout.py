@@ -19,7 +19,7 @@ from minato._core.ledger import Ledger
 from minato._support.files import anonymous_log
 from minato.errors import SampleTimeoutError
 
-__all__ = ["Overdue", "StackFile"]
+__all__ = ["SampleWatchdog", "StackFile"]
 
 _LOOKS = 4
 """How often a sample is looked at within its limit."""
@@ -71,7 +71,7 @@ class StackFile:
         self._adopt(state["descriptor"].detach())
 
 
-class Overdue:
+class SampleWatchdog:
     """Ends worker processes that spend too long on a sample.
 
     Each is asked for its stack before, one at a time. The consumer does not wait for it: one call of ``end`` asks, a

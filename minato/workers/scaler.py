@@ -12,18 +12,18 @@ from minato._core.ledger import Ledger
 from minato._system import available_cores, machine_usage
 from minato.scheduling.prefetch_window import Window
 from minato.scheduling.protocols import Pool
-from minato.scheduling.wait_stats import Flow
-from minato.workers.active_workers import Roster
+from minato.scheduling.wait_stats import ConsumerWait
+from minato.workers.active_workers import ActiveWorkers
 from minato.workers.autoscale import (
     CONTROLLERS,
     ControllerSettings,
     ControllerState,
     Measurement,
 )
-from minato.workers.cpu_time import Usage
+from minato.workers.cpu_time import CpuUsage
 from minato.workers.current_sample import has_begun
 
-__all__ = ["Scaler", "Staffing", "WatchedPool"]
+__all__ = ["AutoscaleState", "PolledPool", "Scaler"]
 
 _LOOK_NS = 50_000_000
 """It looks no more often than this."""
@@ -40,7 +40,7 @@ _STARTING_NS = 20_000_000_000
 
 
 @dataclass
-class Staffing:
+class AutoscaleState:
     """What a loader knows of how many workers help; it outlives the workers.
 
     Attributes:
@@ -58,7 +58,7 @@ class Staffing:
     @classmethod
     def of(
         cls, controller: Any, first: int, least: int | None, most: int | None
-    ) -> Staffing | None:
+    ) -> AutoscaleState | None:
         """What a new loader knows; None if the number of its workers is fixed.
 
         Args:
@@ -89,7 +89,7 @@ class Workers(Protocol):
     def grow(self, count: int) -> None:
         """Start workers until there are so many."""
 
-    def usage(self) -> Usage:
+    def usage(self) -> CpuUsage:
         """Processor time of all of them."""
 
 
@@ -99,7 +99,7 @@ class _Reading(NamedTuple):
     waited_ns: int
     samples: int
     cost_ns: int
-    usage: Usage
+    usage: CpuUsage
     machine: tuple[float, float]
 
 
@@ -115,12 +115,12 @@ class Scaler:
 
     def __init__(
         self,
-        staffing: Staffing,
+        staffing: AutoscaleState,
         most: int,
         workers: Workers,
-        roster: Roster,
+        roster: ActiveWorkers,
         window: Window,
-        flow: Flow,
+        flow: ConsumerWait,
         ledger: Ledger,
         times: Sequence[Histogram],
         resized: Callable[[int], None] | None = None,
@@ -222,7 +222,7 @@ class Scaler:
         )
 
 
-class WatchedPool:
+class PolledPool:
     """A pool whose waiting consumer looks up every so often."""
 
     def __init__(self, pool: Pool, scaler: Scaler) -> None:

@@ -15,10 +15,10 @@ from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.transforms.compose import Transforms
 from minato.workers.deferral import Deferral, DeferredSample
 
-__all__ = ["Stepper"]
+__all__ = ["StageRunner"]
 
 
-class Stepper:
+class StageRunner:
     """Runs samples so that their stages are timed, and that a slow one can be deferred.
 
     Args:

@@ -13,11 +13,11 @@ from minato._core.ledger import Ledger
 from minato._core.wait import EventCount
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.protocols import Sink
-from minato.workers.active_workers import Roster
+from minato.workers.active_workers import ActiveWorkers
 from minato.workers.deferral import Deferral, DeferredSample
 from minato.workers.fetch import Fetcher, StreamFetcher
-from minato.workers.results import Deliverer
-from minato.workers.retry import Leniency
+from minato.workers.results import ResultWriter
+from minato.workers.retry import SampleRetry
 from minato.workers.runner import Runner
 
 __all__ = ["Worker"]
@@ -42,7 +42,7 @@ class Worker:
         runner: Runs them.
         read_keys: ``(batch, k, count) -> keys`` of samples k … k+count-1.
         deferral: Decides which slow samples are deferred; None: none is.
-        fast_first: Slow samples go to the newest batch, where they have no place of their own.
+        slow_to_newest: Slow samples go to the newest batch, where they have no place of their own.
         whole_batches: Claim batches as a whole, whatever their samples cost.
         leniency: What to do about samples that raise; None: they are errors.
         roster: Says whether this worker is wanted; None: always.
@@ -59,10 +59,10 @@ class Worker:
         sink: Sink,
         read_keys: Callable[[int, int, int], Sequence[Any]],
         deferral: Deferral | None = None,
-        fast_first: bool = False,
+        slow_to_newest: bool = False,
         whole_batches: bool = False,
-        leniency: Leniency | None = None,
-        roster: Roster | None = None,
+        leniency: SampleRetry | None = None,
+        roster: ActiveWorkers | None = None,
         *,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
@@ -78,7 +78,9 @@ class Worker:
         self._deferral = deferral
         self._whole_batches = whole_batches or fetcher.takes_lists or fetcher.keeps_state
         self._leniency = leniency
-        self._deliver = Deliverer(number, ledger, sink, fetcher, leniency is not None, fast_first)
+        self._deliver = ResultWriter(
+            number, ledger, sink, fetcher, leniency is not None, slow_to_newest
+        )
         self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_line else _RUN_NS
         self._roster = roster
         self._idle_since = now_ns()

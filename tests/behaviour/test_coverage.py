@@ -105,7 +105,7 @@ def test_lost_repeated_and_exchanged_samples_are_an_error(
     loader = DataLoader(Numbers(12), 4, order=order)
     iterator = iter(loader)
     dispatcher = iterator._source._dispatcher
-    ledger = dispatcher._leavings._ledger
+    ledger = dispatcher._retiring._ledger
 
     class Faulty:
         def __getattr__(self, name: str) -> Any:
@@ -119,7 +119,7 @@ def test_lost_repeated_and_exchanged_samples_are_an_error(
                 return [*found, found[0]]
             return [found[0], *found[:-1]]
 
-    monkeypatch.setattr(dispatcher._leavings, "_ledger", Faulty())
+    monkeypatch.setattr(dispatcher._retiring, "_ledger", Faulty())
     with pytest.raises(
         CoverageError, match="the delivered samples are not those that the sampler requested"
     ):

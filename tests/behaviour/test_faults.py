@@ -20,7 +20,7 @@ import torch
 
 import minato
 from minato import DataLoader, ErrorPolicy
-from minato.workers.sample_timeout import Overdue, StackFile
+from minato.workers.sample_timeout import SampleWatchdog, StackFile
 from tests.datasets import wait_until
 from tests.subprocesses import TIMEOUT_S, run, session, started, wait_for_end
 
@@ -147,12 +147,12 @@ def test_a_sample_is_timed_anew_after_the_processes_were_stopped() -> None:
 
     asked: list[int] = []
     begun_ns = time.monotonic_ns() - 10**10
-    overdue = Overdue(Ledger(), 5.0, Stacks())  # type: ignore[arg-type]
-    overdue.excuse()
-    overdue.end([Process()])  # type: ignore[list-item]
+    watchdog = SampleWatchdog(Ledger(), 5.0, Stacks())  # type: ignore[arg-type]
+    watchdog.excuse()
+    watchdog.end([Process()])  # type: ignore[list-item]
     assert asked == []
-    overdue._since_ns = 0
-    overdue.end([Process()])  # type: ignore[list-item]
+    watchdog._since_ns = 0
+    watchdog.end([Process()])  # type: ignore[list-item]
     assert asked == [Process.pid]
 
 
@@ -173,7 +173,7 @@ def listens_and_hangs(stacks: StackFile, listening: Any) -> None:
 
 
 @pytest.fixture
-def hanging() -> Iterator[tuple[Overdue, Lease, Any]]:
+def hanging() -> Iterator[tuple[SampleWatchdog, Lease, Any]]:
     """What times a worker process, its ledger, and the process, which is on a sample for too long."""
     context = multiprocessing.get_context("fork")
     stacks, ledger, listening = StackFile(), Lease(), context.Event()
@@ -181,53 +181,53 @@ def hanging() -> Iterator[tuple[Overdue, Lease, Any]]:
     process.start()
     try:
         assert listening.wait(TIMEOUT_S)
-        yield Overdue(ledger, 5.0, stacks), ledger, process  # type: ignore[arg-type]
+        yield SampleWatchdog(ledger, 5.0, stacks), ledger, process  # type: ignore[arg-type]
     finally:
         process.kill()
         process.join()
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_an_overdue_worker_is_ended_with_its_stack_or_without(
-    hanging: tuple[Overdue, Lease, Any], stopped: bool
+def test_a_stuck_worker_is_ended_with_its_stack_or_without(
+    hanging: tuple[SampleWatchdog, Lease, Any], stopped: bool
 ) -> None:
-    overdue, _, process = hanging
+    watchdog, _, process = hanging
     if stopped:
         os.kill(process.pid, signal.SIGSTOP)
     began = time.monotonic()
-    overdue.end([process])
-    assert overdue.cause(0) is None
-    assert overdue.interval_s < 0.1  # the answer is taken soon after it has come
+    watchdog.end([process])
+    assert watchdog.cause(0) is None
+    assert watchdog.interval_s < 0.1  # the answer is taken soon after it has come
 
     def is_ended() -> bool:
-        overdue.end([process])
-        return overdue.cause(0) is not None
+        watchdog.end([process])
+        return watchdog.cause(0) is not None
 
     wait_until(is_ended)
     assert (time.monotonic() - began >= 1.0) or not stopped
     expected = "(none: the process did not answer)" if stopped else "in listens_and_hangs"
-    assert expected in str(overdue.cause(0))
+    assert expected in str(watchdog.cause(0))
     process.join(TIMEOUT_S)
     assert process.exitcode == -signal.SIGKILL
-    assert overdue.interval_s == 1.25
+    assert watchdog.interval_s == 1.25
 
 
 @pytest.mark.parametrize("how", ["the sample ended", "all were stopped"])
 def test_a_worker_that_was_asked_for_its_stack_may_go_on(
-    hanging: tuple[Overdue, Lease, Any], how: str
+    hanging: tuple[SampleWatchdog, Lease, Any], how: str
 ) -> None:
-    overdue, ledger, process = hanging
-    overdue.end([process])
+    watchdog, ledger, process = hanging
+    watchdog.end([process])
     if how == "the sample ended":
         ledger.words = 0, time.monotonic_ns(), 2
     else:
-        overdue.excuse()
+        watchdog.excuse()
     time.sleep(0.1)  # the stack is written
-    overdue.end([process])
-    overdue.end([process])
-    assert overdue.cause(0) is None
+    watchdog.end([process])
+    watchdog.end([process])
+    assert watchdog.cause(0) is None
     assert process.is_alive()
-    assert overdue.interval_s == 1.25
+    assert watchdog.interval_s == 1.25
 
 
 class StopsAtThree:

@@ -20,7 +20,7 @@ from minato.batching.writer import BatchWriter, WriterSettings
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher
-from minato.workers.results import Deliverer
+from minato.workers.results import ResultWriter
 from tests.model import explore
 from tests.model.ledger import CODE, COLLATING, Ledger, Setting
 from tests.protocol import PATHS, STORES, WORDS, delivery
@@ -314,7 +314,7 @@ def test_a_worker_delivers_as_is_described(
     assert ledger.claim(0, count) == (batch, 0, count)
     settings = WriterSettings(0, list, True, lambda error: error)
     writer = BatchWriter(settings, ledger=ledger, segment=arena.segment, store=LocalStore())
-    deliverer = Deliverer(0, ledger, writer, Fetcher([], Transforms(), True), True, False)
+    deliverer = ResultWriter(0, ledger, writer, Fetcher([], Transforms(), True), True, False)
     keys: list[Any] = list(range(count))
     samples: list[Any] = [SKIP if "skip" in path and key == bad else key for key in keys]
     error = ValueError("bad") if path == "error" else None

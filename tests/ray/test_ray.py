@@ -23,8 +23,8 @@ from torch.utils.data import Sampler, get_worker_info
 import minato
 from minato import AutoScale, DataLoader, ErrorPolicy, RayWorkers
 from minato.ray.actor import _pack, _pack_error, unpack
-from minato.workers.current_sample import InHand
-from minato.workers.restart_policy import Deaths, Loss
+from minato.workers.current_sample import CurrentSample
+from minato.workers.supervision import RestartPolicy, WorkerLoss
 from tests.datasets import Numbers, add_draws, three_draws
 from tests.sources import servers
 
@@ -497,28 +497,30 @@ def test_an_exception_keeps_its_traceback_on_the_way() -> None:
 
 
 def test_a_lost_machine_is_no_fault_of_what_ran_there() -> None:
-    deaths = Deaths(restarts=True)
-    lost = Loss("is lost (its node has died)", blameless=True, unable=False)
+    restart_policy = RestartPolicy(restarts=True)
+    lost = WorkerLoss("is lost (its node has died)", infrastructure_fault=True, unable=False)
     for _ in range(5):
         with pytest.warns(RuntimeWarning, match="is lost .* between samples. Another worker"):
-            assert deaths.report(0, 1, lost, None, progress=0) is None
-    assert deaths.total == 5
+            assert restart_policy.report(0, 1, lost, None, progress=0) is None
+    assert restart_policy.total == 5
 
 
-THIRD = InHand(position=3, key=3, epoch=0, seed=0, transform=None, started_ns=0)
+THIRD = CurrentSample(position=3, key=3, epoch=0, seed=0, transform=None, started_ns=0)
 
 
 def test_a_sample_that_loses_three_actors_is_the_cause() -> None:
-    deaths = Deaths(restarts=True)
-    lost = Loss("is lost", blameless=True, unable=False)
+    restart_policy = RestartPolicy(restarts=True)
+    lost = WorkerLoss("is lost", infrastructure_fault=True, unable=False)
     for _ in range(2):
         with pytest.warns(RuntimeWarning, match="index 3"):
-            deaths.report(0, 1, lost, THIRD, progress=5)
+            restart_policy.report(0, 1, lost, THIRD, progress=5)
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        deaths.report(0, 3, lost, THIRD, progress=5)
+        restart_policy.report(0, 3, lost, THIRD, progress=5)
 
 
 def test_an_actor_that_cannot_begin_is_an_error_at_once() -> None:
     with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
-        Deaths(restarts=True).report(0, None, Loss("is lost", False, unable=True), None, 0)
+        RestartPolicy(restarts=True).report(
+            0, None, WorkerLoss("is lost", False, unable=True), None, 0
+        )
     assert "before its first sample" in str(caught.value.__cause__)

@@ -10,8 +10,9 @@ from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._core.wait import EventCount
 from minato.scheduling.assignment import AnyWorker
-from minato.scheduling.batches import InFlight, Order
-from minato.scheduling.dispatcher import Dispatcher
+from minato.scheduling.batches import BatchStorage, OpenBatch
+from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule
+from minato.scheduling.orders import make_order
 from minato.scheduling.prefetch_window import Window
 from tests.protocol import deliver, delivery
 
@@ -129,21 +130,16 @@ class Bench:
         self.slots = Slots()
         self.keys = Keys()
         self.pool = Pool()
-        how = Order(order, max_lag)
-        self.window = Window(workers, fixed, 10**9, None if how.bound else max_lag)
+        how = make_order(order, max_lag)
+        self.window = Window(workers, fixed, 10**9, None if how.keeps_places else max_lag)
         self.discarded: list[int] = []
         self.dispatcher = Dispatcher(
             self.ledger,
-            EventCount(self.segment.array, self.ledger.ready_events_offset),
-            self.pool,
-            self.slots,
-            self.window,
-            how,
-            AnyWorker(),
-            self.keys,
-            self._discard,
-            timeout_s,
-            one_pass,
+            gate=EventCount(self.segment.array, self.ledger.ready_events_offset),
+            pool=self.pool,
+            storage=BatchStorage(self.slots, self.keys, self._discard),
+            schedule=Schedule(self.window, how, AnyWorker()),
+            settings=DispatcherSettings(timeout_s=timeout_s, one_epoch=one_pass),
         )
 
     def _discard(self, record: int, slot: Range) -> None:
@@ -164,7 +160,7 @@ class Bench:
         """Keys of the next batch, as they were when it was opened."""
         return self.take().keys
 
-    def take(self) -> InFlight:
+    def take(self) -> OpenBatch:
         item = self.dispatcher.next()
         self.slots.release(item.slot)
         self.dispatcher.done(item, 100)

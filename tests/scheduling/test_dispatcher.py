@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from minato.scheduling.batches import Order
+from minato.scheduling.orders import make_order
 from tests.scheduling.fakes import Bench
 
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
@@ -76,7 +76,7 @@ def test_arrival_binds_a_sample_before_it_is_too_late(max_lag: int) -> None:
     + [("arrival", 2, False), ("fast_first", 9, False)],
 )
 def test_orders_that_give_each_sample_its_own_place(name: str, max_lag: int, bound: bool) -> None:
-    assert Order(name, max_lag).bound is bound
+    assert make_order(name, max_lag).keeps_places is bound
 
 
 def test_fast_first_puts_late_samples_into_the_newest_batch() -> None:

@@ -32,7 +32,7 @@ import numpy as np
 
 from minato import AutoScale, DataLoader, ErrorPolicy, FetchOptions
 from minato.caching import DiskCache
-from minato.workers import restart_policy
+from minato.workers import supervision
 from tests import subprocesses
 from tests.datasets import ORDERS
 from tests.stress.page import PAGE, write_section
@@ -245,7 +245,7 @@ def check_epoch(loader: DataLoader[Any], path: str, order: str) -> int:
 
 def take_turn(seconds: float, seed: int, names: list[str]) -> dict[str, dict[str, float]]:
     """Iterate loaders with this process's backend, path by path; returns kills, seconds and samples of each path."""
-    restart_policy._FATAL = restart_policy._HOPELESS = (
+    supervision._FATAL = supervision._HOPELESS = (
         1 << 30
     )  # the kills are the test's own: no sample is to blame
     multiprocessing.set_forkserver_preload(["tests.stress.kills"])

@@ -11,15 +11,15 @@ import pytest
 from minato._core.wait import EVENT_COUNT_NBYTES, EventCount
 from minato._system import machine_usage
 from minato.scheduling.prefetch_window import Window
-from minato.workers.active_workers import Roster
+from minato.workers.active_workers import ActiveWorkers
 from minato.workers.cpu_time import process_usage, thread_usage
 from tests.datasets import wait_until
 
 
 @pytest.fixture
-def roster() -> Roster:
-    memory = np.zeros(Roster.NBYTES + EVENT_COUNT_NBYTES, np.uint8)
-    return Roster(memory, 0, EventCount(memory, Roster.NBYTES))
+def roster() -> ActiveWorkers:
+    memory = np.zeros(ActiveWorkers.NBYTES + EVENT_COUNT_NBYTES, np.uint8)
+    return ActiveWorkers(memory, 0, EventCount(memory, ActiveWorkers.NBYTES))
 
 
 def test_those_below_the_wanted_number_work(roster):
@@ -66,10 +66,10 @@ def test_a_worker_without_a_parent_leaves(roster, monkeypatch):
 
 
 def test_a_change_wakes_those_who_wait_for_work():
-    memory = np.zeros(Roster.NBYTES + EVENT_COUNT_NBYTES, np.uint8)
-    work = EventCount(memory, Roster.NBYTES)
+    memory = np.zeros(ActiveWorkers.NBYTES + EVENT_COUNT_NBYTES, np.uint8)
+    work = EventCount(memory, ActiveWorkers.NBYTES)
     seen = work.events
-    Roster(memory, 0, work).want(1)
+    ActiveWorkers(memory, 0, work).want(1)
     assert work.events != seen
 
 

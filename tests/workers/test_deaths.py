@@ -19,10 +19,9 @@ import torch
 from minato import DataLoader
 from minato.scheduling import dispatcher
 from minato.scheduling.prefetch_window import Window
-from minato.workers import oom
-from minato.workers.current_sample import InHand
-from minato.workers.exit_watch import UNREADABLE
-from minato.workers.restart_policy import Deaths
+from minato.workers import supervision
+from minato.workers.current_sample import CurrentSample
+from minato.workers.supervision import UNREADABLE, RestartPolicy
 from tests.datasets import wait_until
 
 
@@ -95,7 +94,7 @@ class Killer:
                 seen = self.batches
                 victim = choice.choice(children).pid
                 assert victim is not None
-                with contextlib.suppress(ProcessLookupError):  # buried meanwhile
+                with contextlib.suppress(ProcessLookupError):  # ended meanwhile
                     os.kill(victim, signal.SIGKILL)
                     self.killed.append(victim)
 
@@ -159,7 +158,7 @@ def test_dead_workers_are_replaced_although_the_loop_does_not_wait(
     dead = list(engine.workers)
     for process in dead:
         os.kill(process.pid, signal.SIGKILL)
-    wait_until(lambda: len(engine._pool._watch._gone) == 2, 20)
+    wait_until(lambda: len(engine._pool._watch._ended) == 2, 20)
     monkeypatch.setattr(engine._pool, "wait", lambda *_: pytest.fail("the loop waits"))
     with pytest.warns(RuntimeWarning, match="takes its place"):
         next(batches)
@@ -247,21 +246,21 @@ def test_workers_with_state_are_not_replaced() -> None:
 
 
 def test_deaths_before_any_sample_add_up() -> None:
-    deaths = Deaths(restarts=True)
+    restart_policy = RestartPolicy(restarts=True)
     for _ in range(2):
         with pytest.warns(RuntimeWarning, match=r"signal: Segmentation fault .* between samples"):
-            deaths.report(0, 7, -signal.SIGSEGV, None, 0)
+            restart_policy.report(0, 7, -signal.SIGSEGV, None, 0)
     with pytest.raises(RuntimeError, match=r"pid\(s\) 7"):
-        deaths.report(0, 7, -signal.SIGSEGV, None, 0)
+        restart_policy.report(0, 7, -signal.SIGSEGV, None, 0)
 
 
 def test_kills_from_outside_before_any_sample_are_borne_longer_but_not_for_ever() -> None:
-    deaths = Deaths(restarts=True)
+    restart_policy = RestartPolicy(restarts=True)
     for _ in range(9):
         with pytest.warns(RuntimeWarning, match="killed by signal: Killed .* between samples"):
-            deaths.report(0, 7, -signal.SIGKILL, None, 0)
+            restart_policy.report(0, 7, -signal.SIGKILL, None, 0)
     with pytest.raises(RuntimeError, match=r"pid\(s\) 7") as caught:
-        deaths.report(0, 7, -signal.SIGKILL, None, 0)
+        restart_policy.report(0, 7, -signal.SIGKILL, None, 0)
     assert "10 workers died there" in str(caught.value.__cause__)
 
 
@@ -289,47 +288,47 @@ def test_a_delivered_batch_is_progress() -> None:
     """A worker that is killed before it has counted its samples may have made progress all the same."""
     iterator = iter(DataLoader(Drawing(12), 4, num_workers=1))
     for delivered in range(3):
-        assert iterator._source._pool._buried.flow.delivered == delivered  # type: ignore[attr-defined]
+        assert iterator._source._pool._recover.flow.delivered == delivered  # type: ignore[attr-defined]
         next(iterator)
 
 
 def test_workers_that_die_at_once_do_not_add_up() -> None:
-    deaths = Deaths(restarts=True)
+    restart_policy = RestartPolicy(restarts=True)
     for number in range(10):
         with pytest.warns(RuntimeWarning, match="between samples"):
-            deaths.report(number, 7, -signal.SIGBUS, None, 5)
+            restart_policy.report(number, 7, -signal.SIGBUS, None, 5)
 
 
 def test_an_exit_code_that_is_unknown_is_no_failure_to_start() -> None:
     with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
-        Deaths(restarts=True).report(0, 7, UNREADABLE, None, 0)
+        RestartPolicy(restarts=True).report(0, 7, UNREADABLE, None, 0)
 
 
 def test_a_start_that_fails_by_an_exception_is_not_tried_again() -> None:
     with pytest.raises(RuntimeError, match=r"pid\(s\) 7") as caught:
-        Deaths(restarts=True).report(0, 7, 1, None, 0)
+        RestartPolicy(restarts=True).report(0, 7, 1, None, 0)
     assert "exited with code 1 before its first sample" in str(caught.value.__cause__)
 
 
 def test_deaths_between_samples_do_not_add_up_while_work_goes_on() -> None:
-    deaths = Deaths(restarts=True)
+    restart_policy = RestartPolicy(restarts=True)
     for progress in range(10):
         with pytest.warns(RuntimeWarning, match="Segmentation fault"):
-            deaths.report(0, 7, -signal.SIGSEGV, None, progress)
-    assert deaths.total == 10
+            restart_policy.report(0, 7, -signal.SIGSEGV, None, progress)
+    assert restart_policy.total == 10
 
 
 def test_less_is_loaded_ahead_after_memory_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
     kills = 3
-    monkeypatch.setattr(oom, "memory_kills", lambda: kills)
-    monkeypatch.setattr(oom, "memory_limit_bytes", lambda: 123456)
+    monkeypatch.setattr(supervision, "memory_kills", lambda: kills)
+    monkeypatch.setattr(supervision, "memory_limit_bytes", lambda: 123456)
     window = Window(2, None, 999)
-    deaths = Deaths(restarts=True, shortage=oom.Shortage(window))
+    restart_policy = RestartPolicy(restarts=True, oom_backoff=supervision.OomBackoff(window))
 
     def die(sample: int) -> str:
-        in_hand = InHand(sample, sample, 0, 0, None, 0)
+        in_hand = CurrentSample(sample, sample, 0, 0, None, 0)
         with pytest.warns(RuntimeWarning) as caught:
-            assert deaths.report(0, 7, -signal.SIGKILL, in_hand, 0) is None
+            assert restart_policy.report(0, 7, -signal.SIGKILL, in_hand, 0) is None
         return str(caught[0].message)
 
     assert "Memory ran out" not in die(1)  # somebody killed it

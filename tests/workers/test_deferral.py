@@ -27,7 +27,7 @@ from minato.transforms.rng import SampleRandomness, numpy_rng
 from minato.workers.deferral import Deferral, DeferredSample
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner
-from minato.workers.staged_runner import Stepper
+from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker
 from tests.datasets import TOO_MANY_WORKERS, Numbers, three_draws
 from tests.scheduling.fakes import Bench
@@ -254,7 +254,7 @@ class Case:
         deferral.allows = lambda position: (  # type: ignore[method-assign]
             chance.random() < self.share and allows(position)
         )
-        stepper = Stepper(Keyed(), chain, lease, self.meters, deferral)
+        stepper = StageRunner(Keyed(), chain, lease, self.meters, deferral)
         runner = Runner(lease, SampleRandomness, self.meters, stepper, None, False, Exception)
         runner.habits.usual_ns = usual_ns
         runner.habits.draws = {1.0: False, 1e5: None, 4e6: True}[usual_ns]

@@ -15,7 +15,7 @@ import minato
 from minato import FetchOptions
 from minato.scheduling.prefetch_window import Window
 from minato.workers.hedging import Hedging
-from minato.workers.read_limit import Traffic
+from minato.workers.read_limit import SharedReadLimit
 from minato.workers.reads import Read
 from tests.datasets import Journal, Numbers
 
@@ -59,11 +59,11 @@ def test_all_workers_share_one_limit(num_workers: int, method: str, collate: Any
 
 def test_a_limit_is_kept_by_all_that_take_at_once() -> None:
     workers, most = 4, 9
-    memory = np.zeros(Traffic.nbytes(workers), np.uint8)
+    memory = np.zeros(SharedReadLimit.nbytes(workers), np.uint8)
     peaks: list[int] = []
 
     def hammer(number: int) -> None:
-        traffic, random = Traffic(memory, 0, workers, most), np.random.default_rng(number)
+        traffic, random = SharedReadLimit(memory, 0, workers, most), np.random.default_rng(number)
         held = 0
         for _ in range(1500):
             held += traffic.take(number, int(random.integers(1, 5)))
@@ -80,7 +80,7 @@ def test_a_limit_is_kept_by_all_that_take_at_once() -> None:
     for thread in threads:
         thread.join()
     assert max(peaks) <= most - workers + 1
-    alone = Traffic(memory, 0, workers, most)
+    alone = SharedReadLimit(memory, 0, workers, most)
     assert alone.take(0, 100) == most - workers + 1
     assert [alone.take(number, 3) for number in (0, 1, 2, 3)] == [0, 1, 1, 1]
     alone.begin(0)  # the worker has died, and another takes its number

@@ -15,7 +15,7 @@ import torch
 
 from minato._core.segment import Segment
 from minato._core.wait import EventCount
-from minato.workers import exit_watch, process_pool
+from minato.workers import process_pool, supervision
 from minato.workers.exceptions import wrapped
 from minato.workers.local_pools import InlinePool, ThreadPool
 from minato.workers.process_pool import ProcessPool, parent_watch
@@ -38,14 +38,14 @@ class Stage:
     def stop(self) -> None:
         self.segment.array[100] = 1
 
-    def bury(self, number: int, pid: int | None, code: int | None) -> None:
+    def recover(self, number: int, pid: int | None, code: int | None) -> None:
         self.deaths.append((number, pid, code))
         if len(self.deaths) > 2:
             raise RuntimeError("too many")
 
     def processes(self, work: Any) -> ProcessPool:
         return ProcessPool(
-            FORK, 2, 2, work, (self,), self.ready, self.stop, lambda number: self.left, self.bury,
+            FORK, 2, 2, work, (self,), self.ready, self.stop, lambda number: self.left, self.recover,
             lambda: self.has_work, lambda number: self.has_begun, self.at_once,
         )  # fmt: skip
 
@@ -95,7 +95,7 @@ def test_a_pool_that_was_not_started_can_be_shut_down() -> None:
     assert stage.segment.array[100] == 1
 
 
-def test_dead_processes_are_buried_and_replaced() -> None:
+def test_dead_processes_are_recovered_and_replaced() -> None:
     stage = Stage()
     pool = stage.processes(mortal)
     pool.start()
@@ -129,13 +129,13 @@ def test_an_exit_code_that_another_thread_has_taken(
     monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
     """The start of a process in any thread reaps our workers, and says only a moment later how they ended."""
-    monkeypatch.setattr(exit_watch, "_RECORDING_S", 30.0 if told else 0.01)
+    monkeypatch.setattr(supervision, "_RECORDING_S", 30.0 if told else 0.01)
     stage = Stage()
     pool = stage.processes(mortal)
     pool.start()
     dead = pool.processes[1]
     assert dead.pid is not None
-    while pool._watch.first_gone() is None:
+    while pool._watch.first_ended() is None:
         time.sleep(0.002)
     _, status = os.waitpid(dead.pid, 0)
 
@@ -169,7 +169,7 @@ def test_processes_that_do_not_listen_are_killed(monkeypatch: pytest.MonkeyPatch
     assert [worker.exitcode for worker in pool.processes] == [-signal.SIGKILL] * 2
 
 
-def test_two_deaths_are_buried_though_the_first_burial_is_interrupted() -> None:
+def test_two_deaths_are_handled_though_the_first_recovery_is_interrupted() -> None:
     stage = Stage()
     pool = stage.processes(obedient)
     pool.start()
@@ -178,13 +178,13 @@ def test_two_deaths_are_buried_though_the_first_burial_is_interrupted() -> None:
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 5
-    while len(pool._watch._gone) < 2:
+    while len(pool._watch._ended) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    bury, pool._buried = pool._buried, interrupted
+    recover, pool._recover = pool._recover, interrupted
     with pytest.raises(KeyboardInterrupt):
         pool.check()
-    pool._buried = bury
+    pool._recover = recover
     pool.check()
     assert sorted(death[:2] for death in stage.deaths) == ends
     assert all(worker.is_alive() for worker in pool.processes)

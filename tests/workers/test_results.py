@@ -15,7 +15,7 @@ from minato.batching.writer import BatchWriter, WriterSettings
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher
-from minato.workers.results import Deliverer
+from minato.workers.results import ResultWriter
 
 
 class Case:
@@ -35,7 +35,7 @@ class Case:
             store=self.store,
         )
         fetcher = Fetcher([], Transforms(), batched=True)
-        self.deliver = Deliverer(0, self.ledger, self.writer, fetcher, True, False)
+        self.deliver = ResultWriter(0, self.ledger, self.writer, fetcher, True, False)
 
     def publish(self, count: int) -> int:
         slot = self.acquire()

@@ -15,7 +15,7 @@ from minato.observe.stats.costs import Meters
 from minato.transforms.compose import Transforms
 from minato.workers import runner
 from minato.workers.deferral import DeferredSample
-from minato.workers.staged_runner import Stepper
+from minato.workers.staged_runner import StageRunner
 from tests.datasets import Numbers
 
 
@@ -37,10 +37,10 @@ class Defers:
 
 def stepper_of(
     *steps: Callable[[Any], Any], deferral: Defers | None = None
-) -> tuple[Stepper, Meters, array[int]]:
+) -> tuple[StageRunner, Meters, array[int]]:
     lease, meters = array("q", [40, now_ns(), -1]), Meters(len(steps))
     words, chain = memoryview(lease), Transforms(steps)
-    made = Stepper(list(range(10)), chain, words, meters, deferral)  # type: ignore[arg-type]
+    made = StageRunner(list(range(10)), chain, words, meters, deferral)  # type: ignore[arg-type]
     return made, meters, lease
 
 

@@ -20,7 +20,7 @@ from minato.observe.stats.costs import Meters
 from minato.transforms.compose import Transforms
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner
-from minato.workers.staged_runner import Stepper
+from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker
 from tests.scheduling.fakes import Bench
 
@@ -115,7 +115,7 @@ class Setting:
 
         lease, fetcher = ledger.lease_words(0), Fetcher(dataset, Transforms(), batched=True)
         stepper = (
-            None if fetcher.takes_lists else Stepper(dataset, Transforms(), lease, self.meters)
+            None if fetcher.takes_lists else StageRunner(dataset, Transforms(), lease, self.meters)
         )
         self.runner = Runner(lease, None, self.meters, stepper, failure, False, Exception)
         self.worker = Worker(

@@ -1,0 +1,492 @@
+"""What happens when a worker dies, from top to bottom.
+
+1. `ExitWatch` notices that a process has ended, and wakes the training loop; `exit_code` reads its exit code.
+2. The pool calls `WorkerRecovery` for the worker: it releases the worker's samples, so that other workers run them.
+3. `RestartPolicy` decides whether a new process replaces the worker, or torch's error is raised.
+4. `OomBackoff` opens fewer batches where the kernel killed the worker because memory ran out.
+
+The pool then starts the new process. `sample_timeout.py` ends workers whose sample takes too long.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from typing import Any, cast
+
+from minato._core.codes import STARTING
+from minato._core.ledger import Ledger
+from minato._system import memory_kills, memory_limit_bytes
+from minato.errors import MinatoWarning, WorkerDiedError
+from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.scheduling.prefetch_window import Window
+from minato.scheduling.protocols import Sink
+from minato.scheduling.wait_stats import ConsumerWait
+from minato.workers.current_sample import (
+    Collation,
+    CurrentSample,
+    read_current_collation,
+    read_current_sample,
+)
+from minato.workers.error_policy import SKIP, FailureHandler, SampleFailure
+from minato.workers.sample_timeout import SampleWatchdog
+
+__all__ = [
+    "UNREADABLE",
+    "ExitWatch",
+    "OomBackoff",
+    "RestartPolicy",
+    "WorkerLoss",
+    "WorkerRecovery",
+    "exit_code",
+]
+
+_RECORDING_S = 1.0
+"""How long another thread may take to write down the exit code that it has read."""
+UNREADABLE = 255
+"""What multiprocessing takes for the exit code where it comes through a fork server, and another thread has read it."""
+_FATAL = 3
+"""A sample on which so many workers died is the cause; so is the start-up if a worker died so often before a sample."""
+_HOPELESS = 10
+"""The same for deaths between samples by a signal from outside: the cause need not lie in what is run."""
+_FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM}
+_COLLATION = -1
+"""Tells the collation of a batch from its first sample."""
+
+_LIKELY = {
+    signal.SIGKILL: "most often because memory ran out",
+    signal.SIGSEGV: "a fault in compiled code",
+    signal.SIGBUS: "memory that could not be had, or a truncated mapped file",
+    signal.SIGABRT: "an assertion in compiled code",
+}
+
+
+# ---- 1. notice ----
+
+
+class ExitWatch:
+    """A thread that sleeps until a process ends.
+
+    Args:
+        context: The multiprocessing context that the processes come from.
+        notify: Called, in the thread, whenever a process has ended.
+    """
+
+    def __init__(self, context: Any, notify: Callable[[], None]) -> None:
+        # A process's sentinel stays open while a child of its own lives. Its pidfd does not, but can only be had for a
+        # child of this process, which nobody else reaps.
+        self._uses_pidfd = hasattr(os, "pidfd_open") and context.get_start_method() != "forkserver"
+        self._notify = notify
+        self._latest: dict[int, BaseProcess] = {}
+        self._added: deque[tuple[int, int, BaseProcess]] = deque()
+        self._ended: deque[tuple[int, BaseProcess]] = deque()
+        self._thread: threading.Thread | None = None
+        self._woken: connection.Connection[bytes, bytes]
+        self._wake: connection.Connection[bytes, bytes]
+
+    def add(self, number: int, process: BaseProcess) -> None:
+        """Take a process that was just started, under a number of the caller's, to watch it from ``run`` on.
+
+        At once: the start of another process reaps those that have ended, and then nothing is left to watch. To add the
+        same process again is harmless.
+        """
+        if self._latest.get(number) is process:
+            return
+        descriptor = self._descriptor(process)
+        if descriptor is None:
+            self._ended.append((number, process))
+            self._notify()
+        else:
+            self._added.append((descriptor, number, process))
+        self._latest[number] = process
+
+    def run(self) -> None:
+        """Watch what was added; the first time this starts a thread."""
+        if self._thread is not None:
+            with suppress(BrokenPipeError):  # the thread has failed, and said so
+                self._wake.send_bytes(b"look")
+            return
+        self._woken, self._wake = connection.Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._run, name="minato-exits", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # there may be no more threads
+            self._thread = None
+            raise
+
+    def first_ended(self) -> tuple[int, BaseProcess] | None:
+        """Number and process of one that has ended; the same until ``forget`` is called."""
+        return self._ended[0] if self._ended else None
+
+    def forget(self) -> None:
+        """Be done with the one that ``first_ended`` names."""
+        self._ended.popleft()
+
+    def outlast(self, processes: Iterable[BaseProcess], timeout_s: float) -> list[BaseProcess]:
+        """Wait until processes have ended.
+
+        Args:
+            processes: They have been started.
+            timeout_s: How long to wait for the next one to end.
+
+        Returns:
+            Those that have not.
+        """
+        waiting: dict[int, BaseProcess] = {}
+        try:
+            for process in processes:
+                descriptor = self._descriptor(process)
+                if descriptor is None:
+                    exit_code(process)
+                else:
+                    waiting[descriptor] = process
+            while waiting and (ended := connection.wait(list(waiting), timeout_s)):
+                for descriptor in cast(list[int], ended):
+                    process = waiting.pop(descriptor)
+                    _close(descriptor, process)
+                    exit_code(process)
+            return list(waiting.values())
+        finally:
+            for descriptor, process in waiting.items():
+                _close(descriptor, process)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is None:
+            self._close_added()
+            return
+        with suppress(BrokenPipeError):
+            self._wake.send_bytes(b"end")
+        # A loader that is part of a reference cycle may be collected in this very thread, which cannot wait for itself.
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._wake.close()
+        self._thread = None
+
+    def _descriptor(self, process: BaseProcess) -> int | None:
+        """What becomes readable when a process ends; None if that is known already."""
+        if process.exitcode is not None:
+            return None
+        if self._uses_pidfd:
+            assert process.pid is not None
+            try:
+                return os.pidfd_open(process.pid)
+            except ProcessLookupError:
+                return None
+            except OSError:  # no more descriptors can be had
+                pass
+        return process.sentinel
+
+    def _close_added(self) -> None:
+        while self._added:
+            descriptor, _, process = self._added.popleft()
+            _close(descriptor, process)
+
+    def _run(self) -> None:
+        watched: dict[int, tuple[int, BaseProcess]] = {}
+        with self._woken:
+            try:
+                self._watch(watched)
+            finally:
+                for descriptor, (_, process) in watched.items():
+                    _close(descriptor, process)
+                self._close_added()
+
+    def _watch(self, watched: dict[int, tuple[int, BaseProcess]]) -> None:
+        woken = self._woken
+        while True:
+            while self._added:
+                descriptor, number, process = self._added.popleft()
+                watched[descriptor] = number, process
+            for one in connection.wait([woken, *watched]):
+                if one is woken:
+                    if woken.recv_bytes() == b"end":
+                        return
+                    continue
+                descriptor = cast(int, one)
+                number, process = watched.pop(descriptor)
+                _close(descriptor, process)
+                self._ended.append((number, process))
+            if self._ended:
+                self._notify()
+
+
+def _close(descriptor: int, process: BaseProcess) -> None:
+    if descriptor != process.sentinel:
+        os.close(descriptor)
+
+
+def exit_code(process: BaseProcess) -> int | None:
+    """The exit code of a process that has ended; None if nobody can tell it any more.
+
+    Whenever any thread starts a process, ``multiprocessing`` reaps all that have ended. Until that thread has written
+    down the exit code it has got, ``join`` returns in other threads although the code is still unknown.
+    """
+    process.join()
+    until = time.monotonic() + _RECORDING_S
+    while process.exitcode is None and time.monotonic() < until:
+        time.sleep(0.001)
+    return process.exitcode
+
+
+# ---- 2. release the samples ----
+
+
+@dataclass
+class WorkerRecovery:
+    """Releases the samples of a dead worker, except for one that no worker can run.
+
+    Attributes:
+        read_keys: ``(batch, k, count) -> keys`` of samples k … k+count-1.
+        names: Of the transforms.
+        make_sink: Makes what writes in the place of worker number i.
+        num_workers: Of the pool.
+        tracer_of: The tracer of worker number i.
+    """
+
+    ledger: Ledger
+    read_keys: Callable[[int, int, int], Sequence[Any]]
+    names: Sequence[str]
+    make_sink: Callable[[int], Sink]
+    num_workers: int
+    restart_policy: RestartPolicy
+    flow: ConsumerWait
+    watchdog: SampleWatchdog | None
+    policy: FailureHandler | None
+    tracer_of: Callable[[int], Tracer] = lambda number: NULL_TRACER
+
+    def __post_init__(self) -> None:
+        self._timeouts: Counter[int | None] = (
+            Counter()
+        )  # by the sample's position, or what stands for others
+
+    def __call__(self, number: int, pid: int | None, exit_code: int | WorkerLoss | None) -> None:
+        """Release the samples of a worker that has ended.
+
+        Raises:
+            RuntimeError: It shall not be replaced.
+        """
+        tracer = self.tracer_of(number)
+        how = "lost" if isinstance(exit_code, WorkerLoss) else f"exit code {exit_code}"
+        tracer.instant(f"process {pid} has died ({how})")
+        tracer.flush()
+        sample = read_current_sample(self.ledger, self.read_keys, self.names, number)
+        collation = read_current_collation(self.ledger, self.read_keys, number)
+        starts = self.ledger.lease(number)[2] == STARTING
+        error: Exception | None = None if self.watchdog is None else self.watchdog.cause(number)
+        attempts = 0
+        if error is not None:
+            if sample is not None:
+                self._timeouts[sample.position] += 1
+                attempts = self._timeouts[sample.position]
+            elif collation is not None or starts:
+                place = None if collation is None else -1 - collation.first
+                self._timeouts[place] += 1
+                attempts = self._timeouts[place]
+            if self.policy is not None and attempts <= self.policy.retries:
+                error = None
+            elif collation is not None or starts:
+                raise error  # it is no single sample's
+        else:
+            # Samples of a worker that is killed before it has counted them show as the batches that they are in.
+            progress = self.flow.delivered + sum(
+                self.ledger.activity(worker)[0] for worker in range(self.num_workers)
+            )
+            error = self.restart_policy.report(number, pid, exit_code, sample, progress, collation)
+            attempts = 0 if sample is None else self.restart_policy.at(sample)
+        # It may have delivered that sample: then it died, or was ended, too late to lose it.
+        if error and sample and self.ledger.is_unfinished(number, sample.position):
+            self._give_up(number, sample, error, attempts)
+        self.ledger.release(number)
+        self.ledger.lease_words(number)[2] = -1  # another worker has not begun
+        if self.watchdog is not None:
+            self.watchdog.forget(number)
+
+    def _give_up(self, number: int, sample: CurrentSample, error: Exception, attempts: int) -> None:
+        """Do for a sample what its worker would have done if it had raised this."""
+        assert self.policy is not None
+        failure = SampleFailure(
+            sample.key,
+            sample.epoch,
+            sample.seed,
+            number,
+            attempts,
+            error,
+            sample.transform,
+            sample.occurrence,
+        )
+        result, raised = self.policy.settle(failure)
+        ledger, sink = self.ledger, self.make_sink(number)
+        if result is SKIP:
+            ledger.skip(number, sample.position)
+            return
+        place, batch, k = ledger.reserve(number, sample.position)
+        if raised is None:
+            sink.write_run(batch, k, place, [result])
+        else:
+            sink.write_error(batch, place, raised, sample.key)
+        # If the batch is full now, a worker collates it: release offers again what this one should do.
+        ledger.fill(number, sample.position, place)
+
+
+# ---- 3. replace the worker, or raise ----
+
+
+@dataclass(frozen=True)
+class WorkerLoss:
+    """In place of an exit code: a worker elsewhere does not answer any more.
+
+    Attributes:
+        words: What is known of it, after "DataLoader worker".
+        infrastructure_fault: Whether the cause cannot lie in what it was given to begin with.
+        unable: Whether an exception kept it from beginning.
+    """
+
+    words: str
+    infrastructure_fault: bool
+    unable: bool
+
+
+class RestartPolicy:
+    """Counts the deaths of workers and decides whether a dead one is replaced.
+
+    Args:
+        restarts: Whether workers are replaced at all; if not, every death raises torch's error.
+        settles: Whether a sample on which workers die is given up, and the run goes on.
+        oom_backoff: Opens fewer batches where memory ran out.
+    """
+
+    def __init__(
+        self, restarts: bool, settles: bool = False, oom_backoff: OomBackoff | None = None
+    ) -> None:
+        self._restarts = restarts
+        self._oom_backoff = oom_backoff
+        self._settles = settles
+        # By the sample's position, as keys may be of any kind; else by how far all had come.
+        self._by_place: Counter[tuple[int | None, object]] = Counter()
+        self.total = 0
+        """Workers that have died."""
+
+    def report(
+        self,
+        number: int,
+        pid: int | None,
+        exit_code: int | WorkerLoss | None,
+        sample: CurrentSample | None,
+        progress: int,
+        collation: Collation | None = None,
+    ) -> WorkerDiedError | None:
+        """Take note of a death; returns if the worker shall be replaced, after a warning that says what happened.
+
+        Args:
+            sample: The sample it was on; None: it was on none.
+            progress: How many samples have been run and batches delivered. RestartPolicy between samples only add up
+                while this stays the same: several workers that sleep may be killed at once.
+            collation: What it collated, if it was on no sample.
+
+        Returns:
+            None, or what is wrong with the sample if it shall be given up.
+
+        Raises:
+            RuntimeError: torch's, with the cause in words.
+        """
+        self.total += 1
+        place: tuple[int | None, object] = (None, (number, progress))
+        if sample is not None:
+            place = sample.position, None
+        elif collation is not None:
+            place = collation.first, _COLLATION
+        # All workers of a machine may be lost at once, in the middle of nothing.
+        elsewhere = (
+            isinstance(exit_code, WorkerLoss) and exit_code.infrastructure_fault and not sample
+        )
+        self._by_place[place] += not elsewhere
+        times = self._by_place[place]
+        # An exception on the way to the first sample, which the next worker would meet too.
+        if isinstance(exit_code, WorkerLoss):
+            unable = exit_code.unable
+        else:
+            on_nothing = not (sample or collation or progress)
+            own = exit_code is not None and exit_code > 0 and exit_code != UNREADABLE
+            unable = on_nothing and own
+        between = not (sample or collation)
+        fatal = _HOPELESS if between and exit_code in _FROM_OUTSIDE else _FATAL
+        on = "before its first sample, see what it wrote to stderr" if unable else "between samples"
+        if sample:
+            on = f"while it ran the sample with index {sample.key!r}"
+        elif collation:
+            on = f"in collate_fn, for the batch of {collation.indices}"
+        what = f"DataLoader worker (pid {pid}) {_describe(exit_code)} {on}."
+        if self._oom_backoff is not None:
+            what += self._oom_backoff.apply_if_killed()
+        if self._restarts and not unable and times < fatal:
+            warnings.warn(
+                f"{what} Another worker takes its place, and nothing is lost.",
+                MinatoWarning,
+                stacklevel=2,
+            )
+            return None
+        if self._restarts and not unable:
+            what += f" {times} workers died there: it is the likely cause."
+            if sample and self._settles:
+                return WorkerDiedError(what)
+        raise RuntimeError(
+            f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
+        ) from RuntimeError(what)
+
+    def at(self, sample: CurrentSample) -> int:
+        """How many workers died on a sample."""
+        return self._by_place[sample.position, None]
+
+
+def _describe(exit_code: int | WorkerLoss | None) -> str:
+    if isinstance(exit_code, WorkerLoss):
+        return exit_code.words
+    if exit_code is None:
+        return "ended (other code in this process has taken its exit code)"
+    if exit_code == 0:
+        return "ended by itself (exit code 0, as after a KeyboardInterrupt or os._exit(0))"
+    if exit_code > 0:
+        return f"exited with code {exit_code}"
+    number = signal.Signals(-exit_code)
+    likely = f" ({_LIKELY[number]})" if number in _LIKELY else ""
+    return f"is killed by signal: {signal.strsignal(number)}{likely}"
+
+
+# ---- 4. use less memory ----
+
+
+class OomBackoff:
+    """Loads less ahead after each such death.
+
+    Args:
+        window: Bounds the batches in flight.
+    """
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._kills = memory_kills()
+
+    def apply_if_killed(self) -> str:
+        """Look whether it happened since the last look, and act; returns what to tell the user, or nothing."""
+        kills = memory_kills()
+        if kills == self._kills:
+            return ""
+        self._kills = kills
+        window = self._window
+        what = (
+            f" Memory ran out: all processes together may take {memory_limit_bytes()} bytes, and batches that are "
+            f"loaded ahead memory_budget={window.budget_bytes} of these."
+        )
+        if window.shrink():
+            return f"{what} From now on batches in flight are at most {window.limit}."
+        return f"{what} Use fewer workers, smaller batches, or less memory in the dataset."
