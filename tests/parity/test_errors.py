@@ -292,7 +292,11 @@ def test_every_worker_whose_stream_did_not_begin_says_so() -> None:
 
 
 @each
-@pytest.mark.parametrize("options", [{}, {"collate_fn": identity}, {"drop_last": True}], ids=repr)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"collate_fn": identity}, {"drop_last": True}],
+    ids=["plain", "collate_fn", "drop_last"],
+)
 def test_one_error_per_bad_batch_and_a_normal_end(options: Any, workers: Any, own: Any) -> None:
     def case(make: Any) -> Any:
         return drain(iter(make(Failing(23), 2, **options, **workers)))

@@ -16,8 +16,9 @@ import pytest
 from torch.utils.data import DataLoader as TorchLoader
 
 import minato
+from tests.subprocesses import TIMEOUT_S
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "minato"
 PAGES = [
     *sorted(path for path in ROOT.glob("*.md")),
@@ -25,7 +26,6 @@ PAGES = [
     *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts),
 ]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TIMEOUT_S = 50
 FEW_CORES = "ignore:This DataLoader will create"
 """torch's warning on a machine with one core."""
 
