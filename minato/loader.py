@@ -317,7 +317,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """
         self._refuse_data_pipes("state_dict()")
         spec = self._spec()
-        if spec.keeps_replicas and not spec.sampling.streams:
+        if spec.keeps_dataset_states and not spec.sampling.streams:
             mixes = spec.sampling.mixes_batches
             if mixes or spec.in_threads:
                 method = f"workers={self._options.workers!r}"
@@ -347,7 +347,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             self._position = self._position.without_state()
         else:
             spec = self._spec()
-            self._position.load(spec.sampling, state_dict, spec.most_replicas)
+            self._position.load(spec.sampling, state_dict, spec.max_dataset_states)
 
     @made_only
     def report(self, labels: Labels | None = None) -> Report:

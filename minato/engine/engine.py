@@ -18,11 +18,11 @@ from minato.batching.serialization import LocalStore, SharedStore
 from minato.delivery.device import device_copier
 from minato.delivery.pinning import Pin, PinCopier
 from minato.delivery.prefetch import Copier, PrefetchReader
+from minato.engine.cost_history import CostHistoryStore
 from minato.engine.history import History
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan
 from minato.engine.pools import make_pool
-from minato.engine.profile_store import ProfileStore
 from minato.engine.shared_state import SharedState
 from minato.engine.worker_context import WorkerContext
 from minato.errors import ErrorBudgetError
@@ -38,8 +38,8 @@ from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.cost_model import EarlyStart
 from minato.scheduling.dataset_state import DatasetStates
 from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule
-from minato.scheduling.prefetch_window import Window
-from minato.scheduling.slow_threshold import TimeoutPolicy
+from minato.scheduling.prefetch_window import PrefetchWindow
+from minato.scheduling.slow_threshold import SlowThreshold
 from minato.scheduling.wait_stats import ConsumerWait
 from minato.workers.current_sample import CurrentSample, read_current_sample
 from minato.workers.error_policy import FailureCount
@@ -83,7 +83,7 @@ class Engine:
         arena: The same.
         ledger: Who works on which sample.
         meters: The measurements of each worker.
-        timeouts: Decides which samples are slow.
+        slow_threshold: Decides which samples are slow.
         afterwards: Functions to call once the workers have ended, the last first, unless the interpreter exits.
         shut_down: Ends the workers; runs by itself when the engine is dropped or the interpreter exits.
     """
@@ -100,16 +100,16 @@ class Engine:
         worker, pool, prefetch = plan.worker, plan.pool, plan.prefetch
         self.plan = plan
         self.arena = arena
-        self._profiles: ProfileStore | None = None
+        self._profiles: CostHistoryStore | None = None
         if plan.profile is not None:
-            self._profiles = ProfileStore(plan.profile, worker.pipeline)
+            self._profiles = CostHistoryStore(plan.profile, worker.pipeline)
             if history.costs is None:
                 history.costs = self._profiles.costs()
         state = SharedState.create(
             num_workers=worker.count,
-            records=_BATCH_RECORDS_IN_LINE if worker.in_line else _BATCH_RECORDS,
+            records=_BATCH_RECORDS_IN_LINE if worker.in_main_process else _BATCH_RECORDS,
             positions=max(_POSITIONS, 1 << (4 * prefetch.largest_batch - 1).bit_length()),
-            num_steps=len(worker.pipeline.chain),
+            num_steps=len(worker.pipeline.transforms),
             shared=worker.in_processes,
         )
         self.ledger = state.ledger
@@ -119,12 +119,12 @@ class Engine:
             state.layout,
             arena.segment,
             store,
-            habits=history.habits if worker.in_line else None,
+            habits=history.habits if worker.in_main_process else None,
             policy=plan.failures.policy,
         )
         state.active.want(worker.count)
         self.meters = [state.meters(number) for number in range(worker.count)]
-        self._profile = CostStats(worker.pipeline.chain.names)
+        self._profile = CostStats(worker.pipeline.transforms.names)
         window = _window(plan)
         settles = plan.failures.policy is not None and plan.failures.policy.on_error != "raise"
         restart_policy = RestartPolicy(
@@ -134,8 +134,8 @@ class Engine:
         self._pool = make_pool(plan, context, state, restart_policy, flow)
         reader = (make_reader or BatchReader)(self.ledger, arena, store)
         self._observers: list[EpochLog | LoopTrack] = []
-        if history.journal is not None:
-            self._observers.append(history.journal)
+        if history.epoch_log is not None:
+            self._observers.append(history.epoch_log)
         tracer: Tracer = NULL_TRACER
         if worker.tracks is not None:
             tracer = track = worker.tracks.loop()
@@ -157,10 +157,10 @@ class Engine:
             if history.costs is not None:
                 self._early_start.mean_ns = history.costs.mean
         self._scaler: Scaler | None = None
-        if history.staffing is not None and not worker.in_line:
+        if history.autoscale is not None and not worker.in_main_process:
             flow.watched, times = True, [meters.total for meters in self.meters]
             self._scaler = Scaler(
-                history.staffing,
+                history.autoscale,
                 worker.count,
                 self._pool,
                 state.active,
@@ -176,7 +176,7 @@ class Engine:
                 worker.count,
                 worker.order.in_order,
                 cast(int, prefetch.batches),
-                worker.replicas,
+                worker.dataset_states,
                 self._reader.state,
             )
         self._dispatcher = Dispatcher(
@@ -187,10 +187,10 @@ class Engine:
             schedule=Schedule(window, worker.order, assignment, self._early_start),
             settings=DispatcherSettings(
                 timeout_s=plan.timeout_s,
-                one_epoch=not worker.in_line and not pool.persistent,
+                one_epoch=not worker.in_main_process and not pool.persistent,
                 skips=plan.failures.policy is not None,
                 drop_short=worker.pipeline.drop_last,
-                trace_wait_as="load" if worker.in_line else "wait",
+                trace_wait_as="load" if worker.in_main_process else "wait",
             ),
             wait_stats=flow,
             tracer=tracer,
@@ -198,8 +198,8 @@ class Engine:
         self._current_sample = functools.partial(
             read_current_sample,
             self.ledger,
-            functools.partial(context.read_keys, self.ledger),
-            worker.pipeline.chain.names,
+            functools.partial(context.read_indices, self.ledger),
+            worker.pipeline.transforms.names,
         )
         self._failures: FailureCount | None = None
         if plan.failures.policy is not None:
@@ -210,8 +210,8 @@ class Engine:
         """A batch that was read, its bytes and itself, until ``next`` returns it."""
         self._started = False
         self._started_ns = now_ns()
-        self.timeouts = TimeoutPolicy(plan.slow, history.costs)
-        history.decision = self.timeouts.decision
+        self.slow_threshold = SlowThreshold(plan.slow, history.costs)
+        history.decision = self.slow_threshold.decision
         self.ledger.slow_ns = history.decision.threshold_ns
         self._costs_due_ns = self._started_ns + _READ_COSTS_EVERY_NS
         self._metrics = EngineMetrics(
@@ -221,7 +221,7 @@ class Engine:
             window,
             flow,
             state.active,
-            self.timeouts,
+            self.slow_threshold,
             restart_policy,
             self._failures,
         )
@@ -234,10 +234,10 @@ class Engine:
         self.afterwards: list[Callable[[], object]] = []
         if prefetch.shares_budget:
             self.afterwards.append(window.end)
-        if worker.replicas is not None:
-            self.afterwards.append(worker.replicas.settle)
-        if history.journal is not None:
-            self.afterwards.append(functools.partial(history.journal.settle, self._metrics))
+        if worker.dataset_states is not None:
+            self.afterwards.append(worker.dataset_states.keep_present)
+        if history.epoch_log is not None:
+            self.afterwards.append(functools.partial(history.epoch_log.settle, self._metrics))
         self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, arena, self.afterwards)
 
     def begin(self, epoch: Epoch, batches: Iterator[Any]) -> bool:
@@ -263,7 +263,7 @@ class Engine:
         )
         if self._scaler is not None:
             self._scaler.restart()
-        if not self.plan.worker.in_line:
+        if not self.plan.worker.in_main_process:
             self._dispatcher.refill()
         if not self._started:
             self._start()
@@ -284,8 +284,8 @@ class Engine:
             item = self._find()
             flags, *_, used_bytes = self.ledger.contents(item.record)
             try:
-                if self.plan.worker.replicas is not None and flags & (STATES | FAILED):
-                    self._note_state(self.plan.worker.replicas, item.record)
+                if self.plan.worker.dataset_states is not None and flags & (STATES | FAILED):
+                    self._note_state(self.plan.worker.dataset_states, item.record)
                 try:
                     batch = self._reader.read(item.record, item.slot)
                 except StopIteration as stop:
@@ -319,14 +319,14 @@ class Engine:
             self._dispatcher.abandon()
             raise
         except StopIteration:
-            if self.plan.worker.replicas is not None:
-                self.plan.worker.replicas.present = (
+            if self.plan.worker.dataset_states is not None:
+                self.plan.worker.dataset_states.present = (
                     None  # the next epoch begins with the dataset as it is then
                 )
             if self._failures is not None:
                 self._failures.end()
             if self._profiles is not None:
-                self._profiles.keep(self.profile(), self.timeouts.recent)
+                self._profiles.keep(self.profile(), self.slow_threshold.recent)
             for observer in self._observers:
                 observer.finish()
             raise
@@ -356,7 +356,7 @@ class Engine:
                 self._update_threshold()
             if self._scaler is not None:
                 self._scaler.look()
-            if not self.plan.worker.in_line:
+            if not self.plan.worker.in_main_process:
                 self._dispatcher.top_up()
             if self.plan.pool.restarts:
                 self._pool.check_early()
@@ -378,9 +378,9 @@ class Engine:
         """Keep the memory of batches in place, for a device that reads from there."""
         self.arena.pin_slots(locker)
 
-    def _note_state(self, replicas: DatasetStates, record: int) -> None:
+    def _note_state(self, dataset_states: DatasetStates, record: int) -> None:
         if (state := self._reader.state(record)) is not None:
-            replicas.heard(*state)
+            dataset_states.update(*state)
 
     @property
     def workers(self) -> list[Any]:
@@ -407,14 +407,14 @@ class Engine:
         if now < self._costs_due_ns:
             return
         elapsed_s = (now - self._started_ns) / 1e9
-        if self.timeouts.due(sum(meters.total.count for meters in self.meters), elapsed_s):
+        if self.slow_threshold.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
             running_ns = [now - begun_ns for begun_ns in self.ledger.begun()]
-            self._history.decision = self.timeouts.observe(times, elapsed_s, running_ns)
+            self._history.decision = self.slow_threshold.observe(times, elapsed_s, running_ns)
             self.ledger.slow_ns = self._history.decision.threshold_ns
-            self._history.costs = self.timeouts.recent
+            self._history.costs = self.slow_threshold.recent
             if self._early_start is not None:
-                self._early_start.mean_ns = self.timeouts.recent.mean
+                self._early_start.mean_ns = self.slow_threshold.recent.mean
         self._costs_due_ns = now + max(_READ_COSTS_EVERY_NS, _READ_COSTS_SHARE * (now_ns() - now))
 
     def _start(self) -> None:
@@ -427,7 +427,7 @@ class Engine:
             if self._sends_plan:
                 worker = self.plan.worker
                 pickling.advise(error)
-                pickling.check_picklable("transforms", worker.pipeline.chain.steps)
+                pickling.check_picklable("transforms", worker.pipeline.transforms.steps)
                 pickling.check_picklable("dataset", worker.pipeline.dataset)
                 pickling.check_picklable("collate_fn", worker.pipeline.collate_fn)
                 pickling.check_picklable("worker_init_fn", worker.init_fn)
@@ -443,10 +443,10 @@ class Engine:
         self._dispatcher.cancel_all()
 
 
-def _window(plan: Plan) -> Window:
+def _window(plan: Plan) -> PrefetchWindow:
     """How many batches may be open."""
     worker, prefetch = plan.worker, plan.prefetch
-    return Window(
+    return PrefetchWindow(
         plan.pool.first,
         prefetch.batches,
         prefetch.budget_bytes,

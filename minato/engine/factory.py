@@ -85,7 +85,7 @@ class IdleEngine:
             engine = self._kept.pop()  # atomic: another thread may take it, too
         except IndexError:
             return None
-        suits = engine.arena.owner == os.getpid() and engine.plan.suits(spec, epoch.replicas)
+        suits = engine.arena.owner == os.getpid() and engine.plan.suits(spec, epoch.dataset_states)
         return engine if suits else None
 
 
@@ -122,7 +122,7 @@ class EngineFactory:
         Args:
             persists: The iterator of the last epoch goes on.
         """
-        before = None if position.last is None else position.last.replicas
+        before = None if position.last is None else position.last.dataset_states
         session = None if self._session is None or self._session.alone else self._session
         resumes = position.resumes
         whole, done = spec, None
@@ -136,13 +136,13 @@ class EngineFactory:
             from minato.sampling.rank_progress import RankProgress
 
             epoch.progress.part = RankProgress(len(spec.sampling.index_sampler), own)
-        if spec.keeps_replicas:
+        if spec.keeps_dataset_states:
             if not persists or before is None:
                 from minato.scheduling.dataset_state import DatasetStates
 
                 lasting = spec.workers.persistent or spec.workers.count == 0
-                before = DatasetStates(spec.most_replicas, lasting, state)
-            epoch.replicas = before  # persistent workers go on as they are
+                before = DatasetStates(spec.max_dataset_states, lasting, state)
+            epoch.dataset_states = before  # persistent workers go on as they are
         return epoch
 
     def source(self, spec: LoaderSpec, history: History, epoch: Epoch, **pin: Any) -> BatchSource:
@@ -174,8 +174,8 @@ class EngineFactory:
         in_processes = spec.workers.count > 0 and not spec.in_threads
         arena = self._spare_arenas.take(shared=in_processes)
         numbers = spec.workers.count, spec.workers.count
-        if history.staffing is not None:
-            numbers = history.staffing.numbers(spec.workers.persistent)
+        if history.autoscale is not None:
+            numbers = history.autoscale.numbers(spec.workers.persistent)
         tracks = None if self._trace is None else self._trace.take()
         plan = Plan.of(spec, epoch, num_workers=numbers[0], most_workers=numbers[1], tracks=tracks)
         self._warn_of_generators(plan)
@@ -193,9 +193,9 @@ class EngineFactory:
             return
         self._warned_of_generators = True
         pipeline = worker.pipeline
-        owned = OwnedGenerators({"dataset": pipeline.dataset, **pipeline.chain.by_name})
+        owned = OwnedGenerators({"dataset": pipeline.dataset, **pipeline.transforms.by_name})
         unbound, cause = owned.others, "minato does not know how to write their states"
-        if worker.method == "thread" and not worker.in_line:
+        if worker.method == "thread" and not worker.in_main_process:
             unbound, cause = owned.names, "worker threads share them"
         elif worker.fetching.at_once:
             reads = OwnedGenerators({"dataset": pipeline.dataset}).names

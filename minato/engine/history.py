@@ -10,7 +10,7 @@ from minato._core.histogram import Histogram
 from minato.engine.spec import LoaderSpec
 from minato.observe.stats.epoch_log import EpochLog
 from minato.scheduling.cost_model import CostModel
-from minato.scheduling.slow_threshold import Decision, TimeoutPolicy
+from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
 from minato.workers.current_sample import CurrentSample
 from minato.workers.runner import CostEstimate
 from minato.workers.scaler import AutoscaleState
@@ -38,17 +38,17 @@ class History:
         costs: Costs of recent samples, in ns.
         decision: The latest decision on which samples are slow.
         habits: The cost estimate of the worker in the main process.
-        staffing: The number of active workers; None: all are active.
-        journal: The log of epochs from which reports are made; None: nothing is measured.
+        autoscale: The number of active workers; None: all are active.
+        epoch_log: The log of epochs from which reports are made; None: nothing is measured.
         engine: A weak reference to the newest engine.
     """
 
     cost_model: CostModel = field(default_factory=CostModel)
     costs: Histogram | None = None
-    decision: Decision = TimeoutPolicy().decision
+    decision: ThresholdDecision = SlowThreshold().decision
     habits: CostEstimate = field(default_factory=CostEstimate)
-    staffing: AutoscaleState | None = None
-    journal: EpochLog | None = None
+    autoscale: AutoscaleState | None = None
+    epoch_log: EpochLog | None = None
     engine: Callable[[], RunningEngine | None] = _no_engine
 
     @classmethod
@@ -56,8 +56,8 @@ class History:
         """That of a new loader."""
         options = spec.options
         scale = options.autoscale
-        staffing = None
+        autoscale = None
         if scale is not None:
             count = spec.workers.count
-            staffing = AutoscaleState.of(scale.controller, count, scale.min, scale.max)
-        return cls(staffing=staffing, journal=EpochLog() if options.stats else None)
+            autoscale = AutoscaleState.of(scale.controller, count, scale.min, scale.max)
+        return cls(autoscale=autoscale, epoch_log=EpochLog() if options.stats else None)

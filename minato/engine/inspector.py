@@ -72,7 +72,7 @@ class Inspector:
         from minato.observe.report.build import report_of
         from minato.observe.report.figures import Setup
 
-        journal = self._measured()
+        epoch_log = self._measured()
         spec = self._spec if self._session is None else self._session.pooled(self._spec)
         workers, options = spec.workers, spec.options
         bounded = workers.count > 0 and workers.bounds_prefetch
@@ -92,7 +92,7 @@ class Inspector:
             cores=available_cores(whole_node=options.shared_pool is not None),
             name=options.name,
         )
-        return report_of(setup, spec.transforms.names, journal, labels)
+        return report_of(setup, spec.transforms.names, epoch_log, labels)
 
     def live(self) -> Live:
         """See ``DataLoader.live``."""
@@ -107,29 +107,29 @@ class Inspector:
 
     def _measured(self) -> EpochLog:
         self._refuse_attached("a report")
-        if self._history.journal is None:
+        if self._history.epoch_log is None:
             raise ValueError("stats=False: nothing was measured; leave it out to have a report")
-        return self._history.journal
+        return self._history.epoch_log
 
     @property
     def metrics_url(self) -> str | None:
         """See ``DataLoader.metrics_url``."""
         from minato.observe.monitor.prometheus import LoaderMetrics
 
-        journal = self._history.journal
-        watchers = () if journal is None else journal.observers
+        epoch_log = self._history.epoch_log
+        watchers = () if epoch_log is None else epoch_log.observers
         return next((each.url for each in watchers if isinstance(each, LoaderMetrics)), None)
 
     def open_views(self) -> None:
         """Open the live view and the metrics endpoint that options or environment ask for, in the main process."""
-        if self._history.journal is None or get_worker_info() is not None:
+        if self._history.epoch_log is None or get_worker_info() is not None:
             return
-        self._watch_machine(self._history.journal)
+        self._watch_machine(self._history.epoch_log)
         rank = local_rank()
         if _environment("MINATO_LIVE") and rank == 0:
             from minato.observe.report.live import Live
 
-            if not any(isinstance(watcher, Live) for watcher in self._history.journal.observers):
+            if not any(isinstance(watcher, Live) for watcher in self._history.epoch_log.observers):
                 self.live()
         address, variable = self._spec.options.metrics, "MINATO_METRICS_PORT"
         if address is None and (text := _environment(variable)) is not None:
@@ -139,16 +139,16 @@ class Inspector:
         if address is not None or self._spec.options.stats == "gpu":
             self.watch_gpus()
 
-    def _watch_machine(self, journal: EpochLog) -> MachineMonitor:
+    def _watch_machine(self, epoch_log: EpochLog) -> MachineMonitor:
         """Record the use of the machine from now on."""
         from minato.observe.monitor.machine import MachineMonitor
         from minato.observe.monitor.storage import StorageCounters
 
-        if not isinstance(journal.machine, MachineMonitor):
-            journal.machine = MachineMonitor()
+        if not isinstance(epoch_log.machine, MachineMonitor):
+            epoch_log.machine = MachineMonitor()
             reads = self._spec.options.fetch_concurrency.counters
-            journal.storage = StorageCounters(self._spec.dataset, self._spec.cache, reads).counts
-        return journal.machine
+            epoch_log.storage = StorageCounters(self._spec.dataset, self._spec.cache, reads).counts
+        return epoch_log.machine
 
     def watch_gpus(self) -> None:
         """Record the use of the GPUs, in local rank 0 alone, which sees those of the other ranks, too."""
@@ -164,12 +164,12 @@ class Inspector:
 
         host, port = address
         port += rank if port else 0
-        journal = self._measured()
-        exported = LoaderMetrics(journal, self._spec.options.name, self._stages)
+        epoch_log = self._measured()
+        exported = LoaderMetrics(epoch_log, self._spec.options.name, self._stages)
         try:
             exported.url = serve(exported, host, port)
         except OSError as error:
-            journal.observers.remove(exported)
+            epoch_log.observers.remove(exported)
             text = (
                 f"the metrics of a loader cannot be served at {host}:{port}: {error.strerror}; use another port, or "
                 "metrics=0 for any that is free"

@@ -12,8 +12,8 @@ from minato._core.ledger import Ledger
 from minato.observe.stats.costs import CostStats, Meters
 from minato.observe.stats.slowest import SlowSample
 from minato.observe.stats.snapshot import LoaderSnapshot, Metrics, WorkerActivity
-from minato.scheduling.prefetch_window import Window
-from minato.scheduling.slow_threshold import Decision, TimeoutPolicy
+from minato.scheduling.prefetch_window import PrefetchWindow
+from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
 from minato.scheduling.wait_stats import ConsumerWait
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.cpu_time import CpuUsage
@@ -38,10 +38,10 @@ class EngineMetrics:
     ledger: Ledger
     meters: Sequence[Meters]
     profile: CostStats
-    window: Window
+    window: PrefetchWindow
     flow: ConsumerWait
     roster: ActiveWorkers
-    timeouts: TimeoutPolicy
+    slow_threshold: SlowThreshold
     restart_policy: RestartPolicy
     failures: FailureCount | None
     usage: CpuUsage = field(default_factory=lambda: CpuUsage(0, 0))
@@ -111,9 +111,9 @@ class EngineMetrics:
         """Indices of the samples that were left out."""
         return () if self.failures is None else self.failures.skipped
 
-    def decision(self) -> Decision:
+    def decision(self) -> ThresholdDecision:
         """The latest decision on which samples are slow."""
-        return self.timeouts.decision
+        return self.slow_threshold.decision
 
     @property
     def held_by_budget(self) -> bool:

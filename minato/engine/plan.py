@@ -20,7 +20,7 @@ from minato.sampling.epoch import Epoch
 from minato.sampling.samplers import largest_batch
 from minato.scheduling.dataset_state import DatasetStates
 from minato.scheduling.orders import Order, make_order
-from minato.scheduling.slow_threshold import TimeoutSettings
+from minato.scheduling.slow_threshold import SlowThresholdSettings
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureHandler, FailureLog
 
@@ -41,7 +41,7 @@ class Pipeline:
     """
 
     dataset: Any
-    chain: Transforms
+    transforms: Transforms
     collate_fn: Callable[[Any], Any]
     batched: bool
     drop_last: bool
@@ -50,14 +50,14 @@ class Pipeline:
     @classmethod
     def of(cls, spec: LoaderSpec) -> Pipeline:
         """That of a loader, with its cache behind the dataset."""
-        dataset, chain, sampling = spec.dataset, spec.transforms, spec.sampling
+        dataset, transforms, sampling = spec.dataset, spec.transforms, spec.sampling
         if spec.cache is not None:
             from minato.engine.caching import wrap_dataset
 
-            dataset, chain = wrap_dataset(spec.cache, dataset, chain)
+            dataset, transforms = wrap_dataset(spec.cache, dataset, transforms)
         return cls(
             dataset=dataset,
-            chain=chain,
+            transforms=transforms,
             collate_fn=spec.collate_fn,
             batched=sampling.batched,
             drop_last=sampling.drop_last,
@@ -71,12 +71,12 @@ class WorkerPlan:
 
     Attributes:
         method: ``process``, ``thread`` or ``ray``.
-        in_line: The only worker is the training process itself.
+        in_main_process: The only worker is the training process itself.
         count: Workers that there can be.
         base_seed: torch's draw for the workers.
         seeds_samples: Randomness is bound to each sample rather than to the worker.
         round_robin: Batch k is for worker k mod n, as with torch.
-        replicas: The states of the workers' copies of the dataset, if it is iterable or has a state.
+        dataset_states: The states of the workers' copies of the dataset, if it is iterable or has a state.
         state_every: A stream's worker sends its state with one of so many batches; None: never.
         fetching: How samples are read concurrently.
         measure: Times are taken for a report.
@@ -85,14 +85,14 @@ class WorkerPlan:
 
     pipeline: Pipeline
     method: str
-    in_line: bool
+    in_main_process: bool
     count: int
     init_fn: Callable[[int], None] | None
     base_seed: int
     seeds_samples: bool
     order: Order
     round_robin: bool
-    replicas: DatasetStates | None
+    dataset_states: DatasetStates | None
     state_every: int | None
     fetching: FetchOptions
     measure: bool
@@ -105,12 +105,12 @@ class WorkerPlan:
     @property
     def in_processes(self) -> bool:
         """Whether the workers are processes of this machine."""
-        return not self.in_line and self.method == "process"
+        return not self.in_main_process and self.method == "process"
 
     @property
     def sends_states(self) -> bool:
         """Whether the state of a worker's copy of a map-style dataset is sent with each of its batches."""
-        return self.replicas is not None and self.in_processes and self.order.keeps_places
+        return self.dataset_states is not None and self.in_processes and self.order.keeps_places
 
     @property
     def takes_lists(self) -> bool:
@@ -120,7 +120,9 @@ class WorkerPlan:
     @property
     def starts_early(self) -> bool:
         """Whether samples may start before their turn."""
-        return not (self.in_line or self.round_robin or self.pipeline.streams or self.takes_lists)
+        return not (
+            self.in_main_process or self.round_robin or self.pipeline.streams or self.takes_lists
+        )
 
     @property
     def defers(self) -> bool:
@@ -131,10 +133,10 @@ class WorkerPlan:
         """
         return (
             not self.order.keeps_places
-            and not self.in_line
-            and len(self.pipeline.chain) > 0
+            and not self.in_main_process
+            and len(self.pipeline.transforms) > 0
             and not self.fetching.at_once
-            and not (self.round_robin or self.replicas is not None)
+            and not (self.round_robin or self.dataset_states is not None)
         )
 
 
@@ -209,7 +211,7 @@ class Plan:
     pool: PoolSettings
     prefetch: PrefetchSettings
     failures: FailureSettings
-    slow: TimeoutSettings
+    slow: SlowThresholdSettings
     profile: str | None
     timeout_s: float
 
@@ -234,8 +236,8 @@ class Plan:
         Raises:
             ValueError: The dataset's state would be that of copies in the cluster.
         """
-        options, errors, replicas = spec.options, spec.options.errors, epoch.replicas
-        if replicas is not None and options.worker_kind == "ray":
+        options, errors, dataset_states = spec.options, spec.options.errors, epoch.dataset_states
+        if dataset_states is not None and options.worker_kind == "ray":
             raise ValueError(
                 "the dataset has a state_dict() of its own, which workers=RayWorkers(...) does not bring back from the "
                 "cluster: use workers='process'"
@@ -248,14 +250,14 @@ class Plan:
         worker = WorkerPlan(
             pipeline=Pipeline.of(spec),
             method=options.worker_kind,
-            in_line=spec.workers.count == 0,
+            in_main_process=spec.workers.count == 0,
             count=max(most_workers, 1),
             init_fn=spec.workers.init_fn,
             base_seed=base_seed,
             seeds_samples=options.seeds_samples and not streams,
             order=_order(options),
             round_robin=round_robin,
-            replicas=replicas,
+            dataset_states=dataset_states,
             state_every=options.snapshot_every_n_steps or None,
             fetching=options.fetch_concurrency,
             measure=bool(options.stats),
@@ -266,7 +268,9 @@ class Plan:
             context=spec.workers.context or torch.multiprocessing.get_context(),
             persistent=spec.workers.persistent,
             # The state that a worker holds is lost with it.
-            restarts=errors.on_worker_death == "restart" and not round_robin and replicas is None,
+            restarts=errors.on_worker_death == "restart"
+            and not round_robin
+            and dataset_states is None,
             ray_options=options.actor_options,
         )
         policy: FailureHandler | None = None
@@ -281,7 +285,7 @@ class Plan:
             failures=FailureSettings(
                 policy, errors.max_failures, errors.log_path, errors.sample_timeout
             ),
-            slow=TimeoutSettings(options.stragglers.share, options.stragglers.after_s),
+            slow=SlowThresholdSettings(options.stragglers.share, options.stragglers.after_s),
             profile=options.cost_history,
             timeout_s=spec.workers.timeout_s,
         )
@@ -292,21 +296,23 @@ class Plan:
         worker = self.worker
         keeps = (
             self.failures.policy,
-            worker.replicas,
+            worker.dataset_states,
             self.profile,
             worker.tracks,
             self.prefetch.device,
         )
         return (
-            worker.in_line and all(part is None for part in keeps) and not worker.fetching.at_once
+            worker.in_main_process
+            and all(part is None for part in keeps)
+            and not worker.fetching.at_once
         )
 
-    def suits(self, spec: LoaderSpec, replicas: DatasetStates | None) -> bool:
+    def suits(self, spec: LoaderSpec, dataset_states: DatasetStates | None) -> bool:
         """Whether a loader's next engine would get the same plan but for the seed, if this one is reusable."""
         pipeline, sampling = self.worker.pipeline, spec.sampling
         return bool(
             spec.workers.count == 0
-            and replicas is None
+            and dataset_states is None
             and pipeline.dataset is spec.dataset
             and pipeline.collate_fn is spec.collate_fn
             and self.worker.order == _order(spec.options)
@@ -321,7 +327,9 @@ class Plan:
         """Whether workers may be started one by one: their number is fixed, and no batch is for a certain one."""
         worker = self.worker
         return (
-            self.pool.first == worker.count and not worker.round_robin and worker.replicas is None
+            self.pool.first == worker.count
+            and not worker.round_robin
+            and worker.dataset_states is None
         )
 
 

@@ -36,9 +36,9 @@ def make_pool(
 ) -> WorkerPool:
     """The workers that a plan asks for, not yet started."""
     work, ledger, ready = plan.worker, state.ledger, state.ready
-    if work.in_line:
+    if work.in_main_process:
 
-        def in_line(number: int) -> Worker:
+        def in_main_process(number: int) -> Worker:
             restore(work, number)
             return context.worker(number, state, lambda error: error, None, BaseException)
 
@@ -46,7 +46,7 @@ def make_pool(
             ledger.release(0)
             cast(LocalStore, context.store).sweep(ledger)
 
-        return InlinePool(in_line, give_back)
+        return InlinePool(in_main_process, give_back)
 
     def stop() -> None:
         ledger.shut_down()
@@ -82,8 +82,8 @@ def make_pool(
 
     recover = WorkerRecovery(
         ledger,
-        functools.partial(context.read_keys, ledger),
-        work.pipeline.chain.names,
+        functools.partial(context.read_indices, ledger),
+        work.pipeline.transforms.names,
         sink,
         work.count,
         restart_policy,
@@ -97,7 +97,11 @@ def make_pool(
         from minato.ray.pool import ActorGroup, ActorPool
 
         spec = ActorSpec(
-            work.pipeline.dataset, work.pipeline.chain, work.count, work.base_seed, work.init_fn
+            work.pipeline.dataset,
+            work.pipeline.transforms,
+            work.count,
+            work.base_seed,
+            work.init_fn,
         )
         group = ActorGroup(spec, plan.pool.ray_options)
 
@@ -106,7 +110,7 @@ def make_pool(
                 return None
             wrap = wrapped(f"Ray actor {number}")
             return context.worker(
-                number, state, wrap, None, Exception, hired=group.start_actor(number)
+                number, state, wrap, None, Exception, actor=group.start_actor(number)
             )
 
         return ActorPool(group, recover, work.count, with_actor, ready, stop, may_leave)

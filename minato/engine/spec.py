@@ -68,12 +68,12 @@ class LoaderSpec:
         return self.sampling.dataset
 
     @property
-    def keeps_replicas(self) -> bool:
+    def keeps_dataset_states(self) -> bool:
         """Whether each worker's copy of the dataset has a state of its own."""
         return self.sampling.streams or is_stateful(self.dataset)
 
     @property
-    def most_replicas(self) -> int:
+    def max_dataset_states(self) -> int:
         """Number of copies of the dataset that there can be."""
         scale = self.options.autoscale
         return max((scale and scale.max) or 0, self.workers.count, 1)

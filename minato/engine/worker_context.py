@@ -18,7 +18,7 @@ from minato.engine.plan import WorkerPlan
 from minato.engine.shared_state import SharedLayout, SharedState
 from minato.errors import NotPicklableError
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.scheduling.dataset_state import Replica
+from minato.scheduling.dataset_state import DatasetState
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
@@ -85,7 +85,7 @@ class WorkerContext:
                     "if __name__ == '__main__'. Define it above"
                 ) from error
 
-    def read_keys(self, ledger: Ledger, batch: int, k: int, count: int) -> Sequence[Any]:
+    def read_indices(self, ledger: Ledger, batch: int, k: int, count: int) -> Sequence[Any]:
         """The indices of samples k … k+count-1 of a batch."""
         return stored_indices(ledger, self.store, batch, k, count)
 
@@ -104,7 +104,7 @@ class WorkerContext:
             auto_collation=self.plan.pipeline.batched,
             describe_error=describe_error,
             catches=catches,
-            in_main_process=self.plan.in_line,
+            in_main_process=self.plan.in_main_process,
         )
         return BatchWriter(
             settings, ledger=ledger, segment=self.arena, store=self.store, tracer=tracer
@@ -117,7 +117,7 @@ class WorkerContext:
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
         failure: BaseException | None,
         catches: type[BaseException],
-        hired: tuple[Any, Callable[[], None], Callable[[], bool]] | None = None,
+        actor: tuple[Any, Callable[[], None], Callable[[], bool]] | None = None,
     ) -> Worker:
         """Worker ``number``.
 
@@ -125,28 +125,28 @@ class WorkerContext:
             describe_error: Turns an exception that is being handled into what the consumer raises.
             failure: What ``worker_init_fn`` raised.
             catches: What a sample or the ``collate_fn`` may raise without ending the worker.
-            hired: An actor that runs its samples, what ends it, and what tells whether it can be asked.
+            actor: An actor that runs its samples, what ends it, and what tells whether it can be asked.
         """
-        plan, pipeline, in_line = self.plan, self.plan.pipeline, self.plan.in_line
+        plan, pipeline, in_main_process = self.plan, self.plan.pipeline, self.plan.in_main_process
         ledger = state.ledger
         # Where several samples are read at once, the dataset's generators serve them all.
-        at_once = plan.fetching.at_once and hired is None
-        roots = {"dataset": None if at_once else pipeline.dataset, **pipeline.chain.by_name}
+        at_once = plan.fetching.at_once and actor is None
+        roots = {"dataset": None if at_once else pipeline.dataset, **pipeline.transforms.by_name}
 
         def make_randomness(seed: int) -> SampleRandomness:
             # Beside the main thread, what that one draws meanwhile would be undone.
-            beside = in_line and threading.current_thread() is not threading.main_thread()
+            beside = in_main_process and threading.current_thread() is not threading.main_thread()
             bind = plan.method == "process" and not beside
             owned = OwnedGenerators(roots) if bind else None
             return SampleRandomness(seed, bind_globals=bind, owned=owned)
 
         lease, meters = ledger.lease_words(number), state.meters(number)
-        dataset, chain = pipeline.dataset, pipeline.chain
+        dataset, chain = pipeline.dataset, pipeline.transforms
         reads: Reads | None = None
-        if hired is not None:
+        if actor is not None:
             from minato.ray.reads import ActorReads
 
-            reads = dataset = ActorReads(*hired, lease, meters)
+            reads = dataset = ActorReads(*actor, lease, meters)
             chain = Transforms()  # the actor runs the transforms
         roster = state.active
         tracer = plan.tracer(number)
@@ -154,27 +154,27 @@ class WorkerContext:
         stepper: StageRunner | None = None
         deferral: Deferral | None = None
         if pipeline.streams:
-            replica = None if plan.replicas is None else plan.replicas.each[number]
+            initial = None if plan.dataset_states is None else plan.dataset_states.each[number]
             fetcher = StreamFetcher(
                 pipeline.dataset,
-                pipeline.chain,
+                pipeline.transforms,
                 pipeline.batched,
                 pipeline.drop_last,
-                in_line,
-                replica,
+                in_main_process,
+                initial,
                 plan.state_every,
             )
-            present: Callable[[], Replica | None] = fetcher.present
+            present: Callable[[], DatasetState | None] = fetcher.present
         else:
             fetcher = Fetcher(dataset, chain, pipeline.batched, plan.sends_states)
             present = fetcher.state
-        if in_line and plan.replicas is not None:
-            plan.replicas.present = present
+        if in_main_process and plan.dataset_states is not None:
+            plan.dataset_states.present = present
         if not pipeline.streams and not fetcher.takes_lists and reads is None:
             if plan.defers:
                 deferral = Deferral(ledger=ledger, meters=meters, num_workers=lambda: roster.wanted)
             stepper = StageRunner(
-                pipeline.dataset, pipeline.chain, lease, meters, deferral, tracer=tracer
+                pipeline.dataset, pipeline.transforms, lease, meters, deferral, tracer=tracer
             )
         runner = Runner(
             lease,
@@ -182,7 +182,7 @@ class WorkerContext:
             meters,
             stepper,
             failure,
-            in_line,
+            in_main_process,
             catches,
             plan.measure,
             self.habits,
@@ -191,7 +191,7 @@ class WorkerContext:
         )
         leniency: SampleRetry | None = None
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):
-            leniency = SampleRetry(number, self.policy, runner, fetcher, pipeline.chain, lease)
+            leniency = SampleRetry(number, self.policy, runner, fetcher, pipeline.transforms, lease)
         make: Callable[..., Worker] = Worker
         fetching = plan.fetching
         if (fetching.at_once or reads is not None) and failure is None:
@@ -207,7 +207,7 @@ class WorkerContext:
             fetcher,
             runner,
             self.writer(number, ledger, describe_error, catches, tracer),
-            functools.partial(self.read_keys, ledger),
+            functools.partial(self.read_indices, ledger),
             deferral,
             plan.order.slow_to_newest,
             plan.round_robin,

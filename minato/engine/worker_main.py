@@ -56,6 +56,6 @@ def initialise(plan: WorkerPlan, number: int) -> Exception | None:
 
 def restore(plan: WorkerPlan, number: int) -> None:
     """Load the state in which an earlier epoch left this worker's copy of the dataset."""
-    state = None if plan.replicas is None else plan.replicas.each[number].dataset
+    state = None if plan.dataset_states is None else plan.dataset_states.each[number].dataset
     if state is not None:
         plan.pipeline.dataset.load_state_dict(state)

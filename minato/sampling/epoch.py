@@ -44,7 +44,7 @@ class Epoch:
         draw: The states of generators and samplers that decided its order.
         base_seed: torch's draw for the workers.
         seed: From which the randomness of its samples starts.
-        replicas: The states of the workers' datasets; None if they have none.
+        dataset_states: The states of the workers' datasets; None if they have none.
         begun: Its first batches are known.
     """
 
@@ -62,7 +62,7 @@ class Epoch:
         self.drawn_epoch = drawn_epoch
         self.prefetches_next = prefetches_next
         self.base_seed = self.seed = 0
-        self.replicas: Any = None
+        self.dataset_states: Any = None
         self.begun = False
         self._spec = spec
         self._state = state

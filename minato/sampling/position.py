@@ -98,7 +98,7 @@ class Position:
             persists: The iterator of the last epoch goes on.
         """
         sampler, loaded = spec.index_sampler, self._pending()
-        replicas = loaded and loaded["replicas"]
+        dataset_states = loaded and loaded["dataset_states"]
         predicts = self._may_predict()
         if loaded is not None and not loaded["finished"]:
             if done is not None:
@@ -114,7 +114,7 @@ class Position:
                 state=loaded,
                 prefetches_next=predicts,
             )
-            return self.last, replicas
+            return self.last, dataset_states
         if loaded is not None:
             self.epoch = loaded["epoch"]
             SamplerState(spec.generator, sampler).load(loaded["draw"])
@@ -131,7 +131,7 @@ class Position:
             restored=loaded is not None and SamplerState(spec.generator, sampler).sources[1] > 0,
             prefetches_next=predicts,
         )
-        return self.last, replicas
+        return self.last, dataset_states
 
     def _advance(self, sampler: Any, persists: bool) -> int:
         """Go to the next epoch, by ``set_epoch`` of sampler or loader if it was called; returns its ``drawn_epoch``."""
@@ -161,32 +161,36 @@ class Position:
             if not spec.has_workers and is_stateful(spec.dataset):
                 own = copy.deepcopy(spec.dataset.state_dict())
                 each = {"dataset": own, "iterator": None, "batches": 0, "ended": False}
-                replicas: Any = {"turn": 0, "each": [each]}
+                dataset_states: Any = {"turn": 0, "each": [each]}
             else:
-                replicas = (
-                    None if last is None or last.replicas is None else last.replicas.between()
+                dataset_states = (
+                    None
+                    if last is None or last.dataset_states is None
+                    else last.dataset_states.between_epochs()
                 )
-            return {**state, "draw": draw.idle_state(), "replicas": replicas}
+            return {**state, "draw": draw.idle_state(), "dataset_states": dataset_states}
         return {
             **state,
             "base_seed": last.base_seed,
             "drawn_epoch": last.drawn_epoch,
             "done": completed_to_plain(account.done()),
             "draw": last.draw.to_plain(),
-            "replicas": None if last.replicas is None else last.replicas.plain(),
+            "dataset_states": None
+            if last.dataset_states is None
+            else last.dataset_states.to_plain(),
         }
 
-    def load(self, spec: SamplingSpec, state: Any, replicas: int) -> None:
+    def load(self, spec: SamplingSpec, state: Any, dataset_states: int) -> None:
         """Let the next iterator resume a state.
 
         Args:
-            replicas: Number of copies of the dataset that the loader's workers have.
+            dataset_states: Number of copies of the dataset that the loader's workers have.
 
         Raises:
             TypeError, ValueError: It is no state, or that of another loader.
         """
         draw = SamplerState(spec.generator, spec.index_sampler)
-        loaded = checked(state, signature(spec, draw.sources), replicas)
+        loaded = checked(state, signature(spec, draw.sources), dataset_states)
         draw.check(loaded["draw"])
         self._may_predict()
         self._loaded = loaded

@@ -55,11 +55,11 @@ def signature(spec: SamplingSpec, sources: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def checked(state: Any, mine: dict[str, Any], replicas: int) -> dict[str, Any]:
+def checked(state: Any, mine: dict[str, Any], copies: int) -> dict[str, Any]:
     """A copy of a state, if it is one and belongs to a loader with this signature.
 
     Args:
-        replicas: How many copies of the dataset the loader's workers have.
+        copies: Number of copies of the dataset that the loader's workers have.
 
     Raises:
         TypeError: It is no dictionary.
@@ -80,10 +80,10 @@ def checked(state: Any, mine: dict[str, Any], replicas: int) -> dict[str, Any]:
                 f"was taken and is {value!r} here"
             )
     _check_parts(state)
-    known = state["replicas"]
-    if known is not None and len(known["each"]) != replicas:
+    known = state["dataset_states"]
+    if known is not None and len(known["each"]) != copies:
         raise ValueError(
-            f"the state holds those of the dataset in {len(known['each'])} workers, and this loader has {replicas}: "
+            f"the state holds those of the dataset in {len(known['each'])} workers, and this loader has {copies}: "
             "which worker gives which samples of such a dataset depends on their number, so use the same"
         )
     return copy.deepcopy(state)
@@ -94,7 +94,7 @@ def _check_parts(state: dict[str, Any]) -> None:
     _check("epoch", state, _is_int64)
     _check("finished", state, lambda value: isinstance(value, bool))
     _check("draw", state, lambda value: isinstance(value, dict))
-    _check("replicas", state, _are_replicas)
+    _check("dataset_states", state, _are_dataset_states)
     if not state["finished"]:
         _check("base_seed", state, _is_int64)
         _check("drawn_epoch", {"drawn_epoch": 0, **state}, _is_int64)
@@ -116,7 +116,7 @@ def _is_int64(value: Any) -> bool:
     return isinstance(value, int) and -_INT64 <= value < _INT64
 
 
-def _are_replicas(value: Any) -> bool:
+def _are_dataset_states(value: Any) -> bool:
     if value is None:
         return True
     return (

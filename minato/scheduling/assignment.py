@@ -59,7 +59,7 @@ class RoundRobin:
     Args:
         in_order: Whether batches are delivered in order; if not, a worker takes no more than its share of ``capacity``.
         capacity: Batches that all workers may hold together.
-        replicas: Told which worker's batches were delivered; says where a pass begins. None: at worker 0.
+        dataset_states: Told which worker's batches were delivered; says where a pass begins. None: at worker 0.
         state_of: Worker and state of its dataset, if that came with a record.
     """
 
@@ -70,13 +70,13 @@ class RoundRobin:
         num_workers: int,
         in_order: bool,
         capacity: int,
-        replicas: DatasetStates | None = None,
+        dataset_states: DatasetStates | None = None,
         state_of: Callable[[int], tuple[int, Any] | None] = lambda record: None,
     ) -> None:
         self._num_workers = num_workers
         self._in_order = in_order
         self._capacity = capacity
-        self._replicas = replicas
+        self._dataset_states = dataset_states
         self._state_of = state_of
         self._next = 0
         self._active = [True] * num_workers
@@ -92,10 +92,10 @@ class RoundRobin:
         self._next = 0
         self._active = [True] * self._num_workers
         self._held = [0] * self._num_workers
-        if self._replicas is not None:
-            self._replicas.begin()
-            self._next = self._replicas.turn
-            self._active = [not replica.ended for replica in self._replicas.each]
+        if self._dataset_states is not None:
+            self._dataset_states.begin()
+            self._next = self._dataset_states.next_worker
+            self._active = [not state.ended for state in self._dataset_states.each]
 
     def choose(self) -> int | None:
         """The next worker in turn that can take a batch."""
@@ -112,13 +112,13 @@ class RoundRobin:
     def delivered(self, owner: int) -> None:
         """A batch of this worker has been delivered."""
         self._held[owner - 1] -= 1
-        if self._replicas is not None:
-            self._replicas.delivered(owner - 1)
+        if self._dataset_states is not None:
+            self._dataset_states.count_batch(owner - 1)
 
     def ended(self, owner: int, record: int) -> None:
         """This worker's copy of the dataset is exhausted."""
         self._active[owner - 1] = False
-        if self._replicas is not None:
-            self._replicas.ended(owner - 1)
+        if self._dataset_states is not None:
+            self._dataset_states.end_stream(owner - 1)
             if (state := self._state_of(record)) is not None:
-                self._replicas.heard(*state)
+                self._dataset_states.update(*state)

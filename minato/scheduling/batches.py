@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minato._core.ledger import Ledger
-from minato.scheduling.protocols import KeyStore, Progress, Slots
+from minato.scheduling.protocols import IndexStore, Progress, Slots
 
 __all__ = ["BatchStorage", "OpenBatch", "RetiringBatches", "fitting"]
 
@@ -24,7 +24,7 @@ class BatchStorage:
     """
 
     slots: Slots
-    keys: KeyStore
+    keys: IndexStore
     discard: Callable[[int, Any], None]
 
 

@@ -1,4 +1,4 @@
-"""The states of the workers' copies of the dataset, where they have any."""
+"""The states of the workers' copies of the dataset."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 from minato._compat import ExceptionWrapper
 
-__all__ = ["DatasetStates", "Replica"]
+__all__ = ["DatasetState", "DatasetStates"]
 
 
 @dataclass
-class Replica:
-    """One worker's copy of the dataset, as it was after a batch that has been delivered.
+class DatasetState:
+    """The state of one worker's copy of the dataset after a returned batch.
 
     Attributes:
-        dataset: What the dataset's ``state_dict()`` gave, None if it has none.
-        iterator: The same of ``iter(dataset)``, if that is another object.
-        batches: How many batches of the pass were delivered after these states, or since the beginning.
-        ended: Whether its stream has ended in this pass.
+        dataset: Result of the dataset's ``state_dict()``, None if it has none.
+        iterator: Result of the ``state_dict()`` of ``iter(dataset)``, if that is another object.
+        batches: Batches of the epoch that were returned after this state was taken, or since the epoch began.
+        ended: Whether the stream of this copy has ended in this epoch.
     """
 
     dataset: Any = None
@@ -31,58 +31,61 @@ class Replica:
 
 
 class DatasetStates:
-    """What the consumer knows of all copies, and whose turn it is.
+    """The states of all copies, as the training process knows them, and the worker whose batch comes next.
 
     Args:
-        count: How many there are.
-        lasting: Whether what they have become in one pass counts in the next: the workers stay.
-        state: What ``plain`` gave; then the first pass is the one in which it was taken.
+        count: Number of copies.
+        persist: Whether the states at the end of an epoch are those at the start of the next: the workers stay.
+        resumed: Result of ``to_plain``; the first epoch resumes it.
+
+    Attributes:
+        each: The state of each worker's copy.
+        next_worker: Number of the worker whose batch comes next in round-robin order.
+        present: Without workers: returns the state of the only copy now, None before it has resumed.
     """
 
-    def __init__(self, count: int, lasting: bool, state: dict[str, Any] | None = None) -> None:
-        self._lasting = lasting
-        self._resumes = state is not None
-        self.each = [Replica() for _ in range(count)]
-        """One for each worker."""
-        self.turn = 0
-        """Number of the worker whose batch comes next, where batches are dealt out in turn."""
-        self.present: Callable[[], Replica | None] | None = None
-        """Without workers: the only copy as it is now, None while it has not begun to resume."""
+    def __init__(self, count: int, persist: bool, resumed: dict[str, Any] | None = None) -> None:
+        self._persist = persist
+        self._resumes = resumed is not None
+        self.each = [DatasetState() for _ in range(count)]
+        self.next_worker = 0
+        self.present: Callable[[], DatasetState | None] | None = None
         self._errors: dict[int, ExceptionWrapper] = {}
-        if state is not None:
-            self.each = [Replica(**copy.deepcopy(replica)) for replica in state["each"]]
-            self.turn = state["turn"]
+        if resumed is not None:
+            self.each = [DatasetState(**copy.deepcopy(state)) for state in resumed["each"]]
+            self.next_worker = resumed["turn"]
 
     def begin(self) -> None:
-        """Note that a pass begins."""
+        """Begin an epoch."""
         if not self._resumes:
-            self.turn = 0
+            self.next_worker = 0
             self.each = [
-                Replica(dataset=replica.dataset if self._lasting else None) for replica in self.each
+                DatasetState(dataset=state.dataset if self._persist else None)
+                for state in self.each
             ]
             self._errors.clear()
         self._resumes = False
 
-    def delivered(self, number: int) -> None:
-        """Note that a batch of this worker was delivered."""
-        self.turn = (number + 1) % len(self.each)
+    def count_batch(self, number: int) -> None:
+        """Count a returned batch of worker ``number``."""
+        self.next_worker = (number + 1) % len(self.each)
         self.each[number].batches += 1
 
-    def ended(self, number: int) -> None:
-        """Note that this worker's stream has ended."""
-        self.turn = (number + 1) % len(self.each)
+    def end_stream(self, number: int) -> None:
+        """Mark the stream of worker ``number`` as ended."""
+        self.next_worker = (number + 1) % len(self.each)
         self.each[number].ended = True
 
-    def heard(self, number: int, state: Replica | ExceptionWrapper) -> None:
-        """Note the state that came with a batch, or what asking for it raised."""
+    def update(self, number: int, state: DatasetState | ExceptionWrapper) -> None:
+        """Store the state that came with a batch of worker ``number``, or the error of its ``state_dict()``."""
         if isinstance(state, ExceptionWrapper):
             self._errors[number] = state
         else:
             self._errors.pop(number, None)
             self.each[number] = state
 
-    def settle(self) -> None:
-        """Keep the state of the copy in this process, of whose iterator nothing will be left."""
+    def keep_present(self) -> None:
+        """Store the state of the copy in this process, whose iterator is about to be dropped."""
         present, self.present = self.present, None
         if present is None:
             return
@@ -90,34 +93,36 @@ class DatasetStates:
             state = copy.deepcopy(present())
         except Exception:
             where = "in state_dict() at the end of an iterator"
-            self.heard(0, ExceptionWrapper(sys.exc_info(), where))
+            self.update(0, ExceptionWrapper(sys.exc_info(), where))
         else:
             if state is not None:
-                self.heard(0, state)
+                self.update(0, state)
 
-    def between(self) -> dict[str, Any] | None:
-        """What counts after the end of a pass, as plain data; None if the next one begins anew.
+    def between_epochs(self) -> dict[str, Any] | None:
+        """The states that the next epoch starts with, as plain data; None if it starts with fresh copies.
 
         Raises:
-            Exception: What the ``state_dict()`` of a worker's dataset raised.
+            Exception: Raised by the ``state_dict()`` of a worker's dataset.
         """
-        if not self._lasting:
+        if not self._persist:
             return None
         self._check()
-        kept = [asdict(Replica(dataset=replica.dataset)) for replica in self.each]
+        kept = [asdict(DatasetState(dataset=state.dataset)) for state in self.each]
         return copy.deepcopy({"turn": 0, "each": kept})
 
-    def plain(self) -> dict[str, Any]:
-        """All of it as plain data, as far as the states are.
+    def to_plain(self) -> dict[str, Any]:
+        """All states as plain data, apart from the results of ``state_dict()``.
 
         Raises:
-            Exception: What the ``state_dict()`` of a dataset or its iterator raised.
+            Exception: Raised by the ``state_dict()`` of a dataset or its iterator.
         """
         present = None if self.present is None else self.present()
         if present is not None:
-            self.heard(0, present)
+            self.update(0, present)
         self._check()
-        return copy.deepcopy({"turn": self.turn, "each": [asdict(one) for one in self.each]})
+        return copy.deepcopy(
+            {"turn": self.next_worker, "each": [asdict(state) for state in self.each]}
+        )
 
     def _check(self) -> None:
         for error in self._errors.values():

@@ -18,7 +18,7 @@ from minato.scheduling.assignment import Assignment
 from minato.scheduling.batches import BatchStorage, OpenBatch, RetiringBatches, fitting
 from minato.scheduling.cost_model import EarlyStart
 from minato.scheduling.orders import Order
-from minato.scheduling.prefetch_window import Window
+from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.protocols import Pool, Progress
 from minato.scheduling.wait_stats import ConsumerWait
 
@@ -42,7 +42,7 @@ class Schedule:
         early_start: Starts slow samples before those that precede them.
     """
 
-    window: Window
+    window: PrefetchWindow
     order: Order
     assignment: Assignment
     early_start: EarlyStart | None = None

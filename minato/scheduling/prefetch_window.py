@@ -6,18 +6,18 @@ import warnings
 
 from minato.errors import MinatoWarning
 
-__all__ = ["Window"]
+__all__ = ["PrefetchWindow"]
 
 _DEPTH = 2
 """Batches per worker to start with, as torch's default ``prefetch_factor``."""
 _REFILL_SHARE = 8
 """What part of the window may be empty before batches are opened again."""
 
-_sharing: set[Window] = set()
+_sharing: set[PrefetchWindow] = set()
 """Windows in use that divide a budget among them."""
 
 
-class Window:
+class PrefetchWindow:
     """Bounds the batches in flight: by a fixed number if one is asked for, by their bytes otherwise.
 
     Unless fixed, the window starts at two batches per worker and grows when the consumer waits while every sample in

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-__all__ = ["KeyStore", "Pool", "Progress", "Sink", "Slots"]
+__all__ = ["IndexStore", "Pool", "Progress", "Sink", "Slots"]
 
 
 class Pool(Protocol):
@@ -28,7 +28,7 @@ class Slots(Protocol):
         """Give it back."""
 
 
-class KeyStore(Protocol):
+class IndexStore(Protocol):
     """Where keys lie that are no integers (the assembler's store)."""
 
     def put(self, allocate: Callable[[int], int], value: Any) -> tuple[int, int]:

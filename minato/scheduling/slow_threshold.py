@@ -14,7 +14,7 @@ from typing import NamedTuple
 from minato._core.histogram import Histogram
 from minato.observe.stats.histograms import merged, share_above
 
-__all__ = ["Decision", "TimeoutPolicy", "TimeoutSettings"]
+__all__ = ["SlowThreshold", "SlowThresholdSettings", "ThresholdDecision"]
 
 _GATES = ((0.90, 1.5, 1.2), (0.99, 2.0, 2.0), (0.999, 4.0, 4.0))
 """Percentile, how many times the median it must reach, and how many times the median the threshold then is at least.
@@ -34,7 +34,7 @@ _FEWEST = 8
 
 
 @dataclass(frozen=True)
-class TimeoutSettings:
+class SlowThresholdSettings:
     """What the user may choose.
 
     Attributes:
@@ -72,7 +72,7 @@ class TimeoutSettings:
         return 1.0 - _FALL_BACK_SHARE * (1.0 - self.percentile)
 
 
-class Decision(NamedTuple):
+class ThresholdDecision(NamedTuple):
     """What the policy says.
 
     Attributes:
@@ -88,7 +88,7 @@ class Decision(NamedTuple):
     phase: str
 
 
-class TimeoutPolicy:
+class SlowThreshold:
     """Follows the costs of samples and says which are slow.
 
     Feed it from one thread. While ``due(samples)`` is false, there is nothing to feed, so that a caller need not
@@ -103,10 +103,10 @@ class TimeoutPolicy:
     """
 
     def __init__(
-        self, settings: TimeoutSettings | None = None, known: Histogram | None = None
+        self, settings: SlowThresholdSettings | None = None, known: Histogram | None = None
     ) -> None:
-        self.settings = settings or TimeoutSettings()
-        self.decision = Decision(0, self.settings.percentile, 0.0, "warm-up")
+        self.settings = settings or SlowThresholdSettings()
+        self.decision = ThresholdDecision(0, self.settings.percentile, 0.0, "warm-up")
         """The answer of the latest look."""
         self._seen = Histogram()
         self._panes: deque[Histogram] = deque(maxlen=self.settings.panes)
@@ -115,7 +115,7 @@ class TimeoutPolicy:
         self._fallen_back = False
         self._streak = 0  # panes in a row that speak for changing the percentile
         if self.settings.fixed_s is not None:
-            self.decision = Decision(round(1e9 * self.settings.fixed_s), 0.0, 0.0, "fixed")
+            self.decision = ThresholdDecision(round(1e9 * self.settings.fixed_s), 0.0, 0.0, "fixed")
         elif known is not None and known.count >= _FEWEST:
             self._panes.append(known.snapshot())
             self._decide(known, 0.0)
@@ -139,7 +139,7 @@ class TimeoutPolicy:
         times: Histogram,
         elapsed_s: float = 0.0,
         running_ns: Iterable[int] = (),
-    ) -> Decision:
+    ) -> ThresholdDecision:
         """Look at the costs again, if a look is due.
 
         Args:
@@ -201,12 +201,12 @@ class TimeoutPolicy:
         self._gate = self._open_gate(costs, median_ns)
         if self._gate is None:
             self._usual_ns = 0
-            self.decision = Decision(0, percentile, slow_share, "uniform")
+            self.decision = ThresholdDecision(0, percentile, slow_share, "uniform")
             return
         least_ns = max(round(_GATES[self._gate][2] * median_ns), settings.least_ns)
         self._usual_ns = max(costs.percentile(settings.percentile), least_ns)
         threshold_ns = max(costs.percentile(percentile), least_ns)
-        self.decision = Decision(threshold_ns, percentile, slow_share, "following")
+        self.decision = ThresholdDecision(threshold_ns, percentile, slow_share, "following")
 
     def _open_gate(self, costs: Histogram, median_ns: int) -> int | None:
         for number, (percentile, ratio, _) in enumerate(_GATES):

@@ -181,9 +181,9 @@ class PoolSession:
             options = replace(spec.options, stats=False, num_workers=first)
             return History.of(replace(spec, options=options))
         history = History.of(self._scaled(spec))
-        if history.staffing is not None:
+        if history.autoscale is not None:
             cores = available_cores(whole_node=True)
-            history.staffing.settings = replace(history.staffing.settings, cores=cores)
+            history.autoscale.settings = replace(history.autoscale.settings, cores=cores)
         return history
 
     def _scaled(self, spec: LoaderSpec) -> LoaderSpec:

@@ -56,18 +56,18 @@ class Collation:
 
 
 def read_current_collation(
-    ledger: Ledger, read_keys: Callable[[int, int, int], Sequence[Any]], number: int
+    ledger: Ledger, read_indices: Callable[[int, int, int], Sequence[Any]], number: int
 ) -> Collation | None:
     """What worker ``number`` collates, or collated when it died; None: nothing."""
     position, _, step = ledger.lease(number)
     if position is not None or step > FIRST_COLLATED:
         return None
     batch = FIRST_COLLATED - step
-    return Collation(ledger.describe(batch)[1], indices_of(ledger, read_keys, batch))
+    return Collation(ledger.describe(batch)[1], indices_of(ledger, read_indices, batch))
 
 
 def indices_of(
-    ledger: Ledger, read_keys: Callable[[int, int, int], Sequence[Any]], batch: int
+    ledger: Ledger, read_indices: Callable[[int, int, int], Sequence[Any]], batch: int
 ) -> str:
     """The indices of the samples in a batch that is about to be collated, for a message: the first few."""
     _, first, count, bound, *_ = ledger.describe(batch)
@@ -79,7 +79,7 @@ def indices_of(
         if (
             0 <= k < ledger.describe(own)[2]
         ):  # else its own batch was delivered, and its record is in use again
-            keys.append(read_keys(own, k, 1)[0])
+            keys.append(read_indices(own, k, 1)[0])
     if not keys:
         return "indices that are no longer known"
     more = f" and {len(keys) - _MOST_LISTED} more" if len(keys) > _MOST_LISTED else ""
@@ -88,14 +88,14 @@ def indices_of(
 
 def read_current_sample(
     ledger: Ledger,
-    read_keys: Callable[[int, int, int], Sequence[Any]],
+    read_indices: Callable[[int, int, int], Sequence[Any]],
     names: Sequence[str],
     number: int,
 ) -> CurrentSample | None:
     """What worker ``number`` is on, or was on when it died; None: nothing.
 
     Args:
-        read_keys: ``(batch, k, count) -> keys`` of samples k … k+count-1.
+        read_indices: ``(batch, k, count) -> keys`` of samples k … k+count-1.
         names: Of the transforms.
     """
     position, started_ns, step = ledger.lease(number)
@@ -105,7 +105,7 @@ def read_current_sample(
     _, _, count, _, epoch, seed, *_ = ledger.describe(batch)
     if not 0 <= k < count:
         return None  # it had finished its last sample, whose batch is gone
-    key = read_keys(batch, k, 1)[0]
+    key = read_indices(batch, k, 1)[0]
     name = names[step] if 0 <= step < len(names) else None
     (occurrence,) = ledger.occurrences(position, 1) or (0,)
     return CurrentSample(position, key, epoch, seed, name, started_ns, occurrence)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 from minato.sampling.state import is_stateful
-from minato.scheduling.dataset_state import Replica
+from minato.scheduling.dataset_state import DatasetState
 from minato.transforms.compose import Transforms
 
 __all__ = ["Fetcher", "StreamEnd", "StreamFetcher"]
@@ -41,9 +41,9 @@ class Fetcher:
         """Whether the state goes with the batch at hand."""
         return self.keeps_state
 
-    def state(self) -> Replica:
+    def state(self) -> DatasetState:
         """The dataset's state."""
-        return Replica(dataset=self._dataset.state_dict())
+        return DatasetState(dataset=self._dataset.state_dict())
 
     def _transformed(self, key: Any) -> Any:
         assert self._run is not None
@@ -103,7 +103,7 @@ class StreamFetcher:
         batched: bool,
         drop_last: bool,
         at_once: bool = False,
-        replica: Replica | None = None,
+        replica: DatasetState | None = None,
         state_every: int | None = None,
     ) -> None:
         self._dataset = dataset
@@ -115,7 +115,7 @@ class StreamFetcher:
         self._samples: Iterator[Any] | None = iter(dataset) if at_once else None
         self._pass: object = None
         # The stream of one that has ended begins anew in the next pass.
-        self._replica = Replica() if replica is None or replica.ended else replica
+        self._replica = DatasetState() if replica is None or replica.ended else replica
         self._sends = not at_once
         self._state_every = state_every
         self._num_taken = 0
@@ -139,19 +139,19 @@ class StreamFetcher:
         """Whether the dataset's state goes with the end of the stream."""
         return self._sends and self._dataset_keeps
 
-    def state(self) -> Replica:
+    def state(self) -> DatasetState:
         """States of the dataset and of its iterator, and whether that has ended."""
         dataset, iterator = self._dataset, cast(Any, self._samples)
-        return Replica(
+        return DatasetState(
             dataset.state_dict() if self._dataset_keeps and iterator is not dataset else None,
             iterator.state_dict() if self._iterator_keeps and iterator is not None else None,
             0,
             iterator is None,
         )
 
-    def present(self) -> Replica | None:
+    def present(self) -> DatasetState | None:
         """The same at any time; None if there is no state, or it is still to be restored."""
-        restored = self._pass is not None or self._replica == Replica()
+        restored = self._pass is not None or self._replica == DatasetState()
         return self.state() if restored and self.keeps_state else None
 
     def enter(self, this_pass: object, count: int) -> None:
@@ -169,7 +169,7 @@ class StreamFetcher:
             samples = cast(Any, self._samples)
             self._iterator_keeps = is_stateful(samples)
             self._num_taken = 0
-            replica, self._replica = self._replica, Replica()
+            replica, self._replica = self._replica, DatasetState()
             if replica.iterator is not None:
                 samples.load_state_dict(replica.iterator)
             for _ in range(replica.batches):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minato._core.ledger import Ledger
-from minato.scheduling.dataset_state import Replica
+from minato.scheduling.dataset_state import DatasetState
 from minato.scheduling.protocols import Sink
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher
@@ -166,7 +166,7 @@ class ResultWriter:
             sink.write_error(batch, place, error, key)
         sink.publish_if_full(batch, ledger.fill(self._number, position, place))
 
-    def _state_after_error(self) -> Callable[[], Replica] | None:
+    def _state_after_error(self) -> Callable[[], DatasetState] | None:
         return self._fetcher.state if self._fetcher.sends_state else None
 
 

@@ -10,7 +10,7 @@ from minato._core.clock import now_ns
 from minato._core.histogram import Histogram
 from minato._core.ledger import Ledger
 from minato._system import available_cores, machine_usage
-from minato.scheduling.prefetch_window import Window
+from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.protocols import Pool
 from minato.scheduling.wait_stats import ConsumerWait
 from minato.workers.active_workers import ActiveWorkers
@@ -119,7 +119,7 @@ class Scaler:
         most: int,
         workers: Workers,
         roster: ActiveWorkers,
-        window: Window,
+        window: PrefetchWindow,
         flow: ConsumerWait,
         ledger: Ledger,
         times: Sequence[Histogram],

@@ -28,7 +28,7 @@ from minato._core.ledger import Ledger
 from minato._system import memory_kills, memory_limit_bytes
 from minato.errors import MinatoWarning, WorkerDiedError
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.scheduling.prefetch_window import Window
+from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.protocols import Sink
 from minato.scheduling.wait_stats import ConsumerWait
 from minato.workers.current_sample import (
@@ -246,7 +246,7 @@ class WorkerRecovery:
     """Releases the samples of a dead worker, except for one that no worker can run.
 
     Attributes:
-        read_keys: ``(batch, k, count) -> keys`` of samples k … k+count-1.
+        read_indices: ``(batch, k, count) -> keys`` of samples k … k+count-1.
         names: Of the transforms.
         make_sink: Makes what writes in the place of worker number i.
         num_workers: Of the pool.
@@ -254,7 +254,7 @@ class WorkerRecovery:
     """
 
     ledger: Ledger
-    read_keys: Callable[[int, int, int], Sequence[Any]]
+    read_indices: Callable[[int, int, int], Sequence[Any]]
     names: Sequence[str]
     make_sink: Callable[[int], Sink]
     num_workers: int
@@ -279,8 +279,8 @@ class WorkerRecovery:
         how = "lost" if isinstance(exit_code, WorkerLoss) else f"exit code {exit_code}"
         tracer.instant(f"process {pid} has died ({how})")
         tracer.flush()
-        sample = read_current_sample(self.ledger, self.read_keys, self.names, number)
-        collation = read_current_collation(self.ledger, self.read_keys, number)
+        sample = read_current_sample(self.ledger, self.read_indices, self.names, number)
+        collation = read_current_collation(self.ledger, self.read_indices, number)
         starts = self.ledger.lease(number)[2] == STARTING
         error: Exception | None = None if self.watchdog is None else self.watchdog.cause(number)
         attempts = 0
@@ -472,7 +472,7 @@ class OomBackoff:
         window: Bounds the batches in flight.
     """
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: PrefetchWindow) -> None:
         self._window = window
         self._kills = memory_kills()
 

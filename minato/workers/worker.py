@@ -40,7 +40,7 @@ class Worker:
         number: Its number, from 0.
         fetcher: Gets samples by key, or batches from a stream.
         runner: Runs them.
-        read_keys: ``(batch, k, count) -> keys`` of samples k … k+count-1.
+        read_indices: ``(batch, k, count) -> keys`` of samples k … k+count-1.
         deferral: Decides which slow samples are deferred; None: none is.
         slow_to_newest: Slow samples go to the newest batch, where they have no place of their own.
         whole_batches: Claim batches as a whole, whatever their samples cost.
@@ -57,7 +57,7 @@ class Worker:
         fetcher: Fetcher | StreamFetcher,
         runner: Runner,
         sink: Sink,
-        read_keys: Callable[[int, int, int], Sequence[Any]],
+        read_indices: Callable[[int, int, int], Sequence[Any]],
         deferral: Deferral | None = None,
         slow_to_newest: bool = False,
         whole_batches: bool = False,
@@ -74,7 +74,7 @@ class Worker:
         self._sink = sink
         # Weakly: what a loader refers to shall be free with its iterator, not when garbage is collected.
         sink.run_again = weakref.WeakMethod(self._run_again)
-        self._read_keys = read_keys
+        self._read_keys = read_indices
         self._deferral = deferral
         self._whole_batches = whole_batches or fetcher.takes_lists or fetcher.keeps_state
         self._leniency = leniency

@@ -10,7 +10,7 @@ import pytest
 
 from minato import DataLoader, StragglerPolicy
 from minato.observe.stats.costs import CostStats
-from minato.scheduling.slow_threshold import TimeoutPolicy
+from minato.scheduling.slow_threshold import SlowThreshold
 from tests.datasets import Sleepy, flat, indices, plus_one
 from tests.disks import small_disk
 
@@ -45,7 +45,7 @@ def test_a_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
     known = threshold_ns(loader(order="fast_first", cost_history=folder))
     kept = CostStats.load(folder, file.stem)
     assert kept is not None
-    assert known == TimeoutPolicy(None, kept[1]).decision.threshold_ns > 1_000_000
+    assert known == SlowThreshold(None, kept[1]).decision.threshold_ns > 1_000_000
     other = loader(order="fast_first", cost_history=folder, transforms=[plus_one])
     assert threshold_ns(other) == 0
 
@@ -65,7 +65,7 @@ def test_a_limit_in_seconds_holds_from_the_start() -> None:
 
 def test_the_percentile_reaches_the_policy() -> None:
     iterator = iter(loader(order="fast_first", stragglers=StragglerPolicy(percentile=60)))
-    assert iterator._source.timeouts.settings.percentile == pytest.approx(0.6)
+    assert iterator._source.slow_threshold.settings.percentile == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(

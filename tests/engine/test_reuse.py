@@ -139,7 +139,7 @@ def test_a_report_tells_each_epoch_apart() -> None:
     loader = DataLoader(Numbers(40), 4)
     for _ in range(3):
         list(loader)
-    for notes in loader._history.journal.past:
+    for notes in loader._history.epoch_log.past:
         assert notes.metrics.counts["samples"] == 40
         assert notes.metrics.counts["batches"] == 10
         assert notes.metrics.histograms["total"].count == 40

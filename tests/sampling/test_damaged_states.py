@@ -140,7 +140,7 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
             "damaged: 'before_first' of its 'draw' is 'AAAA'",
         ),
         (("draw", "samplers"), None, "damaged: 'samplers' of its 'draw' is None"),
-        (("replicas",), {"each": 5}, "damaged: 'replicas' is"),
+        (("dataset_states",), {"each": 5}, "damaged: 'dataset_states' is"),
     ],
 )
 def test_what_is_damaged_is_named(way: tuple[str, ...], junk: Any, message: str) -> None:

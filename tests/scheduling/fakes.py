@@ -13,7 +13,7 @@ from minato.scheduling.assignment import AnyWorker
 from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule
 from minato.scheduling.orders import make_order
-from minato.scheduling.prefetch_window import Window
+from minato.scheduling.prefetch_window import PrefetchWindow
 from tests.protocol import deliver, delivery
 
 SLOT_BYTES = 1 << 16
@@ -131,7 +131,7 @@ class Bench:
         self.keys = Keys()
         self.pool = Pool()
         how = make_order(order, max_lag)
-        self.window = Window(workers, fixed, 10**9, None if how.keeps_places else max_lag)
+        self.window = PrefetchWindow(workers, fixed, 10**9, None if how.keeps_places else max_lag)
         self.discarded: list[int] = []
         self.dispatcher = Dispatcher(
             self.ledger,

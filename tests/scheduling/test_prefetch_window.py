@@ -6,35 +6,35 @@ import warnings
 
 import pytest
 
-from minato.scheduling.prefetch_window import Window
+from minato.scheduling.prefetch_window import PrefetchWindow
 
 
 def test_a_window_starts_as_torchs() -> None:
-    window = Window(3, None, 10**9)
+    window = PrefetchWindow(3, None, 10**9)
     assert [window.has_room(n) for n in (0, 5, 6, 7)] == [True, True, False, False]
-    assert [Window(0, None, 10**9).has_room(n) for n in (1, 2)] == [True, False]
+    assert [PrefetchWindow(0, None, 10**9).has_room(n) for n in (1, 2)] == [True, False]
 
 
 def test_a_window_grows_by_the_number_of_workers() -> None:
-    window = Window(3, None, 10**9)
+    window = PrefetchWindow(3, None, 10**9)
     assert window.grow()
     assert [window.has_room(n) for n in (8, 9)] == [True, False]
 
 
 def test_a_fixed_window_stays() -> None:
-    window = Window(3, 4, 1)
+    window = PrefetchWindow(3, 4, 1)
     window.observe(100)  # no warning: the number was asked for
     assert not window.grow()
     assert [window.has_room(n) for n in (0, 3, 4)] == [True, True, False]
-    assert not Window(3, 0, 1).has_room(0)
+    assert not PrefetchWindow(3, 0, 1).has_room(0)
 
 
 def test_the_budget_bounds_the_window() -> None:
-    window = Window(2, None, 1000)
+    window = PrefetchWindow(2, None, 1000)
     window.observe(300)
     assert [window.has_room(n) for n in (0, 1, 2, 3)] == [True, True, True, False]
     assert not window.grow()
-    small = Window(2, None, 1000)
+    small = PrefetchWindow(2, None, 1000)
     small.observe(10)
     grown = 0
     while small.grow():
@@ -45,7 +45,7 @@ def test_the_budget_bounds_the_window() -> None:
 
 
 def test_the_first_batch_is_always_opened() -> None:
-    window = Window(2, None, 1000)
+    window = PrefetchWindow(2, None, 1000)
     with pytest.warns(RuntimeWarning, match="2000 bytes.*memory_budget=1000"):
         window.observe(2000)
     assert window.has_room(0)
@@ -56,7 +56,7 @@ def test_the_first_batch_is_always_opened() -> None:
 
 
 def test_larger_batches_count_at_once_and_are_slowly_forgotten() -> None:
-    window = Window(2, None, 1000)
+    window = PrefetchWindow(2, None, 1000)
     window.observe(100)
     window.observe(500)
     assert not window.has_room(2)
@@ -66,24 +66,24 @@ def test_larger_batches_count_at_once_and_are_slowly_forgotten() -> None:
 
 
 def test_a_window_can_have_an_upper_limit() -> None:
-    window = Window(4, None, 10**9, 10)
+    window = PrefetchWindow(4, None, 10**9, 10)
     assert window.limit == 8
     assert window.grow()
     assert window.limit == 10
     assert not window.grow()
-    assert Window(4, None, 10**9, 3).limit == 3
-    assert Window(4, 20, 10**9, 3).limit == 3
+    assert PrefetchWindow(4, None, 10**9, 3).limit == 3
+    assert PrefetchWindow(4, 20, 10**9, 3).limit == 3
 
 
 def test_the_window_holds_what_workers_run_at_once() -> None:
-    assert Window(2, None, 10**9, at_once=16).limit == 18
-    assert Window(2, None, 10**9, at_once=1).limit == 4
-    assert Window(2, 5, 10**9, at_once=16).limit == 5
-    assert Window(2, None, 10**9, most=8, at_once=16).limit == 8
+    assert PrefetchWindow(2, None, 10**9, at_once=16).limit == 18
+    assert PrefetchWindow(2, None, 10**9, at_once=1).limit == 4
+    assert PrefetchWindow(2, 5, 10**9, at_once=16).limit == 5
+    assert PrefetchWindow(2, None, 10**9, most=8, at_once=16).limit == 8
 
 
 def test_a_shrunk_window_stays_so() -> None:
-    window = Window(4, None, 10**9)
+    window = PrefetchWindow(4, None, 10**9)
     assert window.shrink()
     assert window.limit == 4
     assert not window.grow()
@@ -97,15 +97,15 @@ def test_a_shrunk_window_stays_so() -> None:
 
 
 def test_a_window_that_was_asked_for_is_not_shrunk() -> None:
-    window = Window(4, 6, 10**9)
+    window = PrefetchWindow(4, 6, 10**9)
     assert not window.shrink()
     assert window.limit == 6
 
 
 def test_windows_in_use_share_a_budget() -> None:
-    first = Window(2, None, 1000, shares=True)
+    first = PrefetchWindow(2, None, 1000, shares=True)
     assert first.budget_bytes == 1000
-    second, own = Window(2, None, 1000, shares=True), Window(2, None, 1000)
+    second, own = PrefetchWindow(2, None, 1000, shares=True), PrefetchWindow(2, None, 1000)
     assert [window.budget_bytes for window in (first, second, own)] == [500, 500, 1000]
     first.observe(300)
     assert not first.has_room(1)

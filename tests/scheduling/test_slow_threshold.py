@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from minato._core.histogram import Histogram
 from minato.observe.stats.histograms import share_above
-from minato.scheduling.slow_threshold import Decision, TimeoutPolicy, TimeoutSettings
+from minato.scheduling.slow_threshold import SlowThreshold, SlowThresholdSettings, ThresholdDecision
 
 MS = 1_000_000
 Draw = Callable[[int], np.ndarray]
 
 
-def fed(policy: TimeoutPolicy, costs_ns: Iterable[float], times: Histogram | None = None):
+def fed(policy: SlowThreshold, costs_ns: Iterable[float], times: Histogram | None = None):
     """Every decision that was taken on the way, with the number of samples before it."""
     times = times or Histogram()
-    taken: list[tuple[int, Decision]] = []
+    taken: list[tuple[int, ThresholdDecision]] = []
     for cost_ns in costs_ns:
         times.record(int(cost_ns))
         if policy.due(times.count):
@@ -36,14 +36,17 @@ def bimodal(count: int, share: float = 0.2, seed: int = 0) -> np.ndarray:
 
 
 def test_nothing_is_slow_during_the_warm_up():
-    policy = TimeoutPolicy(TimeoutSettings(warm_up_samples=100))
+    policy = SlowThreshold(SlowThresholdSettings(warm_up_samples=100))
     assert fed(policy, bimodal(99)) == []
-    assert policy.decision == Decision(0, 0.75, 0.0, "warm-up")
-    assert fed(TimeoutPolicy(TimeoutSettings(warm_up_samples=100)), bimodal(100))
+    assert policy.decision == ThresholdDecision(0, 0.75, 0.0, "warm-up")
+    assert fed(SlowThreshold(SlowThresholdSettings(warm_up_samples=100)), bimodal(100))
 
 
 def test_the_warm_up_ends_by_seconds_too():
-    policy, times = TimeoutPolicy(TimeoutSettings(warm_up_samples=1000, warm_up_s=60)), Histogram()
+    policy, times = (
+        SlowThreshold(SlowThresholdSettings(warm_up_samples=1000, warm_up_s=60)),
+        Histogram(),
+    )
     for cost_ns in bimodal(20):
         times.record(int(cost_ns))
     assert policy.observe(times, elapsed_s=59.9).phase == "warm-up"
@@ -53,7 +56,7 @@ def test_the_warm_up_ends_by_seconds_too():
 @pytest.mark.parametrize("percentile", [0.5, 0.6, 0.75, 0.9])
 def test_the_threshold_is_the_percentile_asked_for(percentile):
     costs_ns = np.random.default_rng(0).gamma(2.0, 50 * MS, 20_000)
-    policy = TimeoutPolicy(TimeoutSettings(percentile=percentile, panes=80))
+    policy = SlowThreshold(SlowThresholdSettings(percentile=percentile, panes=80))
     fed(policy, costs_ns)
     exact = max(np.quantile(costs_ns, percentile), 1.2 * np.median(costs_ns))
     assert policy.decision.threshold_ns == pytest.approx(exact, rel=0.04)
@@ -61,7 +64,7 @@ def test_the_threshold_is_the_percentile_asked_for(percentile):
 
 
 def test_a_fixed_threshold_holds_from_the_first_sample_on():
-    policy = TimeoutPolicy(TimeoutSettings(fixed_s=1.5))
+    policy = SlowThreshold(SlowThresholdSettings(fixed_s=1.5))
     assert policy.decision.threshold_ns == 1_500 * MS
     fed(policy, bimodal(3000))
     assert policy.decision.threshold_ns == 1_500 * MS
@@ -71,12 +74,12 @@ def test_a_fixed_threshold_holds_from_the_first_sample_on():
 @pytest.mark.parametrize("deviation", [0.0, 0.01, 0.1])
 def test_uniform_costs_have_no_slow_samples(deviation):
     costs_ns = 30 * MS * np.random.default_rng(0).normal(1, deviation, 20_000)
-    taken = fed(TimeoutPolicy(), costs_ns)
+    taken = fed(SlowThreshold(), costs_ns)
     assert {(decision.threshold_ns, decision.phase) for _, decision in taken} == {(0, "uniform")}
 
 
 def test_cheap_samples_are_never_slow():
-    policy = TimeoutPolicy()
+    policy = SlowThreshold()
     fed(policy, np.where(np.arange(1000) % 5 == 0, 20_000, 1_000))
     assert policy.decision.threshold_ns == 100_000
 
@@ -85,7 +88,7 @@ def test_cheap_samples_are_never_slow():
 def test_rare_samples_are_slow_only_if_they_stand_out(share, times):
     rng = np.random.default_rng(1)
     costs_ns = 10 * MS * np.where(rng.random(10_000) < share, times, rng.normal(1, 0.05, 10_000))
-    policy = TimeoutPolicy()
+    policy = SlowThreshold()
     fed(policy, costs_ns)
     assert 20 * MS <= policy.decision.threshold_ns < 10 * MS * times
 
@@ -94,12 +97,12 @@ def test_a_gate_does_not_flutter_at_its_ratio():
     rng = np.random.default_rng(2)
     # P90 is 1.5 times the median, give or take what 2048 samples leave open.
     costs_ns = 10 * MS * np.exp(rng.normal(0, np.log(1.5) / 1.2816, 100_000))
-    phases = [decision.phase for _, decision in fed(TimeoutPolicy(), costs_ns)]
+    phases = [decision.phase for _, decision in fed(SlowThreshold(), costs_ns)]
     assert sum(one != other for one, other in zip(phases, phases[1:], strict=False)) <= 1
 
 
 def test_a_bimodal_load_leaves_the_threshold_where_it_is_for_100_000_samples():
-    taken = fed(TimeoutPolicy(), bimodal(100_000))
+    taken = fed(SlowThreshold(), bimodal(100_000))
     settled = [decision for count, decision in taken if count >= 512]
     assert len(settled) > 300
     assert all(509 * MS < decision.threshold_ns < 3000 * MS for decision in settled)
@@ -110,7 +113,7 @@ def test_a_bimodal_load_leaves_the_threshold_where_it_is_for_100_000_samples():
 
 def test_counting_only_the_quick_samples_would_let_the_threshold_sink():
     """The control to the test above: the bias that full accounting avoids."""
-    policy, times = TimeoutPolicy(), Histogram()
+    policy, times = SlowThreshold(), Histogram()
     costs_ns = np.random.default_rng(0).gamma(2.0, 50 * MS, 50_000)
     for cost_ns in costs_ns:
         threshold_ns = policy.decision.threshold_ns
@@ -120,7 +123,7 @@ def test_counting_only_the_quick_samples_would_let_the_threshold_sink():
 
 
 def test_the_threshold_follows_a_drift():
-    policy, times = TimeoutPolicy(), Histogram()
+    policy, times = SlowThreshold(), Histogram()
     fed(policy, bimodal(4000), times)
     before = policy.decision.threshold_ns
     fed(policy, 3 * bimodal(4000, seed=1), times)
@@ -130,7 +133,7 @@ def test_the_threshold_follows_a_drift():
 
 
 def test_too_many_slow_samples_make_it_fall_back_and_fewer_let_it_return():
-    policy, times = TimeoutPolicy(), Histogram()
+    policy, times = SlowThreshold(), Histogram()
     costs_ns = np.random.default_rng(0).gamma(2.0, 50 * MS, 100_000)
     fed(policy, costs_ns[:10_000], times)
     # Costs that rise faster than the memory of eight panes: the percentile lags behind and flags too many.
@@ -148,7 +151,7 @@ def test_too_many_slow_samples_make_it_fall_back_and_fewer_let_it_return():
 
 
 def test_two_panes_are_needed_to_fall_back_and_four_to_return():
-    policy, times = TimeoutPolicy(), Histogram()
+    policy, times = SlowThreshold(), Histogram()
     costs_ns = np.random.default_rng(0).gamma(2.0, 50 * MS, 20_000)
     fed(policy, costs_ns[:16_384], times)
 
@@ -162,7 +165,7 @@ def test_two_panes_are_needed_to_fall_back_and_four_to_return():
 
 def test_unfinished_samples_that_are_slow_already_count():
     costs_ns = np.random.default_rng(0).gamma(2.0, 50 * MS, 512)
-    plain, aware = TimeoutPolicy(), TimeoutPolicy()
+    plain, aware = SlowThreshold(), SlowThreshold()
     times = Histogram()
     for cost_ns in costs_ns[:256]:
         times.record(int(cost_ns))
@@ -178,9 +181,9 @@ def test_unfinished_samples_that_are_slow_already_count():
 
 
 def test_a_known_profile_saves_the_warm_up():
-    first = TimeoutPolicy()
+    first = SlowThreshold()
     fed(first, bimodal(5000))
-    second = TimeoutPolicy(known=first.recent)
+    second = SlowThreshold(known=first.recent)
     assert second.decision.phase == "following"
     assert second.decision.threshold_ns == first.decision.threshold_ns
     fed(second, bimodal(5000) / 10)
@@ -193,8 +196,8 @@ def test_a_known_profile_saves_the_warm_up():
     percentile=st.floats(0.01, 0.99),
 )
 def test_no_costs_upset_it(costs, percentile):
-    policy = TimeoutPolicy(
-        TimeoutSettings(percentile=percentile, pane_samples=16, warm_up_samples=8)
+    policy = SlowThreshold(
+        SlowThresholdSettings(percentile=percentile, pane_samples=16, warm_up_samples=8)
     )
     times = Histogram()
     for count, decision in fed(policy, costs, times):
@@ -213,4 +216,4 @@ def test_no_costs_upset_it(costs, percentile):
 )
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        TimeoutSettings(**wrong)
+        SlowThresholdSettings(**wrong)

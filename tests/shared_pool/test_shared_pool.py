@@ -549,7 +549,7 @@ def test_epochs_that_do_not_belong_together() -> None:
 def test_workers_and_limits_are_those_of_all_ranks() -> None:
     def program(rank: int, together: Any) -> Any:
         loader = loader_of(Numbers(8), num_workers=AutoScale(start=2, max=3), memory_budget=1 << 20)
-        assert rank or loader._history.staffing.settings.most == 6
+        assert rank or loader._history.autoscale.settings.most == 6
         for _ in loader:
             pass
         together.wait(20)

@@ -10,7 +10,7 @@ import pytest
 
 from minato._core.wait import EVENT_COUNT_NBYTES, EventCount
 from minato._system import machine_usage
-from minato.scheduling.prefetch_window import Window
+from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.cpu_time import process_usage, thread_usage
 from tests.datasets import wait_until
@@ -97,14 +97,14 @@ def test_usage_of_the_machine_is_no_more_than_there_is():
 
 
 def test_a_window_grows_with_the_workers_and_keeps_what_it_had():
-    window = Window(2, None, 1 << 40)
+    window = PrefetchWindow(2, None, 1 << 40)
     window.resize(5)
     assert window.limit == 10
     window.resize(1)
     assert window.limit == 10
-    bounded = Window(2, None, 1 << 40, most=6)
+    bounded = PrefetchWindow(2, None, 1 << 40, most=6)
     bounded.resize(5)
     assert bounded.limit == 6
-    fixed = Window(2, 3, 1 << 40)
+    fixed = PrefetchWindow(2, 3, 1 << 40)
     fixed.resize(5)
     assert fixed.limit == 3

@@ -18,7 +18,7 @@ import torch
 
 from minato import DataLoader
 from minato.scheduling import dispatcher
-from minato.scheduling.prefetch_window import Window
+from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers import supervision
 from minato.workers.current_sample import CurrentSample
 from minato.workers.supervision import UNREADABLE, RestartPolicy
@@ -322,7 +322,7 @@ def test_less_is_loaded_ahead_after_memory_ran_out(monkeypatch: pytest.MonkeyPat
     kills = 3
     monkeypatch.setattr(supervision, "memory_kills", lambda: kills)
     monkeypatch.setattr(supervision, "memory_limit_bytes", lambda: 123456)
-    window = Window(2, None, 999)
+    window = PrefetchWindow(2, None, 999)
     restart_policy = RestartPolicy(restarts=True, oom_backoff=supervision.OomBackoff(window))
 
     def die(sample: int) -> str:

@@ -13,7 +13,7 @@ import torch
 
 import minato
 from minato import FetchOptions
-from minato.scheduling.prefetch_window import Window
+from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.hedging import Hedging
 from minato.workers.read_limit import SharedReadLimit
 from minato.workers.reads import Read
@@ -114,7 +114,7 @@ def test_a_slow_start_asks_for_little_more_than_was_delivered(slow_start: int, o
 
 
 def test_a_slow_start_neither_grows_nor_opens_before_its_time() -> None:
-    window = Window(num_workers=2, fixed=None, budget_bytes=1 << 30, slow_start=2)
+    window = PrefetchWindow(num_workers=2, fixed=None, budget_bytes=1 << 30, slow_start=2)
     assert window.has_room(0)
     assert not window.has_room(1)
     assert not window.grow()  # it would only be asked again and again

@@ -45,8 +45,8 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def workers_of(loader: DataLoader[object]) -> int:
-    assert loader._history.staffing is not None
-    return loader._history.staffing.state.workers
+    assert loader._history.autoscale is not None
+    return loader._history.autoscale.state.workers
 
 
 class Endless(Sleepy):
@@ -90,7 +90,7 @@ def test_workers_that_wait_become_more_while_the_loop_waits(method):
         delivered += batch.tolist()
         if workers_of(loader) == 6:
             break
-        assert time.monotonic() < deadline, loader._history.staffing
+        assert time.monotonic() < deadline, loader._history.autoscale
     assert delivered == list(range(len(delivered)))
 
 
@@ -102,7 +102,7 @@ def test_workers_that_idle_become_fewer(method):
         time.sleep(0.02)
         if workers_of(loader) <= 2:
             break
-        assert time.monotonic() < deadline, loader._history.staffing
+        assert time.monotonic() < deadline, loader._history.autoscale
 
 
 def test_forked_workers_are_all_there_before_the_first_batch(forced):
@@ -190,12 +190,12 @@ def test_a_worker_that_dies_is_replaced_whether_it_works_or_stands_by(victim):
 
 def test_the_next_pass_begins_with_what_helped_in_the_last():
     loader = DataLoader(Numbers(8), 4, num_workers=AutoScale(start=1, max=16))
-    assert loader._history.staffing is not None
-    assert loader._history.staffing.numbers(persistent=False) == (1, 16)
-    staffing = loader._history.staffing
+    assert loader._history.autoscale is not None
+    assert loader._history.autoscale.numbers(persistent=False) == (1, 16)
+    staffing = loader._history.autoscale
     staffing.state, staffing.tried = ControllerState(3), True
-    assert loader._history.staffing.numbers(persistent=False) == (3, 6)
-    assert loader._history.staffing.numbers(persistent=True) == (3, 16)
+    assert loader._history.autoscale.numbers(persistent=False) == (3, 6)
+    assert loader._history.autoscale.numbers(persistent=True) == (3, 16)
     iterator = iter(loader)
     assert len(loader_processes(iterator)) == 6
     assert flat(indices(iterator)) == list(range(8))
@@ -235,7 +235,7 @@ def test_limits_follow_from_the_cores(cores, arguments, expected, monkeypatch):
 
 def test_a_fixed_number_stays_fixed():
     loader = DataLoader(Numbers(8), num_workers=2)
-    assert loader._options.autoscale is loader._history.staffing is None
+    assert loader._options.autoscale is loader._history.autoscale is None
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_the_papers_constants_can_be_chosen():
         4,
         num_workers=AutoScale(start=2, max=4, controller=mine),
     )
-    staffing = loader._history.staffing
+    staffing = loader._history.autoscale
     assert staffing.controller == "paper"
     settings = staffing.settings
     assert (settings.least, settings.most, settings.alpha, settings.beta) == (1, 4, 0.5, 3)

@@ -107,7 +107,7 @@ class Setting:
         self.meters = Meters(0)
         ledger = self.bench.ledger
 
-        def read_keys(batch: int, k: int, count: int) -> list[Any]:
+        def read_indices(batch: int, k: int, count: int) -> list[Any]:
             offset = ledger.describe(batch)[6]
             if offset:
                 return list(self.bench.keys.kept[offset][k : k + count])
@@ -125,7 +125,7 @@ class Setting:
             fetcher,
             self.runner,
             self.sink,
-            read_keys,
+            read_indices,
         )
         self.bench.begin(batches)
 

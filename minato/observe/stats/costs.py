@@ -112,7 +112,7 @@ class CostStats:
 
         Args:
             key: The result of :func:`fingerprint`.
-            recent: Total times to start the next run with (``TimeoutPolicy.recent``); by default those of the run.
+            recent: Total times to start the next run with (``SlowThreshold.recent``); by default those of the run.
         """
         content = {
             "format": [_FORMAT, NBYTES],

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from minato._core.histogram import NBYTES, Histogram
 from minato.observe.stats.costs import CostStats, Meters, fingerprint
 from minato.observe.stats.histograms import Summary, from_words, merged, share_above, to_words
-from minato.scheduling.slow_threshold import TimeoutPolicy
+from minato.scheduling.slow_threshold import SlowThreshold
 from tests.datasets import Numbers, double, plus_one
 
 STEPS = ("Crop", "Flip")
@@ -217,7 +217,7 @@ def check_cost_history(content: str | bytes, folder: Path) -> None:
         return
     profile, recent = kept
     profile.summary()
-    policy, times = TimeoutPolicy(None, recent), Histogram()
+    policy, times = SlowThreshold(None, recent), Histogram()
     for _ in range(200):
         times.record(1000)
         if policy.due(times.count):

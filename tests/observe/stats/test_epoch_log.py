@@ -10,7 +10,7 @@ from minato.observe.stats.epoch_log import EpochLog, Timeline
 from minato.observe.stats.slowest import SlowSample
 from minato.observe.stats.snapshot import LoaderSnapshot, MachineSnapshot, Metrics, WorkerActivity
 from minato.sampling.coverage import Progress
-from minato.scheduling.slow_threshold import Decision
+from minato.scheduling.slow_threshold import ThresholdDecision
 
 MACHINE = MachineSnapshot({"disk_read_bytes": 9}, 5, 10, (("A", 7),))
 STANDING = LoaderSnapshot(2, 4, 1, 6, 1000, 10_000)
@@ -41,7 +41,7 @@ class MetricsSource:
         return [5]
 
     def decision(self) -> Any:
-        return Decision(0, 0.0, 0.0, "uniform")
+        return ThresholdDecision(0, 0.0, 0.0, "uniform")
 
 
 def epoch(journal: EpochLog, source: MetricsSource, number: int, batches: int) -> None:

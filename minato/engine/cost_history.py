@@ -9,10 +9,10 @@ from minato.engine.plan import Pipeline
 from minato.errors import MinatoWarning
 from minato.observe.stats.costs import CostStats, fingerprint
 
-__all__ = ["ProfileStore"]
+__all__ = ["CostHistoryStore"]
 
 
-class ProfileStore:
+class CostHistoryStore:
     """A folder with a profile for each dataset, list of transforms and machine.
 
     Args:
@@ -22,7 +22,7 @@ class ProfileStore:
 
     def __init__(self, folder: str, pipeline: Pipeline) -> None:
         self._folder = folder
-        self._key = fingerprint(pipeline.dataset, pipeline.chain.steps)
+        self._key = fingerprint(pipeline.dataset, pipeline.transforms.steps)
 
     def costs(self) -> Histogram | None:
         """Costs of samples in the latest run; None if there is no profile of it."""
