@@ -247,7 +247,7 @@ class StopsAtThree:
 def test_batches_come_while_a_stuck_worker_is_asked_for_its_stack(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked, real = [], StackFile.ask
+    asked, real = [], StackFile.request
 
     def request(file: StackFile, pid: int) -> Any:
         asked.append(time.monotonic())
