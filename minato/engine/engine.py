@@ -36,7 +36,7 @@ from minato.sampling.epoch import Epoch
 from minato.scheduling.assignment import AnyWorker, Assignment, RoundRobin
 from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.cost_model import EarlyStart
-from minato.sampling.dataset_state import DatasetStates
+from minato.scheduling.dataset_state import DatasetStates
 from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_threshold import SlowThreshold

@@ -18,7 +18,7 @@ from minato.observe.trace.track import Tracks
 from minato.options import FetchOptions, Options
 from minato.sampling.epoch import Epoch
 from minato.sampling.samplers import largest_batch
-from minato.sampling.dataset_state import DatasetStates
+from minato.scheduling.dataset_state import DatasetStates
 from minato.scheduling.orders import Order, make_order
 from minato.scheduling.slow_threshold import SlowThresholdSettings
 from minato.transforms.compose import Transforms

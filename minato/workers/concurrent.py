@@ -9,7 +9,7 @@ from typing import Any
 from minato._core.clock import now_ns
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.options import FetchOptions
-from minato.workers.sink import Sink
+from minato.scheduling.protocols import Sink
 from minato.transforms.compose import Transforms
 from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.hedging import Hedging

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minato._core.ledger import Ledger
-from minato.sampling.dataset_state import DatasetState
-from minato.workers.sink import Sink
+from minato.scheduling.dataset_state import DatasetState
+from minato.scheduling.protocols import Sink
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher
 

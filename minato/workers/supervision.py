@@ -30,7 +30,7 @@ from minato._system import memory_kills, memory_limit_bytes
 from minato.errors import MinatoWarning, WorkerDiedError
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.workers.sink import Sink
+from minato.scheduling.protocols import Sink
 from minato.workers.current_sample import Collation, CurrentSample
 from minato.workers.error_policy import SKIP, FailureHandler, SampleFailure
 from minato.workers.sample_timeout import SampleWatchdog
@@ -385,7 +385,7 @@ class RestartPolicy:
 
         Args:
             sample: The sample that the worker was on; None: it was on none.
-            progress: Grows with the samples that were run and the batches that were delivered. RestartPolicy between samples
+            progress: Grows with the samples that were run and the batches that were delivered. Deaths between samples
                 add up only while it stays the same: several sleeping workers may be killed at once.
             collation: The batch that it collated, if it was on no sample.
 

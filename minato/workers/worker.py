@@ -13,7 +13,7 @@ from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
 from minato._core.wait import EventCount
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.workers.sink import Sink
+from minato.scheduling.protocols import Sink
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.deferral import Deferral, DeferredSample
 from minato.workers.fetch import Fetcher, StreamFetcher
