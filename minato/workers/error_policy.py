@@ -92,7 +92,7 @@ class FailureLog:
     """Counts failures, and keeps a line of JSON for each, which all workers append and the consumer reads.
 
     What is counted lies in shared memory and is exact. The lines are a convenience: where one cannot be written, it is
-    missing, a warning says why, and the run goes on.
+    missing, a warning says why, and the run continues.
 
     Args:
         path: The file, made with mode 0600 if it does not exist; None for one in memory, without tracebacks.

@@ -20,7 +20,7 @@ class ResultWriter:
 
     Args:
         number: The worker's.
-        fetcher: Whose state goes with a batch, if it keeps one.
+        fetcher: Its state, if it keeps one, is sent with the batches.
         may_skip: Whether samples may be skipped.
         slow_to_newest: Slow samples go to the newest batch, where they have no place of their own.
     """

@@ -57,12 +57,12 @@ class StageRunner:
         """Saves the randomness of the current sample; None while it is not bound to samples."""
 
     def straight(self, key: Any) -> Any:
-        """The sample of a key, not measured; a DeferredSample if it was deferred."""
+        """The sample of an index, not measured; a DeferredSample if it was deferred."""
         value = self._dataset[key]
         return self._transform(key, value, 0, 0, None, self._is_slow())
 
     def measured(self, key: Any) -> Any:
-        """The sample of a key, measured; a DeferredSample if it was deferred."""
+        """The sample of an index, measured; a DeferredSample if it was deferred."""
         cpu_ns, begin_ns = thread_time_ns(), now_ns()
         value = self._dataset[key]
         end_ns = now_ns()
