@@ -32,11 +32,11 @@ from minato.observe.stats.histograms import merged
 from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace.loop import LoopTrack
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.epoch import Epoch
 from minato.scheduling.assignment import AnyWorker, Assignment, RoundRobin
 from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.cost_model import EarlyStart
-from minato.scheduling.dataset_state import DatasetStates
 from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_threshold import SlowThreshold
@@ -181,7 +181,7 @@ class Engine:
             )
         self._dispatcher = Dispatcher(
             self.ledger,
-            gate=state.ready,
+            ready_events=state.ready,
             pool=self._pool if self._scaler is None else PolledPool(self._pool, self._scaler),
             storage=BatchStorage(arena, store, self._reader.discard),
             schedule=Schedule(window, worker.order, assignment, self._early_start),
@@ -233,7 +233,7 @@ class Engine:
             context.write_plan(arena)
         self.afterwards: list[Callable[[], object]] = []
         if prefetch.shares_budget:
-            self.afterwards.append(window.end)
+            self.afterwards.append(window.release_budget)
         if worker.dataset_states is not None:
             self.afterwards.append(worker.dataset_states.keep_present)
         if history.epoch_log is not None:
@@ -251,7 +251,7 @@ class Engine:
         """
         self._pending_error = None  # of an epoch that was abandoned
         if self._taken is not None:
-            self._dispatcher.deliver(self._taken[0])
+            self._dispatcher.returned(self._taken[0])
             self._taken = None
         self._history.engine = weakref.ref(self)
         for observer in self._observers:
@@ -259,7 +259,11 @@ class Engine:
         if self._failures is not None:
             self._failures.begin(epoch.size())
         predicted = self._dispatcher.begin(
-            batches, epoch.number, epoch.seed, epoch.expected, epoch.progress
+            batches,
+            epoch=epoch.number,
+            seed=epoch.seed,
+            predict_next=epoch.predict_next,
+            progress=epoch.progress,
         )
         if self._scaler is not None:
             self._scaler.restart()
@@ -291,13 +295,13 @@ class Engine:
                 except StopIteration as stop:
                     raise not_the_end("what the batch is made of", stop) from stop
             except BaseException:
-                self._dispatcher.done(item, used_bytes)
+                self._dispatcher.read(item, used_bytes)
                 try:
                     self._prepare(item)
                 finally:
                     self._returned(item, used_bytes)
                 raise
-            self._dispatcher.done(item, used_bytes)
+            self._dispatcher.read(item, used_bytes)
             self._taken = item, used_bytes, batch
             # User functions may be interrupted in here: then the next call returns the batch.
             self._prepare(item)
@@ -331,7 +335,7 @@ class Engine:
                 observer.finish()
             raise
         if self._failures is not None:
-            self._failures.finished += len(item.keys)
+            self._failures.finished += len(item.indices)
         return item
 
     def _prepare(self, item: OpenBatch) -> None:
@@ -343,9 +347,9 @@ class Engine:
 
     def _returned(self, item: OpenBatch, used_bytes: int) -> None:
         """Record that ``next`` returns a batch, or raises its error."""
-        self._dispatcher.deliver(item)
+        self._dispatcher.returned(item)
         if self._observers:
-            samples = item.keys[0] if self.plan.worker.pipeline.streams else len(item.keys)
+            samples = item.indices[0] if self.plan.worker.pipeline.streams else len(item.indices)
             for observer in self._observers:
                 observer.leave(samples, used_bytes, self._snapshot)
 
@@ -446,15 +450,15 @@ class Engine:
 def _window(plan: Plan) -> PrefetchWindow:
     """How many batches may be open."""
     worker, prefetch = plan.worker, plan.prefetch
+    reads = plan.pool.first * worker.fetching.concurrency
     return PrefetchWindow(
         plan.pool.first,
-        prefetch.batches,
-        prefetch.budget_bytes,
-        # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
-        # delivered by then: else nothing would keep it from being in time.
-        None if worker.order.keeps_places else worker.order.max_lag,
-        # Batches that hold as many samples as all workers read at once.
-        -(-plan.pool.first * worker.fetching.concurrency // prefetch.largest_batch),
-        worker.fetching.slow_start,
-        prefetch.shares_budget,
+        fixed=prefetch.batches,
+        budget_bytes=prefetch.budget_bytes,
+        # A sample gets a place in the batch max_lag after its own when that batch is opened. By then, its own batch
+        # must have been returned: until then, the sample is not late.
+        max_batches=None if worker.order.keeps_places else worker.order.max_lag,
+        concurrent_batches=-(-reads // prefetch.largest_batch),
+        slow_start=worker.fetching.slow_start,
+        shares=prefetch.shares_budget,
     )

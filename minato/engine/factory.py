@@ -138,7 +138,7 @@ class EngineFactory:
             epoch.progress.part = RankProgress(len(spec.sampling.index_sampler), own)
         if spec.keeps_dataset_states:
             if not persists or before is None:
-                from minato.scheduling.dataset_state import DatasetStates
+                from minato.sampling.dataset_state import DatasetStates
 
                 lasting = spec.workers.persistent or spec.workers.count == 0
                 before = DatasetStates(spec.max_dataset_states, lasting, state)

@@ -16,9 +16,9 @@ from minato.engine.spec import LoaderSpec
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.observe.trace.track import Tracks
 from minato.options import FetchOptions, Options
+from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.epoch import Epoch
 from minato.sampling.samplers import largest_batch
-from minato.scheduling.dataset_state import DatasetStates
 from minato.scheduling.orders import Order, make_order
 from minato.scheduling.slow_threshold import SlowThresholdSettings
 from minato.transforms.compose import Transforms
@@ -285,7 +285,9 @@ class Plan:
             failures=FailureSettings(
                 policy, errors.max_failures, errors.log_path, errors.sample_timeout
             ),
-            slow=SlowThresholdSettings(options.stragglers.share, options.stragglers.after_s),
+            slow=SlowThresholdSettings(
+                percentile=options.stragglers.share, fixed_s=options.stragglers.after_s
+            ),
             profile=options.cost_history,
             timeout_s=spec.workers.timeout_s,
         )

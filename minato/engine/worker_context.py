@@ -18,7 +18,7 @@ from minato.engine.plan import WorkerPlan
 from minato.engine.shared_state import SharedLayout, SharedState
 from minato.errors import NotPicklableError
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.scheduling.dataset_state import DatasetState
+from minato.sampling.dataset_state import DatasetState
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness

@@ -1,4 +1,4 @@
-"""The facts about a loader that decide which indices it asks for, by value."""
+"""The values of a loader that decide which indices it asks for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from torch.utils.data import BatchSampler
 from minato.sampling.replay import RecordedOrder
 
 __all__ = ["SamplingSpec"]
-
-_MIXING = ("arrival", "fast_first")
-"""Orders in which samples take places in other batches than their own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +29,7 @@ class SamplingSpec:
         drop_last: An incomplete last batch is dropped.
         generator: The loader's, None for torch's default generator.
         order: ``strict``, ``batch``, ``arrival`` or ``fast_first``.
+        mixes_batches: Samples may take places in other batches than their own.
         seed: Of shuffling and samples; None: torch's generator draws it.
         has_workers: Samples are loaded outside the main process or in other threads.
         predictable: The next epoch may be prefetched if its indices are known: the workers stay, and the randomness
@@ -49,17 +47,13 @@ class SamplingSpec:
     drop_last: bool
     generator: torch.Generator | None
     order: str
+    mixes_batches: bool
     seed: int | None
     has_workers: bool
     predictable: bool
     record_order: str | None
     replay: RecordedOrder | None
     rank: str | None
-
-    @property
-    def mixes_batches(self) -> bool:
-        """Whether samples may take places in other batches than their own."""
-        return self.order in _MIXING
 
     def size(self) -> int | None:
         """Number of samples in an epoch; None if a sampler of another kind than torch's makes the batches."""

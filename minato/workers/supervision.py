@@ -29,7 +29,6 @@ from minato._system import memory_kills, memory_limit_bytes
 from minato.errors import MinatoWarning, WorkerDiedError
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.scheduling.protocols import Sink
 from minato.scheduling.wait_stats import ConsumerWait
 from minato.workers.current_sample import (
     Collation,
@@ -39,6 +38,7 @@ from minato.workers.current_sample import (
 )
 from minato.workers.error_policy import SKIP, FailureHandler, SampleFailure
 from minato.workers.sample_timeout import SampleWatchdog
+from minato.workers.sink import Sink
 
 __all__ = [
     "UNREADABLE",
