@@ -1,5 +1,6 @@
 # One environment for every target: .venv, with everything pinned in constraints.txt.
 PYTHON ?= python3
+JOBS ?= 2
 SHORT ?=
 TRAIN ?=
 
@@ -15,7 +16,7 @@ COMPILED := $(basename $(notdir $(wildcard minato/_core/_*_c.pyx)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install build test test-pure test-checked test-oldest test-matrix stress lint format docs demo data bench bench-papers bench-peers sdist wheel constraints clean
+.PHONY: help install build test test-slow test-pure test-checked test-oldest test-matrix stress lint format docs demo data bench bench-papers bench-peers sdist wheel constraints clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,22 +59,28 @@ $(BUILT): $(ENVIRONMENT) $(CORE)
 	@touch $@
 
 # A process that has imported large libraries forks slowly, and most tests fork.
-LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/test_latency.py tests/test_demo.py \
+LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/behaviour/test_latency.py tests/demo \
     tests/bench/test_commands.py tests/bench/test_workloads.py
 
 # Ray changes the process that it runs in: signal handlers, threads.
-RAY := tests/test_ray.py
+RAY := tests/ray
+
+# Each process takes a contiguous share of the tests, so that most fixtures of a module are made once.
+PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist worksteal
 
 define run_tests
-	$(1) $(PY) -m pytest -m "not stress" $(LARGE_IMPORTS:%=--ignore=%) --ignore=$(RAY)
-	$(1) $(PY) -m pytest -m "not stress" $(LARGE_IMPORTS)
-	$(1) $(PY) -m pytest -m "not stress" $(RAY)
+	$(1) $(PYTEST) -m "not slow and not stress" $(LARGE_IMPORTS:%=--ignore=%) --ignore=$(RAY)
+	$(1) $(PYTEST) -m "not slow and not stress" --dist loadfile $(LARGE_IMPORTS)
+	$(1) $(PY) -m pytest -m "not slow and not stress" $(RAY)
 endef
 
-test: build  ## run the whole test-suite; random kills have a target of their own: stress
+test: build  ## run the tests but the slow and the random ones (JOBS=2: in two processes)
 	$(call run_tests)
 
-test-pure: install  ## the whole test-suite again, with the pure-Python core
+test-slow: build  ## the tests that take more than five seconds
+	$(PYTEST) -m "slow and not stress"
+
+test-pure: install  ## the same as test, with the pure-Python core
 	$(call run_tests,MINATO_NO_EXTENSIONS=1)
 
 # In a directory of its own: the modules that are in use stay as they are.
@@ -92,8 +99,8 @@ test-matrix: test-oldest  ## the same with the newest of all, on Python 3.12 and
 	.ci/versions 3.12
 	.ci/versions 3.13
 
-stress: build  ## random kills and long runs (SHORT=1: 8 s a test instead of 300 s)
-	$(PY) -m pytest -m stress -o faulthandler_timeout=1200 --stress-s $(if $(SHORT),8,300)
+stress: build  ## random kills and long runs (SHORT=1: 4 s a test instead of 300 s)
+	$(PY) -m pytest -m stress -o faulthandler_timeout=1200 --stress-s $(if $(SHORT),4,300)
 
 lint: build  ## ruff, cython-lint, mypy, stubtest, Cython's performance hints
 	$(PY) -m ruff check
@@ -102,7 +109,7 @@ lint: build  ## ruff, cython-lint, mypy, stubtest, Cython's performance hints
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml --ignore-disjoint-bases \
 	    --allowlist tests/stubtest-allowlist.txt $(COMPILED:%=minato._core.%)
-	$(PY) -m pytest -q tests/test_sourcecode.py
+	$(PY) -m pytest -q tests/project/test_sourcecode.py
 
 format: $(INSTALLED)  ## let ruff rewrite the Python files
 	$(PY) -m ruff check --fix

@@ -43,7 +43,7 @@ HEAD = """\
 
 Written by `python -m bench.ablation`. All loaders of a table get the same dataset object, transforms and, unless their
 name says otherwise, number of workers; everything else stays at its default. Loaders take turns; every sample is
-checked. Figures are medians of {repeats} runs, with the least and the greatest in brackets; start of the workers
+checked. Figures are medians of {repeats} runs, with the minimum and maximum in brackets; start of the workers
 included. *Ideal*: all work divided by the workers, or the consumer's own time if that is longer.
 """
 MECHANISMS = """\

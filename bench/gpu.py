@@ -45,12 +45,12 @@ Written by `python -m bench.gpu`. {where}
 
 {what} {how} Loaders in turn, each with {workers} workers; every sample is checked. *Ideal*: all samples divided by the
 workers, or all steps on a batch that is on the device already, if they take longer. *Waited*: steps whose `next()` took
-more than {waited:g} ms. *Idle*: share of the time in which no kernel ran (NVML, 10 Hz). *Beside*: share of the time of
+more than {waited:g} ms. *Idle*: share of the time in which no kernel ran (NVML, 10 Hz). *Overlap*: share of the time of
 copies to the GPU in which a kernel ran; *rate*: bytes copied in that time (trace). *Plain*: the rate of nothing but
 copies of as much as such a batch holds, from memory that torch has pinned.
 """
 NO_GPU = """\
-There was no GPU: small networks and data, trained on the processor that serves the workers, too. This says nothing
+There was no GPU: small networks and data, trained on the CPU that also serves the workers. This says nothing
 about a GPU."""
 
 INTERVAL_S = 0.1
@@ -96,7 +96,7 @@ class Utilisation:
 
 
 class Copies(NamedTuple):
-    """Copies from main memory to the GPU, by a trace; NaN without any.
+    """Copies from host memory to the GPU, by a trace; NaN without any.
 
     Attributes:
         beside: Share of their time in which a kernel was running.
@@ -141,7 +141,7 @@ def copies_among(events: Iterable[dict[str, Any]]) -> Copies:
 
 
 def plain_copies(nbytes: int, device: torch.device) -> Copies:
-    """Copies of so many bytes from memory that torch has pinned, one after the other."""
+    """Copies of ``nbytes`` from memory that torch has pinned, one after the other."""
     pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def run() -> None:
@@ -444,7 +444,7 @@ def main(arguments: list[str] | None = None) -> int:
             waited=1e3 * WAITED_S,
         )
     )
-    head = ["network", "loader", "epoch (s)", "efficiency", "waited (%)", "idle (%)", "beside (%)"]
+    head = ["network", "loader", "epoch (s)", "efficiency", "waited (%)", "idle (%)", "overlap (%)"]
     head += ["rate (GB/s)", "memory on the GPU (MiB)"]
     lines = []
     for training in chosen:

@@ -1,4 +1,4 @@
-"""The commonest job: decode JPEGs, crop, flip, normalise, with two worker processes and nothing else to do."""
+"""The most common job: decode JPEGs, crop, flip, normalise, with two worker processes and nothing else to do."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ ROW = Row(
     epochs=2,
 )
 HEAD = """\
-# The commonest job
+# JPEGs: the most common job
 
 Written by `python -m bench.jpegs`: JPEGs are decoded, cropped, flipped and normalised, with two worker processes and
 nothing else to do. All loaders get the same dataset object; everything else stays at its default. Loaders take turns;
-every sample is checked. Figures are medians of {repeats} repeats, with the least and the greatest in brackets. *Ideal*:
+every sample is checked. Figures are medians of {repeats} repeats, with the minimum and maximum in brackets. *Ideal*:
 the calls of `dataset[i]` alone, divided by the workers.
 
 ## Result

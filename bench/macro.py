@@ -31,7 +31,7 @@ Written by `python -m bench.macro`; `bench/README.md` states the question of eac
 Every loader gets the same dataset object, number of workers, `persistent_workers` and shuffles, and every other
 argument at its default. Within one repeat the loaders of a row run one after the other, each time starting with a
 different one. Every run is checked: each sample exactly once, in order where promised. Figures are medians of {repeats}
-repeats, with the least and the greatest in brackets. A ratio compares runs of the same repeat.
+repeats, with the minimum and maximum in brackets. A ratio compares runs of the same repeat.
 
 * *Ideal* of sleeping work: all sleep split evenly over the workers, or the consumer's own time if that is longer. Of
   tensors: copying every sample once, warm, by one process, into one recycled batch; two workers can in principle beat
@@ -238,7 +238,7 @@ def draw(results: Sequence[RowResult], conditions: Mapping[str, str], path: Path
     )
     note = (
         f"{conditions['cpu']}, {conditions['usable cores']} cores, torch {conditions['torch']}; the same workers for "
-        "every loader; bars are medians, lines the least and the greatest; minato with seed= in groups 2 and 3"
+        "every loader; bars are medians, lines the minimum and maximum; minato with seed= in groups 2 and 3"
     )
     chart.bars(panels, BARS, note, path)
 

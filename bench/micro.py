@@ -1,4 +1,4 @@
-"""The compiled core against its pure twin: ns per operation of each module, in one process."""
+"""The compiled core against its pure Python form: ns per operation of each module, in one process."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.modules or MODULES:
         found += lines(name, measure(name, backends, rounds, round_s), columns)
         page.say(f"{name}: done")
-    page.add("# The compiled core against its pure twin\n")
+    page.add("# The compiled core against its pure Python form\n")
     page.add("Written by `python -m bench.micro`: ns per operation, the best of several rounds.\n")
     page.add("## Figures\n")
     page.add(report.table(["module", "operation", *columns, "pure / compiled"], found))

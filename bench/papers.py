@@ -44,7 +44,7 @@ Written by `python -m bench.papers`, with the data that `make data` fetches. The
 in `bench/workloads`, on other data: volumes of the head, photographs and spoken phrases that packages ship; a GPU is
 replaced by a loop that sleeps. All loaders get the same dataset object, transforms, workers and order; each sample must
 come exactly once, and in order where that is promised. Times are medians of {repeats} runs, loaders in turn, with the
-least and the greatest in brackets.
+minimum and maximum in brackets.
 """
 
 
@@ -566,8 +566,8 @@ half of an epoch, 50 % without bias.
         "Costs that decisions make (SpeedyLoader's comparison)",
         """\
 Ranks with 30 workers each, as theirs. A sample sleeps for half of what its random decisions cost by their table 1,
-drawn anew in each epoch. The ranks share the samples and take each step together; a step takes as long as the workers
-need for a batch in the mean. Batches that would be incomplete are left out; workers persist.
+drawn again in each epoch. The ranks share the samples and take each step together; a step takes as long as the workers
+need for a batch on average. Incomplete batches are left out; workers persist.
 """,
         speedy,
     ),

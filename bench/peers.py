@@ -57,21 +57,21 @@ Written by `make bench-peers`; `bench/peers.py` has a few lines for each loader,
 own documentation gives for a dataset like this. Each runs in an environment and a process of its own, with as many
 workers (processes or threads) as the others; rows, bounds, clocks and checks are those of the [engine
 benchmark](engine.md), and here too every sample must come exactly once and unchanged. Within a repeat the loaders run
-one after the other, each time starting with a different one. Figures are medians of {repeats} repeats, with the least
-and the greatest in brackets.
+one after the other, each time starting with a different one. Figures are medians of {repeats} repeats, with the minimum
+and maximum in brackets.
 
 The samples of the first rows sleep, as if they waited for a network. That releases the interpreter's lock, so threads
-are as good as processes there, and start at once; on work that holds the lock they would wait for each other. In
-`image` and `vector` there is next to no work, and what is seen is the loader itself: threads need not move
-anything from one process to another. That they start at once is most of what loaders with threads gain over minato's
-processes: twelve forks take about 70 ms here, also where the processes are bare (see the engine benchmark). minato
-has threads as well, and takes processes by default, as torch does, because most transforms hold the lock.
+are as good as processes there, and start immediately; on work that holds the lock they would wait for each other. In
+`image` and `vector` there is almost no work, and the figures show the loader itself: threads move
+nothing between processes. The quick start is most of the gain of loaders with threads over minato's
+processes: twelve forks take about 70 ms here, also for bare processes (see the engine benchmark). minato
+also has threads, and uses processes by default, as torch does, because most transforms hold the lock.
 
 WebDataset and LitData read formats of their own through the worker processes of torch's `DataLoader` and schedule as
 it does: for a map-style dataset there is nothing of theirs to measure. `shards` is WebDataset's format, tar files
 that it reads from front to back; the others ask for single samples of the same files, so that they can shuffle them.
-LitData's format nobody else reads, so it would be measured on other files. Ray Data takes part in one row only,
-because it starts a process for each worker that imports everything anew, which takes minutes on two cores.
+Only LitData reads its format, so it would be measured on other files. Ray Data takes part in one row only,
+because it starts a process per worker that imports everything again, which takes minutes on two cores.
 """
 
 
@@ -204,7 +204,7 @@ def _torchdata(
 
 @dataclass
 class _Orders:
-    """The indices of one epoch after the other; SPDL iterates over it anew for each."""
+    """The indices of one epoch after the other; SPDL iterates over it again for each."""
 
     work: Any
     shuffle: bool
@@ -274,8 +274,8 @@ def _grain(work: Any, arguments: dict[str, Any], seed: int, *, threads: bool) ->
     import grain
 
     workers = arguments["num_workers"]
-    # What lies in memory is best read without threads, says its documentation; and in processes no more samples shall
-    # run at once than elsewhere.
+    # What lies in memory is best read without threads, says its documentation; and in processes no more samples may
+    # run concurrently than elsewhere.
     num_threads = (workers if threads else 1) if isinstance(work, SleepingWork) else 0
 
     def begin(epoch: int) -> Any:
@@ -543,7 +543,7 @@ PEERS = {
         ("webdataset",),
         (SHARDS.name,),
     ),
-    # It starts a process per worker that imports torch and pyarrow anew: minutes a row, on two cores.
+    # It starts a process per worker that imports torch and pyarrow again: minutes a row, on two cores.
     "ray": Peer(
         (_one("ray", "Ray Data", _ray, keeps_order=False),),
         ("ray[data]==2.60.0", "pydantic==2.12.3"),

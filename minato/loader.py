@@ -566,11 +566,14 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
         return (History.of if self._session is None else self._session.history)(self._spec())
 
-    def _inspector(self) -> Inspector:
+    def _inspector(self, spec: LoaderSpec | None = None) -> Inspector:
         from minato.engine.inspector import Inspector
 
         return Inspector(
-            self._spec(), history=self._history, position=self._position, session=self._session
+            spec or self._spec(),
+            history=self._history,
+            position=self._position,
+            session=self._session,
         )
 
     def _get_iterator(self) -> TorchIterator:
@@ -589,12 +592,20 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         from minato.workers.signals import keep_raised
 
         keep_raised()
-        self._check_workers()
-        self._inspector().open_views()
-        return self._batch_iterator(self._engines, self._history, DataLoader._begin_epoch)
+        spec = self._spec()
+        self._check_workers(spec)
+        self._inspector(spec).open_views()
+        first = [spec]  # built once: it takes as long as a very small batch
 
-    def _check_workers(self) -> None:
-        if is_iterable(self) and self._spec().in_threads:
+        def begin_epoch(loader: DataLoader[Any]) -> Epoch:
+            spec = first.pop() if first else loader._spec()
+            persists = loader._iterator is not None
+            return loader._engines.epoch(spec, loader._position, persists=persists)
+
+        return self._batch_iterator(spec, self._engines, self._history, begin_epoch)
+
+    def _check_workers(self, spec: LoaderSpec) -> None:
+        if spec.sampling.streams and spec.in_threads:
             raise ValueError(
                 "worker threads cannot split an iterable dataset, which does so by torch's get_worker_info() and that "
                 "knows processes only: use workers='process', and no multiprocessing_context that starts threads"
@@ -602,12 +613,12 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if self.num_workers > 0 and self._options.worker_kind != "ray":
             self.check_worker_number_rationality()
 
-    def _begin_epoch(self) -> Epoch:
-        persists = self._iterator is not None
-        return self._engines.epoch(self._spec(), self._position, persists=persists)
-
     def _batch_iterator(
-        self, engines: EngineFactory, history: History, begin_epoch: Callable[[Any], Epoch]
+        self,
+        spec: LoaderSpec,
+        engines: EngineFactory,
+        history: History,
+        begin_epoch: Callable[[Any], Epoch],
     ) -> BatchIterator:
         """An iterator; neither it nor its engine refers to this loader.
 
@@ -616,7 +627,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """
         from minato.delivery.iterator import BatchIterator
 
-        make_source = functools.partial(engines.source, self._spec(), history)
+        make_source = functools.partial(engines.source, spec, history)
         may_pin = self._options.target is None
         if self._session is not None:
             return BatchIterator(self, make_source, begin_epoch, may_pin)
@@ -627,7 +638,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """Batches of an epoch that changes nothing of this loader."""
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             return super()._get_iterator()
-        self._check_workers()
+        spec = self._spec()
+        self._check_workers(spec)
         engines, history = self._engines.fresh(traced=False), self._fresh_history()
         position = self._position.without_state()
 
@@ -638,7 +650,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if self.generator is not None:
             generators.append(self.generator)
         states = [each.get_state() for each in generators]
-        batches = self._batch_iterator(engines, history, begin_epoch)
+        batches = self._batch_iterator(spec, engines, history, begin_epoch)
         for each, state in zip(generators, states, strict=True):
             each.set_state(state)
         return batches

@@ -7,11 +7,12 @@ import faulthandler
 import gc
 import importlib.metadata
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import current_process, forkserver, resource_tracker, set_forkserver_preload
 from pathlib import Path
 
 import psutil
@@ -20,9 +21,9 @@ import pytest
 from tests.sources import servers
 
 SHARED_MEMORY = Path("/dev/shm")
-LEFTOVER_GRACE_S = 2.0
+LEFTOVER_GRACE_S = 10.0
 """How long a test's processes and threads may take to end once the test has returned."""
-KILL_GRACE_S = 1.0
+KILL_GRACE_S = 5.0
 """How long processes that failed tests have left may take to end at the end of all tests."""
 EXIT_LIMIT_S = 60.0
 """How long the interpreter may take to end after the last test."""
@@ -48,6 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
+    # Workers of a fork server are forked with everything imported: a second less for each.
+    set_forkserver_preload(["minato", "tests.parity.material"])
+    # Names of semaphores say which tests made them, where several run at once.
+    current_process()._config["semprefix"] = f"/mp-{os.getpid()}"  # type: ignore[attr-defined]
     # A shell lets what it starts in the background ignore Ctrl-C, and so would all that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -60,9 +65,13 @@ def pytest_report_header() -> str:
     return f"minato: {kind} core ({reason}), torch {torch_version}, {os.cpu_count()} CPUs"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     stress_s = config.getoption("--stress-s")
     for item in items:
+        # Each spawned worker imports torch. Tests without this parameter cover spawning in `make test`.
+        if "spawn" in _parameters(item):
+            item.add_marker("slow")
         if item.get_closest_marker("stress") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3 * stress_s + 60))
     if config.getoption("--no-extensions"):
@@ -72,8 +81,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_compiled(item: pytest.Item) -> bool:
+    return "compiled" in _parameters(item)
+
+
+def _parameters(item: pytest.Item) -> list[str]:
     callspec = getattr(item, "callspec", None)
-    return callspec is not None and "compiled" in callspec.id.split("-")
+    return [] if callspec is None else callspec.id.split("-")
 
 
 @pytest.fixture
@@ -170,7 +183,10 @@ def _shared_memory() -> set[str]:
 
 
 def _is_ours(name: str) -> bool:
-    """Tell whether an entry of ``/dev/shm`` exists and is mapped by no process but ours."""
+    """Tell whether an entry of ``/dev/shm`` exists, is mapped by no process but ours, and not made by other tests."""
+    maker = re.match(r"sem\.mp-(\d+)-", name)
+    if maker and int(maker[1]) != os.getpid():
+        return False
     path = str(SHARED_MEMORY / name)
     ours = {os.getpid(), *_processes()}
     for pid in psutil.pids():

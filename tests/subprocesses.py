@@ -15,7 +15,7 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = Path(__file__).parent / "isolated"
-TIMEOUT_S = 50
+TIMEOUT_S = 100
 
 
 def command(script: str, *arguments: object) -> list[str]:

@@ -438,7 +438,7 @@ def test_the_end_of_a_block_ends_the_workers(persistent: bool) -> None:
     with pytest.raises(RuntimeError, match=r"was closed .*: call iter\(loader\) to start again"):
         next(iterator)
     loader.close()
-    assert loader.report().run.batches.batches == 1
+    assert loader.report().run.throughput.batches == 1
     assert batch.tolist() == [0, 1]
     assert flat(indices(loader)) == list(range(40))
 

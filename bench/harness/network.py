@@ -24,8 +24,8 @@ class Link:
         bandwidth: Bytes per second towards the client that all connections have together; None: no limit.
         own_bandwidth: The same of a connection that is neither better nor worse than the others, behind the common
             part; None: no limit.
-        spread: The worst connections have so many times the round-trip time of the best ones, and such a part of their
-            own bandwidth, around those of the middle.
+        spread: Ratio of the round-trip times, and of the own bandwidths, of the worst and the best connections, around
+            those of the middle.
         swing: Share by which these rise and fall in each connection, each at its own moment.
         period_s: How long such a rise and fall takes.
     """

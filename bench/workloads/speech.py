@@ -1,4 +1,4 @@
-"""Speech: from a recorded clip to stacked filter banks, and steps that stand for dearer work.
+"""Speech: from a recorded clip to stacked filter banks, and steps that simulate more expensive work.
 
 The order is the paper's, with ``SpecAugment`` before ``FilterBank``: it makes the spectrogram and masks it.
 """

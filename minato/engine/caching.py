@@ -19,7 +19,7 @@ __all__ = ["check_cache", "wrap_dataset"]
 def check_cache(
     cache: Cache,
     options: Options,
-    chain: Transforms,
+    transforms: Transforms,
     dataset: Any,
     num_workers: int,
     persistent_workers: bool,
@@ -53,15 +53,15 @@ def check_cache(
             f"{cache!r} belongs to one process, and the worker processes of each epoch are new ones: use a DiskCache, "
             "persistent_workers=True or workers='thread'"
         )
-    if cache.after is not None and cache.after > len(chain):
+    if cache.after is not None and cache.after > len(transforms):
         raise ValueError(
-            f"after={cache.after} of the cache is more than the {len(chain)} transforms of the loader"
+            f"after={cache.after} of the cache is more than the {len(transforms)} transforms of the loader"
         )
 
 
-def wrap_dataset(cache: Cache, dataset: Any, chain: Transforms) -> tuple[Any, Transforms]:
+def wrap_dataset(cache: Cache, dataset: Any, transforms: Transforms) -> tuple[Any, Transforms]:
     """The dataset that workers read, with the cached transforms in it, and the transforms that are left."""
-    cut = len(chain) if cache.after is None else cache.after
-    return CachedDataset(dataset, chain.steps[:cut], cache, generators_created), Transforms(
-        chain.steps[cut:]
+    cut = len(transforms) if cache.after is None else cache.after
+    return CachedDataset(dataset, transforms.steps[:cut], cache, generators_created), Transforms(
+        transforms.steps[cut:]
     )

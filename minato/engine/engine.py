@@ -53,7 +53,7 @@ _READ_COSTS_EVERY_NS = 10_000_000
 _READ_COSTS_SHARE = 500
 """Costs are read again after this time, and after this multiple of the time that the last reading took."""
 _BATCH_RECORDS = 2048
-_BATCH_RECORDS_IN_LINE = 64
+_BATCH_RECORDS_IN_MAIN_PROCESS = 64
 _POSITIONS = 1 << 16
 """Samples that can be in flight: 4 MiB of ledger, whose pages are touched as they are used."""
 
@@ -107,7 +107,7 @@ class Engine:
                 history.costs = self._profiles.costs()
         state = SharedState.create(
             num_workers=worker.count,
-            records=_BATCH_RECORDS_IN_LINE if worker.in_main_process else _BATCH_RECORDS,
+            records=_BATCH_RECORDS_IN_MAIN_PROCESS if worker.in_main_process else _BATCH_RECORDS,
             positions=max(_POSITIONS, 1 << (4 * prefetch.largest_batch - 1).bit_length()),
             num_steps=len(worker.pipeline.transforms),
             shared=worker.in_processes,
@@ -119,10 +119,10 @@ class Engine:
             state.layout,
             arena.segment,
             store,
-            habits=history.habits if worker.in_main_process else None,
+            cost_estimate=history.cost_estimate if worker.in_main_process else None,
             policy=plan.failures.policy,
         )
-        state.active.want(worker.count)
+        state.active.set_count(worker.count)
         self.meters = [state.meters(number) for number in range(worker.count)]
         self._profile = CostStats(worker.pipeline.transforms.names)
         window = _window(plan)
@@ -130,8 +130,8 @@ class Engine:
         restart_policy = RestartPolicy(
             pool.restarts, settles, OomBackoff(window) if worker.in_processes else None
         )
-        flow = ConsumerWait()
-        self._pool = make_pool(plan, context, state, restart_policy, flow)
+        wait_stats = ConsumerWait()
+        self._pool = make_pool(plan, context, state, restart_policy, wait_stats)
         reader = (make_reader or BatchReader)(self.ledger, arena, store)
         self._observers: list[EpochLog | LoopTrack] = []
         if history.epoch_log is not None:
@@ -158,14 +158,14 @@ class Engine:
                 self._early_start.mean_ns = history.costs.mean
         self._scaler: Scaler | None = None
         if history.autoscale is not None and not worker.in_main_process:
-            flow.watched, times = True, [meters.total for meters in self.meters]
+            wait_stats.watched, times = True, [meters.total for meters in self.meters]
             self._scaler = Scaler(
                 history.autoscale,
                 worker.count,
                 self._pool,
                 state.active,
                 window,
-                flow,
+                wait_stats,
                 self.ledger,
                 times,
                 None if self._early_start is None else self._early_start.resize,
@@ -192,7 +192,7 @@ class Engine:
                 drop_short=worker.pipeline.drop_last,
                 trace_wait_as="load" if worker.in_main_process else "wait",
             ),
-            wait_stats=flow,
+            wait_stats=wait_stats,
             tracer=tracer,
         )
         self._current_sample = functools.partial(
@@ -219,7 +219,7 @@ class Engine:
             self.meters,
             self._profile,
             window,
-            flow,
+            wait_stats,
             state.active,
             self.slow_threshold,
             restart_policy,

@@ -37,7 +37,7 @@ class History:
         cost_model: Cost of each sample in earlier epochs.
         costs: Costs of recent samples, in ns.
         decision: The latest decision on which samples are slow.
-        habits: The cost estimate of the worker in the main process.
+        cost_estimate: The cost estimate of the worker in the main process.
         autoscale: The number of active workers; None: all are active.
         epoch_log: The log of epochs from which reports are made; None: nothing is measured.
         engine: A weak reference to the newest engine.
@@ -46,7 +46,7 @@ class History:
     cost_model: CostModel = field(default_factory=CostModel)
     costs: Histogram | None = None
     decision: ThresholdDecision = SlowThreshold().decision
-    habits: CostEstimate = field(default_factory=CostEstimate)
+    cost_estimate: CostEstimate = field(default_factory=CostEstimate)
     autoscale: AutoscaleState | None = None
     epoch_log: EpochLog | None = None
     engine: Callable[[], RunningEngine | None] = _no_engine

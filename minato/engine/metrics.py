@@ -39,8 +39,8 @@ class EngineMetrics:
     meters: Sequence[Meters]
     profile: CostStats
     window: PrefetchWindow
-    flow: ConsumerWait
-    roster: ActiveWorkers
+    wait_stats: ConsumerWait
+    active_workers: ActiveWorkers
     slow_threshold: SlowThreshold
     restart_policy: RestartPolicy
     failures: FailureCount | None
@@ -60,7 +60,7 @@ class EngineMetrics:
         self.profile.update(self.meters)
         worked = [self.ledger.activity(worker) for worker in range(len(self.meters))]
         counts = Counter(
-            slept_ns=self.flow.waited_ns,
+            slept_ns=self.wait_stats.waited_ns,
             deaths=self.restart_policy.total,
             ran_ns=self.usage.ran_ns,
             queued_ns=self.usage.queued_ns,
@@ -82,7 +82,7 @@ class EngineMetrics:
         """
         window = self.window
         return LoaderSnapshot(
-            self.roster.wanted,
+            self.active_workers.count,
             in_flight,
             ready,
             window.limit,

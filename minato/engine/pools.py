@@ -32,7 +32,7 @@ def make_pool(
     context: WorkerContext,
     state: SharedState,
     restart_policy: RestartPolicy,
-    flow: ConsumerWait,
+    wait_stats: ConsumerWait,
 ) -> WorkerPool:
     """The workers that a plan asks for, not yet started."""
     work, ledger, ready = plan.worker, state.ledger, state.ready
@@ -50,13 +50,13 @@ def make_pool(
 
     def stop() -> None:
         ledger.shut_down()
-        state.active.dismiss()
+        state.active.wake_inactive()
 
     def may_leave(number: int) -> bool:
         return ledger.draining and not ledger.owns(number)
 
     def wanted(number: int, parent_lives: Callable[[], bool]) -> bool:
-        return state.active.stand_by(
+        return state.active.wait_until_active(
             number, lambda: ledger.stopping or ledger.draining, parent_lives
         )
 
@@ -87,7 +87,7 @@ def make_pool(
         sink,
         work.count,
         restart_policy,
-        flow,
+        wait_stats,
         watchdog,
         plan.failures.policy,
         work.tracer,

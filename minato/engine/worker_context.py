@@ -45,7 +45,7 @@ class WorkerContext:
         arena: Memory of the batches.
         written_plan: Where in the arena the pickled plan is, if it was written there.
         stacks: Where stuck workers write their stacks.
-        habits: The cost estimate of the worker in the main process, kept for the next engine's.
+        cost_estimate: The cost estimate of the worker in the main process, kept for the next engine's.
         policy: What happens to samples that raise; not in the plan, because only a starting child can get its log.
     """
 
@@ -55,7 +55,7 @@ class WorkerContext:
     store: Store
     written_plan: tuple[int, int] | None = None
     stacks: StackFile | None = None
-    habits: CostEstimate | None = None
+    cost_estimate: CostEstimate | None = None
     policy: FailureHandler | None = None
 
     def write_plan(self, arena: Arena) -> None:
@@ -141,17 +141,17 @@ class WorkerContext:
             return SampleRandomness(seed, bind_globals=bind, owned=owned)
 
         lease, meters = ledger.lease_words(number), state.meters(number)
-        dataset, chain = pipeline.dataset, pipeline.transforms
+        dataset, transforms = pipeline.dataset, pipeline.transforms
         reads: Reads | None = None
         if actor is not None:
             from minato.ray.reads import ActorReads
 
             reads = dataset = ActorReads(*actor, lease, meters)
-            chain = Transforms()  # the actor runs the transforms
-        roster = state.active
+            transforms = Transforms()  # the actor runs the transforms
+        active_workers = state.active
         tracer = plan.tracer(number)
         fetcher: Fetcher | StreamFetcher
-        stepper: StageRunner | None = None
+        stage_runner: StageRunner | None = None
         deferral: Deferral | None = None
         if pipeline.streams:
             initial = None if plan.dataset_states is None else plan.dataset_states.each[number]
@@ -166,39 +166,43 @@ class WorkerContext:
             )
             present: Callable[[], DatasetState | None] = fetcher.present
         else:
-            fetcher = Fetcher(dataset, chain, pipeline.batched, plan.sends_states)
+            fetcher = Fetcher(dataset, transforms, pipeline.batched, plan.sends_states)
             present = fetcher.state
         if in_main_process and plan.dataset_states is not None:
             plan.dataset_states.present = present
         if not pipeline.streams and not fetcher.takes_lists and reads is None:
             if plan.defers:
-                deferral = Deferral(ledger=ledger, meters=meters, num_workers=lambda: roster.wanted)
-            stepper = StageRunner(
+                deferral = Deferral(
+                    ledger=ledger, meters=meters, num_workers=lambda: active_workers.count
+                )
+            stage_runner = StageRunner(
                 pipeline.dataset, pipeline.transforms, lease, meters, deferral, tracer=tracer
             )
         runner = Runner(
             lease,
             make_randomness if plan.seeds_samples else None,
             meters,
-            stepper,
+            stage_runner,
             failure,
             in_main_process,
             catches,
             plan.measure,
-            self.habits,
+            self.cost_estimate,
             ledger.occurrences,
             tracer=tracer,
         )
-        leniency: SampleRetry | None = None
+        sample_retry: SampleRetry | None = None
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):
-            leniency = SampleRetry(number, self.policy, runner, fetcher, pipeline.transforms, lease)
+            sample_retry = SampleRetry(
+                number, self.policy, runner, fetcher, pipeline.transforms, lease
+            )
         make: Callable[..., Worker] = Worker
         fetching = plan.fetching
         if (fetching.at_once or reads is not None) and failure is None:
-            traffic = state.read_limit(fetching.max_in_flight)
+            read_limit = state.read_limit(fetching.max_in_flight)
             reads = reads or reads_of(dataset, fetching.concurrency)
             make = functools.partial(
-                ConcurrentWorker, reads, chain, plan.seeds_samples, traffic, fetching
+                ConcurrentWorker, reads, transforms, plan.seeds_samples, read_limit, fetching
             )
         return make(
             number,
@@ -211,7 +215,7 @@ class WorkerContext:
             deferral,
             plan.order.slow_to_newest,
             plan.round_robin,
-            leniency,
-            roster,
+            sample_retry,
+            active_workers,
             tracer=tracer,
         )

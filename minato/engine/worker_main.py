@@ -24,7 +24,7 @@ def run_worker_process(number: int, context: WorkerContext) -> None:
             context.stacks.listen()
         state = SharedState.attach(context.layout)
         ledger = state.ledger
-        if not state.active.stand_by(
+        if not state.active.wait_until_active(
             number, lambda: ledger.stopping or ledger.draining, parent_lives
         ):
             return

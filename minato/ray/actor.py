@@ -38,7 +38,7 @@ class ActorSpec:
     """
 
     dataset: Any
-    chain: Transforms
+    transforms: Transforms
     num_workers: int
     base_seed: int
     worker_init_fn: Callable[[int], None] | None
@@ -77,8 +77,8 @@ class SampleServer:
 
     def __init__(self, number: int, spec: ActorSpec) -> None:
         self._dataset = spec.dataset
-        self._steps = spec.chain.steps
-        self._roots = {"dataset": spec.dataset, **spec.chain.by_name}
+        self._steps = spec.transforms.steps
+        self._roots = {"dataset": spec.dataset, **spec.transforms.by_name}
         self._randomness: SampleRandomness | None = None
         self._rescanned = False
         self._laps = array("q", bytes(8 * len(self._steps)))

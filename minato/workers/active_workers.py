@@ -1,4 +1,4 @@
-"""How many of the workers shall work, in memory that they share; the others sleep."""
+"""The number of active workers, in shared memory; inactive workers sleep."""
 
 from __future__ import annotations
 
@@ -11,60 +11,60 @@ __all__ = ["ActiveWorkers"]
 
 _WORDS_NBYTES = SharedWords.nbytes(1)
 _PATIENCE_S = 1.0
-"""How long a worker sleeps at most before it looks whether its parent lives."""
+"""The longest sleep of an inactive worker between two checks that its parent is alive."""
 
 
 class ActiveWorkers:
-    """Workers with a number below ``wanted`` work, the others stand by.
+    """Workers with a number below ``count`` are active, the others sleep.
 
-    Processes that stand by were started before the program had threads or used a GPU, when starting them was safe.
-    They sleep on a gate of their own: on the one that working ones sleep on, they would take wake-ups from these.
+    Inactive processes start before the program has threads or uses a GPU, when a fork is safe. They sleep on an event
+    count of their own: on the one of the active workers they would consume its wake-ups.
 
     Args:
-        buffer: Writable memory that every party maps; zeros mean that nobody is wanted.
-        offset: Where the roster's ``NBYTES`` start; a multiple of 8.
-        work: The gate on which working workers sleep.
+        buffer: Writable memory that every party maps; zeros mean that no worker is active.
+        offset: Where its ``NBYTES`` start; a multiple of 8.
+        work: The event count on which active workers sleep.
     """
 
     NBYTES = 64
 
     def __init__(self, buffer: Any, offset: int, work: EventCount) -> None:
         self._words = SharedWords(buffer, offset, 1)
-        self._gate = EventCount(buffer, offset + _WORDS_NBYTES)
+        self._events = EventCount(buffer, offset + _WORDS_NBYTES)
         self._work = work
 
     @property
-    def wanted(self) -> int:
-        """How many shall work."""
+    def count(self) -> int:
+        """Number of active workers."""
         return self._words.load(0)
 
-    def want(self, count: int) -> None:
-        """Have so many work from now on; those that are too many finish what they have in hand."""
+    def set_count(self, count: int) -> None:
+        """Set the number of active workers; a worker that becomes inactive first completes what it has claimed."""
         self._words.store(0, count)
-        self._gate.notify()
-        self._work.notify()  # who sleeps there and is no longer wanted would take wake-ups from those who are
+        self._events.notify()
+        self._work.notify()  # an inactive worker that sleeps there would consume wake-ups of active ones
 
-    def dismiss(self) -> None:
-        """Wake whoever stands by, because the loader ends."""
-        self._gate.notify()
+    def wake_inactive(self) -> None:
+        """Wake the inactive workers, because the loader shuts down."""
+        self._events.notify()
 
-    def rests(self, number: int) -> bool:
-        """Whether this worker is not wanted now."""
-        return number >= self._words.load(0)
+    def is_active(self, number: int) -> bool:
+        """Whether worker ``number`` is active now."""
+        return number < self._words.load(0)
 
-    def stand_by(
+    def wait_until_active(
         self, number: int, over: Callable[[], bool], parent_lives: Callable[[], bool]
     ) -> bool:
-        """Sleep until this worker is wanted.
+        """Sleep until worker ``number`` is active.
 
         Returns:
-            False if it shall leave: the loader ends, or its process is gone.
+            False if the worker must exit: ``over()`` holds, or its parent process has ended.
         """
         while True:
-            seen = self._gate.events
-            if not self.rests(number):
+            seen = self._events.events
+            if self.is_active(number):
                 return True
             if over():
                 return False
-            if not self._gate.wait(seen, _PATIENCE_S) and not parent_lives():
+            if not self._events.wait(seen, _PATIENCE_S) and not parent_lives():
                 return False

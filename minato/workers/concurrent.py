@@ -59,9 +59,9 @@ class ConcurrentWorker(Worker):
 
     Args:
         reads: What it reads with.
-        chain: Applied to what a read gives.
+        transforms: Applied to what a read gives.
         seeds: Whether randomness is bound to the samples.
-        traffic: What all workers have under way.
+        read_limit: What all workers have under way.
         fetching: Whether stragglers are asked for again, and who is told what the reads came to.
         args, kwargs: Those of :class:`Worker`.
     """
@@ -69,16 +69,16 @@ class ConcurrentWorker(Worker):
     def __init__(
         self,
         reads: Reads,
-        chain: Transforms,
+        transforms: Transforms,
         seeds: bool,
-        traffic: SharedReadLimit,
+        read_limit: SharedReadLimit,
         fetching: FetchOptions,
         *args: Any,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._traffic = traffic
-        traffic.begin(self._number)
+        self._read_limit = read_limit
+        read_limit.begin(self._number)
         self._counters = fetching.counters
         percentile = fetching.hedge_percentile
         self._hedging = None if percentile is None else Hedging(percentile)
@@ -86,12 +86,12 @@ class ConcurrentWorker(Worker):
         self._reads = reads
         reads.on_finished = self._wake
         self.endings.append(reads.close)
-        self._transforms = chain
+        self._transforms = transforms
         self._seeds = seeds
         self._resting = False
         self._underway: dict[Read, int] = {}  # with each one's position; the oldest first
         self._lease = self._ledger.lease_words(self._number)
-        self._runner.habits.draws = True  # a sample costs far more than binding it does
+        self._runner.cost_estimate.draws = True  # a sample costs far more than binding it does
 
     @property
     def idle(self) -> bool:
@@ -154,8 +154,8 @@ class ConcurrentWorker(Worker):
             if self._claimed or not self._has_room:
                 return claimed
             # What other workers leave to this one is known before it claims, so that it keeps nothing from them.
-            room = self._traffic.take(self._number, self._reads.limit - self._reads.outstanding)
-            self._traffic.give_back(self._number, room)
+            room = self._read_limit.take(self._number, self._reads.limit - self._reads.outstanding)
+            self._read_limit.give_back(self._number, room)
             lease = (
                 self._ledger.claim(self._number, _ALL_SAMPLES if whole else room) if room else None
             )
@@ -194,9 +194,9 @@ class ConcurrentWorker(Worker):
         if not self._claimed:
             return
         wanted = len(self._claimed)
-        if not self._traffic.unlimited:  # otherwise they queue up for the threads
+        if not self._read_limit.unlimited:  # otherwise they queue up for the threads
             wanted = min(wanted, self._reads.limit - self._reads.outstanding)
-        granted = self._traffic.take(self._number, wanted) if wanted > 0 else 0
+        granted = self._read_limit.take(self._number, wanted) if wanted > 0 else 0
         for _ in range(granted):
             self._reads.submit(self._claimed.popleft())
 
@@ -205,7 +205,7 @@ class ConcurrentWorker(Worker):
         if self._hedging is None or not self._has_room:
             return None
         straggler, later_s = self._hedging.straggler(self._underway, now_ns())
-        if straggler is not None and self._traffic.take(self._number, 1):
+        if straggler is not None and self._read_limit.take(self._number, 1):
             self._hedging.spent()
             self._count(hedged=1)
             self._reads.submit(straggler.again())
@@ -225,7 +225,7 @@ class ConcurrentWorker(Worker):
 
     def _take(self, read: Read) -> None:
         """Run the transforms of a sample that was read, and deliver it."""
-        self._traffic.give_back(self._number)
+        self._read_limit.give_back(self._number)
         first = read.again_for or read
         first.attempts -= 1
         if self._hedging is not None and read is not first:
@@ -256,8 +256,8 @@ class ConcurrentWorker(Worker):
         )
         cost_ns = runner.durations[0]
         self._ledger.note_costs(position, runner.durations, len(samples))
-        if error is not None and self._leniency is not None:
-            sample, error = self._leniency.settle(position, lease.epoch, read.key, error)
+        if error is not None and self._sample_retry is not None:
+            sample, error = self._sample_retry.settle(position, lease.epoch, read.key, error)
             samples = [sample] if error is None else []
         if lease.held is not None:
             lease.held[i] = samples[0] if error is None else _Raised(error)
@@ -282,5 +282,5 @@ class ConcurrentWorker(Worker):
         if read.error is not None:
             self._lease[2] = read.step
             raise read.error
-        self._runner.go_on_asking(read.asked)
+        self._runner.set_generators_used(read.asked)
         return self._runner.transformed(read.key, read.value, read.duration_ns, self._transforms)

@@ -16,7 +16,7 @@ __all__ = ["Fetcher", "StreamEnd", "StreamFetcher"]
 
 
 class Fetcher:
-    """Gets samples from a map-style dataset and runs the chain over them.
+    """Gets samples from a map-style dataset and runs the transforms over them.
 
     Args:
         dataset: Indexed by the sampler's keys; its ``__getitems__`` is used where it has one and batches are collated
@@ -26,13 +26,13 @@ class Fetcher:
     """
 
     def __init__(
-        self, dataset: Any, chain: Transforms, batched: bool, keeps_state: bool = False
+        self, dataset: Any, transforms: Transforms, batched: bool, keeps_state: bool = False
     ) -> None:
         self._dataset = dataset
-        self._run = chain.run if chain.steps else None
+        self._run = transforms.run if transforms.steps else None
         get = functools.partial(operator.getitem, dataset)  # dataset[key] without a frame
-        self.one: Callable[[Any], Any] = self._transformed if chain.steps else get
-        """Gets the sample of a key, after the chain."""
+        self.one: Callable[[Any], Any] = self._transformed if transforms.steps else get
+        """Gets the sample of a key, after the transforms."""
         self.takes_lists = batched and bool(getattr(dataset, "__getitems__", None))
         self.keeps_state = keeps_state
 
@@ -74,7 +74,7 @@ class Fetcher:
         return self.each([key])(key)
 
     def many(self, keys: Any) -> Any:
-        """What the dataset returns for the keys of a batch, normally the list of their samples, after the chain."""
+        """What the dataset returns for the keys of a batch, normally the list of samples, transformed."""
         samples = self._dataset.__getitems__(keys)
         return samples if self._run is None else [self._run(sample) for sample in samples]
 
@@ -99,7 +99,7 @@ class StreamFetcher:
     def __init__(
         self,
         dataset: Any,
-        chain: Transforms,
+        transforms: Transforms,
         batched: bool,
         drop_last: bool,
         at_once: bool = False,
@@ -107,7 +107,7 @@ class StreamFetcher:
         state_every: int | None = None,
     ) -> None:
         self._dataset = dataset
-        self._run = chain.run if chain.steps else None
+        self._run = transforms.run if transforms.steps else None
         self.takes_lists = False
         self._batched = batched
         self._drop_last = drop_last
@@ -173,7 +173,7 @@ class StreamFetcher:
             if replica.iterator is not None:
                 samples.load_state_dict(replica.iterator)
             for _ in range(replica.batches):
-                # With the chain, whose draws belong to the same generators; what raised, raised then.
+                # With the transforms, whose draws belong to the same generators; what raised, raised then.
                 with suppress(Exception):
                     self.take(count)
 

@@ -200,7 +200,7 @@ class ProcessPool:
         with in_profile("minato: wait for workers"):
             self._ready.wait(seen, timeout_s)
         if self._watchdog is not None and time.monotonic() - began > timeout_s + _STOPPED_S:
-            self._watchdog.excuse()
+            self._watchdog.restart_timers()
 
     @property
     def _is_ending(self) -> bool:

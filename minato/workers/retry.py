@@ -26,14 +26,14 @@ class SampleRetry:
         policy: FailureHandler,
         runner: Runner,
         fetcher: Fetcher,
-        chain: Transforms,
+        transforms: Transforms,
         lease: Any,
     ) -> None:
         self._worker = worker
         self._policy = policy
         self._runner = runner
         self._fetcher = fetcher
-        self._transforms = chain
+        self._transforms = transforms
         self._lease = lease
 
     def settle(

@@ -48,12 +48,12 @@ class CostEstimate:
     """What a worker has learned of the samples that it runs.
 
     Attributes:
-        usual_ns: Mean cost per sample of late.
+        mean_ns: Mean cost per sample of late.
         draws: Whether samples draw random numbers that are bound to them; None while this is not known.
         watched: How many have been watched for it.
     """
 
-    usual_ns: float = _FIRST_GUESS_NS
+    mean_ns: float = _FIRST_GUESS_NS
     draws: bool | None = None
     watched: int = 0
 
@@ -65,12 +65,12 @@ class Runner:
         lease: The worker's lease words (``Ledger.lease_words``).
         make_randomness: ``seed -> SampleRandomness`` that binds the generators to each sample; None leaves them alone.
         meters: Receive what samples cost.
-        stepper: Runs samples stage by stage; None: they have no stages.
+        stage_runner: Runs samples stage by stage; None: they have no stages.
         failure: What ``worker_init_fn`` raised; then every sample raises it.
-        in_line: Samples run in the consumer's thread, which must find its generators as it left them.
+        in_main_process: Samples run in the consumer's thread, which must find its generators as it left them.
         catches: What a sample may raise without ending the worker.
         watches_slowest: Keep the samples that take longest.
-        habits: Those of an earlier worker on the same samples.
+        cost_estimate: Those of an earlier worker on the same samples.
         occurrences: How often the key of each of ``count`` samples from a position on came before in the epoch; None:
             none did.
     """
@@ -80,12 +80,12 @@ class Runner:
         lease: Any,
         make_randomness: Callable[[int], SampleRandomness] | None,
         meters: Meters,
-        stepper: StageRunner | None,
+        stage_runner: StageRunner | None,
         failure: BaseException | None,
-        in_line: bool,
+        in_main_process: bool,
         catches: type[BaseException],
         watches_slowest: bool = True,
-        habits: CostEstimate | None = None,
+        cost_estimate: CostEstimate | None = None,
         occurrences: Occurrences = lambda position, count: None,
         *,
         tracer: Tracer = NULL_TRACER,
@@ -100,22 +100,22 @@ class Runner:
         """What it measures."""
         self._total, self._slowest = meters.total, meters.slowest
         self._looked_again = False
-        self._stepper = stepper
+        self._stage_runner = stage_runner
         self._failure = failure
-        self.in_line = in_line
+        self.in_main_process = in_main_process
         self._catches = catches
-        self.habits = habits or CostEstimate()
+        self.cost_estimate = cost_estimate or CostEstimate()
         if make_randomness is None:
-            self.habits.draws = False
+            self.cost_estimate.draws = False
         self.durations = array("q", bytes(8))
         """Active time in ns of each sample that ``run`` or ``resume`` returned last."""
         self.longest_ns = 0
         """The largest of these."""
-        self._deferral = None if stepper is None else stepper.deferral
+        self._deferral = None if stage_runner is None else stage_runner.deferral
         self._deferred_before = 0
         self.ahead_ns = 0
         """What the next sample has cost before it is run, because it was read while others were."""
-        num_steps = 0 if stepper is None else len(meters.steps)
+        num_steps = 0 if stage_runner is None else len(meters.steps)
         # A trace shows the stages of every sample.
         self._worth_measuring_ns = (
             0 if tracer.enabled else _WORTH_MEASURING_NS + num_steps * _FOR_EACH_STEP_NS
@@ -125,9 +125,9 @@ class Runner:
     def observe(self, cost_ns: float) -> None:
         """Learn what a sample of a lease cost on average."""
         # Down at once, up slowly: the first samples of a run are often the dearest, and a straggler is no trend.
-        habits = self.habits
-        weight = _RISE if cost_ns > habits.usual_ns else _FALL
-        habits.usual_ns += weight * (cost_ns - habits.usual_ns)
+        cost_estimate = self.cost_estimate
+        weight = _RISE if cost_ns > cost_estimate.mean_ns else _FALL
+        cost_estimate.mean_ns += weight * (cost_ns - cost_estimate.mean_ns)
 
     @property
     def seed(self) -> int:
@@ -140,16 +140,16 @@ class Runner:
             self._randomness is None or self._randomness.base_seed != seed
         ):
             self._randomness = self._make_randomness(seed)
-            if self._stepper is not None:
-                self._stepper.capture = self._randomness.capture
+            if self._stage_runner is not None:
+                self._stage_runner.capture = self._randomness.capture
 
-    def transformed(self, key: Any, value: Any, read_ns: int, chain: Transforms) -> Any:
+    def transformed(self, key: Any, value: Any, read_ns: int, transforms: Transforms) -> Any:
         """The sample of a key whose value was read in another thread, in so many ns."""
-        if self._stepper is None:
-            return chain.run(value)
-        return self._stepper.transformed(key, value, read_ns, thread_time_ns())
+        if self._stage_runner is None:
+            return transforms.run(value)
+        return self._stage_runner.transformed(key, value, read_ns, thread_time_ns())
 
-    def go_on_asking(self, asked: int) -> None:
+    def set_generators_used(self, asked: int) -> None:
         """Say how many generators the sample in hand has asked minato for in another thread."""
         if self._randomness is not None:
             self._randomness.asked = asked
@@ -168,17 +168,17 @@ class Runner:
             The samples, and the DeferredSample in place of one that was deferred; and what the one after them raised,
             or None.
         """
-        stepper = self._stepper
-        if stepper is None:
+        stage_runner = self._stage_runner
+        if stage_runner is None:
             return self.run(position, epoch, keys, plain)
         # Samples that may run again are not deferred. Step by step, the lease still names the transform that runs.
-        stepper.slow_ns = 0 if self._reruns(len(keys)) else slow_ns
+        stage_runner.slow_ns = 0 if self._reruns(len(keys)) else slow_ns
         self._runs += 1
-        usual_ns, worth_ns = self.habits.usual_ns, self._worth_measuring_ns
-        if usual_ns >= worth_ns:
-            return self.run(position, epoch, keys, stepper.measured)
-        fetch = stepper.straight if slow_ns else plain
-        every = _RATHER_OFTEN if usual_ns * _RATHER_DEAR >= worth_ns else _MEASURE_EVERY
+        mean_ns, worth_ns = self.cost_estimate.mean_ns, self._worth_measuring_ns
+        if mean_ns >= worth_ns:
+            return self.run(position, epoch, keys, stage_runner.measured)
+        fetch = stage_runner.straight if slow_ns else plain
+        every = _RATHER_OFTEN if mean_ns * _RATHER_DEAR >= worth_ns else _MEASURE_EVERY
         return self.run(position, epoch, keys, fetch, self._runs % every == 0)
 
     def run(
@@ -209,7 +209,7 @@ class Runner:
                 fetch = recorded_batch(fetch, self._tracer, batch_size, epoch)
             else:
                 fetch = recorded(fetch, self._tracer, self._lease, epoch, repeats=repeats)
-        randomness, habits = self._randomness, self.habits
+        randomness, cost_estimate = self._randomness, self.cost_estimate
 
         def binder() -> Bind:
             return self._binder(position, len(keys), batch_size)
@@ -219,34 +219,34 @@ class Runner:
 
         if randomness is None:
             samples, error = run(None)
-        elif habits.draws is False and self._are_cheap(len(keys)):
+        elif cost_estimate.draws is False and self._are_cheap(len(keys)):
             # Binding would cost as much as these samples do, and they do not seem to draw. Should one draw after all,
             # these few are run again, bound, and so are all later ones.
             randomness.mark()
             samples, error = run(None)
             if randomness.drawn():
-                habits.draws = True
+                cost_estimate.draws = True
                 randomness.rewind()
                 self._forget()
                 with self._guard(randomness):
                     samples, error = run(binder())
-        elif habits.draws is None and len(keys) == 1:
+        elif cost_estimate.draws is None and len(keys) == 1:
             with self._guard(randomness):
                 binder()(epoch, keys[0])
                 randomness.mark(unbind=False)
                 samples, error = run(None)
-                habits.watched += 1
+                cost_estimate.watched += 1
                 if not self._looked_again:
                     # The first sample of a worker may make generators, which were bound to nothing in it.
                     self._looked_again = True
                     if randomness.look():
-                        habits.draws = True
+                        cost_estimate.draws = True
                         self._forget()
                         samples, error = run(binder())
-                if habits.draws is None and randomness.drawn():
-                    habits.draws = True
-                elif habits.draws is None and habits.watched == _PROBES:
-                    habits.draws = not randomness.watches
+                if cost_estimate.draws is None and randomness.drawn():
+                    cost_estimate.draws = True
+                elif cost_estimate.draws is None and cost_estimate.watched == _PROBES:
+                    cost_estimate.draws = not randomness.watches
         else:
             with self._guard(randomness):
                 samples, error = run(binder())
@@ -275,7 +275,7 @@ class Runner:
 
     def _reruns(self, count: int) -> bool:
         """Whether ``run`` may have to run so many samples a second time: then none of them can be deferred."""
-        draws = self.habits.draws
+        draws = self.cost_estimate.draws
         return self._randomness is not None and (
             (draws is None and count == 1) or (draws is False and self._are_cheap(count))
         )
@@ -284,15 +284,15 @@ class Runner:
         self, deferred: DeferredSample, epoch: int
     ) -> tuple[list[Any], BaseException | None]:
         """Go on with a deferred sample: returns it, or it deferred again; or no sample and what it raised."""
-        stepper, randomness = self._stepper, self._randomness
-        assert stepper is not None
+        stage_runner, randomness = self._stage_runner, self._randomness
+        assert stage_runner is not None
 
         def rebind(epoch: int, deferred: DeferredSample) -> None:
             assert randomness is not None
             randomness.restore(deferred.randomness)
 
         self._forget()
-        fetch: Fetch = stepper.resume
+        fetch: Fetch = stage_runner.resume
         if self._tracer.enabled:
             fetch = recorded(fetch, self._tracer, self._lease, epoch)
         samples, error = run_samples(
@@ -318,8 +318,8 @@ class Runner:
         probes: bool,
         bind: Bind | None,
     ) -> tuple[list[Any], BaseException | None]:
-        stepper, durations = self._stepper, self.durations
-        if stepper is None or not probes:
+        stage_runner, durations = self._stage_runner, self.durations
+        if stage_runner is None or not probes:
             return run_samples(
                 fetch, keys, position, self._lease, durations, bind, epoch, self._catches
             )
@@ -329,7 +329,7 @@ class Runner:
         if error is None:
             first = len(samples)
             last, error = run_samples(
-                stepper.measured,
+                stage_runner.measured,
                 keys[-1:],
                 position + first,
                 self._lease,
@@ -362,7 +362,7 @@ class Runner:
         """Keep those that took longer than what is kept; one of them did."""
         durations, slowest = self.durations, self._slowest
         # If some were measured, they are the last ones.
-        stages = [] if self._stepper is None else self._stepper.longest
+        stages = [] if self._stage_runner is None else self._stage_runner.longest
         for i in reversed(range(len(samples))):
             if type(samples[i]) is DeferredSample:
                 continue
@@ -372,10 +372,10 @@ class Runner:
 
     def _forget(self) -> None:
         """Forget what is known of the samples of an earlier run."""
-        if self._stepper is not None:
-            self._stepper.longest.clear()
+        if self._stage_runner is not None:
+            self._stage_runner.longest.clear()
         if self._deferral is not None:
             self._deferred_before = self._deferral.num_deferred
 
     def _guard(self, randomness: SampleRandomness) -> AbstractContextManager[None]:
-        return randomness.saved() if self.in_line else nullcontext()
+        return randomness.saved() if self.in_main_process else nullcontext()

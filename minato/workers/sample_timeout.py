@@ -95,7 +95,7 @@ class SampleWatchdog:
         """How often ``end`` should be called."""
         return self._limit_s / _LOOKS if self._asked is None else _WRITTEN_S
 
-    def excuse(self) -> None:
+    def restart_timers(self) -> None:
         """Let the samples that are running now begin anew: all processes were stopped for a while."""
         self._since_ns = now_ns()
         self._asked = None

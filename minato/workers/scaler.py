@@ -107,7 +107,7 @@ class Scaler:
     """Decides how many workers work, from the consumer's thread, a few times a second.
 
     Args:
-        staffing: The controller, and what it knows.
+        autoscale_state: The controller, and what it knows.
         most: Workers that there can be in this engine.
         times: Service times of each worker.
         resized: Called with the number of workers when it changes.
@@ -115,23 +115,23 @@ class Scaler:
 
     def __init__(
         self,
-        staffing: AutoscaleState,
+        autoscale_state: AutoscaleState,
         most: int,
         workers: Workers,
-        roster: ActiveWorkers,
+        active_workers: ActiveWorkers,
         window: PrefetchWindow,
-        flow: ConsumerWait,
+        wait_stats: ConsumerWait,
         ledger: Ledger,
         times: Sequence[Histogram],
         resized: Callable[[int], None] | None = None,
     ) -> None:
-        self._staffing = staffing
-        self._settings = replace(staffing.settings, most=most)
-        self._decide = CONTROLLERS[staffing.controller]
+        self._autoscale_state = autoscale_state
+        self._settings = replace(autoscale_state.settings, most=most)
+        self._decide = CONTROLLERS[autoscale_state.controller]
         self._workers = workers
-        self._roster = roster
+        self._active_workers = active_workers
         self._window = window
-        self._flow = flow
+        self._wait_stats = wait_stats
         self._ledger = ledger
         self._times = times
         self._resized = resized
@@ -139,8 +139,10 @@ class Scaler:
         self._changed_ns = now_ns()
         self._before: _Reading | None = None
         # What was tried when the last workers ended has not been judged, and range may be for other limits.
-        staffing.state = replace(staffing.state, trial=None, settled=False, range=None, hold=0)
-        roster.want(staffing.state.workers)
+        autoscale_state.state = replace(
+            autoscale_state.state, trial=None, settled=False, range=None, hold=0
+        )
+        active_workers.set_count(autoscale_state.state.workers)
 
     def restart(self) -> None:
         """Forget the period: what was before has nothing to do with what comes."""
@@ -152,7 +154,9 @@ class Scaler:
         if now < self._next_ns:
             return
         self._next_ns = now + _LOOK_NS
-        if self._flow.ending or (now < self._changed_ns + _STARTING_NS and not self._all_begun()):
+        if self._wait_stats.ending or (
+            now < self._changed_ns + _STARTING_NS and not self._all_begun()
+        ):
             self._before = None
             return
         try:
@@ -163,26 +167,28 @@ class Scaler:
             self._before = after
             return
         elapsed_ns = now - before.at_ns
-        enough = after.samples - before.samples >= _PERIOD_SAMPLES * self._roster.wanted
+        enough = after.samples - before.samples >= _PERIOD_SAMPLES * self._active_workers.count
         if elapsed_ns < _PERIOD_NS or not (enough or elapsed_ns >= _LONGEST_PERIOD_NS):
             return
         self._before = after
-        staffing = self._staffing
-        staffing.tried = True
-        staffing.state = self._decide(staffing.state, self._measure(before, after), self._settings)
-        if staffing.state.workers != self._roster.wanted:
+        autoscale_state = self._autoscale_state
+        autoscale_state.tried = True
+        autoscale_state.state = self._decide(
+            autoscale_state.state, self._measure(before, after), self._settings
+        )
+        if autoscale_state.state.workers != self._active_workers.count:
             self._changed_ns = now
-            self._set_workers(staffing.state.workers)
+            self._set_workers(autoscale_state.state.workers)
 
     def _set_workers(self, count: int) -> None:
         self._workers.grow(count)
         self._window.resize(count)
-        self._roster.want(count)
+        self._active_workers.set_count(count)
         if self._resized is not None:
             self._resized(count)
 
     def _all_begun(self) -> bool:
-        return all(has_begun(self._ledger, worker) for worker in range(self._roster.wanted))
+        return all(has_begun(self._ledger, worker) for worker in range(self._active_workers.count))
 
     def _read(self, now: int) -> _Reading:
         busy_ns = 0
@@ -194,7 +200,7 @@ class Scaler:
         return _Reading(
             now,
             busy_ns,
-            self._flow.waited_until(now),
+            self._wait_stats.waited_until(now),
             sum(times.count for times in self._times),
             sum(times.total for times in self._times),
             self._workers.usage(),
@@ -213,10 +219,10 @@ class Scaler:
         cpu_share = max(ran_ns / (elapsed_ns * self._settings.cores), used_s / max(there_s, 1e-9))
         busy_per_ns = busy_ns / elapsed_ns
         return Measurement(
-            ready_share=_share(self._flow.ready / self._window.limit),
+            ready_share=_share(self._wait_stats.ready / self._window.limit),
             cpu_share=_share(cpu_share),
             waited_share=_share((after.waited_ns - before.waited_ns) / elapsed_ns),
-            busy_share=_share(busy_per_ns / self._roster.wanted),
+            busy_share=_share(busy_per_ns / self._active_workers.count),
             blocked_share=_share(1.0 - (ran_ns + queued_ns) / busy_ns),
             samples_per_s=1e9 * busy_per_ns * (after.samples - before.samples) / cost_ns,
         )

@@ -32,7 +32,7 @@ class StageRunner:
     def __init__(
         self,
         dataset: Any,
-        chain: Transforms,
+        transforms: Transforms,
         lease: Any,
         meters: Meters,
         deferral: Deferral | None = None,
@@ -40,14 +40,14 @@ class StageRunner:
         tracer: Tracer = NULL_TRACER,
     ) -> None:
         self._dataset = dataset
-        self._steps = chain.steps
+        self._steps = transforms.steps
         self._lease = lease
         self._cursor = lease[2:3]
         self._meters = meters
         self.deferral = deferral
-        self._names = chain.names
+        self._names = transforms.names
         self._tracer = tracer
-        self._laps = array("q", bytes(8 * len(chain.steps)))
+        self._laps = array("q", bytes(8 * len(transforms.steps)))
         self._longest = -1, 0
         self.longest: list[tuple[int, int]] = []
         """The longest stage (-1: the dataset) and its time, of each sample measured since the list was cleared."""

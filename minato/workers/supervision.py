@@ -259,7 +259,7 @@ class WorkerRecovery:
     make_sink: Callable[[int], Sink]
     num_workers: int
     restart_policy: RestartPolicy
-    flow: ConsumerWait
+    wait_stats: ConsumerWait
     watchdog: SampleWatchdog | None
     policy: FailureHandler | None
     tracer_of: Callable[[int], Tracer] = lambda number: NULL_TRACER
@@ -298,7 +298,7 @@ class WorkerRecovery:
                 raise error  # it is no single sample's
         else:
             # Samples of a worker that is killed before it has counted them show as the batches that they are in.
-            progress = self.flow.delivered + sum(
+            progress = self.wait_stats.delivered + sum(
                 self.ledger.activity(worker)[0] for worker in range(self.num_workers)
             )
             error = self.restart_policy.report(number, pid, exit_code, sample, progress, collation)

@@ -44,8 +44,8 @@ class Worker:
         deferral: Decides which slow samples are deferred; None: none is.
         slow_to_newest: Slow samples go to the newest batch, where they have no place of their own.
         whole_batches: Claim batches as a whole, whatever their samples cost.
-        leniency: What to do about samples that raise; None: they are errors.
-        roster: Says whether this worker is wanted; None: always.
+        sample_retry: What to do about samples that raise; None: they are errors.
+        active_workers: Says whether this worker is wanted; None: always.
         tracer: Records leases and waiting.
     """
 
@@ -61,8 +61,8 @@ class Worker:
         deferral: Deferral | None = None,
         slow_to_newest: bool = False,
         whole_batches: bool = False,
-        leniency: SampleRetry | None = None,
-        roster: ActiveWorkers | None = None,
+        sample_retry: SampleRetry | None = None,
+        active_workers: ActiveWorkers | None = None,
         *,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
@@ -77,12 +77,12 @@ class Worker:
         self._read_keys = read_indices
         self._deferral = deferral
         self._whole_batches = whole_batches or fetcher.takes_lists or fetcher.keeps_state
-        self._leniency = leniency
+        self._sample_retry = sample_retry
         self._deliver = ResultWriter(
-            number, ledger, sink, fetcher, leniency is not None, slow_to_newest
+            number, ledger, sink, fetcher, sample_retry is not None, slow_to_newest
         )
-        self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_line else _RUN_NS
-        self._roster = roster
+        self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_main_process else _RUN_NS
+        self._active_workers = active_workers
         self._idle_since = now_ns()
         self._lacks_room = False
         self._pass_index = -1
@@ -95,12 +95,12 @@ class Worker:
 
     def loop(self, parent_lives: Callable[[], bool]) -> None:
         """Work until the loader shuts down or its process is gone."""
-        ledger, gate, roster = self._ledger, self._gate, self._roster
+        ledger, gate, active_workers = self._ledger, self._gate, self._active_workers
         asked_ns = now_ns()
         while True:
-            if roster is not None and roster.rests(self._number):
+            if active_workers is not None and not active_workers.is_active(self._number):
                 self._resume_all()
-                if not roster.stand_by(
+                if not active_workers.wait_until_active(
                     self._number, lambda: ledger.stopping or ledger.draining, parent_lives
                 ):
                     return
@@ -120,7 +120,7 @@ class Worker:
             if draining and self.idle:
                 return
             ledger.notify_idle()
-            if roster is not None and roster.rests(self._number):
+            if active_workers is not None and not active_workers.is_active(self._number):
                 continue
             self._lacks_room = not ledger.waiting
             if not self._rest(seen, _PATIENCE_S) and not parent_lives():
@@ -188,7 +188,7 @@ class Worker:
             fetch = fetcher.many if fetcher.takes_lists else list
             self._run_list(fetcher, fetch, batch, first, count, epoch, given)
         elif bound:
-            samples, error = self._run_lenient(fetcher, first + k, epoch, keys)
+            samples, error = self._run_retrying(fetcher, first + k, epoch, keys)
             self._deliver.bound(batch, first + k, k, keys, samples, error, whole)
         else:
             self._run_unbound(fetcher, first + k, epoch, keys)
@@ -245,7 +245,7 @@ class Worker:
         slow_ns = 0 if self._deferral is None else self._ledger.slow_ns
         runner = self._runner
         samples, error = runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
-        is_dear = runner.habits.usual_ns >= _WORTH_NOTING_NS
+        is_dear = runner.cost_estimate.mean_ns >= _WORTH_NOTING_NS
         if is_dear or 0 < self._ledger.slow_ns < runner.longest_ns:
             self._ledger.note_costs(position, runner.durations, len(samples))
         return samples, error
@@ -275,22 +275,22 @@ class Worker:
             return _WHOLE_BATCH  # what ``__getitems__`` returns may be of one piece
         if self._whole_batches or self._sink.has_unsendable:
             return _ALL_SAMPLES
-        habits = self._runner.habits
-        return 1 if habits.draws is None else int(self._run_ns / habits.usual_ns) or 1
+        cost_estimate = self._runner.cost_estimate
+        return 1 if cost_estimate.draws is None else int(self._run_ns / cost_estimate.mean_ns) or 1
 
-    def _run_lenient(
+    def _run_retrying(
         self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
     ) -> tuple[list[Any], BaseException | None]:
         """Run samples until one raises that is not forgiven; SKIP stands for those that are left out."""
         samples, error = self._run(fetcher, position, epoch, keys)
-        if self._leniency is None:
+        if self._sample_retry is None:
             return samples, error
         if error is not None and fetcher.takes_lists:
             # One call for all of them failed: which is the cause?
             samples, error = self._run_singly(fetcher, position, epoch, keys)
         while error is not None:
             i = len(samples)
-            sample, error = self._leniency.settle(position + i, epoch, keys[i], error)
+            sample, error = self._sample_retry.settle(position + i, epoch, keys[i], error)
             if error is None:
                 i += 1
                 rest, error = self._run_singly(fetcher, position + i, epoch, keys[i:])
@@ -311,9 +311,9 @@ class Worker:
     ) -> None:
         """Run a whole batch by one call of the dataset, or an empty one; the dataset may return what it likes."""
         results, error = self._runner.run(first, epoch, [keys], fetch, batch_size=count)
-        if error is not None and self._leniency is not None and keys:
+        if error is not None and self._sample_retry is not None and keys:
             alone = list(keys)
-            samples, error = self._run_lenient(fetcher, first, epoch, alone)
+            samples, error = self._run_retrying(fetcher, first, epoch, alone)
             self._deliver.bound(batch, first, 0, alone, samples, error, True)
             return
         self._deliver.listed(batch, first, keys, count, results[0] if results else None, error)
@@ -356,6 +356,6 @@ class Worker:
     ) -> None:
         """Deliver what becomes of a sample that raised."""
         sample, left = None, error
-        if error is not None and self._leniency is not None:
-            sample, left = self._leniency.settle(position, epoch, key, error)
+        if error is not None and self._sample_retry is not None:
+            sample, left = self._sample_retry.settle(position, epoch, key, error)
         self._deliver.free(position, key, sample, left, cost_ns)

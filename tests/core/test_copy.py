@@ -615,6 +615,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--no-header", {file!r},
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

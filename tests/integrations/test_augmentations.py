@@ -1,6 +1,6 @@
 """Libraries of augmentations whose transforms own generators: a seeded run gives the same with any workers.
 
-They are no requirement of the tests: what they do is mimicked in ``tests/test_owned_generators.py``.
+They are no requirement of the tests: what they do is mimicked in ``tests/behaviour/test_owned_generators.py``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from torchdata.stateful_dataloader import StatefulDataLoader
 
 import minato
-from tests import test_resume as material
+from tests.behaviour import test_resume as material
 from tests.datasets import Numbers
 
 logging.disable(logging.WARNING)  # torchdata says when it fast-forwards

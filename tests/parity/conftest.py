@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from typing import Any
 
 import pytest
@@ -11,9 +10,6 @@ from torch.utils.data import dataloader as torch_loader
 
 # Failures in the shared helpers show both sides.
 pytest.register_assert_rewrite("tests.parity.harness")
-
-# Workers of a fork server are forked with everything imported: a second less for each.
-multiprocessing.set_forkserver_preload(["minato", "tests.parity.material"])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""More than two thousand combinations of arguments, each delivered by both classes."""
+"""Two thousand combinations of arguments, or a sample of three hundred, each delivered by both classes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from tests.parity.configurations import Configuration
 from tests.parity.harness import AS_TORCH_IS_NOW
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # they are recorded and compared
+    pytest.mark.parametrize(
+        "share",
+        [pytest.param(0.15, id="sample"), pytest.param(1.0, id="all", marks=pytest.mark.slow)],
+    ),
 ]
 
 SIZES = {"many": (9, 5, 12), "few": (6, 2, 0), "other": (13, 1, 3)}
@@ -28,9 +31,10 @@ def check(
     compare: Callable[[Configuration], None],
     workers: tuple[int, ...],
     sizes: tuple[int, ...],
-    number: int,
+    number: float,
 ) -> None:
-    """Compare so many different configurations; the same ones whenever it is called."""
+    """Compare this number of different configurations; the same ones whenever it is called."""
+    number = round(number)
     seen: set[Configuration] = set()
 
     @hypothesis.seed(1)
@@ -55,30 +59,30 @@ def check(
 
 @AS_TORCH_IS_NOW
 @sizes
-def test_in_line(sizes: tuple[int, ...]) -> None:
-    check(configurations.compare_in_line, (0,), sizes, 600)
+def test_in_line(share: float, sizes: tuple[int, ...]) -> None:
+    check(configurations.compare_in_line, (0,), sizes, 600 * share)
 
 
 @sizes
-def test_processes(sizes: tuple[int, ...]) -> None:
-    check(configurations.compare_in_processes, (1, 2), sizes, 40)
+def test_processes(share: float, sizes: tuple[int, ...]) -> None:
+    check(configurations.compare_in_processes, (1, 2), sizes, 40 * share)
 
 
 @sizes
-def test_processes_with_torchs_assignment(sizes: tuple[int, ...]) -> None:
-    check(configurations.compare_round_robin, (1, 2, 3), sizes, 20)
+def test_processes_with_torchs_assignment(share: float, sizes: tuple[int, ...]) -> None:
+    check(configurations.compare_round_robin, (1, 2, 3), sizes, 20 * share)
 
 
 @AS_TORCH_IS_NOW
 @sizes
-def test_threads(sizes: tuple[int, ...]) -> None:
-    check(configurations.compare_in_threads, (1, 2), sizes, 20)
+def test_threads(share: float, sizes: tuple[int, ...]) -> None:
+    check(configurations.compare_in_threads, (1, 2), sizes, 20 * share)
 
 
-def test_processes_that_are_not_forked() -> None:
+def test_processes_that_are_not_forked(share: float) -> None:
     def compare(configuration: Configuration) -> None:
         if configuration.multiprocessing_context is None:
             configuration = replace(configuration, multiprocessing_context="forkserver")
         configurations.compare_round_robin(configuration)
 
-    check(compare, (1, 2), (4, 7), 20)
+    check(compare, (1, 2), (4, 7), 20 * share)

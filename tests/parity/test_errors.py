@@ -250,8 +250,8 @@ def test_what_would_end_a_process_is_an_error_of_the_sample_in_a_thread(what: st
         dataset, options = PLACES[where](ENDING[what])
         loader = minato.DataLoader(dataset, num_workers=1, workers="thread", **options)
         found = without_worker(drain(iter(loader)))
-        in_line = drain(iter(TorchLoader(dataset, **options)))
-        assert [outcome[:2] for outcome in found] == [outcome[:2] for outcome in in_line]
+        in_main_process = drain(iter(TorchLoader(dataset, **options)))
+        assert [outcome[:2] for outcome in found] == [outcome[:2] for outcome in in_main_process]
 
 
 def test_text_that_cannot_be_had(torch_looks_often: None) -> None:
@@ -292,7 +292,11 @@ def test_every_worker_whose_stream_did_not_begin_says_so() -> None:
 
 
 @each
-@pytest.mark.parametrize("options", [{}, {"collate_fn": identity}, {"drop_last": True}], ids=repr)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"collate_fn": identity}, {"drop_last": True}],
+    ids=["plain", "collate_fn", "drop_last"],
+)
 def test_one_error_per_bad_batch_and_a_normal_end(options: Any, workers: Any, own: Any) -> None:
     def case(make: Any) -> Any:
         return drain(iter(make(Failing(23), 2, **options, **workers)))

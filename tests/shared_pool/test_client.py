@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def loader_of(dataset: Any, **arguments: Any) -> DataLoader[Any]:
-    return DataLoader(dataset, 2, num_workers=1, shared_pool=True, **arguments)
+    return DataLoader(dataset, 2, num_workers=1, **{"shared_pool": True, **arguments})
 
 
 @pytest.fixture

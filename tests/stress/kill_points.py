@@ -262,7 +262,7 @@ class Stage:
         describe_error = wrapped(f"worker process {number}", in_process=True)
         worker = self.context.worker(number, state, describe_error, None, Exception)
         if scene.cheap:
-            worker._runner.habits.draws, worker._runner.habits.usual_ns = False, 1000.0
+            worker._runner.cost_estimate.draws, worker._runner.cost_estimate.mean_ns = False, 1000.0
         return worker
 
     def wait(self, seen: int, timeout_s: float) -> None:
@@ -302,7 +302,7 @@ def work(worker: Any, steps: int) -> None:
 def defer(worker: Any, ledger: Any) -> None:
     """Have a worker defer a sample, run another one, resume the first, and so on."""
     ledger.slow_ns = 1
-    worker._runner.habits.draws = True  # which is known after a while
+    worker._runner.cost_estimate.draws = True  # which is known after a while
     deferral = worker._deferral
     deferral.allows = lambda position: deferral._sample is None
     due = itertools.cycle((False, False, True))

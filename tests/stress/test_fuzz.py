@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minato.caching import DiskCache
-from tests import test_failures, test_files_written
+from tests.behaviour import test_failures, test_files_written
 from tests.caching import test_faults
 from tests.observe.stats import test_costs
 from tests.sampling import test_damaged_states

@@ -188,11 +188,11 @@ def test_where_generators_are_found() -> None:
     assert paths(OrderedDict(a=deque([one]))) == ["it['a'][0]"]
     assert paths(functools.partial(print, 1, key=one)) == ["it.keywords['key']"]
     assert paths(functools.partial(one.random)) == []  # a method of the C type
-    assert paths(Holder(compat=one).__init__) == ["it.__self__.rng"]
+    assert paths(Holder(rng=one).__init__) == ["it.__self__.rng"]
     assert paths(closing_over(one)) == ["it.generator", f"{here}.MODULES_OWN"]
     assert paths(Slotted()) == [f"{here}.Slotted.shared", f"{here}.MODULES_OWN", "it.generator"]
     assert paths(torch.nn.ModuleList([Wrapped(one)])) == ["it._modules['0'].rng"]
-    cycle = Holder(compat=one)
+    cycle = Holder(rng=one)
     cycle.itself = cycle
     assert paths(cycle) == ["it.rng"]
     globals_ = [random._inst, np.random.mtrand._rand, torch.default_generator]
@@ -206,9 +206,9 @@ class Wrapped(torch.nn.Module):
 
 
 def test_long_lists_of_data_are_not_walked() -> None:
-    data = Holder(samples=[("path", i) for i in range(100_000)], compat=random.Random(0))
+    data = Holder(samples=[("path", i) for i in range(100_000)], rng=random.Random(0))
     assert paths(data) == ["it.rng"]
-    assert paths([Holder(compat=random.Random(i)) for i in range(100)]) == [
+    assert paths([Holder(rng=random.Random(i)) for i in range(100)]) == [
         f"it[{i}].rng" for i in range(100)
     ]
 
@@ -252,7 +252,7 @@ def test_what_cannot_be_bound_is_named() -> None:
 
 
 def test_an_attribute_that_holds_another_generator_is_followed() -> None:
-    holder = Holder(compat=np.random.default_rng(0))
+    holder = Holder(rng=np.random.default_rng(0))
     randomness = SampleRandomness(5, owned=OwnedGenerators({"dataset": holder}))
     with randomness.saved():
         randomness.bind(0, 1)

@@ -17,59 +17,65 @@ from tests.datasets import wait_until
 
 
 @pytest.fixture
-def roster() -> ActiveWorkers:
+def active_workers() -> ActiveWorkers:
     memory = np.zeros(ActiveWorkers.NBYTES + EVENT_COUNT_NBYTES, np.uint8)
     return ActiveWorkers(memory, 0, EventCount(memory, ActiveWorkers.NBYTES))
 
 
-def test_those_below_the_wanted_number_work(roster):
-    assert roster.wanted == 0
-    roster.want(2)
-    assert [roster.rests(number) for number in range(4)] == [False, False, True, True]
+def test_workers_below_the_count_are_active(active_workers):
+    assert active_workers.count == 0
+    active_workers.set_count(2)
+    assert [active_workers.is_active(number) for number in range(4)] == [True, True, False, False]
 
 
-def test_a_wanted_worker_does_not_stand_by(roster):
-    roster.want(1)
-    assert roster.stand_by(0, lambda: False, lambda: True)
-    assert roster.stand_by(0, lambda: True, lambda: False)  # what is left is its work, too
+def test_an_active_worker_does_not_sleep(active_workers):
+    active_workers.set_count(1)
+    assert active_workers.wait_until_active(0, lambda: False, lambda: True)
+    assert active_workers.wait_until_active(
+        0, lambda: True, lambda: False
+    )  # what is left is its work, too
 
 
-def test_a_worker_stands_by_until_it_is_wanted(roster):
+def test_a_worker_sleeps_until_it_is_active(active_workers):
     results: list[bool] = []
     thread = threading.Thread(
-        target=lambda: results.append(roster.stand_by(1, lambda: False, lambda: True))
+        target=lambda: results.append(
+            active_workers.wait_until_active(1, lambda: False, lambda: True)
+        )
     )
     thread.start()
-    roster.want(1)
+    active_workers.set_count(1)
     assert results == []
-    roster.want(2)
+    active_workers.set_count(2)
     thread.join(5)
     assert results == [True]
 
 
-def test_a_worker_that_stands_by_leaves_when_the_loader_ends(roster):
+def test_an_inactive_worker_exits_when_the_loader_shuts_down(active_workers):
     over = threading.Event()
     results: list[bool] = []
     thread = threading.Thread(
-        target=lambda: results.append(roster.stand_by(1, over.is_set, lambda: True))
+        target=lambda: results.append(
+            active_workers.wait_until_active(1, over.is_set, lambda: True)
+        )
     )
     thread.start()
     over.set()
-    roster.dismiss()
+    active_workers.wake_inactive()
     thread.join(5)
     assert results == [False]
 
 
-def test_a_worker_without_a_parent_leaves(roster, monkeypatch):
+def test_a_worker_without_a_parent_leaves(active_workers, monkeypatch):
     monkeypatch.setattr("minato.workers.active_workers._PATIENCE_S", 0.01)
-    assert not roster.stand_by(1, lambda: False, lambda: False)
+    assert not active_workers.wait_until_active(1, lambda: False, lambda: False)
 
 
 def test_a_change_wakes_those_who_wait_for_work():
     memory = np.zeros(ActiveWorkers.NBYTES + EVENT_COUNT_NBYTES, np.uint8)
     work = EventCount(memory, ActiveWorkers.NBYTES)
     seen = work.events
-    ActiveWorkers(memory, 0, work).want(1)
+    ActiveWorkers(memory, 0, work).set_count(1)
     assert work.events != seen
 
 

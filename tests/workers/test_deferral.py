@@ -222,7 +222,7 @@ class Case:
         steps: list[Any],
         order: str,
         chance: random.Random,
-        usual_ns: float,
+        mean_ns: float,
         bad: set[int] = frozenset(),  # type: ignore[assignment]
         workers: int = 2,
     ) -> None:
@@ -232,7 +232,7 @@ class Case:
         self.sink = Sink(self.bench)
         self.share = chance.random()
         chain = Transforms(tuple(Counted(s, i, self.calls, bad) for i, s in enumerate(steps)))
-        self.hire = lambda number: self._worker(number, chain, chance, usual_ns)
+        self.hire = lambda number: self._worker(number, chain, chance, mean_ns)
         self.workers = [self.hire(number) for number in range(workers)]
         self.bench.ledger.slow_ns = 1  # every sample is slow
         self.bench.ledger.waiting = True
@@ -240,7 +240,7 @@ class Case:
         self.bench.begin(batches, seed=SEED)
 
     def _worker(
-        self, number: int, chain: Transforms, chance: random.Random, usual_ns: float
+        self, number: int, chain: Transforms, chance: random.Random, mean_ns: float
     ) -> Worker:
         ledger = self.bench.ledger
         lease = ledger.lease_words(number)
@@ -254,10 +254,10 @@ class Case:
         deferral.allows = lambda position: (  # type: ignore[method-assign]
             chance.random() < self.share and allows(position)
         )
-        stepper = StageRunner(Keyed(), chain, lease, self.meters, deferral)
-        runner = Runner(lease, SampleRandomness, self.meters, stepper, None, False, Exception)
-        runner.habits.usual_ns = usual_ns
-        runner.habits.draws = {1.0: False, 1e5: None, 4e6: True}[usual_ns]
+        stage_runner = StageRunner(Keyed(), chain, lease, self.meters, deferral)
+        runner = Runner(lease, SampleRandomness, self.meters, stage_runner, None, False, Exception)
+        runner.cost_estimate.mean_ns = mean_ns
+        runner.cost_estimate.draws = {1.0: False, 1e5: None, 4e6: True}[mean_ns]
         return Worker(
             number,
             ledger,
@@ -301,15 +301,15 @@ def has_deferred(worker: Worker) -> int:
 @given(
     steps=st.lists(st.sampled_from(TRANSFORMS), min_size=1, max_size=4),
     seed=st.integers(0, 10**6),
-    usual_ns=st.sampled_from([1.0, 1e5, 4e6]),
+    mean_ns=st.sampled_from([1.0, 1e5, 4e6]),
 )
 def test_wherever_samples_are_deferred_they_are_the_same_and_each_transform_runs_once(
-    order: str, steps: list[Any], seed: int, usual_ns: float
+    order: str, steps: list[Any], seed: int, mean_ns: float
 ) -> None:
     with SampleRandomness(SEED).saved():
         expected = straight(steps, binds=True)
         chance = random.Random(seed)
-        case = Case(steps, order, chance, usual_ns)
+        case = Case(steps, order, chance, mean_ns)
         case.run(random.Random(seed + 1))
     assert sorted(case.sink.samples) == list(range(SIZE))
     for key, value in expected.items():
@@ -317,7 +317,7 @@ def test_wherever_samples_are_deferred_they_are_the_same_and_each_transform_runs
     assert case.all_ready()
     assert case.sink.errors == []
     # Cheap samples are run again, bound, when one is seen to draw for the first time.
-    if usual_ns > 1000:
+    if mean_ns > 1000:
         assert set(case.calls.values()) == {1}
         assert len(case.calls) == SIZE * len(steps)
         assert case.meters.total.count == SIZE

@@ -53,8 +53,8 @@ def counts(meters: Meters) -> list[int]:
 
 
 def test_every_stage_of_a_measured_sample_is_recorded() -> None:
-    stepper, meters, lease = stepper_of(plus(1), plus(10))
-    assert [stepper.measured(key) for key in (3, 4)] == [14, 15]
+    stage_runner, meters, lease = stepper_of(plus(1), plus(10))
+    assert [stage_runner.measured(key) for key in (3, 4)] == [14, 15]
     # Not the total, which the runner knows.
     assert counts(meters) == [0, 2, 2, 2, 2, 0, 0, 2, 2]
     assert meters.size.total == 16
@@ -63,8 +63,8 @@ def test_every_stage_of_a_measured_sample_is_recorded() -> None:
 
 
 def test_a_straight_sample_is_not_measured() -> None:
-    stepper, meters, _ = stepper_of(plus(1), plus(10))
-    assert stepper.straight(3) == 14
+    stage_runner, meters, _ = stepper_of(plus(1), plus(10))
+    assert stage_runner.straight(3) == 14
     assert not any(counts(meters))
 
 
@@ -75,31 +75,31 @@ def test_the_lease_names_the_stage_that_runs() -> None:
         seen.append(lease[2])
         return value
 
-    stepper, _, lease = stepper_of(look, look)
-    stepper.measured(0)
+    stage_runner, _, lease = stepper_of(look, look)
+    stage_runner.measured(0)
     assert seen == [0, 1]
 
 
 def test_without_a_chain_the_dataset_is_all_there_is() -> None:
-    stepper, meters, _ = stepper_of(deferral=(deferral := Defers(0)))
-    assert stepper.measured(3) == 3
+    stage_runner, meters, _ = stepper_of(deferral=(deferral := Defers(0)))
+    assert stage_runner.measured(3) == 3
     assert counts(meters) == [0, 1, 1, 1, 1, 0, 0]
-    stepper.slow_ns = 1
-    assert stepper.measured(3) == 3
+    stage_runner.slow_ns = 1
+    assert stage_runner.measured(3) == 3
     assert deferral.asked == []  # nothing is left of it that could wait
 
 
 @pytest.mark.parametrize("way", ["straight", "measured"])
 def test_a_slow_sample_is_deferred_between_any_two_stages(way: str) -> None:
     deferral = Defers(0)
-    stepper, meters, _ = stepper_of(plus(1), plus(10), plus(100), deferral=deferral)
-    stepper.slow_ns, stepper.capture = 1, lambda: "state"
-    sample = getattr(stepper, way)(3)
+    stage_runner, meters, _ = stepper_of(plus(1), plus(10), plus(100), deferral=deferral)
+    stage_runner.slow_ns, stage_runner.capture = 1, lambda: "state"
+    sample = getattr(stage_runner, way)(3)
     found = []
     while type(sample) is DeferredSample:
         assert deferral.samples[-1] is sample
         found.append((sample.position, sample.key, sample.value, sample.step, sample.randomness))
-        deferred, sample = sample, stepper.resume(sample)
+        deferred, sample = sample, stage_runner.resume(sample)
         assert deferred.value is None  # it may have been changed in place
         if type(sample) is DeferredSample:
             assert sample.active_ns >= deferred.active_ns
@@ -107,36 +107,36 @@ def test_a_slow_sample_is_deferred_between_any_two_stages(way: str) -> None:
     assert sample == 114
     times = int(way == "measured")
     assert counts(meters) == [0, *[times] * 4, 0, 0, *[times] * 3]
-    assert len(stepper.longest) == times
+    assert len(stage_runner.longest) == times
 
 
 def test_time_spent_before_a_sample_was_deferred_counts() -> None:
-    stepper, _, _ = stepper_of(plus(1), plus(10), deferral=Defers(0))
-    stepper.slow_ns = 10**12
+    stage_runner, _, _ = stepper_of(plus(1), plus(10), deferral=Defers(0))
+    stage_runner.slow_ns = 10**12
     quick = DeferredSample(39, 3, 3, 0, None, 0, None, (-1, 0), 0)
-    assert stepper.resume(quick) == 14
+    assert stage_runner.resume(quick) == 14
     slow = DeferredSample(39, 3, 3, 0, None, 10**12, None, (-1, 0), 0)
-    again = stepper.resume(slow)
+    again = stage_runner.resume(slow)
     assert (again.step, again.value) == (1, 4)
 
 
 def test_quick_samples_and_refused_ones_are_not_deferred() -> None:
     deferral = Defers(5)
-    stepper, _, _ = stepper_of(plus(1), plus(10), deferral=deferral)
-    assert stepper.straight(3) == 14
-    stepper.slow_ns = 10**15
-    assert stepper.straight(3) == 14
+    stage_runner, _, _ = stepper_of(plus(1), plus(10), deferral=deferral)
+    assert stage_runner.straight(3) == 14
+    stage_runner.slow_ns = 10**15
+    assert stage_runner.straight(3) == 14
     assert deferral.asked == []
-    stepper.slow_ns = 1
-    assert stepper.straight(3) == 14
+    stage_runner.slow_ns = 1
+    assert stage_runner.straight(3) == 14
     assert deferral.asked == [39, 39]  # and not when it is complete
     assert deferral.samples == []
 
 
 def test_what_a_stage_raises_comes_out_and_its_time_is_not_recorded() -> None:
-    stepper, meters, lease = stepper_of(plus(1), lambda value: 1 // 0)
+    stage_runner, meters, lease = stepper_of(plus(1), lambda value: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        stepper.measured(3)
+        stage_runner.measured(3)
     assert lease[2] == 1
     assert meters.cpu.count == meters.steps[1].count == 0
 

@@ -114,10 +114,10 @@ class Setting:
             return list(ledger.keys(batch, k, count))
 
         lease, fetcher = ledger.lease_words(0), Fetcher(dataset, Transforms(), batched=True)
-        stepper = (
+        stage_runner = (
             None if fetcher.takes_lists else StageRunner(dataset, Transforms(), lease, self.meters)
         )
-        self.runner = Runner(lease, None, self.meters, stepper, failure, False, Exception)
+        self.runner = Runner(lease, None, self.meters, stage_runner, failure, False, Exception)
         self.worker = Worker(
             0,
             ledger,
@@ -166,7 +166,7 @@ def test_cheap_samples_are_claimed_in_runs_once_their_cost_is_known() -> None:
 
 def test_a_bound_batch_is_lost_with_the_first_error() -> None:
     setting = Setting(Bad(), [[1, 3, 2]], collates=True)
-    setting.runner.habits.usual_ns = 1.0  # so that one claim takes the whole batch
+    setting.runner.cost_estimate.mean_ns = 1.0  # so that one claim takes the whole batch
     assert setting.run() == [("error", 3, "bad 3")]
     assert setting.ready() == [True]
     assert setting.meters.total.count == 1
@@ -174,7 +174,7 @@ def test_a_bound_batch_is_lost_with_the_first_error() -> None:
 
 def test_free_samples_are_run_though_others_of_their_run_raise() -> None:
     setting = Setting(Bad(), [[1, 3, 2, 6], [4, 5, 7, 8]], "arrival")
-    setting.runner.habits.usual_ns = 1.0
+    setting.runner.cost_estimate.mean_ns = 1.0
     journal = [entry for entry in setting.run() if entry != "collate"]
     assert samples_in(journal) == [10, 20, 40, 50, 70, 80]
     assert [entry for entry in journal if entry[0] == "error"] == [
@@ -186,7 +186,7 @@ def test_free_samples_are_run_though_others_of_their_run_raise() -> None:
 
 def test_a_whole_batch_for_a_collate_fn_is_collated_at_once() -> None:
     setting = Setting(Bad(), [[1, 2]], collates=True)
-    setting.runner.habits.usual_ns = 1.0
+    setting.runner.cost_estimate.mean_ns = 1.0
     assert setting.run() == [("collated", [10, 20])]
 
 

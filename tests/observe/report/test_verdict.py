@@ -277,7 +277,7 @@ def test_a_sleeping_source() -> None:
 def test_work_on_all_cores(
     bottleneck: str, stage: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minato.engine.insight.available_cores", lambda whole_node: 1.0)
+    monkeypatch.setattr("minato.engine.inspector.available_cores", lambda whole_node: 1.0)
     found = judged(size=4, num_workers=1, **arguments)
     assert (found.bottleneck, found.stage) == (bottleneck, stage)
 

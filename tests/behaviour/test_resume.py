@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -26,7 +24,7 @@ from torch.utils.data import (
 )
 
 from minato import DataLoader
-from tests.datasets import ORDERS, Draws, Numbers, Shuffled, Sleepy, flat, indices
+from tests.datasets import Draws, Numbers, Shuffled, flat, indices
 from tests.subprocesses import run
 
 SIZE, BATCH = 23, 4
@@ -170,63 +168,6 @@ def test_strict_gives_the_rest_of_the_same_batches(sampler: str, num_workers: in
         assert torch.equal(torch.get_rng_state(), before)
         assert got + plain(iterator) == expected
         assert later.coverage().complete
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_every_order_with_other_workers(order: str, drop_last: bool) -> None:
-    options: dict[str, Any] = {"order": order, "drop_last": drop_last, "shuffle": True}
-    dataset = Sleepy(SIZE, 0.0005, {3: 0.03, 11: 0.03})
-    loader = DataLoader(dataset, BATCH, num_workers=3, **options)
-    got, state = begun(loader, 2)
-    total = len(loader)
-    for workers in ({"num_workers": 0}, {"num_workers": 2, "workers": "thread"}):
-        later = resumed(state, DataLoader(dataset, BATCH, **options, **workers))
-        rest = indices(later)
-        assert len(got) + len(rest) == total
-        delivered = flat(got + rest)
-        assert (
-            len(delivered) == len(set(delivered)) == (SIZE // BATCH * BATCH if drop_last else SIZE)
-        )
-        assert saved(later)["finished"]
-
-
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data())
-def test_content_is_that_of_an_uninterrupted_epoch(data: Any) -> None:
-    size = data.draw(st.integers(1, 30))
-    fixed: dict[str, Any] = {
-        "batch_size": data.draw(st.integers(1, 6)),
-        "order": data.draw(st.sampled_from(ORDERS)),
-        "drop_last": data.draw(st.booleans()),
-        "shuffle": data.draw(st.booleans()),
-        "seed": data.draw(st.sampled_from([None, 8])),
-    }
-
-    def loader(workers: int) -> Any:
-        generator = torch.Generator().manual_seed(6)
-        return DataLoader(Draws(size), num_workers=workers, generator=generator, **fixed)
-
-    workers = st.sampled_from([0, 0, 1, 2])
-    reference = loader(0)
-    expected = [indices_and_draws(batch) for batch in reference]
-    next_epoch = [indices_and_draws(batch) for batch in reference]
-    got: list[Any] = []
-    current = loader(data.draw(workers))
-    for _ in range(3):  # a second and a third time in the same epoch
-        iterator = iter(current)
-        for _ in range(data.draw(st.integers(0, len(expected) - len(got)))):
-            got.append(indices_and_draws(next(iterator)))
-        state = saved(current)
-        del iterator
-        current = resumed(state, loader(data.draw(workers)))
-    got += [indices_and_draws(batch) for batch in current]
-    assert len(got) == len(expected)
-    assert sorted(flat(got)) == sorted(flat(expected))
-    if fixed["order"] == "strict":
-        assert got == expected
-    later = [indices_and_draws(batch) for batch in current]
-    assert sorted(flat(later)) == sorted(flat(next_epoch))
 
 
 def indices_and_draws(batch: Any) -> list[tuple[float, ...]]:

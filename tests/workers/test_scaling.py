@@ -192,8 +192,8 @@ def test_the_next_pass_begins_with_what_helped_in_the_last():
     loader = DataLoader(Numbers(8), 4, num_workers=AutoScale(start=1, max=16))
     assert loader._history.autoscale is not None
     assert loader._history.autoscale.numbers(persistent=False) == (1, 16)
-    staffing = loader._history.autoscale
-    staffing.state, staffing.tried = ControllerState(3), True
+    autoscale_state = loader._history.autoscale
+    autoscale_state.state, autoscale_state.tried = ControllerState(3), True
     assert loader._history.autoscale.numbers(persistent=False) == (3, 6)
     assert loader._history.autoscale.numbers(persistent=True) == (3, 16)
     iterator = iter(loader)
@@ -290,9 +290,9 @@ def test_the_papers_constants_can_be_chosen():
         4,
         num_workers=AutoScale(start=2, max=4, controller=mine),
     )
-    staffing = loader._history.autoscale
-    assert staffing.controller == "paper"
-    settings = staffing.settings
+    autoscale_state = loader._history.autoscale
+    assert autoscale_state.controller == "paper"
+    settings = autoscale_state.settings
     assert (settings.least, settings.most, settings.alpha, settings.beta) == (1, 4, 0.5, 3)
     assert (settings.theta, settings.clip, settings.smoothing) == (0.9, 1, 1.0)
     assert sorted(flat(indices(loader))) == list(range(200))

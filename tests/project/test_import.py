@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "minato"
+from tests.subprocesses import TIMEOUT_S
+
+PACKAGE = Path(__file__).parents[2] / "minato"
 OPTIONAL = ["IPython", "matplotlib", "nibabel", "nilearn", "rich", "scipy", "sklearn"]
 
 EACH_ALONE = """
@@ -155,7 +157,7 @@ def run_python(*arguments: str, **variables: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=TIMEOUT_S,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -188,6 +190,7 @@ def test_every_module_imports_alone(part: int) -> None:
     assert run(EACH_ALONE, *modules()[part::PARTS]).splitlines() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_module_imports_alone_in_pure_python(part: int) -> None:
     names = modules()[part::PARTS]
@@ -195,8 +198,10 @@ def test_every_module_imports_alone_in_pure_python(part: int) -> None:
 
 
 @needs_extensions
-def test_import_has_no_side_effects() -> None:
+def test_import_has_no_side_effects_and_the_compiled_core_is_the_default() -> None:
     seen = json.loads(run(SIDE_EFFECTS))
+    kind, reason = seen["implementation"]
+    assert (kind, bool(reason)) == ("compiled", True)
     assert seen["processes"] == []
     assert seen["threads"] == ["MainThread"]
     assert seen["native threads"] == 0
@@ -204,12 +209,6 @@ def test_import_has_no_side_effects() -> None:
     assert seen["start method"] is None
     assert seen["changed"] == []
     assert [name for name in OPTIONAL if name in seen["modules"]] == []
-
-
-@needs_extensions
-def test_compiled_core_is_the_default() -> None:
-    kind, reason = json.loads(run(SIDE_EFFECTS))["implementation"]
-    assert (kind, bool(reason)) == ("compiled", True)
 
 
 def test_pure_core_on_demand() -> None:

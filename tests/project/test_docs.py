@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,8 +16,9 @@ import pytest
 from torch.utils.data import DataLoader as TorchLoader
 
 import minato
+from tests.subprocesses import TIMEOUT_S
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "minato"
 PAGES = [
     *sorted(path for path in ROOT.glob("*.md")),
@@ -23,7 +26,6 @@ PAGES = [
     *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts),
 ]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TIMEOUT_S = 50
 FEW_CORES = "ignore:This DataLoader will create"
 """torch's warning on a machine with one core."""
 
@@ -166,3 +168,106 @@ def test_every_environment_variable_is_documented() -> None:
     }
     text = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == used
+
+
+OLD_WORDS = {
+    r"anew": "again, new",
+    r"burials?": "recovery",
+    r"dearer|dearest": "more expensive, most expensive",
+    r"(?:was|were|is|are) foretold|foretel\w*|foretold|foresight": "predict, prediction",
+    r"for ever": "forever, without limit",
+    r"in line": "in the main process",
+    r"lenien\w*": "retry",
+    r"main memory": "host memory",
+    r"of late": "recently",
+    r"page-locked": "pinned",
+    r"parcels?": "batch descriptor",
+    r"put(?:s|ting)? by|sets? aside|setting aside": "defer",
+    r"roster\w*": "active workers",
+    r"shall": "must, will, or the present tense",
+    r"so many": "that number of",
+    r"(?:is|are|was|were|been|be) told": "get, receive",
+    r"the least and the greatest": "minimum and maximum, range",
+    r"truth values?": "bool",
+    r"(?-i:[Tt]wins?)": "compiled and pure backend",
+    r"under way": "in flight, running",
+    r"whoever": "the process that, the worker that",
+}
+"""Words and phrases that must not return, and what to write instead."""
+PLAIN_FOLDERS = ("_support", "batching", "caching", "cli", "integrations", "ray", "transforms")
+"""Folders of the package whose docstrings, comments and strings follow the glossary."""
+PLAIN = [
+    *(page for page in PAGES if page.name != "glossary.md"),
+    *(
+        path
+        for folder in ("bench", "demo", "docs")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ),
+    *(
+        path
+        for folder in PLAIN_FOLDERS
+        for path in sorted((PACKAGE / folder).rglob("*"))
+        if path.suffix in (".py", ".pyx", ".pxd", ".pyi", ".h")
+    ),
+]
+"""Files whose prose follows the glossary."""
+PROSE = {
+    getattr(tokenize, name)
+    for name in ("COMMENT", "STRING", "FSTRING_MIDDLE")
+    if hasattr(tokenize, name)
+}
+
+
+def prose(path: Path) -> list[tuple[int, str]]:
+    """``(line, text)`` of a page, or of the comments and strings of a source file."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix in (".md", ".h"):
+        return [(1, text)]
+    parts: list[tuple[int, str]] = []
+    end, kind = 0, None
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in PROSE:
+            continue
+        if kind == token.type == tokenize.COMMENT and token.start[0] == end + 1:
+            line, before = parts[-1]  # a comment of several lines
+            parts[-1] = (line, f"{before}\n{token.string.lstrip('# ')}")
+        else:
+            parts.append((token.start[0], token.string))
+        end, kind = token.end[0], token.type
+    return parts
+
+
+def old_words(parts: list[tuple[int, str]]) -> list[str]:
+    found = []
+    for line, text in parts:
+        flat = re.sub(r"\s+", lambda space: " " * len(space[0]), text)
+        for old, instead in OLD_WORDS.items():
+            pattern = old.replace(" ", r"\s+")
+            for match in re.finditer(rf"\b(?:{pattern})\b", flat, re.IGNORECASE):
+                at = line + text.count("\n", 0, match.start())
+                found.append(f"line {at}: {match[0]!r}; write {instead}")
+    return found
+
+
+@pytest.mark.parametrize("path", PLAIN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_old_words_do_not_return(path: Path) -> None:
+    assert old_words(prose(path)) == []
+
+
+def test_old_words_are_found_across_lines(tmp_path: Path) -> None:
+    page, source = tmp_path / "page.md", tmp_path / "source.py"
+    page.write_text("\nIt is\ntold anew.")
+    source.write_text("anew = [1 for x in line]\n# a comment that is\n# told\nx = 'shall'\n")
+    assert sorted(each.partition(":")[0] for each in old_words(prose(page))) == ["line 2", "line 3"]
+    assert sorted(old_words(prose(source))) == [
+        "line 2: 'is told'; write get, receive",
+        "line 4: 'shall'; write must, will, or the present tense",
+    ]
+
+
+def test_glossary_defines_each_word_once() -> None:
+    text = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^(\S.*)\n: (.+(?:\n  .+)*)$", text, re.MULTILINE)
+    words = [word for word, _ in entries]
+    assert 40 <= len(words) == len(set(words))
+    assert [word for word, meaning in entries if not re.search(r"\]\(\S+\)$", meaning)] == []

@@ -63,16 +63,19 @@ def test_a_limit_is_kept_by_all_that_take_at_once() -> None:
     peaks: list[int] = []
 
     def hammer(number: int) -> None:
-        traffic, random = SharedReadLimit(memory, 0, workers, most), np.random.default_rng(number)
+        read_limit, random = (
+            SharedReadLimit(memory, 0, workers, most),
+            np.random.default_rng(number),
+        )
         held = 0
         for _ in range(1500):
-            held += traffic.take(number, int(random.integers(1, 5)))
+            held += read_limit.take(number, int(random.integers(1, 5)))
             assert held >= 1  # one is always its own
             peaks.append(held)
             back = int(random.integers(0, held + 1))
-            traffic.give_back(number, back)
+            read_limit.give_back(number, back)
             held -= back
-        traffic.give_back(number, held)
+        read_limit.give_back(number, held)
 
     threads = [threading.Thread(target=hammer, args=(number,)) for number in range(workers)]
     for thread in threads:

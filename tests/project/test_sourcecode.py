@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "minato"
 CORE = PACKAGE / "_core"
 SOURCES = sorted(PACKAGE.rglob("*.py"))

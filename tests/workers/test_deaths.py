@@ -118,7 +118,7 @@ def killer() -> Iterator[Killer]:
     thread.join()
 
 
-@pytest.mark.parametrize("order", ["strict", "batch", "arrival", "fast_first"])
+@pytest.mark.parametrize("order", ["strict", "arrival"])
 def test_random_kills_lose_nothing(order: str, killer: Killer) -> None:
     """Two epochs under fire deliver every sample once, with the content of a quiet run."""
     arguments: dict[str, Any] = {"batch_size": 8, "seed": 1, "order": order}
@@ -288,7 +288,7 @@ def test_a_delivered_batch_is_progress() -> None:
     """A worker that is killed before it has counted its samples may have made progress all the same."""
     iterator = iter(DataLoader(Drawing(12), 4, num_workers=1))
     for delivered in range(3):
-        assert iterator._source._pool._recover.flow.delivered == delivered  # type: ignore[attr-defined]
+        assert iterator._source._pool._recover.wait_stats.delivered == delivered  # type: ignore[attr-defined]
         next(iterator)
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "minato"
+PACKAGE = Path(__file__).parents[2] / "minato"
 STAGES = ["sampling", "transforms", "scheduling", "workers", "batching", "delivery"]
 COMMON = {
     "checks",

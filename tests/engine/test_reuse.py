@@ -140,9 +140,9 @@ def test_a_report_tells_each_epoch_apart() -> None:
     for _ in range(3):
         list(loader)
     for notes in loader._history.epoch_log.past:
-        assert notes.readings.counts["samples"] == 40
-        assert notes.readings.counts["batches"] == 10
-        assert notes.readings.histograms["total"].count == 40
+        assert notes.metrics.counts["samples"] == 40
+        assert notes.metrics.counts["batches"] == 10
+        assert notes.metrics.histograms["total"].count == 40
 
 
 def test_a_loader_that_is_dropped_leaves_no_engine() -> None:

@@ -148,7 +148,7 @@ def test_a_sample_is_timed_anew_after_the_processes_were_stopped() -> None:
     asked: list[int] = []
     begun_ns = time.monotonic_ns() - 10**10
     watchdog = SampleWatchdog(Ledger(), 5.0, Stacks())  # type: ignore[arg-type]
-    watchdog.excuse()
+    watchdog.restart_timers()
     watchdog.end([Process()])  # type: ignore[list-item]
     assert asked == []
     watchdog._since_ns = 0
@@ -221,7 +221,7 @@ def test_a_worker_that_was_asked_for_its_stack_may_go_on(
     if how == "the sample ended":
         ledger.words = 0, time.monotonic_ns(), 2
     else:
-        watchdog.excuse()
+        watchdog.restart_timers()
     time.sleep(0.1)  # the stack is written
     watchdog.end([process])
     watchdog.end([process])
