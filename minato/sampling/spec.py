@@ -15,7 +15,7 @@ __all__ = ["SamplingSpec"]
 
 @dataclass(frozen=True, eq=False)
 class SamplingSpec:
-    """Which indices a loader asks for, in which order.
+    """Decides which indices a loader asks for, in which order.
 
     It holds no loader: an epoch outlives the iterator that the loader may keep, and a cycle would keep the workers
     until the garbage collector runs.
@@ -33,10 +33,10 @@ class SamplingSpec:
         seed: Of shuffling and samples; None: torch's generator draws it.
         has_workers: Samples are loaded outside the main process or in other threads.
         predictable: The next epoch may be prefetched if its indices are known: the workers stay, and the randomness
-            of samples does not depend on what they did before.
+            of a sample does not depend on earlier samples.
         record_order: Path of the file to which the order is appended, or None.
         replay: The order of the epochs in a file, in place of the sampler's, or None.
-        rank: This process among ranks that share a pool, in words, or None.
+        rank: Text that names this rank, if several share a pool, or None.
     """
 
     dataset: Any
@@ -56,7 +56,7 @@ class SamplingSpec:
     rank: str | None
 
     def size(self) -> int | None:
-        """Number of samples in an epoch; None if a sampler of another kind than torch's makes the batches."""
+        """Number of samples in an epoch; None if another class than torch's BatchSampler makes the batches."""
         sampler = self.index_sampler
         if self.batched:
             if type(sampler) is not BatchSampler:
