@@ -34,7 +34,7 @@ def make_pool(
     restart_policy: RestartPolicy,
     wait_stats: ConsumerWait,
 ) -> WorkerPool:
-    """The workers that a plan asks for, not yet started."""
+    """Make the worker pool of a plan; its workers are not started yet."""
     work, ledger, ready = plan.worker, state.ledger, state.ready
     if work.in_main_process:
 
@@ -129,7 +129,7 @@ def make_pool(
         recover,
         lambda: ledger.unclaimed() > 0,
         functools.partial(has_begun, ledger),
-        # Forking is quick. Others import torch first, which takes a core.
+        # Forking is quick. Other start methods import torch first, which uses a whole core.
         work.count if is_forked else max(int(available_cores()), 1),
         watchdog,
     )
