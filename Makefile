@@ -70,7 +70,7 @@ PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist worksteal
 
 define run_tests
 	$(1) $(PYTEST) -m "not slow and not stress" $(LARGE_IMPORTS:%=--ignore=%) --ignore=$(RAY)
-	$(1) $(PYTEST) -m "not slow and not stress" --dist loadfile $(LARGE_IMPORTS)
+	$(1) $(PYTEST) -m "not slow and not stress" --dist loadgroup $(LARGE_IMPORTS)
 	$(1) $(PY) -m pytest -m "not slow and not stress" $(RAY)
 endef
 

@@ -28,8 +28,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch.autograd import profiler
-
-from minato._support.loader_class import TorchDataLoader
+from torch.utils.data import DataLoader as TorchDataLoader
 
 try:
     from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]

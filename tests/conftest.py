@@ -72,6 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # Each spawned worker imports torch. Tests without this parameter cover spawning in `make test`.
         if "spawn" in _parameters(item):
             item.add_marker("slow")
+        if "sources" in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group("servers"))  # one process starts them
         if item.get_closest_marker("stress") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3 * stress_s + 60))
     if config.getoption("--no-extensions"):

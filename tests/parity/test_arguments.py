@@ -534,12 +534,8 @@ def test_own_arguments_are_copied_with_the_attributes() -> None:
     other = rebuilt(loader)
     assert flat(other) == flat(loader)
     assert sorted(flat(other)) == [*range(0, 14, 2)]
-    assert (other.seed, other.transforms, other.rng, other.order) == (
-        5,
-        [double],
-        "worker",
-        "batch",
-    )
+    kept = other.seed, other.transforms, other.compat, other.order
+    assert kept == (5, [double], "torch", "batch")
 
 
 @pytest.mark.parametrize("name", LOADERS)

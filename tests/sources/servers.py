@@ -22,7 +22,7 @@ PIDS: set[int] = set()
 THREADS: set[str] = set()
 """Names of threads that do."""
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 90.0
 _STOPPING_S = 10.0
 _UNPRIVILEGED = "nobody"
 _LIBC = ctypes.CDLL(None)
@@ -247,6 +247,7 @@ def s3_servers(folder: Path) -> tuple[Server, Server, dict[str, Any]]:
     )
     gateway = [weed, "s3", f"-filer=127.0.0.1:{ports['filer']}.{filer_grpc}", f"-port={port}"]
     gateway += [f"-port.grpc={free_port()}", "-ip.bind=127.0.0.1", f"-config={config}"]
+    gateway += ["-port.iceberg=0", "-port.lance=0"]  # other tests may have these fixed ports
     settings = {
         "access_key_id": "minato",
         "secret_access_key": PASSWORD,

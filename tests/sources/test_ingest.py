@@ -415,7 +415,7 @@ def test_the_command_tells_what_stopped_it(
     assert main(["ingest", "broken.py:make", "sqlite:a.db", "--chunk", "1"]) == 1
     told = capsys.readouterr().err
     assert "the sample with key 1 cannot be encoded" in told
-    assert "the same command goes on from there" in told
+    assert "the same command resumes there" in told
     sys.modules.pop("broken")
 
 

@@ -37,7 +37,7 @@ _GPU_SECONDS = {
     "minato_gpu_busy_seconds_total": ("busy_percent", INTERVAL_S / 100),
 }
 
-_numbers = itertools.count(1)
+_numbers = itertools.count(2)
 _exporters: weakref.WeakSet[LoaderMetrics] = weakref.WeakSet()
 
 
@@ -49,16 +49,13 @@ class LoaderMetrics:
         url: Where the metrics are served; None until then.
 
     Args:
-        name: Of the loader.
+        name: Of the loader; a number is appended if another loader has it.
         stages: Names of the dataset's stage and of the transforms.
-        numbered: Append a number to the name. A name that another loader has gets one in any case.
     """
 
-    def __init__(
-        self, log: EpochLog, name: str, stages: Sequence[str], *, numbered: bool = True
-    ) -> None:
+    def __init__(self, log: EpochLog, name: str, stages: Sequence[str]) -> None:
         self._log = log
-        if numbered or any(each.name == name for each in _exporters):
+        if any(each.name == name for each in _exporters):
             name = f"{name} {next(_numbers)}"
         self.name: str = name
         self._stages = stages

@@ -104,6 +104,18 @@ def test_loaders_share_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_nothing_listens(url)
 
 
+def test_loaders_with_the_same_name_are_numbered() -> None:
+    loaders = [loader_of(name=name, metrics=0) for name in ("train", "val", "val")]
+    labels = set()
+    for loader in loaders:
+        list(loader)
+        keys = "".join(fetched(loader.metrics_url))
+        labels |= set(re.findall(r'minato_batches_total\{loader="([^"]*)"', keys))
+    (numbered,) = labels - {"train", "val"}
+    assert len(labels) == 3
+    assert re.fullmatch(r"val \d+", numbered)
+
+
 def test_each_process_of_a_launcher_has_its_own_port(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
