@@ -302,5 +302,5 @@ def test_class_that_only_this_process_has(
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         next(iter(loader))
     assert (
-        "without what stands below if __name__ == '__main__'. Define it" in capfd.readouterr().err
+        "without the code under if __name__ == '__main__'. Define it" in capfd.readouterr().err
     )
