@@ -156,14 +156,13 @@ class Engine:
             wait_stats.watched, times = True, [meters.total for meters in self.meters]
             self._scaler = Scaler(
                 history.autoscale,
-                worker.count,
-                self._pool,
-                state.active,
-                window,
-                wait_stats,
-                self.ledger,
-                times,
-                None if self._early_start is None else self._early_start.resize,
+                workers=self._pool,
+                active_workers=state.active,
+                window=window,
+                wait_stats=wait_stats,
+                ledger=self.ledger,
+                times=times,
+                resized=None if self._early_start is None else self._early_start.resize,
             )
         self._dispatcher = Dispatcher(
             self.ledger,

@@ -15,11 +15,11 @@ from minato.engine.worker_context import WorkerContext
 from minato.engine.worker_main import initialise, restore, run_worker_process
 from minato.scheduling.wait_stats import ConsumerWait
 from minato.transforms import rng_memory
-from minato.workers.current_sample import has_begun
+from minato.workers.current_sample import has_begun, read_current_work
 from minato.workers.exceptions import wrapped
 from minato.workers.local_pools import InlinePool, ThreadPool
 from minato.workers.pool import WorkerPool
-from minato.workers.process_pool import ProcessPool, announced
+from minato.workers.process_pool import ProcessPool, ProcessSettings, announced
 from minato.workers.sample_timeout import SampleWatchdog, StackFile
 from minato.workers.supervision import RestartPolicy, WorkerRecovery
 from minato.workers.worker import Worker
@@ -38,7 +38,7 @@ def make_pool(
     work, ledger, ready = plan.worker, state.ledger, state.ready
     if work.in_main_process:
 
-        def in_main_process(number: int) -> Worker:
+        def make_inline(number: int) -> Worker:
             restore(work, number)
             return context.worker(number, state, lambda error: error, None, BaseException)
 
@@ -46,7 +46,7 @@ def make_pool(
             ledger.release(0)
             cast(LocalStore, context.store).sweep(ledger)
 
-        return InlinePool(in_main_process, give_back)
+        return InlinePool(make_inline, give_back)
 
     def stop() -> None:
         ledger.shut_down()
@@ -55,7 +55,7 @@ def make_pool(
     def may_leave(number: int) -> bool:
         return ledger.draining and not ledger.owns(number)
 
-    def wanted(number: int, parent_lives: Callable[[], bool]) -> bool:
+    def activated(number: int, parent_lives: Callable[[], bool]) -> bool:
         return state.active.wait_until_active(
             number, lambda: ledger.stopping or ledger.draining, parent_lives
         )
@@ -63,7 +63,7 @@ def make_pool(
     if work.method == "thread":
 
         def in_thread(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
-            if not wanted(number, consumer_lives):
+            if not activated(number, consumer_lives):
                 return None
             with announced(number, work.count, work.base_seed, work.pipeline.dataset):
                 failure = initialise(work, number)
@@ -71,7 +71,9 @@ def make_pool(
                 number, state, wrapped(f"worker thread {number}"), failure, BaseException
             )
 
-        return ThreadPool(work.count, in_thread, ready, stop, may_leave)
+        return ThreadPool(
+            work.count, make_worker=in_thread, ready=ready, stop=stop, may_leave=may_leave
+        )
     watchdog: SampleWatchdog | None = None
     if plan.failures.sample_timeout_s is not None:
         context.stacks = StackFile()
@@ -80,17 +82,24 @@ def make_pool(
     def sink(number: int) -> BatchWriter:
         return context.writer(number, ledger, lambda error: error)
 
+    def progress() -> int:
+        # A worker that is killed before it has counted its samples has still delivered them in batches.
+        return wait_stats.delivered + sum(ledger.activity(i)[0] for i in range(work.count))
+
     recover = WorkerRecovery(
-        ledger,
-        functools.partial(context.read_indices, ledger),
-        work.pipeline.transforms.names,
-        sink,
-        work.count,
-        restart_policy,
-        wait_stats,
-        watchdog,
-        plan.failures.policy,
-        work.tracer,
+        ledger=ledger,
+        current_work=functools.partial(
+            read_current_work,
+            ledger,
+            functools.partial(context.read_indices, ledger),
+            work.pipeline.transforms.names,
+        ),
+        make_sink=sink,
+        progress=progress,
+        restart_policy=restart_policy,
+        watchdog=watchdog,
+        policy=plan.failures.policy,
+        tracer_of=work.tracer,
     )
     if work.method == "ray":
         from minato.ray.actor import ActorSpec
@@ -106,30 +115,41 @@ def make_pool(
         group = ActorGroup(spec, plan.pool.ray_options)
 
         def with_actor(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
-            if not wanted(number, consumer_lives):
+            if not activated(number, consumer_lives):
                 return None
             wrap = wrapped(f"Ray actor {number}")
             return context.worker(
                 number, state, wrap, None, Exception, actor=group.start_actor(number)
             )
 
-        return ActorPool(group, recover, work.count, with_actor, ready, stop, may_leave)
+        return ActorPool(
+            group,
+            recover,
+            work.count,
+            make_worker=with_actor,
+            ready=ready,
+            stop=stop,
+            may_leave=may_leave,
+        )
     if work.seeds_samples:
         rng_memory.probe_generators()
     is_forked = plan.pool.context.get_start_method() == "fork"
+    settings = ProcessSettings(
+        context=plan.pool.context,
+        num_workers=work.count,
+        first=plan.pool.first,
+        # A fork is fast. Other processes first import torch, which occupies a core.
+        max_starting=work.count if is_forked else max(int(available_cores()), 1),
+        target=run_worker_process,
+        args=(context,),
+    )
     return ProcessPool(
-        plan.pool.context,
-        work.count,
-        plan.pool.first,
-        run_worker_process,
-        (context,),
-        ready,
-        stop,
-        may_leave,
-        recover,
-        lambda: ledger.unclaimed() > 0,
-        functools.partial(has_begun, ledger),
-        # Forking is quick. Other start methods import torch first, which uses a whole core.
-        work.count if is_forked else max(int(available_cores()), 1),
-        watchdog,
+        settings,
+        ready=ready,
+        stop=stop,
+        may_leave=may_leave,
+        recover=recover,
+        has_work=lambda: ledger.unclaimed() > 0,
+        has_begun=functools.partial(has_begun, ledger),
+        watchdog=watchdog,
     )

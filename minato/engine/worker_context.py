@@ -22,16 +22,16 @@ from minato.sampling.dataset_state import DatasetState
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
-from minato.workers.concurrent import ConcurrentWorker
+from minato.workers.concurrent import ConcurrentFetch, ConcurrentWorker
 from minato.workers.deferral import Deferral
 from minato.workers.error_policy import FailureHandler
 from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.reads import Reads, reads_of
 from minato.workers.retry import SampleRetry
-from minato.workers.runner import CostEstimate, Runner
+from minato.workers.runner import CostEstimate, Runner, RunnerSettings
 from minato.workers.sample_timeout import StackFile
 from minato.workers.staged_runner import StageRunner
-from minato.workers.worker import Worker
+from minato.workers.worker import Worker, WorkerSettings, WorkQueue
 
 __all__ = ["WorkerContext"]
 
@@ -160,11 +160,11 @@ class WorkerContext:
             fetcher = StreamFetcher(
                 pipeline.dataset,
                 pipeline.transforms,
-                pipeline.batched,
-                pipeline.drop_last,
-                in_main_process,
-                initial,
-                plan.state_every,
+                batched=pipeline.batched,
+                drop_last=pipeline.drop_last,
+                at_once=in_main_process,
+                initial=initial,
+                state_every=plan.state_every,
             )
             present: Callable[[], DatasetState | None] = fetcher.present
         else:
@@ -178,46 +178,63 @@ class WorkerContext:
                     ledger=ledger, meters=meters, num_workers=lambda: active_workers.count
                 )
             stage_runner = StageRunner(
-                pipeline.dataset, pipeline.transforms, lease, meters, deferral, tracer=tracer
+                pipeline.dataset,
+                pipeline.transforms,
+                lease=lease,
+                meters=meters,
+                deferral=deferral,
+                tracer=tracer,
             )
         runner = Runner(
-            lease,
-            make_randomness if plan.seeds_samples else None,
-            meters,
-            stage_runner,
-            failure,
-            in_main_process,
-            catches,
-            plan.measure,
-            self.cost_estimate,
-            ledger.occurrences,
+            RunnerSettings(in_main_process, catches, plan.measure, failure),
+            lease=lease,
+            meters=meters,
+            make_randomness=make_randomness if plan.seeds_samples else None,
+            stage_runner=stage_runner,
+            cost_estimate=self.cost_estimate,
+            occurrences=ledger.occurrences,
             tracer=tracer,
         )
         sample_retry: SampleRetry | None = None
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):
             sample_retry = SampleRetry(
-                number, self.policy, runner, fetcher, pipeline.transforms, lease
+                number,
+                policy=self.policy,
+                runner=runner,
+                fetcher=fetcher,
+                transforms=pipeline.transforms,
+                lease=lease,
             )
-        make: Callable[..., Worker] = Worker
+        settings = WorkerSettings(number, plan.order.slow_to_newest, plan.round_robin)
+        queue = WorkQueue(
+            ledger, state.work, functools.partial(self.read_indices, ledger), active_workers
+        )
+        sink = self.writer(number, ledger, describe_error, catches, tracer)
         fetching = plan.fetching
         if (fetching.at_once or reads is not None) and failure is None:
-            read_limit = state.read_limit(fetching.max_in_flight)
-            reads = reads or reads_of(dataset, fetching.concurrency)
-            make = functools.partial(
-                ConcurrentWorker, reads, transforms, plan.seeds_samples, read_limit, fetching
+            return ConcurrentWorker(
+                settings,
+                concurrency=ConcurrentFetch(
+                    reads=reads or reads_of(dataset, fetching.concurrency),
+                    transforms=transforms,
+                    binds_randomness=plan.seeds_samples,
+                    read_limit=state.read_limit(fetching.max_in_flight),
+                    options=fetching,
+                ),
+                queue=queue,
+                fetcher=fetcher,
+                runner=runner,
+                sink=sink,
+                sample_retry=sample_retry,
+                tracer=tracer,
             )
-        return make(
-            number,
-            ledger,
-            state.work,
-            fetcher,
-            runner,
-            self.writer(number, ledger, describe_error, catches, tracer),
-            functools.partial(self.read_indices, ledger),
-            deferral,
-            plan.order.slow_to_newest,
-            plan.round_robin,
-            sample_retry,
-            active_workers,
+        return Worker(
+            settings,
+            queue=queue,
+            fetcher=fetcher,
+            runner=runner,
+            sink=sink,
+            deferral=deferral,
+            sample_retry=sample_retry,
             tracer=tracer,
         )

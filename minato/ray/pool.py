@@ -10,9 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minato._compat import kill_actor
+from minato._core.wait import EventCount
 from minato.ray.actor import ActorSpec, SampleServer
 from minato.ray.reads import ActorLost
 from minato.workers.local_pools import ThreadPool
+from minato.workers.supervision import WorkerLoss
+from minato.workers.worker import Worker
 
 __all__ = ["ActorGroup", "ActorPool"]
 
@@ -92,11 +95,23 @@ class ActorPool(ThreadPool):
 
     Args:
         recover: Called with ``(number, pid, loss)`` of a lost worker; reassigns its samples, or raises.
-        args: Arguments of :class:`ThreadPool`.
+        num_workers, make_worker, ready, stop, may_leave: As of :class:`ThreadPool`.
     """
 
-    def __init__(self, group: ActorGroup, recover: Callable[..., None], *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self,
+        group: ActorGroup,
+        recover: Callable[[int, int | None, WorkerLoss], None],
+        num_workers: int,
+        *,
+        make_worker: Callable[[int, Callable[[], bool]], Worker | None],
+        ready: EventCount,
+        stop: Callable[[], None],
+        may_leave: Callable[[int], bool],
+    ) -> None:
+        super().__init__(
+            num_workers, make_worker=make_worker, ready=ready, stop=stop, may_leave=may_leave
+        )
         self._group = group
         self._recover = recover
         self._lost: dict[int, ActorLost] = {}

@@ -7,15 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from minato._core.clock import now_ns
+from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.options import FetchOptions
 from minato.transforms.compose import Transforms
-from minato.workers.fetch import Fetcher
+from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.hedging import Hedging
 from minato.workers.read_limit import SharedReadLimit
 from minato.workers.reads import Read, Reads
-from minato.workers.worker import Worker
+from minato.workers.retry import SampleRetry
+from minato.workers.runner import Runner
+from minato.workers.sink import Sink
+from minato.workers.worker import Worker, WorkerSettings, WorkQueue
 
-__all__ = ["ConcurrentWorker"]
+__all__ = ["ConcurrentFetch", "ConcurrentWorker"]
 
 _ALL_SAMPLES = 1 << 31
 _PATIENCE_S = 1.0
@@ -51,6 +55,25 @@ class _Raised:
     error: BaseException
 
 
+@dataclass(frozen=True)
+class ConcurrentFetch:
+    """How a worker reads several samples at once.
+
+    Attributes:
+        reads: Reads the samples.
+        transforms: Run on the value of each read.
+        binds_randomness: Whether randomness is bound to the samples.
+        read_limit: The reads in flight of all workers.
+        options: Whether slow reads are hedged, and the counters of reads.
+    """
+
+    reads: Reads
+    transforms: Transforms
+    binds_randomness: bool
+    read_limit: SharedReadLimit
+    options: FetchOptions
+
+
 class ConcurrentWorker(Worker):
     """Reads several samples at once; their transforms run one after the other in the worker's own thread.
 
@@ -58,25 +81,32 @@ class ConcurrentWorker(Worker):
     it is finished.
 
     Args:
-        reads: What it reads with.
-        transforms: Applied to what a read gives.
-        seeds: Whether randomness is bound to the samples.
-        read_limit: What all workers have under way.
-        fetching: Whether stragglers are asked for again, and who is told what the reads came to.
-        args, kwargs: Those of :class:`Worker`.
+        concurrency: How it reads.
+        queue, fetcher, runner, sink, sample_retry, tracer: As of :class:`Worker`.
     """
 
     def __init__(
         self,
-        reads: Reads,
-        transforms: Transforms,
-        seeds: bool,
-        read_limit: SharedReadLimit,
-        fetching: FetchOptions,
-        *args: Any,
-        **kwargs: Any,
+        settings: WorkerSettings,
+        *,
+        concurrency: ConcurrentFetch,
+        queue: WorkQueue,
+        fetcher: Fetcher | StreamFetcher,
+        runner: Runner,
+        sink: Sink,
+        sample_retry: SampleRetry | None = None,
+        tracer: Tracer = NULL_TRACER,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            settings,
+            queue=queue,
+            fetcher=fetcher,
+            runner=runner,
+            sink=sink,
+            sample_retry=sample_retry,
+            tracer=tracer,
+        )
+        fetching, reads, read_limit = concurrency.options, concurrency.reads, concurrency.read_limit
         self._read_limit = read_limit
         read_limit.begin(self._number)
         self._counters = fetching.counters
@@ -86,8 +116,8 @@ class ConcurrentWorker(Worker):
         self._reads = reads
         reads.on_finished = self._wake
         self.endings.append(reads.close)
-        self._transforms = transforms
-        self._seeds = seeds
+        self._transforms = concurrency.transforms
+        self._seeds = concurrency.binds_randomness
         self._resting = False
         self._underway: dict[Read, int] = {}  # with each one's position; the oldest first
         self._lease = self._ledger.lease_words(self._number)
@@ -124,7 +154,7 @@ class ConcurrentWorker(Worker):
     def _wake(self) -> None:
         # In the thread of a read. Who sees the worker not at rest knows that it will look for reads before it is.
         if self._resting:
-            self._gate.notify()
+            self._events.notify()
 
     def forget(self) -> None:
         """Give up what is under way: others will do it."""
@@ -171,7 +201,7 @@ class ConcurrentWorker(Worker):
             self._sink.publish_collated(batch)
             return
         _, first, size, bound, epoch, seed, *_ = self._ledger.describe(batch)
-        keys = list(self._read_keys(batch, k, count))
+        keys = list(self._read_indices(batch, k, count))
         if not keys:  # a batch of nothing has a place all the same
             assert isinstance(self._fetcher, Fetcher)
             self._runner.enter(seed)
@@ -266,15 +296,15 @@ class ConcurrentWorker(Worker):
                 self._deliver_held(lease, lease.held)
         elif lease.bound:
             k = lease.k + i
-            self._deliver.bound(lease.batch, position, k, [read.key], samples, error, False)
+            self._results.bound(lease.batch, position, k, [read.key], samples, error, False)
         else:
             sample = samples[0] if error is None else None
-            self._deliver.free(position, read.key, sample, error, cost_ns)
+            self._results.free(position, read.key, sample, error, cost_ns)
 
     def _deliver_held(self, lease: _Lease, held: list[Any]) -> None:
         raised = next((i for i, sample in enumerate(held) if type(sample) is _Raised), len(held))
         error = held[raised].error if raised < len(held) else None
-        self._deliver.bound(
+        self._results.bound(
             lease.batch, lease.first, 0, lease.keys, held[:raised], error, whole=True
         )
 

@@ -16,6 +16,7 @@ __all__ = [
     "indices_of",
     "read_current_collation",
     "read_current_sample",
+    "read_current_work",
 ]
 
 _MOST_LISTED = 8
@@ -109,6 +110,17 @@ def read_current_sample(
     name = names[step] if 0 <= step < len(names) else None
     (occurrence,) = ledger.occurrences(position, 1) or (0,)
     return CurrentSample(position, key, epoch, seed, name, started_ns, occurrence)
+
+
+def read_current_work(
+    ledger: Ledger,
+    read_indices: Callable[[int, int, int], Sequence[Any]],
+    names: Sequence[str],
+    number: int,
+) -> CurrentSample | Collation | None:
+    """The sample that worker ``number`` is on, or the batch that it collates; None: neither."""
+    sample = read_current_sample(ledger, read_indices, names, number)
+    return sample or read_current_collation(ledger, read_indices, number)
 
 
 def has_begun(ledger: Ledger, number: int) -> bool:

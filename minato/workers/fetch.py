@@ -92,7 +92,7 @@ class StreamFetcher:
         at_once: Whether the first pass is begun now, where the caller gets the errors of the dataset's ``__iter__``;
             otherwise each is begun with its first batch.
             Then the caller also asks for the state, which is not sent.
-        replica: Where an earlier run was, in the first pass.
+        initial: The state in which the first epoch starts; None: the dataset's own.
         state_every: Of how many batches one comes with the state; None: none does.
     """
 
@@ -100,10 +100,11 @@ class StreamFetcher:
         self,
         dataset: Any,
         transforms: Transforms,
+        *,
         batched: bool,
         drop_last: bool,
         at_once: bool = False,
-        replica: DatasetState | None = None,
+        initial: DatasetState | None = None,
         state_every: int | None = None,
     ) -> None:
         self._dataset = dataset
@@ -115,7 +116,7 @@ class StreamFetcher:
         self._samples: Iterator[Any] | None = iter(dataset) if at_once else None
         self._pass: object = None
         # The stream of one that has ended begins anew in the next pass.
-        self._replica = DatasetState() if replica is None or replica.ended else replica
+        self._initial = DatasetState() if initial is None or initial.ended else initial
         self._sends = not at_once
         self._state_every = state_every
         self._num_taken = 0
@@ -151,7 +152,7 @@ class StreamFetcher:
 
     def present(self) -> DatasetState | None:
         """The same at any time; None if there is no state, or it is still to be restored."""
-        restored = self._pass is not None or self._replica == DatasetState()
+        restored = self._pass is not None or self._initial == DatasetState()
         return self.state() if restored and self.keeps_state else None
 
     def enter(self, this_pass: object, count: int) -> None:
@@ -169,10 +170,10 @@ class StreamFetcher:
             samples = cast(Any, self._samples)
             self._iterator_keeps = is_stateful(samples)
             self._num_taken = 0
-            replica, self._replica = self._replica, DatasetState()
-            if replica.iterator is not None:
-                samples.load_state_dict(replica.iterator)
-            for _ in range(replica.batches):
+            initial, self._initial = self._initial, DatasetState()
+            if initial.iterator is not None:
+                samples.load_state_dict(initial.iterator)
+            for _ in range(initial.batches):
                 # With the transforms, whose draws belong to the same generators; what raised, raised then.
                 with suppress(Exception):
                     self.take(count)

@@ -32,6 +32,7 @@ class ThreadPool:
     def __init__(
         self,
         num_workers: int,
+        *,
         make_worker: Callable[[int, Callable[[], bool]], Worker | None],
         ready: EventCount,
         stop: Callable[[], None],

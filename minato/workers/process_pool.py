@@ -1,4 +1,4 @@
-"""Workers in processes of their own."""
+"""Workers in processes of their own: when they start, and how a process becomes a worker."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import connection
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -36,10 +38,11 @@ from minato.observe.trace.torch_profiler import in_profile
 from minato.workers.cpu_time import CpuUsage, process_usage
 from minato.workers.sample_timeout import SampleWatchdog
 from minato.workers.signals import exiting, raise_kept, signals_deferred
-from minato.workers.supervision import UNREADABLE, ExitWatch, exit_code
+from minato.workers.supervision import UNREADABLE, ExitWatch, StartedProcesses, exit_code
 
 __all__ = [
     "ProcessPool",
+    "ProcessSettings",
     "announced",
     "enter_worker_process",
     "parent_watch",
@@ -47,76 +50,82 @@ __all__ = [
 ]
 
 _ANNOUNCED = threading.Lock()
-_GRACE_S = 3.0
-"""How long a worker may take to leave by itself at the end."""
-_TERMINATION_S = 1.0
-"""How long it may then take to follow SIGTERM; a program that is told to end has five seconds in all."""
 _STOPPED_S = 1.0
-"""A sleep that took so much longer than it should was one of the whole process, by SIGSTOP or Ctrl-Z."""
+"""A sleep that exceeds its timeout by more than this means that the whole process was stopped (SIGSTOP, Ctrl-Z)."""
 _ARRIVAL_S = 2.0
-"""A worker that has not begun after so long waits for something else than a core, and others may start."""
+"""A worker that has not begun after this time does not wait for a core, and further workers start."""
 _LOOK_S = 0.02
-"""How often it is looked whether one has begun."""
+"""Interval between two checks whether a starting worker has begun."""
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """The processes of a pool.
+
+    Attributes:
+        context: A multiprocessing context; its start method is used.
+        num_workers: Largest number of processes.
+        first: Processes that ``start`` starts; with ``fork`` it starts all, because a later fork may be unsafe.
+        max_starting: Processes that start at the same time; more would compete for the same cores.
+        target: Run in each process as ``target(number, *args)``.
+        args: Its further arguments.
+    """
+
+    context: BaseContext
+    num_workers: int
+    first: int
+    max_starting: int
+    target: Callable[..., None]
+    args: tuple[Any, ...]
 
 
 class ProcessPool:
-    """Starts worker processes, notices when one dies, and ends them.
+    """Starts worker processes, replaces those that die, and ends them.
 
     Args:
-        context: A multiprocessing context; its start method is used.
-        num_workers: How many there can be.
-        at_first: How many are to be started at first; with ``fork`` all are, because much later it may be unsafe.
-        target: Run in each worker as ``target(number, *args)``.
-        stop: Tells the workers to leave.
-        may_leave: Whether worker number i may have left by itself.
-        has_work: Whether one more worker would have something to do.
-        has_begun: Whether worker number i has.
-        at_once: How many may be on their way up; more of them would take each other's time.
-        watchdog: Ends workers that are stuck.
-        recover: Called with ``(number, pid, exit code)`` of a dead worker; gives its samples out again, or raises.
+        ready: Counts the events that wake the training loop.
+        stop: Asks the workers to exit.
+        may_leave: Whether worker ``number`` may exit by itself.
+        recover: Called with ``(number, pid, exit code)`` of a dead worker; releases its samples, or raises.
+        has_work: Whether there is work for one more worker.
+        has_begun: Whether worker ``number`` has claimed a sample.
+        watchdog: Ends workers whose sample takes too long.
     """
 
     def __init__(
         self,
-        context: Any,
-        num_workers: int,
-        at_first: int,
-        target: Callable[..., None],
-        args: tuple[Any, ...],
+        settings: ProcessSettings,
+        *,
         ready: EventCount,
         stop: Callable[[], None],
         may_leave: Callable[[int], bool],
         recover: Callable[[int, int | None, int | None], None],
         has_work: Callable[[], bool],
         has_begun: Callable[[int], bool],
-        at_once: int,
         watchdog: SampleWatchdog | None = None,
     ) -> None:
-        self._context = context
-        self._target = target
-        self._args = args
+        self._settings = settings
         self._recover = recover
         self._watchdog = watchdog
         self._ready = ready
         self._may_leave = may_leave
         self._has_work = has_work
         self._has_begun = has_begun
-        self._at_once = at_once
-        self._coming: dict[int, float] = {}  # when they were started that have not begun
-        if context.get_start_method() == "fork":
-            at_first = num_workers
-        self._to_start = deque(range(at_first))
+        self._starting: dict[int, float] = {}  # start times of workers that have not begun
+        self._forks = settings.context.get_start_method() == "fork"
+        self._to_start = deque(range(settings.num_workers if self._forks else settings.first))
         self._unwatched = False
-        self._watch = ExitWatch(context, ready.notify)
-        self._started = _Started(stop, self._watch)
+        self._watch = ExitWatch(settings.context, ready.notify)
+        self._started = StartedProcesses(stop, self._watch)
         self.shut_down = self._started.shut_down
-        """Ends all workers. Holds nothing of the user's, which may refer to the loader, and so to this pool."""
-        self.processes = [self._make(number) for number in range(num_workers)]
+        """Ends all workers. Refers to no object of the user's, which may refer to the loader and so to this pool."""
+        self.processes = [self._make(number) for number in range(settings.num_workers)]
         _POOLS.add(self)
 
     def _make(self, number: int) -> BaseProcess:
-        process: BaseProcess = self._context.Process(
-            target=self._target, args=(number, *self._args), daemon=True
+        settings = self._settings
+        process: BaseProcess = settings.context.Process(  # type: ignore[attr-defined]
+            target=settings.target, args=(number, *settings.args), daemon=True
         )
         return process
 
@@ -141,16 +150,16 @@ class ProcessPool:
 
     def _start_next(self) -> None:
         self._start(self._to_start[0])
-        self._coming[self._to_start.popleft()] = time.monotonic()
+        self._starting[self._to_start.popleft()] = time.monotonic()
 
     def _has_room(self) -> bool:
         since = time.monotonic() - _ARRIVAL_S
-        self._coming = {
+        self._starting = {
             number: started
-            for number, started in self._coming.items()
+            for number, started in self._starting.items()
             if started > since and not self._has_begun(number)
         }
-        return len(self._coming) < self._at_once
+        return len(self._starting) < self._settings.max_starting
 
     def _start(self, number: int) -> None:
         process = self.processes[number]
@@ -164,7 +173,7 @@ class ProcessPool:
 
     def _launch(self, process: BaseProcess) -> None:
         with explaining_limits("start a worker process"):
-            if self._context.get_start_method() != "fork":
+            if not self._forks:
                 try:
                     process.start()
                 except (EOFError, OSError):
@@ -231,62 +240,6 @@ class ProcessPool:
             self.processes[number] = self._make(number)
         self._start(number)
         self._watch_all()
-
-
-class _Started:
-    """The processes of a pool that have been, or are just being, started, and what ends them.
-
-    Args:
-        stop: Tells the workers to leave.
-
-    Attributes:
-        is_over: Whether that has begun.
-    """
-
-    def __init__(self, stop: Callable[[], None], watch: ExitWatch) -> None:
-        self.processes: dict[int, BaseProcess] = {}
-        self.is_over = False
-        self._stop = stop
-        self._watch = watch
-        self._owner = os.getpid()
-
-    def shut_down(self) -> bool:
-        """End all workers: by request, and by signals if they do not follow it, or if this is interrupted.
-
-        Returns:
-            Whether there are none any more.
-        """
-        if os.getpid() != self._owner:
-            return False  # a forked child of the user's holds a copy of this pool
-        self.is_over = True
-        left = [process for process in self.processes.values() if process.pid is not None]
-        try:
-            self._stop()
-            _kill_stopped(left)
-            left = self._watch.outlast(left, _GRACE_S)
-            for process in left:
-                process.terminate()
-            _kill_stopped(left)
-            left = self._watch.outlast(left, _TERMINATION_S)
-        finally:
-            for process in left:
-                process.kill()
-            for process in left:
-                process.join()
-            self._watch.close()
-        return True
-
-
-def _kill_stopped(processes: Iterable[BaseProcess]) -> None:
-    """Kill those that are stopped by a signal: they would follow no request and no other signal."""
-    for process in processes:
-        try:
-            with open(f"/proc/{process.pid}/stat", "rb") as file:
-                state = file.read().rpartition(b")")[2].split()[0]
-        except OSError:  # it has ended, or this is no Linux
-            continue
-        if state == b"T":
-            process.kill()
 
 
 _POOLS: weakref.WeakSet[ProcessPool] = weakref.WeakSet()

@@ -21,24 +21,25 @@ class ResultWriter:
     Args:
         number: The worker's.
         fetcher: Whose state goes with a batch, if it keeps one.
-        may_lack: Whether samples may be left out.
+        may_skip: Whether samples may be skipped.
         slow_to_newest: Slow samples go to the newest batch, where they have no place of their own.
     """
 
     def __init__(
         self,
         number: int,
+        *,
         ledger: Ledger,
         sink: Sink,
         fetcher: Fetcher | StreamFetcher,
-        may_lack: bool,
+        may_skip: bool,
         slow_to_newest: bool,
     ) -> None:
         self._number = number
         self._ledger = ledger
         self._sink = sink
         self._fetcher = fetcher
-        self._may_lack = may_lack
+        self._may_skip = may_skip
         self._slow_to_newest = slow_to_newest
 
     def bound(
@@ -66,7 +67,7 @@ class ResultWriter:
                     batch, ledger.fill_run(self._number, batch, k + failed + 1, rest)
                 )
             return
-        lacking = self._may_lack and any(map(_is_skipped, samples))
+        lacking = self._may_skip and any(map(_is_skipped, samples))
         in_one = whole and (sink.collates or sink.has_unsendable or self._fetcher.sends_state)
         if in_one:
             self._collated(batch, position, samples, lacking)

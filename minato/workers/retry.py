@@ -23,6 +23,7 @@ class SampleRetry:
     def __init__(
         self,
         worker: int,
+        *,
         policy: FailureHandler,
         runner: Runner,
         fetcher: Fetcher,

@@ -19,7 +19,7 @@ from minato.workers.deferral import DeferredSample
 from minato.workers.recording import recorded, recorded_batch
 from minato.workers.staged_runner import StageRunner
 
-__all__ = ["CostEstimate", "Runner"]
+__all__ = ["CostEstimate", "Runner", "RunnerSettings"]
 
 _PROBES = 16
 """Samples that are watched for draws at first."""
@@ -58,40 +58,50 @@ class CostEstimate:
     watched: int = 0
 
 
+@dataclass(frozen=True)
+class RunnerSettings:
+    """How samples are run.
+
+    Attributes:
+        in_main_process: Samples run in the consumer's thread, which must find its generators unchanged.
+        catches: What a sample may raise without ending the worker.
+        tracks_slowest: Keep the slowest samples.
+        failure: What ``worker_init_fn`` raised; then every sample raises it.
+    """
+
+    in_main_process: bool = False
+    catches: type[BaseException] = Exception
+    tracks_slowest: bool = True
+    failure: BaseException | None = None
+
+
 class Runner:
     """Runs the samples of one worker.
 
     Args:
         lease: The worker's lease words (``Ledger.lease_words``).
-        make_randomness: ``seed -> SampleRandomness`` that binds the generators to each sample; None leaves them alone.
         meters: Receive what samples cost.
+        make_randomness: ``seed -> SampleRandomness`` that binds the generators to each sample; None leaves them alone.
         stage_runner: Runs samples stage by stage; None: they have no stages.
-        failure: What ``worker_init_fn`` raised; then every sample raises it.
-        in_main_process: Samples run in the consumer's thread, which must find its generators as it left them.
-        catches: What a sample may raise without ending the worker.
-        watches_slowest: Keep the samples that take longest.
-        cost_estimate: Those of an earlier worker on the same samples.
-        occurrences: How often the key of each of ``count`` samples from a position on came before in the epoch; None:
-            none did.
+        cost_estimate: That of an earlier worker on the same samples.
+        occurrences: Returns how often the index of each of ``count`` samples from a position on came before in the
+            epoch; None: none did.
     """
 
     def __init__(
         self,
+        settings: RunnerSettings,
+        *,
         lease: Any,
-        make_randomness: Callable[[int], SampleRandomness] | None,
         meters: Meters,
-        stage_runner: StageRunner | None,
-        failure: BaseException | None,
-        in_main_process: bool,
-        catches: type[BaseException],
-        watches_slowest: bool = True,
+        make_randomness: Callable[[int], SampleRandomness] | None = None,
+        stage_runner: StageRunner | None = None,
         cost_estimate: CostEstimate | None = None,
         occurrences: Occurrences = lambda position, count: None,
-        *,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
         self._tracer = tracer
-        self._watches_slowest = watches_slowest
+        self._tracks_slowest = settings.tracks_slowest
         self._occurrences = occurrences
         self._lease = lease
         self._make_randomness = make_randomness
@@ -101,9 +111,9 @@ class Runner:
         self._total, self._slowest = meters.total, meters.slowest
         self._looked_again = False
         self._stage_runner = stage_runner
-        self._failure = failure
-        self.in_main_process = in_main_process
-        self._catches = catches
+        self._failure = settings.failure
+        self.in_main_process = settings.in_main_process
+        self._catches = settings.catches
         self.cost_estimate = cost_estimate or CostEstimate()
         if make_randomness is None:
             self.cost_estimate.draws = False
@@ -355,7 +365,7 @@ class Runner:
             for i, sample in enumerate(samples):
                 if type(sample) is not DeferredSample:
                     total.record(durations[i])
-        if self._watches_slowest and self.longest_ns > slowest.floor_ns:
+        if self._tracks_slowest and self.longest_ns > slowest.floor_ns:
             self._note_slowest(samples, keys, epoch)
 
     def _note_slowest(self, samples: list[Any], keys: list[Any], epoch: int) -> None:

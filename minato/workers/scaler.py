@@ -108,7 +108,6 @@ class Scaler:
 
     Args:
         autoscale_state: The controller, and what it knows.
-        most: Workers that there can be in this engine.
         times: Service times of each worker.
         resized: Called with the number of workers when it changes.
     """
@@ -116,7 +115,7 @@ class Scaler:
     def __init__(
         self,
         autoscale_state: AutoscaleState,
-        most: int,
+        *,
         workers: Workers,
         active_workers: ActiveWorkers,
         window: PrefetchWindow,
@@ -126,7 +125,7 @@ class Scaler:
         resized: Callable[[int], None] | None = None,
     ) -> None:
         self._autoscale_state = autoscale_state
-        self._settings = replace(autoscale_state.settings, most=most)
+        self._settings = replace(autoscale_state.settings, most=len(times))
         self._decide = CONTROLLERS[autoscale_state.controller]
         self._workers = workers
         self._active_workers = active_workers

@@ -33,10 +33,10 @@ class StageRunner:
         self,
         dataset: Any,
         transforms: Transforms,
+        *,
         lease: Any,
         meters: Meters,
         deferral: Deferral | None = None,
-        *,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
         self._dataset = dataset

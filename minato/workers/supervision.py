@@ -5,7 +5,8 @@
 3. `RestartPolicy` decides whether a new process replaces the worker, or torch's error is raised.
 4. `OomBackoff` opens fewer batches where the kernel killed the worker because memory ran out.
 
-The pool then starts the new process. `sample_timeout.py` ends workers whose sample takes too long.
+The pool then starts the new process. `sample_timeout.py` ends workers whose sample takes too long. At shutdown
+`StartedProcesses` ends all workers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -29,13 +30,7 @@ from minato._system import memory_kills, memory_limit_bytes
 from minato.errors import MinatoWarning, WorkerDiedError
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.scheduling.wait_stats import ConsumerWait
-from minato.workers.current_sample import (
-    Collation,
-    CurrentSample,
-    read_current_collation,
-    read_current_sample,
-)
+from minato.workers.current_sample import Collation, CurrentSample
 from minato.workers.error_policy import SKIP, FailureHandler, SampleFailure
 from minato.workers.sample_timeout import SampleWatchdog
 from minato.workers.sink import Sink
@@ -45,6 +40,7 @@ __all__ = [
     "ExitWatch",
     "OomBackoff",
     "RestartPolicy",
+    "StartedProcesses",
     "WorkerLoss",
     "WorkerRecovery",
     "exit_code",
@@ -54,6 +50,10 @@ _RECORDING_S = 1.0
 """How long another thread may take to write down the exit code that it has read."""
 UNREADABLE = 255
 """What multiprocessing takes for the exit code where it comes through a fork server, and another thread has read it."""
+_GRACE_S = 3.0
+"""How long workers may take to exit after ``stop``."""
+_TERMINATION_S = 1.0
+"""How long they may then take to exit after SIGTERM: a cluster gives a program about five seconds in all."""
 _FATAL = 3
 """A sample on which so many workers died is the cause; so is the start-up if a worker died so often before a sample."""
 _HOPELESS = 10
@@ -246,20 +246,17 @@ class WorkerRecovery:
     """Releases the samples of a dead worker, except for one that no worker can run.
 
     Attributes:
-        read_indices: ``(batch, k, count) -> keys`` of samples k … k+count-1.
-        names: Of the transforms.
-        make_sink: Makes what writes in the place of worker number i.
-        num_workers: Of the pool.
-        tracer_of: The tracer of worker number i.
+        current_work: Returns what worker ``number`` was on.
+        make_sink: Makes the sink that writes in place of worker ``number``.
+        progress: Returns a number that grows with the samples that were run and the batches that were delivered.
+        tracer_of: Returns the tracer of worker ``number``.
     """
 
     ledger: Ledger
-    read_indices: Callable[[int, int, int], Sequence[Any]]
-    names: Sequence[str]
+    current_work: Callable[[int], CurrentSample | Collation | None]
     make_sink: Callable[[int], Sink]
-    num_workers: int
+    progress: Callable[[], int]
     restart_policy: RestartPolicy
-    wait_stats: ConsumerWait
     watchdog: SampleWatchdog | None
     policy: FailureHandler | None
     tracer_of: Callable[[int], Tracer] = lambda number: NULL_TRACER
@@ -279,8 +276,9 @@ class WorkerRecovery:
         how = "lost" if isinstance(exit_code, WorkerLoss) else f"exit code {exit_code}"
         tracer.instant(f"process {pid} has died ({how})")
         tracer.flush()
-        sample = read_current_sample(self.ledger, self.read_indices, self.names, number)
-        collation = read_current_collation(self.ledger, self.read_indices, number)
+        work = self.current_work(number)
+        sample = work if isinstance(work, CurrentSample) else None
+        collation = work if isinstance(work, Collation) else None
         starts = self.ledger.lease(number)[2] == STARTING
         error: Exception | None = None if self.watchdog is None else self.watchdog.cause(number)
         attempts = 0
@@ -297,11 +295,9 @@ class WorkerRecovery:
             elif collation is not None or starts:
                 raise error  # it is no single sample's
         else:
-            # Samples of a worker that is killed before it has counted them show as the batches that they are in.
-            progress = self.wait_stats.delivered + sum(
-                self.ledger.activity(worker)[0] for worker in range(self.num_workers)
+            error = self.restart_policy.report(
+                number, pid, exit_code, sample, self.progress(), collation
             )
-            error = self.restart_policy.report(number, pid, exit_code, sample, progress, collation)
             attempts = 0 if sample is None else self.restart_policy.at(sample)
         # It may have delivered that sample: then it died, or was ended, too late to lose it.
         if error and sample and self.ledger.is_unfinished(number, sample.position):
@@ -490,3 +486,62 @@ class OomBackoff:
         if window.shrink():
             return f"{what} From now on batches in flight are at most {window.limit}."
         return f"{what} Use fewer workers, smaller batches, or less memory in the dataset."
+
+
+# ---- at shutdown: end all ----
+
+
+class StartedProcesses:
+    """The processes of a pool that were started, or are being started; ends them.
+
+    Args:
+        stop: Asks the workers to exit.
+
+    Attributes:
+        is_over: Whether ``shut_down`` was called.
+    """
+
+    def __init__(self, stop: Callable[[], None], watch: ExitWatch) -> None:
+        self.processes: dict[int, BaseProcess] = {}
+        self.is_over = False
+        self._stop = stop
+        self._watch = watch
+        self._owner = os.getpid()
+
+    def shut_down(self) -> bool:
+        """End all workers: by request, then by signals, at once where this call is interrupted.
+
+        Returns:
+            Whether all have ended.
+        """
+        if os.getpid() != self._owner:
+            return False  # this is a copy of the pool in a child that the user forked
+        self.is_over = True
+        remaining = [process for process in self.processes.values() if process.pid is not None]
+        try:
+            self._stop()
+            _kill_stopped(remaining)
+            remaining = self._watch.outlast(remaining, _GRACE_S)
+            for process in remaining:
+                process.terminate()
+            _kill_stopped(remaining)
+            remaining = self._watch.outlast(remaining, _TERMINATION_S)
+        finally:
+            for process in remaining:
+                process.kill()
+            for process in remaining:
+                process.join()
+            self._watch.close()
+        return True
+
+
+def _kill_stopped(processes: Iterable[BaseProcess]) -> None:
+    """Kill processes that a signal has stopped: they react to no request and to no other signal."""
+    for process in processes:
+        try:
+            with open(f"/proc/{process.pid}/stat", "rb") as file:
+                state = file.read().rpartition(b")")[2].split()[0]
+        except OSError:  # the process has ended, or this is not Linux
+            continue
+        if state == b"T":
+            process.kill()

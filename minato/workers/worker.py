@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from minato._core.clock import now_ns
@@ -20,7 +21,7 @@ from minato.workers.retry import SampleRetry
 from minato.workers.runner import Runner
 from minato.workers.sink import Sink
 
-__all__ = ["Worker"]
+__all__ = ["WorkQueue", "Worker", "WorkerSettings"]
 
 _RUN_NS = 1_000_000
 """A worker claims about so much work at a time: dispatch then costs a per cent, and nobody hoards."""
@@ -33,56 +34,85 @@ _WORTH_NOTING_NS = 100_000
 """What dearer samples have cost is written down for the next epoch."""
 
 
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What distinguishes one worker from others.
+
+    Attributes:
+        number: Its number, from 0.
+        slow_to_newest: Slow samples go to the newest batch, where they have no place of their own.
+        whole_batches: Claim batches as a whole, whatever their samples cost.
+    """
+
+    number: int
+    slow_to_newest: bool = False
+    whole_batches: bool = False
+
+
+@dataclass(frozen=True)
+class WorkQueue:
+    """Where workers claim samples, and sleep while there are none.
+
+    Attributes:
+        ledger: Holds the samples.
+        events: Counts the changes of the ledger that give workers something to do.
+        read_indices: ``(batch, k, count) -> indices`` of samples k … k+count-1.
+        active_workers: Which workers may claim samples; None: all.
+    """
+
+    ledger: Ledger
+    events: EventCount
+    read_indices: Callable[[int, int, int], Sequence[Any]]
+    active_workers: ActiveWorkers | None = None
+
+
 class Worker:
     """Runs samples until the ledger says stop.
 
     Args:
-        number: Its number, from 0.
-        fetcher: Gets samples by key, or batches from a stream.
-        runner: Runs them.
-        read_indices: ``(batch, k, count) -> keys`` of samples k … k+count-1.
+        queue: Where it claims samples.
+        fetcher: Loads samples by index, or batches from a stream.
+        runner: Runs the samples.
+        sink: Takes the samples.
         deferral: Decides which slow samples are deferred; None: none is.
-        slow_to_newest: Slow samples go to the newest batch, where they have no place of their own.
-        whole_batches: Claim batches as a whole, whatever their samples cost.
         sample_retry: What to do about samples that raise; None: they are errors.
-        active_workers: Says whether this worker is wanted; None: always.
         tracer: Records leases and waiting.
     """
 
     def __init__(
         self,
-        number: int,
-        ledger: Ledger,
-        gate: EventCount,
+        settings: WorkerSettings,
+        *,
+        queue: WorkQueue,
         fetcher: Fetcher | StreamFetcher,
         runner: Runner,
         sink: Sink,
-        read_indices: Callable[[int, int, int], Sequence[Any]],
         deferral: Deferral | None = None,
-        slow_to_newest: bool = False,
-        whole_batches: bool = False,
         sample_retry: SampleRetry | None = None,
-        active_workers: ActiveWorkers | None = None,
-        *,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
-        self._number = number
-        self._ledger = ledger
-        self._gate = gate
+        self._number = settings.number
+        self._ledger = queue.ledger
+        self._events = queue.events
+        self._read_indices = queue.read_indices
+        self._active_workers = queue.active_workers
         self._fetcher = fetcher
         self._runner = runner
         self._sink = sink
-        # Weakly: what a loader refers to shall be free with its iterator, not when garbage is collected.
+        # Weakly: the objects that a loader refers to must be freed with its iterator, not by the garbage collector.
         sink.run_again = weakref.WeakMethod(self._run_again)
-        self._read_keys = read_indices
         self._deferral = deferral
-        self._whole_batches = whole_batches or fetcher.takes_lists or fetcher.keeps_state
+        self._whole_batches = settings.whole_batches or fetcher.takes_lists or fetcher.keeps_state
         self._sample_retry = sample_retry
-        self._deliver = ResultWriter(
-            number, ledger, sink, fetcher, sample_retry is not None, slow_to_newest
+        self._results = ResultWriter(
+            settings.number,
+            ledger=queue.ledger,
+            sink=sink,
+            fetcher=fetcher,
+            may_skip=sample_retry is not None,
+            slow_to_newest=settings.slow_to_newest,
         )
         self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_main_process else _RUN_NS
-        self._active_workers = active_workers
         self._idle_since = now_ns()
         self._lacks_room = False
         self._pass_index = -1
@@ -95,7 +125,7 @@ class Worker:
 
     def loop(self, parent_lives: Callable[[], bool]) -> None:
         """Work until the loader shuts down or its process is gone."""
-        ledger, gate, active_workers = self._ledger, self._gate, self._active_workers
+        ledger, events, active_workers = self._ledger, self._events, self._active_workers
         asked_ns = now_ns()
         while True:
             if active_workers is not None and not active_workers.is_active(self._number):
@@ -106,7 +136,7 @@ class Worker:
                     return
                 self._idle_since = now_ns()
             # Before anything is asked: what happens after the answer ends the sleep.
-            seen = gate.events
+            seen = events.events
             if ledger.stopping:
                 return
             # Asked before the look: what was published last would otherwise be left to nobody.
@@ -133,7 +163,7 @@ class Worker:
 
     def rest(self, seen: int, timeout_s: float) -> bool:
         """Sleep until the work gate has had an event since ``seen``; whether it had one."""
-        return self._gate.wait(seen, timeout_s)
+        return self._events.wait(seen, timeout_s)
 
     def _rest(self, seen: int, timeout_s: float) -> bool:
         """The same, recorded."""
@@ -149,7 +179,7 @@ class Worker:
 
     def turn(self, timeout_s: float) -> None:
         """Do one lease, or sleep until there is one."""
-        seen = self._gate.events
+        seen = self._events.events
         if not self.step():
             self._rest(seen, timeout_s)
 
@@ -177,7 +207,7 @@ class Worker:
             self._pass_index = epoch_slot
             self._resume_all()  # what is left of the last pass goes before the next one
         started, deferred = now_ns(), self._num_deferred()
-        given = self._read_keys(batch, k, count)
+        given = self._read_indices(batch, k, count)
         keys = list(given)
         self._runner.enter(seed)
         whole = bound and count == size
@@ -189,7 +219,7 @@ class Worker:
             self._run_list(fetcher, fetch, batch, first, count, epoch, given)
         elif bound:
             samples, error = self._run_retrying(fetcher, first + k, epoch, keys)
-            self._deliver.bound(batch, first + k, k, keys, samples, error, whole)
+            self._results.bound(batch, first + k, k, keys, samples, error, whole)
         else:
             self._run_unbound(fetcher, first + k, epoch, keys)
         busy_ns = self._end(count - (self._num_deferred() - deferred), started)
@@ -232,7 +262,7 @@ class Worker:
         if error is not None:
             self._deliver_failed(position, epoch, key, error, cost_ns)
         elif not is_deferred:
-            self._deliver.free(position, key, samples[0], None, cost_ns)
+            self._results.free(position, key, samples[0], None, cost_ns)
         self._end(int(not is_deferred), started)
         return True
 
@@ -262,7 +292,7 @@ class Worker:
         """Run all samples of a batch in this worker, because some cannot be sent here by those that ran them."""
         _, first, size, _, epoch, seed, *_ = self._ledger.describe(batch)
         assert isinstance(self._fetcher, Fetcher)
-        keys = list(self._read_keys(batch, 0, size))
+        keys = list(self._read_indices(batch, 0, size))
         self._runner.enter(seed)
         each = self._fetcher.each(keys)
         samples, error = self._runner.run(first, epoch, keys, each, repeats=True)
@@ -314,9 +344,9 @@ class Worker:
         if error is not None and self._sample_retry is not None and keys:
             alone = list(keys)
             samples, error = self._run_retrying(fetcher, first, epoch, alone)
-            self._deliver.bound(batch, first, 0, alone, samples, error, True)
+            self._results.bound(batch, first, 0, alone, samples, error, True)
             return
-        self._deliver.listed(batch, first, keys, count, results[0] if results else None, error)
+        self._results.listed(batch, first, keys, count, results[0] if results else None, error)
 
     def _run_stream(
         self, stream: StreamFetcher, batch: int, first: int, this_pass: object, wanted: int
@@ -328,7 +358,7 @@ class Worker:
             return stream.take(count)
 
         batches, error = self._runner.run(first, 0, [wanted], fetch, batch_size=wanted)
-        self._deliver.streamed(stream, batch, first, batches[0] if batches else [], error)
+        self._results.streamed(stream, batch, first, batches[0] if batches else [], error)
 
     def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]) -> None:
         """Run samples that may go to any batch; so those after one that raised are run all the same."""
@@ -341,7 +371,7 @@ class Worker:
             for i, sample in enumerate(samples):
                 if type(sample) is not DeferredSample:
                     cost_ns = self._runner.durations[i]
-                    self._deliver.free(position + i, keys[i], sample, None, cost_ns)
+                    self._results.free(position + i, keys[i], sample, None, cost_ns)
             if error is not None:
                 cost_ns = self._runner.durations[done]
                 self._deliver_failed(position + done, epoch, keys[done], error, cost_ns)
@@ -358,4 +388,4 @@ class Worker:
         sample, left = None, error
         if error is not None and self._sample_retry is not None:
             sample, left = self._sample_retry.settle(position, epoch, key, error)
-        self._deliver.free(position, key, sample, left, cost_ns)
+        self._results.free(position, key, sample, left, cost_ns)

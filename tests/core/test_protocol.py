@@ -314,7 +314,14 @@ def test_a_worker_delivers_as_is_described(
     assert ledger.claim(0, count) == (batch, 0, count)
     settings = WriterSettings(0, list, True, lambda error: error)
     writer = BatchWriter(settings, ledger=ledger, segment=arena.segment, store=LocalStore())
-    deliverer = ResultWriter(0, ledger, writer, Fetcher([], Transforms(), True), True, False)
+    deliverer = ResultWriter(
+        0,
+        ledger=ledger,
+        sink=writer,
+        fetcher=Fetcher([], Transforms(), True),
+        may_skip=True,
+        slow_to_newest=False,
+    )
     keys: list[Any] = list(range(count))
     samples: list[Any] = [SKIP if "skip" in path and key == bad else key for key in keys]
     error = ValueError("bad") if path == "error" else None

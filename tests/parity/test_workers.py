@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 import minato
-from minato.workers import process_pool
+from minato.workers import supervision
 from tests.datasets import Numbers, assert_same, wait_until
 from tests.parity.harness import (
     AS_TORCH_IS_NOW,
@@ -407,7 +407,7 @@ class Endless(Numbers):
 def test_iterator_can_be_dropped_while_its_workers_are_stuck(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process_pool, "_GRACE_S", 0.3)
+    monkeypatch.setattr(supervision, "_GRACE_S", 0.3)
     iterator = iter(minato.DataLoader(Endless(9), num_workers=2))
     assert next(iterator).tolist() == [0]
     del iterator

@@ -26,9 +26,9 @@ from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness, numpy_rng
 from minato.workers.deferral import Deferral, DeferredSample
 from minato.workers.fetch import Fetcher
-from minato.workers.runner import Runner
+from minato.workers.runner import Runner, RunnerSettings
 from minato.workers.staged_runner import StageRunner
-from minato.workers.worker import Worker
+from minato.workers.worker import Worker, WorkerSettings, WorkQueue
 from tests.datasets import TOO_MANY_WORKERS, Numbers, three_draws
 from tests.scheduling.fakes import Bench
 
@@ -254,19 +254,29 @@ class Case:
         deferral.allows = lambda position: (  # type: ignore[method-assign]
             chance.random() < self.share and allows(position)
         )
-        stage_runner = StageRunner(Keyed(), chain, lease, self.meters, deferral)
-        runner = Runner(lease, SampleRandomness, self.meters, stage_runner, None, False, Exception)
+        stage_runner = StageRunner(
+            Keyed(), chain, lease=lease, meters=self.meters, deferral=deferral
+        )
+        runner = Runner(
+            RunnerSettings(),
+            lease=lease,
+            meters=self.meters,
+            make_randomness=SampleRandomness,
+            stage_runner=stage_runner,
+        )
         runner.cost_estimate.mean_ns = mean_ns
         runner.cost_estimate.draws = {1.0: False, 1e5: None, 4e6: True}[mean_ns]
         return Worker(
-            number,
-            ledger,
-            EventCount(self.bench.segment.array, ledger.work_events_offset),
-            Fetcher(Keyed(), chain, batched=True),
-            runner,
-            self.sink,  # type: ignore[arg-type]
-            ledger.keys,
-            deferral,
+            WorkerSettings(number),
+            queue=WorkQueue(
+                ledger,
+                EventCount(self.bench.segment.array, ledger.work_events_offset),
+                ledger.keys,
+            ),
+            fetcher=Fetcher(Keyed(), chain, batched=True),
+            runner=runner,
+            sink=self.sink,  # type: ignore[arg-type]
+            deferral=deferral,
         )
 
     def kill(self, number: int) -> None:

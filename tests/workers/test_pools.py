@@ -15,10 +15,10 @@ import torch
 
 from minato._core.segment import Segment
 from minato._core.wait import EventCount
-from minato.workers import process_pool, supervision
+from minato.workers import supervision
 from minato.workers.exceptions import wrapped
 from minato.workers.local_pools import InlinePool, ThreadPool
-from minato.workers.process_pool import ProcessPool, parent_watch
+from minato.workers.process_pool import ProcessPool, ProcessSettings, parent_watch
 
 FORK = multiprocessing.get_context("fork")
 
@@ -44,10 +44,23 @@ class Stage:
             raise RuntimeError("too many")
 
     def processes(self, work: Any) -> ProcessPool:
+        settings = ProcessSettings(
+            context=FORK,
+            num_workers=2,
+            first=2,
+            max_starting=self.at_once,
+            target=work,
+            args=(self,),
+        )
         return ProcessPool(
-            FORK, 2, 2, work, (self,), self.ready, self.stop, lambda number: self.left, self.recover,
-            lambda: self.has_work, lambda number: self.has_begun, self.at_once,
-        )  # fmt: skip
+            settings,
+            ready=self.ready,
+            stop=self.stop,
+            may_leave=lambda number: self.left,
+            recover=self.recover,
+            has_work=lambda: self.has_work,
+            has_begun=lambda number: self.has_begun,
+        )
 
 
 def obedient(number: int, stage: Stage) -> None:
@@ -155,7 +168,7 @@ def test_an_exit_code_that_another_thread_has_taken(
 
 
 def test_processes_that_do_not_listen_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_pool, "_GRACE_S", 0.05)
+    monkeypatch.setattr(supervision, "_GRACE_S", 0.05)
     stage = Stage()
     pool = stage.processes(deaf)
     pool.start()
@@ -230,7 +243,7 @@ def parental(number: int, stage: Stage) -> None:
 
 
 def test_the_end_does_not_wait_for_children_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_pool, "_GRACE_S", 3600.0)
+    monkeypatch.setattr(supervision, "_GRACE_S", 3600.0)
     stage = Stage()
     pool = stage.processes(parental)
     pool.start()
@@ -366,7 +379,11 @@ class Worker:
 def threads(leave: threading.Event, may_leave: bool = False) -> ThreadPool:
     stage = Stage()
     return ThreadPool(
-        2, lambda number, _: Worker(number, leave), stage.ready, leave.set, lambda number: may_leave
+        2,
+        make_worker=lambda number, _: Worker(number, leave),
+        ready=stage.ready,
+        stop=leave.set,
+        may_leave=lambda number: may_leave,
     )
 
 
@@ -410,7 +427,13 @@ def test_a_thread_may_end_its_own_pool() -> None:
             else:
                 super().loop(parent_lives)
 
-    pool = ThreadPool(2, lambda n, _: Ending(n, leave), Stage().ready, leave.set, lambda: False)  # type: ignore[arg-type]
+    pool = ThreadPool(
+        2,
+        make_worker=lambda n, _: Ending(n, leave),  # type: ignore[arg-type]
+        ready=Stage().ready,
+        stop=leave.set,
+        may_leave=lambda number: False,
+    )
     pool.start()
     assert ended.wait(5)
     for thread in pool.threads:

@@ -35,7 +35,14 @@ class Case:
             store=self.store,
         )
         fetcher = Fetcher([], Transforms(), batched=True)
-        self.deliver = ResultWriter(0, self.ledger, self.writer, fetcher, True, False)
+        self.deliver = ResultWriter(
+            0,
+            ledger=self.ledger,
+            sink=self.writer,
+            fetcher=fetcher,
+            may_skip=True,
+            slow_to_newest=False,
+        )
 
     def publish(self, count: int) -> int:
         slot = self.acquire()

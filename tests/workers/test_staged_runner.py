@@ -40,7 +40,13 @@ def stepper_of(
 ) -> tuple[StageRunner, Meters, array[int]]:
     lease, meters = array("q", [40, now_ns(), -1]), Meters(len(steps))
     words, chain = memoryview(lease), Transforms(steps)
-    made = StageRunner(list(range(10)), chain, words, meters, deferral)  # type: ignore[arg-type]
+    made = StageRunner(
+        list(range(10)),
+        chain,
+        lease=words,
+        meters=meters,
+        deferral=deferral,  # type: ignore[arg-type]
+    )
     return made, meters, lease
 
 

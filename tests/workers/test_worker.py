@@ -19,9 +19,9 @@ from minato._core.wait import EventCount
 from minato.observe.stats.costs import Meters
 from minato.transforms.compose import Transforms
 from minato.workers.fetch import Fetcher
-from minato.workers.runner import Runner
+from minato.workers.runner import Runner, RunnerSettings
 from minato.workers.staged_runner import StageRunner
-from minato.workers.worker import Worker
+from minato.workers.worker import Worker, WorkerSettings, WorkQueue
 from tests.scheduling.fakes import Bench
 
 
@@ -115,17 +115,26 @@ class Setting:
 
         lease, fetcher = ledger.lease_words(0), Fetcher(dataset, Transforms(), batched=True)
         stage_runner = (
-            None if fetcher.takes_lists else StageRunner(dataset, Transforms(), lease, self.meters)
+            None
+            if fetcher.takes_lists
+            else StageRunner(dataset, Transforms(), lease=lease, meters=self.meters)
         )
-        self.runner = Runner(lease, None, self.meters, stage_runner, failure, False, Exception)
+        self.runner = Runner(
+            RunnerSettings(failure=failure),
+            lease=lease,
+            meters=self.meters,
+            stage_runner=stage_runner,
+        )
         self.worker = Worker(
-            0,
-            ledger,
-            EventCount(self.bench.segment.array, ledger.work_events_offset),
-            fetcher,
-            self.runner,
-            self.sink,
-            read_indices,
+            WorkerSettings(0),
+            queue=WorkQueue(
+                ledger,
+                EventCount(self.bench.segment.array, ledger.work_events_offset),
+                read_indices,
+            ),
+            fetcher=fetcher,
+            runner=self.runner,
+            sink=self.sink,
         )
         self.bench.begin(batches)
 
@@ -302,5 +311,5 @@ class StopsFirst:
 
 def test_an_end_between_two_looks_is_not_slept_through() -> None:
     setting = Setting(Bad(), [])
-    setting.worker._gate = StopsFirst(setting.bench.ledger.shut_down)  # type: ignore[assignment]
+    setting.worker._events = StopsFirst(setting.bench.ledger.shut_down)  # type: ignore[assignment]
     setting.worker.loop(lambda: True)
