@@ -534,6 +534,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             drop_last=self.drop_last,
             generator=self.generator,
             order=options.order,
+            mixes_batches=options.mixes_batches,
             seed=options.seed,
             has_workers=self.num_workers > 0,
             predictable=persistent and options.seeds_samples and self._replay is None,

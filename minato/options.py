@@ -901,6 +901,16 @@ class Options:
         """Whether randomness is bound to each sample rather than to the worker."""
         return self.compat is None
 
+    @property
+    def mixes_batches(self) -> bool:
+        """Whether samples may take places in other batches than their own."""
+        return self.order in _MIXING
+
+    @property
+    def returns_in_order(self) -> bool:
+        """Whether batches are returned in the order of the sampler."""
+        return self.order == "strict"
+
 
 def _check_replay(options: Options, is_stream: bool) -> None:
     """Files of recorded orders."""

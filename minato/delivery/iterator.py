@@ -79,7 +79,7 @@ class BatchIterator(TorchIterator):
                 raise AssertionError(
                     "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
                 )
-            self._epoch.entering()
+            self._epoch.before_iter()
             super()._reset(loader, first_iter=True)  # as torch, which asks the sampler twice
         elif self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")

@@ -36,7 +36,7 @@ def check_cache(
         )
     if isinstance(dataset, (IterableDataset, MapDataPipe)):
         raise ValueError(
-            "cache= keeps samples by their index, which an iterable dataset or a data pipe does not go by: leave it out"
+            "cache= keeps samples by their index, which an iterable dataset or a data pipe does not have: leave it out"
         )
     if is_stateful(dataset):
         raise ValueError(
@@ -60,7 +60,7 @@ def check_cache(
 
 
 def wrap_dataset(cache: Cache, dataset: Any, transforms: Transforms) -> tuple[Any, Transforms]:
-    """The dataset that workers read, with the cached transforms in it, and the transforms that are left."""
+    """The dataset with cached transforms that workers read, and the remaining transforms."""
     cut = len(transforms) if cache.after is None else cache.after
     return CachedDataset(dataset, transforms.steps[:cut], cache, generators_created), Transforms(
         transforms.steps[cut:]

@@ -13,30 +13,30 @@ __all__ = ["CostHistoryStore"]
 
 
 class CostHistoryStore:
-    """A folder with a profile for each dataset, list of transforms and machine.
+    """A directory with a file of costs for each dataset, list of transforms and machine.
 
     Args:
-        folder: Created when the first profile is saved.
-        pipeline: Its dataset and transforms name the profile.
+        directory: Created when the first costs are saved.
+        pipeline: Its dataset and transforms name the file.
     """
 
-    def __init__(self, folder: str, pipeline: Pipeline) -> None:
-        self._folder = folder
+    def __init__(self, directory: str, pipeline: Pipeline) -> None:
+        self._directory = directory
         self._key = fingerprint(pipeline.dataset, pipeline.transforms.steps)
 
     def costs(self) -> Histogram | None:
-        """Costs of samples in the latest run; None if there is no profile of it."""
-        kept = CostStats.load(self._folder, self._key)
+        """Costs of samples in the last run; None if none are saved."""
+        kept = CostStats.load(self._directory, self._key)
         return None if kept is None else kept[1]
 
-    def keep(self, profile: CostStats, recent: Histogram) -> None:
-        """Save the costs of all samples and of recent ones; a folder that cannot be written gives a warning."""
-        costs = recent if recent.count else profile.run["total"]
+    def save(self, costs: CostStats, recent: Histogram) -> None:
+        """Save the costs of all samples and of recent ones; warns if the directory cannot be written."""
+        latest = recent if recent.count else costs.run["total"]
         try:
-            profile.save(self._folder, self._key, costs)
+            costs.save(self._directory, self._key, latest)
         except OSError as error:
             warnings.warn(
-                f"profile={self._folder!r} cannot be written, so the next run begins without it: {error}",
+                f"cost_history={self._directory!r} cannot be written, so the next run starts without it: {error}",
                 MinatoWarning,
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""The stages wired together, from indices to batches."""
+"""The engine: the stages of one loader, from indices to batches."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from minato.observe.stats.histograms import merged
 from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace.loop import LoopTrack
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.epoch import Epoch
 from minato.scheduling.assignment import AnyWorker, Assignment, RoundRobin
 from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.cost_model import EarlyStart
-from minato.scheduling.dataset_state import DatasetStates
 from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_threshold import SlowThreshold
@@ -70,21 +70,21 @@ def _end(
 
 
 class Engine:
-    """The stages of one loader, wired together: workers, their shared memory, and the consumer's end of it.
+    """Wires the stages of one loader together: it starts the workers and returns their batches.
 
     Args:
-        arena: Holds the batches; that of an earlier engine has warm pages.
-        history: What earlier engines have measured; this one adds to it.
-        make_reader: Makes batches of full slots; by default tensors of this process.
+        arena: Memory of the batches; that of an earlier engine has warm pages.
+        history: Measurements of earlier engines, to which this one adds its own.
+        make_reader: Class that reads batches from full slots; by default as tensors of this process.
         pin: Copies batches to pinned memory: ``next`` then returns :class:`Pinned`.
 
     Attributes:
-        plan: What it does.
+        plan: The same.
         arena: The same.
-        ledger: Who works on which sample.
+        ledger: Assigns samples to workers, and results to batches.
         meters: The measurements of each worker.
         slow_threshold: Decides which samples are slow.
-        afterwards: Functions to call once the workers have ended, the last first, unless the interpreter exits.
+        afterwards: Functions to call after the workers have ended, the last one first, unless the interpreter exits.
         shut_down: Ends the workers; runs by itself when the engine is dropped or the interpreter exits.
     """
 
@@ -100,18 +100,12 @@ class Engine:
         worker, pool, prefetch = plan.worker, plan.pool, plan.prefetch
         self.plan = plan
         self.arena = arena
-        self._profiles: CostHistoryStore | None = None
-        if plan.profile is not None:
-            self._profiles = CostHistoryStore(plan.profile, worker.pipeline)
+        self._cost_history: CostHistoryStore | None = None
+        if plan.cost_history is not None:
+            self._cost_history = CostHistoryStore(plan.cost_history, worker.pipeline)
             if history.costs is None:
-                history.costs = self._profiles.costs()
-        state = SharedState.create(
-            num_workers=worker.count,
-            records=_BATCH_RECORDS_IN_MAIN_PROCESS if worker.in_main_process else _BATCH_RECORDS,
-            positions=max(_POSITIONS, 1 << (4 * prefetch.largest_batch - 1).bit_length()),
-            num_steps=len(worker.pipeline.transforms),
-            shared=worker.in_processes,
-        )
+                history.costs = self._cost_history.costs()
+        state = _shared_state(plan)
         self.ledger = state.ledger
         store = SharedStore(arena.segment) if worker.in_processes else LocalStore()
         context = WorkerContext(
@@ -124,11 +118,12 @@ class Engine:
         )
         state.active.set_count(worker.count)
         self.meters = [state.meters(number) for number in range(worker.count)]
-        self._profile = CostStats(worker.pipeline.transforms.names)
+        self._costs = CostStats(worker.pipeline.transforms.names)
         window = _window(plan)
-        settles = plan.failures.policy is not None and plan.failures.policy.on_error != "raise"
+        policy = plan.failures.policy
+        replaces_samples = policy is not None and policy.on_error != "raise"
         restart_policy = RestartPolicy(
-            pool.restarts, settles, OomBackoff(window) if worker.in_processes else None
+            pool.restarts, replaces_samples, OomBackoff(window) if worker.in_processes else None
         )
         wait_stats = ConsumerWait()
         self._pool = make_pool(plan, context, state, restart_policy, wait_stats)
@@ -140,10 +135,10 @@ class Engine:
         if worker.tracks is not None:
             tracer = track = worker.tracks.loop()
             self._observers.append(LoopTrack(track))
-        self._ahead = prefetch.to_device
+        self._num_prefetched = prefetch.to_device
         copier: Copier | None = None
         if pin is not None:
-            copier, self._ahead = PinCopier(pin), 1
+            copier, self._num_prefetched = PinCopier(pin), 1
         elif prefetch.device is not None:
             copier = device_copier(prefetch.device, arena, tracer=tracer)
         self._prefetcher = None if copier is None else PrefetchReader(reader, self.ledger, copier)
@@ -169,25 +164,21 @@ class Engine:
                 times=times,
                 resized=None if self._early_start is None else self._early_start.resize,
             )
-        assignment: Assignment = AnyWorker()
-        if worker.round_robin:
-            assignment = RoundRobin(
-                worker.count,
-                worker.order.in_order,
-                cast(int, prefetch.batches),
-                worker.dataset_states,
-                self._reader.state,
-            )
         self._dispatcher = Dispatcher(
             self.ledger,
-            gate=state.ready,
+            ready_events=state.ready,
             pool=self._pool if self._scaler is None else PolledPool(self._pool, self._scaler),
             storage=BatchStorage(arena, store, self._reader.discard),
-            schedule=Schedule(window, worker.order, assignment, self._early_start),
+            schedule=Schedule(
+                window=window,
+                order=worker.order,
+                assignment=_assignment(plan, self._reader.state),
+                early_start=self._early_start,
+            ),
             settings=DispatcherSettings(
                 timeout_s=plan.timeout_s,
                 one_epoch=not worker.in_main_process and not pool.persistent,
-                skips=plan.failures.policy is not None,
+                skips=policy is not None,
                 drop_short=worker.pipeline.drop_last,
                 trace_wait_as="load" if worker.in_main_process else "wait",
             ),
@@ -201,12 +192,11 @@ class Engine:
             worker.pipeline.transforms.names,
         )
         self._failures: FailureCount | None = None
-        if plan.failures.policy is not None:
-            failures = plan.failures
-            self._failures = FailureCount(plan.failures.policy.log, failures.budget, failures.log)
+        if policy is not None:
+            self._failures = FailureCount(policy.log, plan.failures.budget, plan.failures.log)
         self._pending_error: Postponed | None = None
         self._taken: tuple[OpenBatch, int, Any] | None = None
-        """A batch that was read, its bytes and itself, until ``next`` returns it."""
+        """A batch that was read, its size in bytes and its content, until ``next`` returns it."""
         self._started = False
         self._started_ns = now_ns()
         self.slow_threshold = SlowThreshold(plan.slow, history.costs)
@@ -214,25 +204,25 @@ class Engine:
         self.ledger.slow_ns = history.decision.threshold_ns
         self._costs_due_ns = self._started_ns + _READ_COSTS_EVERY_NS
         self._metrics = EngineMetrics(
-            self.ledger,
-            self.meters,
-            self._profile,
-            window,
-            wait_stats,
-            state.active,
-            self.slow_threshold,
-            restart_policy,
-            self._failures,
+            ledger=self.ledger,
+            meters=self.meters,
+            costs=self._costs,
+            window=window,
+            wait_stats=wait_stats,
+            active_workers=state.active,
+            slow_threshold=self.slow_threshold,
+            restart_policy=restart_policy,
+            failures=self._failures,
         )
         self._uses_threshold = (
             self._early_start is not None or worker.order.slow_to_newest or worker.defers
         )
-        self._sends_plan = worker.in_processes and pool.context.get_start_method() != "fork"
-        if self._sends_plan:
+        self._pickles_plan = worker.in_processes and pool.context.get_start_method() != "fork"
+        if self._pickles_plan:
             context.write_plan(arena)
         self.afterwards: list[Callable[[], object]] = []
         if prefetch.shares_budget:
-            self.afterwards.append(window.end)
+            self.afterwards.append(window.release_budget)
         if worker.dataset_states is not None:
             self.afterwards.append(worker.dataset_states.keep_present)
         if history.epoch_log is not None:
@@ -250,15 +240,19 @@ class Engine:
         """
         self._pending_error = None  # of an epoch that was abandoned
         if self._taken is not None:
-            self._dispatcher.deliver(self._taken[0])
+            self._dispatcher.returned(self._taken[0])
             self._taken = None
         self._history.engine = weakref.ref(self)
         for observer in self._observers:
             observer.begin(epoch.number, epoch.progress, self._metrics)
         if self._failures is not None:
             self._failures.begin(epoch.size())
-        predicted = self._dispatcher.begin(
-            batches, epoch.number, epoch.seed, epoch.expected, epoch.progress
+        is_right = self._dispatcher.begin(
+            batches,
+            epoch=epoch.number,
+            seed=epoch.seed,
+            predict_next=epoch.predict_next,
+            progress=epoch.progress,
         )
         if self._scaler is not None:
             self._scaler.restart()
@@ -268,14 +262,14 @@ class Engine:
             self._start()
         for observer in self._observers:
             observer.started()
-        return predicted
+        return is_right
 
     def next(self) -> Any:
-        """The next batch.
+        """Wait for the next batch and return it.
 
         Raises:
             StopIteration: The epoch is over.
-            Exception: Of the batch's samples; the next call goes on.
+            Exception: Raised by a sample of the batch; the next call continues after that batch.
         """
         for observer in self._observers:
             observer.enter()
@@ -284,21 +278,21 @@ class Engine:
             flags, *_, used_bytes = self.ledger.contents(item.record)
             try:
                 if self.plan.worker.dataset_states is not None and flags & (STATES | FAILED):
-                    self._note_state(self.plan.worker.dataset_states, item.record)
+                    self._update_state(self.plan.worker.dataset_states, item.record)
                 try:
                     batch = self._reader.read(item.record, item.slot)
                 except StopIteration as stop:
                     raise not_the_end("what the batch is made of", stop) from stop
             except BaseException:
-                self._dispatcher.done(item, used_bytes)
+                self._dispatcher.read(item, used_bytes)
                 try:
                     self._prepare(item)
                 finally:
                     self._returned(item, used_bytes)
                 raise
-            self._dispatcher.done(item, used_bytes)
+            self._dispatcher.read(item, used_bytes)
             self._taken = item, used_bytes, batch
-            # User functions may be interrupted in here: then the next call returns the batch.
+            # A signal handler may raise in here: then the next call returns the batch.
             self._prepare(item)
         item, used_bytes, batch = self._taken
         self._taken = None
@@ -319,37 +313,36 @@ class Engine:
             raise
         except StopIteration:
             if self.plan.worker.dataset_states is not None:
-                self.plan.worker.dataset_states.present = (
-                    None  # the next epoch begins with the dataset as it is then
-                )
+                # The next epoch begins with the dataset as it is then.
+                self.plan.worker.dataset_states.present = None
             if self._failures is not None:
                 self._failures.end()
-            if self._profiles is not None:
-                self._profiles.keep(self.profile(), self.slow_threshold.recent)
+            if self._cost_history is not None:
+                self._cost_history.save(self.profile(), self.slow_threshold.recent)
             for observer in self._observers:
                 observer.finish()
             raise
         if self._failures is not None:
-            self._failures.finished += len(item.keys)
+            self._failures.finished += len(item.indices)
         return item
 
     def _prepare(self, item: OpenBatch) -> None:
-        """Start the work of later calls before this one returns a batch."""
+        """Prepare the batches of later calls before this one returns its own."""
         self._prepare_workers(item)
         if self._prefetcher is not None:
-            self._prefetcher.prefetch(self._dispatcher.upcoming(self._ahead))
+            self._prefetcher.prefetch(self._dispatcher.upcoming(self._num_prefetched))
         self.arena.trim(self._dispatcher.num_open)
 
     def _returned(self, item: OpenBatch, used_bytes: int) -> None:
         """Record that ``next`` returns a batch, or raises its error."""
-        self._dispatcher.deliver(item)
+        self._dispatcher.returned(item)
         if self._observers:
-            samples = item.keys[0] if self.plan.worker.pipeline.streams else len(item.keys)
+            samples = item.indices[0] if self.plan.worker.pipeline.streams else len(item.indices)
             for observer in self._observers:
                 observer.leave(samples, used_bytes, self._snapshot)
 
     def _prepare_workers(self, item: OpenBatch) -> None:
-        """Give the workers their next work; an error is raised by the next call, because this one has a batch."""
+        """Open more batches and supervise the workers; the next call raises an error, because this one has a batch."""
         try:
             if self._uses_threshold:
                 self._update_threshold()
@@ -369,15 +362,15 @@ class Engine:
         return self._metrics.snapshot(self._dispatcher.num_open, self._dispatcher.num_ready)
 
     def pinned(self, duration_ns: int) -> None:
-        """Record how long it took to pin the batch that ``next`` returned."""
+        """Record the time in ns that pinning the last batch took."""
         for observer in self._observers:
             observer.pinned(duration_ns)
 
-    def pin_slots(self, locker: MemoryPinner) -> None:
-        """Keep the memory of batches in place, for a device that reads from there."""
-        self.arena.pin_slots(locker)
+    def pin_slots(self, pinner: MemoryPinner) -> None:
+        """Pin the memory of batches, for a device that reads from there."""
+        self.arena.pin_slots(pinner)
 
-    def _note_state(self, dataset_states: DatasetStates, record: int) -> None:
+    def _update_state(self, dataset_states: DatasetStates, record: int) -> None:
         if (state := self._reader.state(record)) is not None:
             dataset_states.update(*state)
 
@@ -387,9 +380,9 @@ class Engine:
         return list(self._pool.processes)
 
     def profile(self) -> CostStats:
-        """Costs of the samples so far, and since the last call."""
-        self._profile.update(self.meters)
-        return self._profile
+        """Costs of all samples so far, and of those since the last call."""
+        self._costs.update(self.meters)
+        return self._costs
 
     def running(self, least_ns: int) -> list[tuple[int, CurrentSample, int]]:
         """Worker, sample and time in ns of each sample that has run for at least ``least_ns``."""
@@ -401,14 +394,14 @@ class Engine:
         return [each for each in times if each[2] >= least_ns]
 
     def _update_threshold(self) -> None:
-        """Set from which cost on a sample is slow, when enough samples have run since the last time."""
+        """Update the slow threshold, when enough samples have run since the last update."""
         now = now_ns()
         if now < self._costs_due_ns:
             return
         elapsed_s = (now - self._started_ns) / 1e9
         if self.slow_threshold.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
-            running_ns = [now - begun_ns for begun_ns in self.ledger.begun()]
+            running_ns = [now - started_ns for started_ns in self.ledger.begun()]
             self._history.decision = self.slow_threshold.observe(times, elapsed_s, running_ns)
             self.ledger.slow_ns = self._history.decision.threshold_ns
             self._history.costs = self.slow_threshold.recent
@@ -423,7 +416,7 @@ class Engine:
             self._pool.start(upcoming if self.plan.starts_as_needed else None)
         except Exception as error:
             self.shut_down()
-            if self._sends_plan:
+            if self._pickles_plan:
                 worker = self.plan.worker
                 pickling.advise(error)
                 pickling.check_picklable("transforms", worker.pipeline.transforms.steps)
@@ -433,27 +426,51 @@ class Engine:
             raise
 
     def reset(self) -> None:
-        """Drop an epoch that is over and the worker in the main process; ``begin`` may follow."""
+        """Drop an epoch that is over, and the worker in the main process; ``begin`` starts them again."""
         self._dispatcher.abandon()
         self._started = False
 
     def cancel(self) -> None:
-        """Abandon what is in flight."""
+        """Cancel all batches in flight."""
         self._dispatcher.cancel_all()
 
 
+def _shared_state(plan: Plan) -> SharedState:
+    worker = plan.worker
+    return SharedState.create(
+        num_workers=worker.count,
+        records=_BATCH_RECORDS_IN_MAIN_PROCESS if worker.in_main_process else _BATCH_RECORDS,
+        positions=max(_POSITIONS, 1 << (4 * plan.prefetch.largest_batch - 1).bit_length()),
+        num_steps=len(worker.pipeline.transforms),
+        shared=worker.in_processes,
+    )
+
+
+def _assignment(plan: Plan, state_of: Callable[[int], tuple[int, Any] | None]) -> Assignment:
+    worker = plan.worker
+    if not worker.round_robin:
+        return AnyWorker()
+    return RoundRobin(
+        worker.count,
+        in_order=worker.order.in_order,
+        capacity=cast(int, plan.prefetch.batches),
+        dataset_states=worker.dataset_states,
+        state_of=state_of,
+    )
+
+
 def _window(plan: Plan) -> PrefetchWindow:
-    """How many batches may be open."""
+    """The prefetch window of a plan."""
     worker, prefetch = plan.worker, plan.prefetch
+    reads = plan.pool.first * worker.fetching.concurrency
     return PrefetchWindow(
         plan.pool.first,
-        prefetch.batches,
-        prefetch.budget_bytes,
-        # A sample is bound to the batch max_lag after its own when that one is opened. Its own must be
-        # delivered by then: else nothing would keep it from being in time.
-        None if worker.order.keeps_places else worker.order.max_lag,
-        # Batches that hold as many samples as all workers read at once.
-        -(-plan.pool.first * worker.fetching.concurrency // prefetch.largest_batch),
-        worker.fetching.slow_start,
-        prefetch.shares_budget,
+        fixed=prefetch.batches,
+        budget_bytes=prefetch.budget_bytes,
+        # A sample gets a place in the batch max_lag after its own when that batch is opened. By then, its own batch
+        # must have been returned: until then, the sample is not late.
+        max_batches=None if worker.order.keeps_places else worker.order.max_lag,
+        concurrent_batches=-(-reads // prefetch.largest_batch),
+        slow_start=worker.fetching.slow_start,
+        shares=prefetch.shares_budget,
     )

@@ -1,4 +1,4 @@
-"""Epochs and engines for the iterators of one loader: a new engine each time, or the last one again."""
+"""Epochs and engines for the iterators of one loader: a new engine each time, or the last one reused."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from minato.engine.spec import LoaderSpec
 from minato.errors import MinatoWarning
 from minato.sampling.completed import Completed
+from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.epoch import Epoch
 from minato.sampling.position import Position
 from minato.transforms.owned import OwnedGenerators
@@ -29,22 +30,22 @@ __all__ = ["EngineFactory", "RankSession"]
 
 
 class RankSession(Protocol):
-    """A loader's part in a pool of workers that several ranks share (``minato.shared_pool``)."""
+    """The part of a loader in a pool of workers that several ranks share (``minato.shared_pool``)."""
 
     @property
     def place(self) -> str:
-        """This rank among all, in words."""
+        """Text that names this rank and the number of ranks."""
 
     @property
     def hosts(self) -> bool:
-        """Whether the workers are this rank's."""
+        """Whether this rank starts the workers."""
 
     @property
     def alone(self) -> bool:
         """Whether there is no other rank on this node."""
 
     def pooled(self, spec: LoaderSpec) -> LoaderSpec:
-        """The spec for all ranks of the node; the same spec if this rank provides for no other."""
+        """The spec of all ranks of the node; the same spec if this rank does not start their workers."""
 
     def history(self, spec: LoaderSpec) -> History:
         """The history of a new loader."""
@@ -52,20 +53,20 @@ class RankSession(Protocol):
     def source(
         self, spec: LoaderSpec, epoch: Epoch, make_engine: Callable[..., Engine]
     ) -> BatchSource:
-        """Where the batches of a new iterator come from.
+        """The source of a new iterator's batches.
 
         Args:
-            make_engine: ``EngineFactory.engine`` with all but ``spec`` and ``epoch``, and ``make_reader``.
+            make_engine: ``EngineFactory.engine`` without ``spec``, ``epoch`` and ``make_reader``.
         """
 
     def done_by_all(self, spec: LoaderSpec, epoch: int, own: Completed) -> Completed:
-        """What all ranks have done of the epoch that they resume, as far as this one has to know it."""
+        """The complete part, of all ranks, of the epoch that they resume; that of this rank if it starts no workers."""
 
 
 class IdleEngine:
-    """The engine of an iterator that is exhausted, kept for the loader's next one.
+    """Keeps the engine of an exhausted iterator for the loader's next one.
 
-    In the main process, an engine takes as long to make as several small batches, and its ledger's pages would be cold.
+    In the main process, making an engine takes as long as several small batches, and its ledger's pages are cold.
     """
 
     def __init__(self) -> None:
@@ -80,9 +81,9 @@ class IdleEngine:
         return True
 
     def take(self, spec: LoaderSpec, epoch: Epoch) -> Engine | None:
-        """The engine, if there is one of this process that suits the loader as it is now."""
+        """The kept engine, if this process made it and it suits the loader as it is now."""
         try:
-            engine = self._kept.pop()  # atomic: another thread may take it, too
+            engine = self._kept.pop()  # atomic: another thread may take it too
         except IndexError:
             return None
         suits = engine.arena.owner == os.getpid() and engine.plan.suits(spec, epoch.dataset_states)
@@ -94,7 +95,7 @@ class EngineFactory:
 
     Args:
         session: The loader's part in a shared pool, or None.
-        trace: Records what its engines do, or None.
+        trace: Trace of its engines, or None.
 
     Attributes:
         idle: Keeps the engine of the last iterator.
@@ -110,7 +111,7 @@ class EngineFactory:
         self._warned_of_generators = False
 
     def fresh(self, *, traced: bool = True) -> EngineFactory:
-        """One for a copy of the loader, which must not write to the same arenas."""
+        """A factory for a copy of the loader, which must not write to the same arenas."""
         return EngineFactory(session=self._session, trace=self._trace if traced else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -120,7 +121,7 @@ class EngineFactory:
         """Begin the next epoch.
 
         Args:
-            persists: The iterator of the last epoch goes on.
+            persists: The iterator of the last epoch continues.
         """
         before = None if position.last is None else position.last.dataset_states
         session = None if self._session is None or self._session.alone else self._session
@@ -138,15 +139,13 @@ class EngineFactory:
             epoch.progress.part = RankProgress(len(spec.sampling.index_sampler), own)
         if spec.keeps_dataset_states:
             if not persists or before is None:
-                from minato.scheduling.dataset_state import DatasetStates
-
-                lasting = spec.workers.persistent or spec.workers.count == 0
-                before = DatasetStates(spec.max_dataset_states, lasting, state)
-            epoch.dataset_states = before  # persistent workers go on as they are
+                persist = spec.workers.persistent or spec.workers.count == 0
+                before = DatasetStates(spec.max_dataset_states, persist, state)
+            epoch.dataset_states = before  # persistent workers keep their states
         return epoch
 
     def source(self, spec: LoaderSpec, history: History, epoch: Epoch, **pin: Any) -> BatchSource:
-        """Where the batches of a new iterator come from: an engine, or the engine of all ranks.
+        """The source of a new iterator's batches: an engine, or a client of the engine of all ranks.
 
         Args:
             pin: ``pin=``, if the engine copies batches to pinned memory.
@@ -164,7 +163,7 @@ class EngineFactory:
         make_reader: type[BatchReader] | None = None,
         pin: Pin | None = None,
     ) -> Engine:
-        """An engine for a new iterator, whose first epoch is given."""
+        """The engine of a new iterator that begins with an epoch."""
         from minato.engine.engine import Engine
         from minato.engine.plan import Plan
 
@@ -173,14 +172,16 @@ class EngineFactory:
             return idle
         in_processes = spec.workers.count > 0 and not spec.in_threads
         arena = self._spare_arenas.take(shared=in_processes)
-        numbers = spec.workers.count, spec.workers.count
+        num_workers = most_workers = spec.workers.count
         if history.autoscale is not None:
-            numbers = history.autoscale.numbers(spec.workers.persistent)
+            num_workers, most_workers = history.autoscale.numbers(spec.workers.persistent)
         tracks = None if self._trace is None else self._trace.take()
-        plan = Plan.of(spec, epoch, num_workers=numbers[0], most_workers=numbers[1], tracks=tracks)
+        plan = Plan.of(
+            spec, epoch, num_workers=num_workers, most_workers=most_workers, tracks=tracks
+        )
         self._warn_of_generators(plan)
         engine = Engine(plan, arena, history, make_reader=make_reader, pin=pin)
-        # Its pages are warm: the next engine takes it, once no worker writes to it.
+        # The next engine takes the arena, whose pages are warm, when no worker writes to it any more.
         engine.afterwards.append(functools.partial(self._spare_arenas.append, arena))
         if self._trace is not None and tracks is not None:
             engine.afterwards.append(functools.partial(self._trace.give_back, tracks))

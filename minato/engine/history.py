@@ -1,4 +1,4 @@
-"""What outlives an iterator of a loader: costs of samples, number of workers, log of the epochs."""
+"""Measurements of a loader that outlive its iterators: costs of samples, number of workers, log of the epochs."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class RunningEngine(Protocol):
 
 
 def _no_engine() -> None:
-    """A reference to an engine that is gone."""
+    """A dead reference to an engine."""
 
 
 @dataclass
 class History:
-    """What a loader knows of its samples from one iterator to the next.
+    """Measurements that a loader keeps from one iterator to the next.
 
     Attributes:
         cost_model: Cost of each sample in earlier epochs.
         costs: Costs of recent samples, in ns.
         decision: The latest decision on which samples are slow.
         cost_estimate: The cost estimate of the worker in the main process.
-        autoscale: The number of active workers; None: all are active.
-        epoch_log: The log of epochs from which reports are made; None: nothing is measured.
+        autoscale: The number of active workers and its controller; None: all workers are active.
+        epoch_log: The log of epochs that reports read; None: nothing is measured.
         engine: A weak reference to the newest engine.
     """
 
@@ -53,7 +53,7 @@ class History:
 
     @classmethod
     def of(cls, spec: LoaderSpec) -> History:
-        """That of a new loader."""
+        """The history of a new loader."""
         options = spec.options
         scale = options.autoscale
         autoscale = None

@@ -1,4 +1,4 @@
-"""What can be asked of a loader: reports, views, single samples."""
+"""Reports, views and single samples of a loader."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = ["Inspector"]
 
 
 class Inspector:
-    """Answers questions about a loader.
+    """Implements the methods of a loader that report on its epochs.
 
     Args:
-        spec: Of the loader.
-        history: What its engines have measured.
+        spec: The loader as it is now.
+        history: Measurements of its engines.
         position: Its epoch.
         session: Its part in a shared pool, or None.
     """
@@ -117,11 +117,11 @@ class Inspector:
         from minato.observe.monitor.prometheus import LoaderMetrics
 
         epoch_log = self._history.epoch_log
-        watchers = () if epoch_log is None else epoch_log.observers
-        return next((each.url for each in watchers if isinstance(each, LoaderMetrics)), None)
+        observers = () if epoch_log is None else epoch_log.observers
+        return next((each.url for each in observers if isinstance(each, LoaderMetrics)), None)
 
     def open_views(self) -> None:
-        """Open the live view and the metrics endpoint that options or environment ask for, in the main process."""
+        """Open the live view and the metrics endpoint that options or environment request, in the main process."""
         if self._history.epoch_log is None or get_worker_info() is not None:
             return
         self._watch_machine(self._history.epoch_log)
@@ -129,7 +129,9 @@ class Inspector:
         if _environment("MINATO_LIVE") and rank == 0:
             from minato.observe.report.live import Live
 
-            if not any(isinstance(watcher, Live) for watcher in self._history.epoch_log.observers):
+            if not any(
+                isinstance(observer, Live) for observer in self._history.epoch_log.observers
+            ):
                 self.live()
         address, variable = self._spec.options.metrics, "MINATO_METRICS_PORT"
         if address is None and (text := _environment(variable)) is not None:
@@ -140,7 +142,7 @@ class Inspector:
             self.watch_gpus()
 
     def _watch_machine(self, epoch_log: EpochLog) -> MachineMonitor:
-        """Record the use of the machine from now on."""
+        """Start to record the use of the machine."""
         from minato.observe.monitor.machine import MachineMonitor
         from minato.observe.monitor.storage import StorageCounters
 
@@ -151,7 +153,7 @@ class Inspector:
         return epoch_log.machine
 
     def watch_gpus(self) -> None:
-        """Record the use of the GPUs, in local rank 0 alone, which sees those of the other ranks, too."""
+        """Start to record the use of the GPUs, only in local rank 0, which sees those of the other ranks too."""
         machine = self._watch_machine(self._measured())
         if machine.gpus is None and local_rank() == 0:
             from minato.observe.monitor.gpus import gpu_monitor
@@ -201,7 +203,7 @@ class Inspector:
         if seed is None:
             raise ValueError(
                 "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "
-                "not: give seed=, as the quarantine file tells it"
+                "not: give seed=, as in the file of ErrorPolicy.log"
             )
         owned = OwnedGenerators({"dataset": spec.dataset, **spec.transforms.by_name})
         randomness = SampleRandomness(seed, owned=owned)
@@ -211,7 +213,7 @@ class Inspector:
                 return fetcher.single(index)
             randomness.bind(epoch, index, occurrence)
             sample = fetcher.single(index)
-            if randomness.look():  # generators that this sample has made were not bound yet
+            if randomness.look():  # this sample made generators that were not bound
                 randomness.bind(epoch, index, occurrence)
                 sample = fetcher.single(index)
             return sample

@@ -25,19 +25,22 @@ __all__ = ["EngineMetrics"]
 
 _LOOK_NS = 100_000_000
 _LOOK_SHARE = 200
-"""The workers' processor time is read at most this often, and during at most a 200th of the time."""
+"""The workers' processor time is read at most every 0.1 s, and reading takes at most a 200th of the time."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class EngineMetrics:
     """The counters of an engine's parts.
 
-    It must not refer to the engine or its loader: the epoch log keeps it until their end.
+    It must not refer to the engine or its loader, because the epoch log keeps it until their end.
+
+    Attributes:
+        usage: Processor time of the workers at the last reading; some may have ended since.
     """
 
     ledger: Ledger
     meters: Sequence[Meters]
-    profile: CostStats
+    costs: CostStats
     window: PrefetchWindow
     wait_stats: ConsumerWait
     active_workers: ActiveWorkers
@@ -45,11 +48,10 @@ class EngineMetrics:
     restart_policy: RestartPolicy
     failures: FailureCount | None
     usage: CpuUsage = field(default_factory=lambda: CpuUsage(0, 0))
-    """Processor time of the workers at the last reading: they may have ended since."""
     _look_due_ns: int = 0
 
     def look(self, usage: Callable[[], CpuUsage]) -> None:
-        """Read the workers' processor time, unless it was read a moment ago."""
+        """Read the workers' processor time, if that is due."""
         now = now_ns()
         if now >= self._look_due_ns:
             self.usage = usage()
@@ -57,7 +59,7 @@ class EngineMetrics:
 
     def metrics(self) -> Metrics:
         """All counters and histograms now."""
-        self.profile.update(self.meters)
+        self.costs.update(self.meters)
         worked = [self.ledger.activity(worker) for worker in range(len(self.meters))]
         counts = Counter(
             slept_ns=self.wait_stats.waited_ns,
@@ -71,7 +73,7 @@ class EngineMetrics:
             self.failures.look()
             counts.update(self.failures.totals)
             counts["retries"] = self.failures.retries
-        return Metrics(counts, self.profile.run)
+        return Metrics(counts, self.costs.run)
 
     def snapshot(self, in_flight: int, ready: int) -> LoaderSnapshot:
         """A snapshot of the pipeline.
@@ -91,7 +93,7 @@ class EngineMetrics:
         )
 
     def activity(self) -> WorkerActivity:
-        """Totals of the workers' work; reads shared memory only, so that any thread may call it."""
+        """Total times of all workers; any thread may call it, because it only reads shared memory."""
         worked = [self.ledger.activity(worker)[1:] for worker in range(len(self.meters))]
         stages = zip(*([each.dataset, *each.steps] for each in self.meters), strict=True)
         return WorkerActivity(
@@ -108,7 +110,7 @@ class EngineMetrics:
         return [sample for meters in self.meters for sample in meters.slowest.read()]
 
     def skipped(self) -> Collection[Any]:
-        """Indices of the samples that were left out."""
+        """Indices of the skipped samples."""
         return () if self.failures is None else self.failures.skipped
 
     def decision(self) -> ThresholdDecision:

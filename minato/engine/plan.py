@@ -1,4 +1,4 @@
-"""What one engine does, from a loader's arguments, and the part of it that travels to the workers."""
+"""The plan of one engine, made of a loader's arguments, and the part of it that travels to the workers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from minato.engine.spec import LoaderSpec
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.observe.trace.track import Tracks
 from minato.options import FetchOptions, Options
+from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.epoch import Epoch
 from minato.sampling.samplers import largest_batch
-from minato.scheduling.dataset_state import DatasetStates
 from minato.scheduling.orders import Order, make_order
 from minato.scheduling.slow_threshold import SlowThresholdSettings
 from minato.transforms.compose import Transforms
@@ -32,7 +32,7 @@ _SHARE_OF_MEMORY = 4
 
 @dataclass(frozen=True)
 class Pipeline:
-    """From an index to a batch.
+    """The steps from an index to a batch.
 
     Attributes:
         batched: Samples come in lists (``batch_size`` or a ``batch_sampler``), and ``collate_fn`` gets these.
@@ -49,7 +49,7 @@ class Pipeline:
 
     @classmethod
     def of(cls, spec: LoaderSpec) -> Pipeline:
-        """That of a loader, with its cache behind the dataset."""
+        """The pipeline of a loader, with its cache after the dataset."""
         dataset, transforms, sampling = spec.dataset, spec.transforms, spec.sampling
         if spec.cache is not None:
             from minato.engine.caching import wrap_dataset
@@ -67,20 +67,20 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What a worker does; travels to worker processes.
+    """The plan of a worker; travels to worker processes.
 
     Attributes:
         method: ``process``, ``thread`` or ``ray``.
-        in_main_process: The only worker is the training process itself.
-        count: Workers that there can be.
-        base_seed: torch's draw for the workers.
+        in_main_process: The only worker runs in the training process.
+        count: Largest number of workers.
+        base_seed: torch's draw for the workers, or a seed that follows from ``seed=``.
         seeds_samples: Randomness is bound to each sample rather than to the worker.
-        round_robin: Batch k is for worker k mod n, as with torch.
+        round_robin: Batch k is for worker k mod n, as in torch.
         dataset_states: The states of the workers' copies of the dataset, if it is iterable or has a state.
-        state_every: A stream's worker sends its state with one of so many batches; None: never.
+        state_every: Number of batches after which a stream's worker sends its state again; None: never.
         fetching: How samples are read concurrently.
-        measure: Times are taken for a report.
-        tracks: Of the trace, None for none.
+        measure: Times are measured for a report.
+        tracks: Of the trace, or None.
     """
 
     pipeline: Pipeline
@@ -119,7 +119,7 @@ class WorkerPlan:
 
     @property
     def starts_early(self) -> bool:
-        """Whether samples may start before their turn."""
+        """Whether slow samples may start before those that precede them."""
         return not (
             self.in_main_process or self.round_robin or self.pipeline.streams or self.takes_lists
         )
@@ -142,14 +142,14 @@ class WorkerPlan:
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """How the workers are started, and what happens when one dies.
+    """Number and start of the workers, and what happens when one dies.
 
     Attributes:
         first: Workers that are active at first; 0: the main process does the work.
-        context: Of ``multiprocessing``.
+        context: Context of ``multiprocessing``.
         persistent: The workers stay for later epochs.
-        restarts: A worker process that dies is replaced.
-        ray_options: Of each actor.
+        restarts: Worker processes that die are replaced.
+        ray_options: Options of each actor.
     """
 
     first: int
@@ -161,15 +161,15 @@ class PoolSettings:
 
 @dataclass(frozen=True)
 class PrefetchSettings:
-    """How many batches are loaded ahead.
+    """Bounds of the batches in flight.
 
     Attributes:
-        batches: That may be open; None: the budget decides.
-        budget_bytes: What they may take together; by default of all loaders of this process …
-        shares_budget: … which then divide it among them.
-        largest_batch: Samples in the largest batch, as far as it is known.
-        device: Where batches are copied to; None: they stay in host memory.
-        to_device: Batches that are copied there ahead.
+        batches: Number of open batches; None: the budget decides.
+        budget_bytes: Limit of the batches in flight together.
+        shares_budget: The loaders of this process divide the budget among them.
+        largest_batch: Number of samples in the largest batch, if it is known.
+        device: The device that batches are copied to; None: they stay in host memory.
+        to_device: Number of batches that are copied there ahead.
     """
 
     batches: int | None
@@ -182,13 +182,13 @@ class PrefetchSettings:
 
 @dataclass(frozen=True)
 class FailureSettings:
-    """What happens to samples that raise, or take too long.
+    """What happens to samples that raise or exceed the sample timeout.
 
     Attributes:
-        policy: None: they are errors of their batches.
-        budget: How many of an epoch may fail.
-        log: Path of the file of failures.
-        sample_timeout_s: Limit of a sample's time.
+        policy: Handles their errors; None: ``next()`` raises them.
+        budget: Number or share of an epoch's samples that may fail, or None.
+        log: Path of the file that records failures, or None.
+        sample_timeout_s: Time limit of a sample in seconds, or None.
     """
 
     policy: FailureHandler | None
@@ -199,12 +199,12 @@ class FailureSettings:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one engine does.
+    """All settings of one engine.
 
     Attributes:
         timeout_s: torch's ``timeout``, 0 for none.
-        slow: Which samples are slow.
-        profile: Folder that keeps the costs of samples, None for none.
+        slow: Decides which samples are slow.
+        cost_history: Directory that keeps the costs of samples, or None.
     """
 
     worker: WorkerPlan
@@ -212,7 +212,7 @@ class Plan:
     prefetch: PrefetchSettings
     failures: FailureSettings
     slow: SlowThresholdSettings
-    profile: str | None
+    cost_history: str | None
     timeout_s: float
 
     @classmethod
@@ -228,13 +228,13 @@ class Plan:
         """The plan of a loader's next engine.
 
         Args:
-            epoch: The first that it loads.
-            num_workers: Workers that are active at first.
-            most_workers: Workers that there can be.
+            epoch: The first epoch that it loads.
+            num_workers: Number of workers that are active at first.
+            most_workers: Largest number of workers.
             tracks: Of the trace.
 
         Raises:
-            ValueError: The dataset's state would be that of copies in the cluster.
+            ValueError: The workers are Ray actors, and the dataset has a state.
         """
         options, errors, dataset_states = spec.options, spec.options.errors, epoch.dataset_states
         if dataset_states is not None and options.worker_kind == "ray":
@@ -267,7 +267,7 @@ class Plan:
             first=num_workers,
             context=spec.workers.context or torch.multiprocessing.get_context(),
             persistent=spec.workers.persistent,
-            # The state that a worker holds is lost with it.
+            # A worker that holds state cannot be replaced.
             restarts=errors.on_worker_death == "restart"
             and not round_robin
             and dataset_states is None,
@@ -285,19 +285,21 @@ class Plan:
             failures=FailureSettings(
                 policy, errors.max_failures, errors.log_path, errors.sample_timeout
             ),
-            slow=SlowThresholdSettings(options.stragglers.share, options.stragglers.after_s),
-            profile=options.cost_history,
+            slow=SlowThresholdSettings(
+                percentile=options.stragglers.share, fixed_s=options.stragglers.after_s
+            ),
+            cost_history=options.cost_history,
             timeout_s=spec.workers.timeout_s,
         )
 
     @functools.cached_property
     def reusable(self) -> bool:
-        """Whether a later iterator can use the same engine, because it holds nothing of the last one."""
+        """Whether a later iterator can use the same engine, because it keeps no state of the last one."""
         worker = self.worker
         keeps = (
             self.failures.policy,
             worker.dataset_states,
-            self.profile,
+            self.cost_history,
             worker.tracks,
             self.prefetch.device,
         )
@@ -308,7 +310,7 @@ class Plan:
         )
 
     def suits(self, spec: LoaderSpec, dataset_states: DatasetStates | None) -> bool:
-        """Whether a loader's next engine would get the same plan but for the seed, if this one is reusable."""
+        """Whether a loader's next engine would have the same plan except for the seed, if this one is reusable."""
         pipeline, sampling = self.worker.pipeline, spec.sampling
         return bool(
             spec.workers.count == 0
@@ -324,7 +326,7 @@ class Plan:
 
     @property
     def starts_as_needed(self) -> bool:
-        """Whether workers may be started one by one: their number is fixed, and no batch is for a certain one."""
+        """Whether workers may start one by one: their number is fixed, and no batch is for a particular one."""
         worker = self.worker
         return (
             self.pool.first == worker.count
@@ -357,7 +359,7 @@ def _prefetch(
 
 
 def _default_budget_bytes(options: Options) -> int:
-    """What the loaders of this process may load ahead together."""
+    """The default limit of the batches in flight in all loaders of this process together, in bytes."""
     # A pool that the ranks of a node share loads for all of them.
     ranks = 1 if options.shared_pool else local_ranks()
     with explaining_limits("read how much memory is available"):

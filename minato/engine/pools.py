@@ -34,7 +34,7 @@ def make_pool(
     restart_policy: RestartPolicy,
     wait_stats: ConsumerWait,
 ) -> WorkerPool:
-    """The workers that a plan asks for, not yet started."""
+    """Make the worker pool of a plan; its workers are not started yet."""
     work, ledger, ready = plan.worker, state.ledger, state.ready
     if work.in_main_process:
 

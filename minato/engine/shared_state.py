@@ -1,4 +1,4 @@
-"""The shared segment: ledger, meters, active set and limit of reads, for the training process and its workers."""
+"""The shared segment of the training process and its workers: ledger, meters, active workers and read limit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LINE = 64
 
 @dataclass(frozen=True)
 class SharedLayout:
-    """A segment, and where its parts are; travels to worker processes.
+    """A segment and the offsets of its parts; travels to worker processes.
 
     Attributes:
-        segment: Holds ledger, meters, active set and limit of reads, one after the other.
-        num_workers: Workers that there can be.
-        num_steps: Transforms of a sample, each with a meter.
+        segment: Holds ledger, meters, active workers and read limit, one after the other.
+        num_workers: Largest number of workers.
+        num_steps: Number of transforms, each with a meter.
         ledger_nbytes: Size of the ledger.
     """
 
@@ -35,24 +35,24 @@ class SharedLayout:
 
     @property
     def active_offset(self) -> int:
-        """Start of the active set, behind the meters."""
+        """Offset of the active workers, after the meters."""
         return self.ledger_nbytes + self.num_workers * Meters.nbytes(self.num_steps)
 
     @property
     def reads_offset(self) -> int:
-        """Start of the limit of reads."""
+        """Offset of the read limit."""
         return self.active_offset + ActiveWorkers.NBYTES
 
 
 class SharedState:
-    """The parts of the segment, as one process uses them.
+    """The parts of the segment in one process.
 
     Attributes:
-        layout: Where they are.
-        ledger: Who works on which sample, and where it goes.
+        layout: The offsets of the parts.
+        ledger: Assigns samples to workers, and results to batches.
         ready: Counts batches that have become ready.
         work: Counts samples that have become available.
-        active: Which workers work.
+        active: Which workers are active.
     """
 
     def __init__(self, layout: SharedLayout, ledger: Ledger) -> None:
@@ -71,11 +71,11 @@ class SharedState:
         """A new segment.
 
         Args:
-            num_workers: Workers that there can be, at least 1.
-            records: Batches that can be in flight.
-            positions: Samples that can be in flight, a power of two.
-            num_steps: Transforms of a sample.
-            shared: Whether other processes use it, too.
+            num_workers: Largest number of workers, at least 1.
+            records: Largest number of batches in flight.
+            positions: Largest number of samples in flight, a power of two.
+            num_steps: Number of transforms.
+            shared: Whether other processes use the segment too.
         """
         sizes = (num_workers, records, positions)
         ledger_nbytes = -(-Ledger.nbytes(*sizes) // _LINE) * _LINE
@@ -86,7 +86,7 @@ class SharedState:
 
     @classmethod
     def attach(cls, layout: SharedLayout) -> SharedState:
-        """The segment of another process, in this one."""
+        """The parts of a segment that another process created."""
         segment = layout.segment
         return cls(layout, Ledger(segment.array, None, segment.descriptor))
 
@@ -102,6 +102,6 @@ class SharedState:
         return found
 
     def read_limit(self, most: int | None) -> SharedReadLimit:
-        """The limit of reads in flight in all workers together; None: unlimited."""
+        """The limit of in-flight reads of all workers together; ``most`` None: unlimited."""
         layout = self.layout
         return SharedReadLimit(layout.segment.array, layout.reads_offset, layout.num_workers, most)

@@ -20,7 +20,7 @@ class RunningSample:
         index: Of the dataset.
         worker: Number of the worker.
         running_s: Time that it has taken so far, in seconds; without the time before it was deferred, if it was.
-        transform: Name of the transform that runs; None: the dataset itself.
+        transform: Name of the running transform; None: the dataset.
     """
 
     index: Any
@@ -37,10 +37,9 @@ class SlowSamples:
         threshold_s: A sample that takes longer, in seconds, is slow; 0: none is.
         why: ``warm-up``, ``uniform`` (costs differ too little), ``following`` (the threshold follows the costs) or
             ``fixed`` (by ``StragglerPolicy.after_s``).
-        share: Of the latest samples, the share that was slow, from 0 to 1.
-        lags: Number of samples of the newest iterator's epoch by how many batches later they came than in strict order;
-            negative: earlier. 0 for all of them in ``strict`` order.
-        shares: Of each batch of that epoch, as they were delivered, the share of its samples that were slow.
+        share: Share of slow samples among the latest, from 0 to 1.
+        lags: Number of samples of the newest epoch for each lag, in batches behind strict order; negative: ahead of it.
+        shares: Share of slow samples in each returned batch of that epoch.
         running: Slow samples that are still being loaded, the longest first; empty with iterable datasets.
     """
 
@@ -53,7 +52,7 @@ class SlowSamples:
 
     @classmethod
     def of(cls, history: History, lateness: Lateness) -> SlowSamples:
-        """From a loader's history, and the order of its newest epoch."""
+        """Make it from a loader's history and the lateness of its newest epoch."""
         decision, engine = history.decision, history.engine()
         running: list[RunningSample] = []
         if decision.threshold_ns and engine is not None:

@@ -1,4 +1,4 @@
-"""The facts about a loader, by value: what engine, report and shared pool get in its place."""
+"""The values of a loader that engine, report and shared pool need; they get no reference to the loader itself."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class LoaderSpec:
     """A loader as it is when an iterator starts.
 
     Attributes:
-        sampling: Which indices it asks for.
-        transforms: Of each sample.
-        collate_fn: Of each batch, or of each sample where the loader does not batch.
+        sampling: Decides which indices it asks for.
+        transforms: Applied to each sample.
+        collate_fn: Applied to each batch, or to each sample if the loader does not batch.
         cache: Keeps samples after the first transforms, or None.
-        workers: torch's arguments about them.
+        workers: torch's arguments about workers.
         pin_memory: torch's argument.
         options: minato's own arguments.
     """
@@ -74,11 +74,11 @@ class LoaderSpec:
 
     @property
     def max_dataset_states(self) -> int:
-        """Number of copies of the dataset that there can be."""
+        """Largest number of copies of the dataset."""
         scale = self.options.autoscale
         return max((scale and scale.max) or 0, self.workers.count, 1)
 
     @property
     def in_threads(self) -> bool:
-        """Whether the workers are threads of this process, Ray's clients included."""
+        """Whether the workers are threads of this process, as are the clients of Ray actors."""
         return self.workers.count > 0 and self.options.worker_kind != "process"

@@ -1,4 +1,4 @@
-"""What travels to a worker, and the worker made of it there."""
+"""The context that travels to a worker, and the construction of the worker from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minato.engine.plan import WorkerPlan
 from minato.engine.shared_state import SharedLayout, SharedState
 from minato.errors import NotPicklableError
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.scheduling.dataset_state import DatasetState
+from minato.sampling.dataset_state import DatasetState
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
@@ -43,10 +43,10 @@ class WorkerContext:
     Attributes:
         layout: Of the shared segment.
         arena: Memory of the batches.
-        written_plan: Where in the arena the pickled plan is, if it was written there.
-        stacks: Where stuck workers write their stacks.
-        cost_estimate: The cost estimate of the worker in the main process, kept for the next engine's.
-        policy: What happens to samples that raise; not in the plan, because only a starting child can get its log.
+        written_plan: Offset and size of the pickled plan in the arena, if it was written there.
+        stacks: The file that stuck workers write their stacks to.
+        cost_estimate: The cost estimate of the worker in the main process, which the next engine reuses.
+        policy: Handles samples that raise; not in the plan, because only a starting child can inherit its log.
     """
 
     plan: WorkerPlan
@@ -59,9 +59,9 @@ class WorkerContext:
     policy: FailureHandler | None = None
 
     def write_plan(self, arena: Arena) -> None:
-        """Pickle the plan once for all workers, into a slot that stays theirs.
+        """Pickle the plan once for all workers, into a slot that is never released.
 
-        Locks, queues and tensors in shared memory can only be given to a starting child: then it travels with each.
+        Locks, queues and tensors in shared memory can only be sent to a starting child: then each child gets the plan.
         """
         slot = arena.acquire()
         try:
@@ -81,7 +81,7 @@ class WorkerContext:
                 self.plan = self.store.peek(*self.written_plan)
             except AttributeError as error:
                 raise NotPicklableError(
-                    f"{error}: workers that are not forked import the main module anew, without what stands below "
+                    f"{error}: workers that are not forked import the main module again, without the code under "
                     "if __name__ == '__main__'. Define it above"
                 ) from error
 
@@ -97,7 +97,7 @@ class WorkerContext:
         catches: type[BaseException] = Exception,
         tracer: Tracer = NULL_TRACER,
     ) -> BatchWriter:
-        """What writes the samples of worker ``number``."""
+        """The writer of worker ``number``."""
         settings = WriterSettings(
             worker=number,
             collate_fn=self.plan.pipeline.collate_fn,
@@ -119,24 +119,26 @@ class WorkerContext:
         catches: type[BaseException],
         actor: tuple[Any, Callable[[], None], Callable[[], bool]] | None = None,
     ) -> Worker:
-        """Worker ``number``.
+        """Make worker ``number``.
 
         Args:
-            describe_error: Turns an exception that is being handled into what the consumer raises.
-            failure: What ``worker_init_fn`` raised.
-            catches: What a sample or the ``collate_fn`` may raise without ending the worker.
-            actor: An actor that runs its samples, what ends it, and what tells whether it can be asked.
+            describe_error: Returns the exception that ``next()`` raises for one that is being handled.
+            failure: The error of ``worker_init_fn``, or None.
+            catches: Exceptions of samples and ``collate_fn`` that do not end the worker.
+            actor: A Ray actor that runs the samples, and functions that end it and return whether it is connected.
         """
         plan, pipeline, in_main_process = self.plan, self.plan.pipeline, self.plan.in_main_process
         ledger = state.ledger
-        # Where several samples are read at once, the dataset's generators serve them all.
+        # Concurrent reads share the dataset's generators.
         at_once = plan.fetching.at_once and actor is None
         roots = {"dataset": None if at_once else pipeline.dataset, **pipeline.transforms.by_name}
 
         def make_randomness(seed: int) -> SampleRandomness:
-            # Beside the main thread, what that one draws meanwhile would be undone.
-            beside = in_main_process and threading.current_thread() is not threading.main_thread()
-            bind = plan.method == "process" and not beside
+            # In another thread, restoring the generators would undo the draws of the main thread.
+            in_other_thread = (
+                in_main_process and threading.current_thread() is not threading.main_thread()
+            )
+            bind = plan.method == "process" and not in_other_thread
             owned = OwnedGenerators(roots) if bind else None
             return SampleRandomness(seed, bind_globals=bind, owned=owned)
 

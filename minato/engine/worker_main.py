@@ -1,4 +1,4 @@
-"""What a worker process runs. It imports no more than a worker needs: processes that are not forked load it again."""
+"""The main function of a worker process. It imports only what a worker needs: spawned processes import it again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["initialise", "restore", "run_worker_process"]
 
 
 def run_worker_process(number: int, context: WorkerContext) -> None:
-    """Work as worker ``number`` until nothing is left to do, or the training process ends."""
+    """Run as worker ``number`` until nothing is left to do, or the training process ends."""
     parent_lives = parent_watch()
     plan = context.plan
     try:
@@ -42,7 +42,7 @@ def run_worker_process(number: int, context: WorkerContext) -> None:
 
 
 def initialise(plan: WorkerPlan, number: int) -> Exception | None:
-    """Prepare worker ``number``; an error is returned, and becomes that of its first sample."""
+    """Prepare worker ``number``; returns its error, which becomes that of its first sample."""
     try:
         if plan.init_fn is not None:
             plan.init_fn(number)
@@ -55,7 +55,7 @@ def initialise(plan: WorkerPlan, number: int) -> Exception | None:
 
 
 def restore(plan: WorkerPlan, number: int) -> None:
-    """Load the state in which an earlier epoch left this worker's copy of the dataset."""
+    """Load the state of this worker's copy of the dataset at the end of an earlier epoch."""
     state = None if plan.dataset_states is None else plan.dataset_states.each[number].dataset
     if state is not None:
         plan.pipeline.dataset.load_state_dict(state)

@@ -1,27 +1,40 @@
-"""One epoch over the sampler: its batches of indices, its seeds, and what has become of them."""
+"""One epoch of a loader: its batches of indices, its seeds, and its progress."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from minato._core.epochs import seed_of_epoch
 from minato.observe.stats.size import length_of
 from minato.sampling.coverage import Progress, index_hash, remaining_batches
+from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.distributed import InterleavedRanks
 from minato.sampling.replay import OrderRecord
 from minato.sampling.rng_state import SamplerState
 from minato.sampling.samplers import counted, index_batches, next_sampler, sizes_of
 from minato.sampling.spec import SamplingSpec
-from minato.sampling.state import (
-    completed_from_plain,
-)
+from minato.sampling.state import completed_from_plain
 
-__all__ = ["Epoch"]
+__all__ = ["Epoch", "NextEpoch"]
+
+
+class NextEpoch(NamedTuple):
+    """The epoch after the present one, as it is predicted.
+
+    Attributes:
+        batches: The indices of each batch.
+        number: Of the epoch.
+        seed: From which the randomness of its samples starts.
+    """
+
+    batches: Iterator[list[Any]]
+    number: int
+    seed: int
 
 
 class Epoch:
@@ -30,22 +43,22 @@ class Epoch:
     Args:
         spec: Which indices the loader asks for.
         number: Of the epoch.
-        drawn_epoch: The epoch that a seed which torch drew belongs to: the sampler's, that of ``set_epoch``, or else
+        drawn_epoch: The epoch of the seed that torch draws: that of the sampler or of ``set_epoch``. By default it is
             counted from the creation of the iterator, so that ``torch.manual_seed`` repeats an epoch.
-        state: From which it resumes, as ``Position.state`` returns it; None: it starts at the beginning.
+        state: The state to resume, a result of ``Position.state``; None: the epoch starts at its beginning.
         restored: A loaded state has set its samplers.
-        prefetches_next: Whether the batches of the epoch after this one may be opened during this one.
+        prefetches_next: Whether batches of the next epoch may be opened during this one.
 
     Attributes:
         number: The same.
         drawn_epoch: The same.
         prefetches_next: The same; False once the indices of an epoch were predicted wrongly.
-        progress: What has become of its indices.
-        draw: The states of generators and samplers that decided its order.
+        progress: Records its samples.
+        draw: The states of generators and samplers that decide its order.
         base_seed: torch's draw for the workers.
         seed: From which the randomness of its samples starts.
         dataset_states: The states of the workers' datasets; None if they have none.
-        begun: Its first batches are known.
+        has_started: Whether ``batches`` was called.
     """
 
     def __init__(
@@ -62,8 +75,8 @@ class Epoch:
         self.drawn_epoch = drawn_epoch
         self.prefetches_next = prefetches_next
         self.base_seed = self.seed = 0
-        self.dataset_states: Any = None
-        self.begun = False
+        self.dataset_states: DatasetStates | None = None
+        self.has_started = False
         self._spec = spec
         self._state = state
         self._restored = restored
@@ -76,33 +89,33 @@ class Epoch:
         self.draw = SamplerState(spec.generator, spec.index_sampler)
         self.draw.before_iter()
 
-    def entering(self) -> None:
-        """Note that ``iter(sampler)`` is about to be called again; the last call counts."""
+    def before_iter(self) -> None:
+        """Save the states of the generators again, for another call of ``iter(sampler)``; the last one counts."""
         self.draw.before_iter()
 
     def set_base_seed(self, drawn: int) -> int:
-        """Take torch's draw for the workers; returns the one that is used, which a resumed epoch already has."""
+        """Set torch's draw for the workers; returns the one that is used, which a resumed epoch already has."""
         self.base_seed = drawn if self._state is None else self._state["base_seed"]
         replay = self._spec.replay
         self.seed = self.seed_in(self.number) if replay is None else replay.seed(self.number)
         return self.base_seed
 
     def drawn_seed_in(self, epoch: int) -> int:
-        """From which the randomness of samples starts in another epoch of the same iterator, by torch's draw."""
+        """The seed of another epoch of the same iterator, by torch's draw."""
         return seed_of_epoch(self.base_seed, self.drawn_epoch + epoch - self.number, epoch)
 
     def seed_in(self, epoch: int) -> int:
-        """The same, by the loader's ``seed`` if it has one."""
+        """The seed of another epoch of the same iterator, by the loader's ``seed`` if it has one."""
         return self.drawn_seed_in(epoch) if self._spec.seed is None else self._spec.seed
 
     def batches(self, indices: Any) -> Iterator[Any]:
-        """The indices of each batch that is left, from ``iter(sampler)``.
+        """The indices of each remaining batch, from ``iter(sampler)``.
 
         Raises:
-            ValueError: The sampler does not repeat the indices that it gave before the state was taken.
+            ValueError: The sampler does not repeat the indices that it yielded before the state was taken.
         """
         try:
-            batches = self._left(indices)
+            batches = self._remaining(indices)
         finally:
             if self._default is not None:
                 torch.default_generator.set_state(self._default)
@@ -110,51 +123,53 @@ class Epoch:
         if path is not None:
             first = self.progress.done().batches
             self.progress.record = OrderRecord(path, self.number, self.seed, first)
-        self.begun = True
+        self.has_started = True
         self._state = self._default = None
         return map(self.progress.requested, batches)
 
-    def _left(self, indices: Any) -> Iterator[Any]:
+    def _remaining(self, indices: Any) -> Iterator[Any]:
         spec = self._spec
         if spec.streams:
             return sizes_of(indices, spec.batched)
         if spec.replay is not None:
             recorded = spec.replay.batches(self.number)
-            return recorded if self._state is None else self._rest(recorded, self._state)
+            return recorded if self._state is None else self._without_done(recorded, self._state)
         if self._state is not None:
-            return self._drawn_again(self._state)
-        return itertools.chain.from_iterable(self._drawn_first(indices))
+            return self._resumed(self._state)
+        return itertools.chain.from_iterable(self._from_start(indices))
 
-    def _rest(self, batches: Iterator[Any], state: dict[str, Any]) -> Iterator[Any]:
+    def _without_done(self, batches: Iterator[Any], state: dict[str, Any]) -> Iterator[Any]:
         done = completed_from_plain(state["done"])
         return remaining_batches(batches, done, self._spec.mixes_batches, self._spec.drop_last)
 
-    def _drawn_again(self, state: dict[str, Any]) -> Iterator[Any]:
-        """The batches that are left of the epoch in which a state was taken.
+    def _resumed(self, state: dict[str, Any]) -> Iterator[Any]:
+        """The remaining batches of the epoch in which a state was taken.
 
         The state of a sampler may hold the position of its last iterator, that of an earlier epoch. The next iterator
         continues from there, with other indices or none, and the one after starts at the beginning.
         """
 
-        def rest(samplers: bool) -> Iterator[Any]:
-            return self._rest(self._indices(self.draw.redraw(state["draw"], samplers)), state)
+        def redrawn(samplers: bool) -> Iterator[Any]:
+            indices = self.draw.redraw(state["draw"], samplers)
+            return self._without_done(self._indices(indices), state)
 
         _, stateful = self.draw.sources
         if not stateful:
-            return rest(samplers=True)
+            return redrawn(samplers=True)
         try:
-            left = rest(samplers=True)
+            batches = redrawn(samplers=True)
         except ValueError:
-            return rest(samplers=False)
+            return redrawn(samplers=False)
         if state["done"]["batches"]:
-            return left
-        for indices in left:
-            return itertools.chain([indices], left)
-        return rest(samplers=False)
+            return batches
+        for first in batches:
+            return itertools.chain([first], batches)
+        return redrawn(samplers=False)
 
-    def _drawn_first(self, indices: Any) -> Iterator[Iterator[Any]]:
+    def _from_start(self, indices: Any) -> Iterator[Iterator[Any]]:
+        """All batches, in one or two parts."""
         sampler = self._spec.index_sampler
-        if isinstance(sampler, InterleavedRanks):  # torch asked this rank's own sampler
+        if isinstance(sampler, InterleavedRanks):  # torch iterates over this rank's own sampler
             indices = iter(sampler)
         self.draw.before_first(indices)
         batches = self._indices(indices)
@@ -172,8 +187,8 @@ class Epoch:
         batches = index_batches(indices, spec.batched, whole)
         return counted(batches, spec.index_sampler, length_of(spec.dataset), index_hash)
 
-    def expected(self) -> tuple[Iterator[list[Any]], int, int] | None:
-        """``(batches, epoch, seed)`` of the next epoch; None if they are unknown, or must not be prefetched."""
+    def predict_next(self) -> NextEpoch | None:
+        """The next epoch; None if its indices are unknown, or it must not be prefetched."""
         spec = self._spec
         if not (spec.predictable and self.prefetches_next):
             return None
@@ -181,8 +196,8 @@ class Epoch:
         if later is None:
             return None
         # Persistent workers keep their base seed, as with torch, so the next epoch has the same.
-        epoch = self.number + 1
-        return index_batches(later, spec.batched), epoch, self.seed_in(epoch)
+        number = self.number + 1
+        return NextEpoch(index_batches(later, spec.batched), number, self.seed_in(number))
 
     def size(self) -> int | None:
         """Number of samples, None if it is unknown."""

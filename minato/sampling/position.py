@@ -1,4 +1,4 @@
-"""Where a loader is: its epoch, and the state from which it can resume."""
+"""The position of a loader: its epoch, and the state that it resumes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Position:
 
     Attributes:
         epoch: Number of the last epoch, -1 before the first.
-        last: That epoch; None before the first, and after ``load``.
+        last: The last epoch; None before the first, and after ``load``.
     """
 
     def __init__(self) -> None:
@@ -52,11 +52,11 @@ class Position:
 
     @property
     def seed(self) -> int | None:
-        """From which the randomness of the last epoch's samples started; None before the first."""
+        """The seed of the last epoch's samples; None before the first."""
         return self._last_seed if self.last is None else self.last.seed
 
     def seed_of(self, epoch: int) -> int | None:
-        """The same in another epoch of the last epoch's iterator, where torch drew the seed."""
+        """The seed of another epoch of the last epoch's iterator, where torch drew it."""
         last = self.last
         if last is None:
             return self._last_seed
@@ -64,14 +64,14 @@ class Position:
         return last.drawn_seed_in(epoch) if drawn else last.seed
 
     def without_state(self) -> Position:
-        """Another one at the same epoch, with no state to resume."""
+        """A copy at the same epoch, without a state to resume."""
         other = copy.copy(self)
         other._loaded = None
         return other
 
     def _pending(self) -> dict[str, Any] | None:
-        """The loaded state, until an epoch has begun with it."""
-        if self.last is not None and self.last.begun:
+        """The loaded state, until an epoch has started with it."""
+        if self.last is not None and self.last.has_started:
             self._loaded = None
         return self._loaded
 
@@ -82,7 +82,7 @@ class Position:
 
     @property
     def resumes(self) -> tuple[int, Completed] | None:
-        """The epoch that the next iterator resumes, and what is done of it; None: it starts at the beginning."""
+        """The epoch that the next iterator resumes, and its complete part; None: it starts at the beginning."""
         loaded = self._pending()
         if loaded is None or loaded["finished"]:
             return None
@@ -91,11 +91,14 @@ class Position:
     def open(
         self, spec: SamplingSpec, *, done: Completed | None = None, persists: bool = False
     ) -> tuple[Epoch, Any]:
-        """Begin the next epoch; returns it and the states of the workers' datasets to begin with, or None.
+        """Begin the next epoch.
 
         Args:
-            done: What is done of the resumed epoch, if the loaded state does not know it.
-            persists: The iterator of the last epoch goes on.
+            done: The complete part of the resumed epoch, if the loaded state does not know it.
+            persists: The iterator of the last epoch continues.
+
+        Returns:
+            The epoch, and the states that the workers' datasets start with, or None.
         """
         sampler, loaded = spec.index_sampler, self._pending()
         dataset_states = loaded and loaded["dataset_states"]
@@ -146,18 +149,18 @@ class Position:
         return self.last.drawn_epoch + 1 if persists and self.last is not None else 0
 
     def state(self, spec: SamplingSpec) -> dict[str, Any]:
-        """The present state as plain data, as far as the states of samplers and datasets are."""
+        """The present state as plain data, apart from the ``state_dict()`` of samplers and datasets."""
         loaded = self._pending()
         if loaded is not None:
             return copy.deepcopy(loaded)
         last, draw = self.last, SamplerState(spec.generator, spec.index_sampler)
-        account = None if last is None else last.progress.part or last.progress
+        progress = None if last is None else last.progress.part or last.progress
         state = {
             "loader": signature(spec, draw.sources),
             "epoch": self.epoch,
-            "finished": account is None or account.finished,
+            "finished": progress is None or progress.finished,
         }
-        if last is None or account is None or account.finished:
+        if last is None or progress is None or progress.finished:
             if not spec.has_workers and is_stateful(spec.dataset):
                 own = copy.deepcopy(spec.dataset.state_dict())
                 each = {"dataset": own, "iterator": None, "batches": 0, "ended": False}
@@ -173,24 +176,24 @@ class Position:
             **state,
             "base_seed": last.base_seed,
             "drawn_epoch": last.drawn_epoch,
-            "done": completed_to_plain(account.done()),
+            "done": completed_to_plain(progress.done()),
             "draw": last.draw.to_plain(),
             "dataset_states": None
             if last.dataset_states is None
             else last.dataset_states.to_plain(),
         }
 
-    def load(self, spec: SamplingSpec, state: Any, dataset_states: int) -> None:
-        """Let the next iterator resume a state.
+    def load(self, spec: SamplingSpec, state: Any, copies: int) -> None:
+        """Set the state that the next iterator resumes.
 
         Args:
-            dataset_states: Number of copies of the dataset that the loader's workers have.
+            copies: Number of copies of the dataset that the loader's workers have.
 
         Raises:
-            TypeError, ValueError: It is no state, or that of another loader.
+            TypeError, ValueError: It is no state, or belongs to another loader.
         """
         draw = SamplerState(spec.generator, spec.index_sampler)
-        loaded = checked(state, signature(spec, draw.sources), dataset_states)
+        loaded = checked(state, signature(spec, draw.sources), copies)
         draw.check(loaded["draw"])
         self._may_predict()
         self._loaded = loaded
@@ -201,5 +204,5 @@ class Position:
         return self.last.progress.lateness if self.last else Lateness()
 
     def coverage(self) -> Coverage:
-        """What has become of the indices of the last epoch."""
+        """The coverage of the last epoch's indices."""
         return (self.last.progress if self.last else Progress(self.epoch)).coverage()

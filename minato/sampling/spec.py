@@ -1,4 +1,4 @@
-"""The facts about a loader that decide which indices it asks for, by value."""
+"""The values of a loader that decide which indices it asks for."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from minato.sampling.replay import RecordedOrder
 
 __all__ = ["SamplingSpec"]
 
-_MIXING = ("arrival", "fast_first")
-"""Orders in which samples take places in other batches than their own."""
-
 
 @dataclass(frozen=True, eq=False)
 class SamplingSpec:
-    """Which indices a loader asks for, in which order.
+    """Decides which indices a loader asks for, in which order.
 
     It holds no loader: an epoch outlives the iterator that the loader may keep, and a cycle would keep the workers
     until the garbage collector runs.
@@ -32,13 +29,14 @@ class SamplingSpec:
         drop_last: An incomplete last batch is dropped.
         generator: The loader's, None for torch's default generator.
         order: ``strict``, ``batch``, ``arrival`` or ``fast_first``.
+        mixes_batches: Samples may take places in other batches than their own.
         seed: Of shuffling and samples; None: torch's generator draws it.
         has_workers: Samples are loaded outside the main process or in other threads.
         predictable: The next epoch may be prefetched if its indices are known: the workers stay, and the randomness
-            of samples does not depend on what they did before.
+            of a sample does not depend on earlier samples.
         record_order: Path of the file to which the order is appended, or None.
         replay: The order of the epochs in a file, in place of the sampler's, or None.
-        rank: This process among ranks that share a pool, in words, or None.
+        rank: Text that names this rank, if several share a pool, or None.
     """
 
     dataset: Any
@@ -49,6 +47,7 @@ class SamplingSpec:
     drop_last: bool
     generator: torch.Generator | None
     order: str
+    mixes_batches: bool
     seed: int | None
     has_workers: bool
     predictable: bool
@@ -56,13 +55,8 @@ class SamplingSpec:
     replay: RecordedOrder | None
     rank: str | None
 
-    @property
-    def mixes_batches(self) -> bool:
-        """Whether samples may take places in other batches than their own."""
-        return self.order in _MIXING
-
     def size(self) -> int | None:
-        """Number of samples in an epoch; None if a sampler of another kind than torch's makes the batches."""
+        """Number of samples in an epoch; None if another class than torch's BatchSampler makes the batches."""
         sampler = self.index_sampler
         if self.batched:
             if type(sampler) is not BatchSampler:

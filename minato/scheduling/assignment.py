@@ -5,65 +5,68 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from minato.scheduling.dataset_state import DatasetStates
+from minato.sampling.dataset_state import DatasetStates
 
 __all__ = ["AnyWorker", "Assignment", "RoundRobin"]
 
 
 class Assignment(Protocol):
-    """Decides who may run the samples of a batch."""
+    """Decides which worker runs the samples of a batch.
 
-    exact: bool
-    """Whether what is begun must also be run, because later content depends on it."""
+    An owner is the number of a worker + 1, or 0 for any worker.
+    """
+
+    runs_cancelled: bool
+    """Whether cancelled batches still run to their end, because the content of later ones depends on it."""
 
     @property
     def over(self) -> bool:
-        """Whether nobody will take a batch of this pass any more."""
+        """Whether no worker takes another batch of this epoch."""
 
     def reset(self) -> None:
-        """Start a pass."""
+        """Begin an epoch."""
 
     def choose(self) -> int | None:
-        """Number + 1 of the worker that the next batch is for, 0 for any, None if nobody can take one."""
+        """The owner of the next batch; None if no worker can take one now."""
 
-    def delivered(self, owner: int) -> None:
-        """Learn that a batch of this owner has been delivered."""
+    def returned(self, owner: int) -> None:
+        """Record that a batch of this owner was returned."""
 
     def ended(self, owner: int, record: int) -> None:
-        """Learn by this record that its owner has nothing more to give in this pass."""
+        """Record that the stream of this owner has ended, as its batch ``record`` says."""
 
 
 class AnyWorker:
-    """Whoever is free."""
+    """Each batch is for the first worker that is free."""
 
-    exact = False
+    runs_cancelled = False
     over = False
 
     def reset(self) -> None:
-        """Nothing to forget."""
+        """Does nothing."""
 
     def choose(self) -> int | None:
         """Any worker."""
         return 0
 
-    def delivered(self, owner: int) -> None:
-        """Nothing to learn."""
+    def returned(self, owner: int) -> None:
+        """Does nothing."""
 
     def ended(self, owner: int, record: int) -> None:
-        """Nothing to learn."""
+        """Does nothing."""
 
 
 class RoundRobin:
-    """torch's assignment: batch k to worker k mod n, leaving out workers that have ended.
+    """torch's assignment: batch k is for worker k mod n, without workers whose streams have ended.
 
     Args:
-        in_order: Whether batches are delivered in order; if not, a worker takes no more than its share of ``capacity``.
+        in_order: Whether batches are returned in order. If not, a worker holds at most its share of ``capacity``.
         capacity: Batches that all workers may hold together.
-        dataset_states: Told which worker's batches were delivered; says where a pass begins. None: at worker 0.
-        state_of: Worker and state of its dataset, if that came with a record.
+        dataset_states: States of the workers' datasets, which decide where an epoch begins; None: at worker 0.
+        state_of: Returns the worker and the state of its dataset, if they came with a record.
     """
 
-    exact = True
+    runs_cancelled = True
 
     def __init__(
         self,
@@ -84,11 +87,11 @@ class RoundRobin:
 
     @property
     def over(self) -> bool:
-        """Whether all workers have ended."""
+        """Whether the streams of all workers have ended."""
         return not any(self._active)
 
     def reset(self) -> None:
-        """Start a pass: at worker 0, with all workers, unless it goes on where another run ended."""
+        """Begin an epoch at worker 0 with all workers, or where the resumed state was taken."""
         self._next = 0
         self._active = [True] * self._num_workers
         self._held = [0] * self._num_workers
@@ -98,7 +101,7 @@ class RoundRobin:
             self._active = [not state.ended for state in self._dataset_states.each]
 
     def choose(self) -> int | None:
-        """The next worker in turn that can take a batch."""
+        """The next active worker that can take a batch."""
         for _ in range(self._num_workers):
             worker = self._next
             self._next = (worker + 1) % self._num_workers
@@ -109,14 +112,14 @@ class RoundRobin:
                 return worker + 1
         return None
 
-    def delivered(self, owner: int) -> None:
-        """A batch of this worker has been delivered."""
+    def returned(self, owner: int) -> None:
+        """Record that a batch of this worker was returned."""
         self._held[owner - 1] -= 1
         if self._dataset_states is not None:
             self._dataset_states.count_batch(owner - 1)
 
     def ended(self, owner: int, record: int) -> None:
-        """This worker's copy of the dataset is exhausted."""
+        """Leave out this worker from now on, and store the last state of its dataset."""
         self._active[owner - 1] = False
         if self._dataset_states is not None:
             self._dataset_states.end_stream(owner - 1)

@@ -1,4 +1,4 @@
-"""Batches between their opening and their end, and what is left of them when they are out of the schedule."""
+"""Batches from their opening until their records are free again."""
 
 from __future__ import annotations
 
@@ -8,147 +8,176 @@ from dataclasses import dataclass
 from typing import Any
 
 from minato._core.ledger import Ledger
-from minato.scheduling.protocols import IndexStore, Progress, Slots
+from minato.sampling.coverage import Progress
+from minato.scheduling.protocols import IndexStore, Slots
 
-__all__ = ["BatchStorage", "OpenBatch", "RetiringBatches", "fitting"]
+__all__ = ["BatchStorage", "OpenBatch", "OpenEpoch", "RetiringBatches", "offset_in_slot"]
 
 
 @dataclass(frozen=True)
 class BatchStorage:
-    """Where batches lie while they are open.
+    """The memory of open batches.
 
     Attributes:
-        slots: Yields slots of the arena.
-        keys: Stores indices that are no integers.
+        slots: Provides slots of the arena.
+        indices: Stores indices that are no integers.
         discard: Called with ``(record, slot)`` of a batch that is not read.
     """
 
     slots: Slots
-    keys: IndexStore
+    indices: IndexStore
     discard: Callable[[int, Any], None]
 
 
 @dataclass(eq=False)
-class OpenBatch:
-    """A batch between its opening and its end.
+class OpenEpoch:
+    """An epoch some of whose batches are open.
 
     Attributes:
-        opened_ns, found_ns: When it was opened, and when its turn came; 0 if no trace is recorded.
+        number: Of the epoch.
+        seed: From which the randomness of its samples starts.
+        slot: Index of its slot in the ledger.
+        start: Position of its first sample; None until its first batch is open.
+        progress: Records its samples; None while it is prefetched.
+    """
+
+    number: int
+    seed: int
+    slot: int
+    start: int | None = None
+    progress: Progress | None = None
+
+
+@dataclass(eq=False)
+class OpenBatch:
+    """A batch from its opening until its record is free.
+
+    Attributes:
+        record: Index of its record in the ledger.
+        indices: As the sampler yields them.
+        slot: Its slot of the arena.
+        indices_slot: The slot that holds its indices if they are no integers …
+        indices_offset: … and their offset.
+        epoch: The epoch that it belongs to.
+        owner: Number of its worker + 1; 0 for any.
+        opened_ns: Time of its opening; 0 if no trace is recorded.
+        found_ns: Time at which ``next()`` chose it; 0 if no trace is recorded.
+        retired: Whether its record is free.
     """
 
     record: int
-    keys: list[Any]
+    indices: list[Any]
     slot: Any
-    keys_slot: Any
-    keys_offset: int
-    epoch_slot: int
-    epoch: int
-    seed: int
+    indices_slot: Any
+    indices_offset: int
+    epoch: OpenEpoch
     owner: int
-    pass_start: int
-    progress: Progress | None
     opened_ns: int = 0
     found_ns: int = 0
     retired: bool = False
 
 
 class RetiringBatches:
-    """Batches that were delivered or abandoned, and whose samples may still be running.
+    """Batches that were returned or cancelled, while some of their samples still run.
 
     Args:
-        storage: Where slots and indices lie.
-        bound: Whether each sample keeps its own place.
-        skips: Whether samples may be left out.
+        storage: The memory of batches.
+        keeps_places: Whether each sample keeps its own place.
+        skips: Whether samples may be skipped.
+
+    Attributes:
+        returned: Returned batches.
+        cancelled: Cancelled batches.
     """
 
     def __init__(
-        self,
-        ledger: Ledger,
-        storage: BatchStorage,
-        bound: bool,
-        skips: bool,
+        self, ledger: Ledger, storage: BatchStorage, *, keeps_places: bool, skips: bool
     ) -> None:
         self._ledger = ledger
-        self._slots = storage.slots
-        self._keys = storage.keys
-        self._discard = storage.discard
-        self._bound = bound
+        self._storage = storage
+        self._keeps_places = keeps_places
         self._skips = skips
-        self.delivered: list[OpenBatch] = []
-        """Some of their samples are still running."""
+        self.returned: list[OpenBatch] = []
         self.cancelled: list[OpenBatch] = []
-        """Nobody wants them."""
 
-    def deliver(self, item: OpenBatch) -> None:
-        """Take a batch that was read."""
+    def add_returned(self, item: OpenBatch) -> None:
+        """Add a batch that was read, and record its samples as delivered."""
         occupants, num_slow = (
             self._ledger.occupants(item.record),
             self._ledger.num_slow(item.record),
         )
-        samples = None if self._bound else functools.partial(self._ledger.samples, item.record)
-        self._progress_of(item).delivered(occupants, item.pass_start, num_slow, samples)
-        self._take(item)
+        samples = (
+            None if self._keeps_places else functools.partial(self._ledger.samples, item.record)
+        )
+        self._progress_of(item).delivered(occupants, _start(item), num_slow, samples)
+        self._add(item)
 
-    def drop(self, item: OpenBatch) -> None:
-        """Take a batch too many of whose samples were skipped."""
-        self._progress_of(item).skipped(self._ledger.occupants(item.record), item.pass_start)
-        self.drop_empty(item)
+    def add_skipped(self, item: OpenBatch) -> None:
+        """Add a batch that is dropped because of skipped samples, and record all its samples as skipped."""
+        self._progress_of(item).skipped(self._ledger.occupants(item.record), _start(item))
+        self.add_empty(item)
 
-    def drop_empty(self, item: OpenBatch) -> None:
-        """Take a batch that never had a sample."""
-        self._discard(item.record, item.slot)
-        self._take(item)
+    def add_empty(self, item: OpenBatch) -> None:
+        """Add a batch without samples, and discard its memory."""
+        self._storage.discard(item.record, item.slot)
+        self._add(item)
 
-    def _progress_of(self, item: OpenBatch) -> Progress:
-        """Who is told of a batch; and of its own samples that were skipped, now that this is known."""
-        assert item.progress is not None
-        if self._bound and self._skips:
-            item.progress.skipped(self._ledger.skipped(item.record), item.pass_start)
-        return item.progress
-
-    def _take(self, item: OpenBatch) -> None:
-        self.delivered.append(item)
-        self.sweep()
-
-    def cancel(self, batches: Iterable[OpenBatch]) -> None:
-        """Take batches that nobody wants."""
+    def add_cancelled(self, batches: Iterable[OpenBatch]) -> None:
+        """Add batches that are not needed any more."""
         self.cancelled.extend(batches)
         self.sweep()
 
+    def _progress_of(self, item: OpenBatch) -> Progress:
+        """The progress of a batch's epoch, after its own skipped samples are recorded there."""
+        assert item.epoch.progress is not None
+        if self._keeps_places and self._skips:
+            item.epoch.progress.skipped(self._ledger.skipped(item.record), _start(item))
+        return item.epoch.progress
+
+    def _add(self, item: OpenBatch) -> None:
+        self.returned.append(item)
+        self.sweep()
+
     def sweep(self) -> None:
-        """Free the records of those that nobody works on any more."""
-        for item in self.delivered[:]:
-            if self._bound or self._ledger.settled(item.record):
-                self.delivered.remove(item)
-                if self._skips and not self._bound and item.progress is not None:
-                    item.progress.skipped(self._ledger.skipped(item.record), item.pass_start)
+        """Free the records of batches none of whose samples still run."""
+        for item in self.returned[:]:
+            if self._keeps_places or self._ledger.settled(item.record):
+                self.returned.remove(item)
+                progress = item.epoch.progress
+                if self._skips and not self._keeps_places and progress is not None:
+                    progress.skipped(self._ledger.skipped(item.record), _start(item))
                 self._retire(item)
-        # Samples of a cancelled pass may take places in any of its batches, so it ends as a whole; and not before those
-        # samples have run whose own batch is delivered.
+        # A sample of a cancelled epoch may take a place in any of its batches, so these end together. They also wait
+        # for the samples whose own batch was returned.
         if not self.cancelled:
             return
-        running = {item.epoch_slot for item in self.delivered}
+        running = {item.epoch.slot for item in self.returned}
         if all(
-            item.epoch_slot not in running
+            item.epoch.slot not in running
             and self._ledger.settled(item.record)
             and self._ledger.close(item.record)
             for item in self.cancelled
         ):
             for item in self.cancelled:
-                self._discard(item.record, item.slot)
+                self._storage.discard(item.record, item.slot)
                 self._retire(item)
             self.cancelled.clear()
 
     def _retire(self, item: OpenBatch) -> None:
         item.retired = True
         self._ledger.retire(item.record)
-        if item.keys_slot is not None:
-            self._keys.drop(item.keys_offset)
-            self._slots.release(item.keys_slot)
+        if item.indices_slot is not None:
+            self._storage.indices.drop(item.indices_offset)
+            self._storage.slots.release(item.indices_slot)
 
 
-def fitting(slot: Any, nbytes: int) -> int:
-    """Where so many bytes of keys lie in a slot; raises MemoryError if they do not fit."""
+def _start(item: OpenBatch) -> int:
+    assert item.epoch.start is not None
+    return item.epoch.start
+
+
+def offset_in_slot(slot: Any, nbytes: int) -> int:
+    """The offset of ``nbytes`` bytes of indices in a slot; raises MemoryError if they do not fit."""
     if slot.start + nbytes > slot.end:
-        raise MemoryError(f"the keys of one batch take {nbytes} bytes, more than a slot holds")
+        raise MemoryError(f"the indices of one batch take {nbytes} bytes, more than a slot holds")
     return int(slot.start)

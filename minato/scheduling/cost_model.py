@@ -1,6 +1,6 @@
-"""What each sample costs, and slow samples that start before their turn.
+"""The cost of each sample in earlier epochs, and the early start of slow samples.
 
-An estimate is a hint: it decides which sample a worker takes next, and nothing else.
+An estimate is a hint: it only decides which sample a worker claims next.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["CostModel", "EarlyStart"]
 _NEWEST = 0.5
 """Weight of a sample's latest cost against that of all earlier ones."""
 _MAX_INDICES = 1 << 25
-"""Larger indices are not learned: 128 MiB of costs."""
-_LEAST_MEAN_NS = 400_000
-"""Learning a sample takes the consumer some microseconds: a hundredth of the workers' time at most."""
+"""Larger indices are not recorded: 128 MiB of costs."""
+_MIN_MEAN_NS = 400_000
+"""Recording a sample takes the training process some microseconds: at most a hundredth of the workers' time."""
 
 
 class CostModel:
@@ -28,13 +28,13 @@ class CostModel:
         self._costs = array("f")  # 0: not seen; single elements are faster than NumPy's
 
     def predict(self, index: Any) -> float | None:
-        """The cost of a sample in ns; None if it is not known."""
+        """The cost of a sample in ns; None if it is unknown."""
         if isinstance(index, int) and 0 <= index < len(self._costs):
             return self._costs[index] or None
         return None
 
     def observe(self, index: Any, cost_ns: float) -> None:
-        """Learn what a sample cost; only integers from 0 to 2**25 are learned."""
+        """Record the cost of a sample; only indices that are integers from 0 to 2**25 count."""
         if not isinstance(index, int) or not 0 <= index < _MAX_INDICES:
             return
         if index >= len(self._costs):
@@ -51,41 +51,41 @@ class CostModel:
 
 
 class EarlyStart:
-    """Starts samples that were slow in earlier epochs before their turn, so that no epoch ends with one of them.
+    """Starts samples that were slow in earlier epochs early, so that no epoch ends with one of them.
 
-    A sample that costs as much as n others starts as many samples earlier as all workers run in that time. So it ends
-    about when n others would have ended in its place.
+    A sample that costs as much as n others starts earlier, by the number of samples that all workers run in that time.
+    So it ends about when n others would have ended in its place.
 
     Args:
-        costs: Learns from the batches of this engine, and knows those of earlier ones.
-        num_workers: How many samples run side by side.
+        costs: Costs in earlier epochs; this class adds those of this engine.
+        num_workers: Number of samples that run in parallel.
 
     Attributes:
-        mean_ns: Mean cost of a sample; 0 while it is not known.
+        mean_ns: Mean cost of a sample; 0 while it is unknown.
     """
 
     def __init__(self, *, ledger: Ledger, costs: CostModel, num_workers: int) -> None:
         self._ledger = ledger
         self._costs = costs
         self._num_workers = max(num_workers, 1)
-        self._pass_index = -1
+        self._epoch_slot = -1
         self._epoch_start = 0
         self.mean_ns = 0.0
 
     def resize(self, num_workers: int) -> None:
-        """Go by another number of workers from now on."""
+        """Change the number of workers."""
         self._num_workers = max(num_workers, 1)
 
     @property
     def _threshold_ns(self) -> float:
         """Samples that cost more start early; 0: none do."""
         slow_ns = self._ledger.slow_ns
-        if slow_ns == 0 or self.mean_ns < _LEAST_MEAN_NS * self._num_workers:
+        if slow_ns == 0 or self.mean_ns < _MIN_MEAN_NS * self._num_workers:
             return 0.0
         return max(slow_ns, self.mean_ns)
 
     def learn(self, batch: int) -> None:
-        """Learn what the samples of a full batch cost."""
+        """Record the costs of a full batch."""
         if self._threshold_ns:
             for _, index, cost_ns, _ in self._ledger.samples(batch):
                 self._costs.observe(index, cost_ns)
@@ -96,8 +96,8 @@ class EarlyStart:
         Samples of earlier epochs are needed sooner.
         """
         _, first, *_, epoch_slot = self._ledger.describe(batch)
-        if epoch_slot != self._pass_index:
-            self._pass_index, self._epoch_start = epoch_slot, first
+        if epoch_slot != self._epoch_slot:
+            self._epoch_slot, self._epoch_start = epoch_slot, first
         threshold_ns = self._threshold_ns
         if threshold_ns == 0:
             return

@@ -1,4 +1,4 @@
-"""The consumer's side of the schedule: which batches are open, and which one comes next."""
+"""The scheduling loop of the training process: it opens batches for the workers and returns complete ones."""
 
 from __future__ import annotations
 
@@ -13,31 +13,41 @@ from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BL
 from minato._core.ledger import Ledger
 from minato._core.wait import EventCount
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.sampling.coverage import Progress
+from minato.sampling.epoch import NextEpoch
 from minato.sampling.occurrences import unmarked
 from minato.scheduling.assignment import Assignment
-from minato.scheduling.batches import BatchStorage, OpenBatch, RetiringBatches, fitting
+from minato.scheduling.batches import (
+    BatchStorage,
+    OpenBatch,
+    OpenEpoch,
+    RetiringBatches,
+    offset_in_slot,
+)
 from minato.scheduling.cost_model import EarlyStart
 from minato.scheduling.orders import Order
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.scheduling.protocols import Pool, Progress
+from minato.scheduling.protocols import Pool
 from minato.scheduling.wait_stats import ConsumerWait
 
 __all__ = ["Dispatcher", "DispatcherSettings", "Schedule"]
 
 _LIVENESS_S = 1.0
-"""How long the consumer sleeps at most; whatever it waits for wakes it at once."""
+"""Longest sleep of the training loop. Workers wake it as soon as a batch is ready; this is only for dead ones."""
 _STOPPED_S = 1.0
-"""A sleep that took so much longer than it should was one of the whole process, by SIGSTOP or Ctrl-Z."""
+"""A sleep that is late by more than this was a stop of the whole process, by SIGSTOP or Ctrl-Z."""
 _SETTLING_S = 0.01
-"""How often it looks whether abandoned samples have ended, of which nobody tells."""
-_EVERYBODY = (1 << 31) - 1
+"""Time between checks whether cancelled samples have ended, for which there is no event."""
+_ALL_WORKERS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many batches are open, which comes next, and which worker runs it.
+    """The policies of a dispatcher.
 
     Attributes:
+        window: Bounds the open batches.
+        order: Chooses the batch that comes next.
         assignment: Chooses the worker of a batch.
         early_start: Starts slow samples before those that precede them.
     """
@@ -50,14 +60,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class DispatcherSettings:
-    """What a dispatcher takes from the options of a loader.
+    """Options of a loader that a dispatcher needs.
 
     Attributes:
         timeout_s: torch's ``timeout``; 0: none.
         one_epoch: Whether the workers may leave when nothing is left to do in the first epoch.
-        skips: Whether samples may be left out.
-        drop_short: Whether a batch is dropped where too few samples are left to fill it.
-        trace_wait_as: Name that a trace gives to the waiting of the training loop.
+        skips: Whether samples may be skipped.
+        drop_short: Whether a batch that lacks samples is dropped if none are left to fill it.
+        trace_wait_as: Name of the training loop's waits in a trace.
     """
 
     timeout_s: float = 0.0
@@ -71,21 +81,24 @@ DEFAULTS = DispatcherSettings()
 
 
 class Dispatcher:
-    """Opens batches for the workers, in the sampler's order, and hands finished ones to the consumer.
+    """Opens batches for the workers, in the sampler's order, and returns complete ones to the training loop.
+
+    When all batches of an epoch are open and the indices of the next one are known, it prefetches that one: it opens
+    its batches, which belong to the training loop only after ``begin``.
 
     Args:
-        gate: Counts the events that end the wait of the training loop.
-        storage: Where open batches lie.
-        schedule: How many batches are open, which comes next, and which worker runs it.
+        ready_events: Counts the events that end a wait of the training loop.
+        storage: The memory of open batches.
+        schedule: The policies.
         wait_stats: Measures how long the training loop waits.
-        tracer: Records batches, and inside ``next()`` the waiting and reading of the training loop.
+        tracer: Records batches, and the waits and reads of the training loop inside ``next()``.
     """
 
     def __init__(
         self,
         ledger: Ledger,
         *,
-        gate: EventCount,
+        ready_events: EventCount,
         pool: Pool,
         storage: BatchStorage,
         schedule: Schedule,
@@ -93,369 +106,396 @@ class Dispatcher:
         wait_stats: ConsumerWait | None = None,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
-        order = schedule.order
+        order, skips = schedule.order, settings.skips
         self._ledger = ledger
-        self._early_start = schedule.early_start
-        self._gate = gate
+        self._ready_events = ready_events
         self._pool = pool
-        self._slots = storage.slots
-        self._keys = storage.keys
+        self._storage = storage
         self._window = schedule.window
         self._order = order
         self._assignment = schedule.assignment
-        skips = settings.skips
-        self._retiring = RetiringBatches(ledger, storage, order.keeps_places, skips)
+        self._early_start = schedule.early_start
+        self._wait_stats = wait_stats or ConsumerWait()
+        self._tracer, self._trace_wait_as = tracer, settings.trace_wait_as
         self._timeout_s = settings.timeout_s
-        # Workers must stay until it is known which places stay empty.
+        # Workers must stay until it is known which places remain empty.
         self._one_epoch = settings.one_epoch and (order.keeps_places or not skips)
-        self._fills_up = skips and not order.keeps_places
-        self._filled_up = False
+        self._fills_skipped = skips and not order.keeps_places
         self._drops_short = settings.drop_short and not order.keeps_places
-        self._flow = wait_stats or ConsumerWait()
-        self._tracer, self._waiting = tracer, settings.trace_wait_as
+
         self._open: deque[OpenBatch] = deque()
-        self._ahead: deque[OpenBatch] = deque()  # of the pass that is expected next
-        self._recent: deque[OpenBatch] = deque()  # the last max_lag + 1 opened of this pass
-        self._batches: Iterator[list[Any]] = iter(())
-        self._drawn: deque[list[Any]] = deque()  # keys of batches that are not open yet
-        self._owner: int | None = None  # of the next of them, once it is chosen
-        self._expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None] = lambda: None
-        self._progress: Progress | None = None  # of a pass that was not abandoned
-        # Of the present pass: index, epoch, seed, and the position of its first sample once that is known.
-        self._pass: tuple[int, int, int, int | None] = (0, 0, 0, None)
-        self._exhausted = True  # the present pass has no more batches to open
-        self._foretold = False  # what is drawn belongs to the next pass
-        self._dry = True  # nothing is left to open, in this pass and in what is known of the next
+        self._prefetched: deque[OpenBatch] = deque()  # batches of the next epoch
+        self._recent: deque[OpenBatch] = (
+            deque()
+        )  # the last max_lag + 1 that were opened in an epoch
+        self._retiring = RetiringBatches(
+            ledger, storage, keeps_places=order.keeps_places, skips=skips
+        )
+        self._batches: Iterator[list[Any]] = iter(())  # those of an epoch that are not drawn yet
+        self._drawn: deque[list[Any]] = deque()  # indices of batches that are drawn but not open
+        self._owner: int | None = None  # of the next of these, once it is chosen
+        self._epoch = OpenEpoch(number=0, seed=0, slot=0)  # whose batches are being opened
+        self._progress: Progress | None = None  # of the present epoch, unless it was abandoned
+        self._predict_next: Callable[[], NextEpoch | None] = lambda: None
+        self._exhausted = True  # the present epoch has no more batches to open
+        self._prefetches_next = False  # the batches being opened belong to the next epoch
+        self._is_dry = (
+            True  # nothing is left to open, in this epoch and the next one if it is known
+        )
+        self._lacks_samples = (
+            False  # the newest open batches stay short: no samples are left for them
+        )
 
     @property
     def num_open(self) -> int:
-        """Batches in flight of the present pass and the next."""
-        return len(self._open) + len(self._ahead)
+        """Batches in flight, of the present epoch and the next."""
+        return len(self._open) + len(self._prefetched)
 
     @property
     def num_ready(self) -> int:
-        """Batches of the present pass that are complete."""
+        """Batches of the present epoch that are complete."""
         return sum(map(self._is_ready, self._open))
 
     @property
     def over(self) -> bool:
-        """Whether the present pass has no more batches."""
+        """Whether the present epoch has no more batches."""
         return self._exhausted and not self._open
 
-    # ---- passes -----------------------------------------------------------------------------
+    # ---- epochs -----------------------------------------------------------------------------
 
     def begin(
         self,
         batches: Iterable[list[Any]],
+        *,
         epoch: int,
         seed: int,
-        expected: Callable[[], tuple[Iterable[list[Any]], int, int] | None],
+        predict_next: Callable[[], NextEpoch | None],
         progress: Progress,
     ) -> bool:
-        """Start a pass over the sampler's batches, each a list of keys.
+        """Begin an epoch.
 
         Args:
-            expected: Foretells ``(batches, epoch, seed)`` of the pass after this one, or None if they are not known.
-            progress: Told what becomes of the pass.
+            batches: The indices of each batch.
+            epoch: Number of the epoch.
+            seed: From which the randomness of its samples starts.
+            predict_next: Returns the epoch after this one, or None if its batches are unknown.
+            progress: Records the samples of the epoch.
 
         Returns:
-            False if batches had been opened ahead for this pass and were not the right ones; they are dropped.
+            False if batches had been prefetched for this epoch and were not its own; they are dropped.
         """
         self.cancel(self._open)
-        ahead, self._ahead = self._ahead, deque()
         self._batches = iter(batches)
         self._drawn = deque()
-        self._expected = expected
+        self._predict_next = predict_next
         self._progress = progress
-        self._exhausted = self._foretold = self._dry = False
-        right = all((item.epoch, item.seed) == (epoch, seed) for item in ahead)
-        if right:
-            self._drawn.extend(itertools.islice(self._batches, len(ahead)))
-            right = [item.keys for item in ahead] == list(self._drawn)
-        if ahead and right:
-            self._pass = ahead[0].epoch_slot, epoch, seed, ahead[0].pass_start
-            for item in ahead:
-                item.progress = progress
-            self._open = ahead
+        self._exhausted = self._prefetches_next = self._is_dry = False
+        prefetched = self._prefetched
+        is_right = not prefetched or (self._epoch.number, self._epoch.seed) == (epoch, seed)
+        if is_right:
+            self._drawn.extend(itertools.islice(self._batches, len(prefetched)))
+            is_right = [item.indices for item in prefetched] == list(self._drawn)
+        if prefetched and is_right:
+            self._epoch.progress = progress
+            self._open, self._prefetched = prefetched, deque()
             self._drawn.clear()
         else:
-            self.cancel(ahead)
-            self._recent.clear()
+            self.cancel(prefetched)
             self._assignment.reset()
             self._owner = None
-            self._open_pass(epoch, seed)
-        return right
+            self._open_epoch(epoch, seed, progress)
+        return is_right
 
     def cancel(self, batches: deque[OpenBatch]) -> None:
-        """Abandon batches: what has not begun never will, what runs ends unseen."""
-        if not self._assignment.exact:
+        """Cancel batches: their waiting samples never start, and the results of running ones are dropped."""
+        if not self._assignment.runs_cancelled:
             for item in batches:
                 self._ledger.cancel(item.record)
-        self._retiring.cancel(batches)
+        self._retiring.add_cancelled(batches)
         batches.clear()
 
     def cancel_all(self) -> None:
-        """Abandon everything in flight."""
+        """Cancel everything in flight."""
         self.cancel(self._open)
-        self.cancel(self._ahead)
+        self.cancel(self._prefetched)
 
     def abandon(self) -> None:
-        """End the present pass here."""
+        """End the present epoch here."""
         self.cancel_all()
         self._progress = None
-        self._batches, self._expected = iter(()), lambda: None
+        self._batches, self._predict_next = iter(()), lambda: None
         self._drawn.clear()
         self._exhausted = True
 
-    def _open_pass(self, epoch: int, seed: int) -> None:
-        leavings = self._retiring
-        while True:
-            used = {
-                item.epoch_slot
-                for batches in (self._open, self._ahead, leavings.delivered, leavings.cancelled)
-                for item in batches
-            }
-            # Never the number of the last pass: it also tells a worker that a new one has begun.
-            later = (self._pass[0] + 1 + i for i in range(NUM_EPOCH_SLOTS - 1))
-            free = next(
-                (index % NUM_EPOCH_SLOTS for index in later if index % NUM_EPOCH_SLOTS not in used),
-                None,
-            )
-            if free is not None:
-                break
-            # So many abandoned passes still run that the ledger cannot tell another one from them.
+    def _open_epoch(self, number: int, seed: int, progress: Progress | None) -> None:
+        """Give an epoch a slot of the ledger; waits for one while abandoned epochs use all of them."""
+        self._recent.clear()
+        while (slot := self._free_epoch_slot()) is None:
             self._sleep(time.monotonic() + _SETTLING_S)
-        self._ledger.open_epoch(free)
-        self._pass = free, epoch, seed, None
+        self._ledger.open_epoch(slot)
+        self._epoch = OpenEpoch(number, seed, slot, progress=progress)
 
-    # ---- batches ----------------------------------------------------------------------------
+    def _free_epoch_slot(self) -> int | None:
+        retiring = self._retiring
+        in_use = {
+            item.epoch.slot
+            for batches in (self._open, self._prefetched, retiring.returned, retiring.cancelled)
+            for item in batches
+        }
+        # Never the slot of the last epoch: by a change of the slot, a worker also notices that a new one begins.
+        others = ((self._epoch.slot + 1 + i) % NUM_EPOCH_SLOTS for i in range(NUM_EPOCH_SLOTS - 1))
+        return next((slot for slot in others if slot not in in_use), None)
+
+    # ---- returning batches ------------------------------------------------------------------
 
     def next(self) -> OpenBatch:
-        """Wait for the next batch in this order; ``done`` and then ``deliver`` must be called when it has been read.
+        """Wait for the batch that comes next.
+
+        The caller reads it, calls ``read`` and then ``returned``.
 
         Raises:
-            StopIteration: The pass is over.
+            StopIteration: The epoch is over.
             RuntimeError: A worker died, or torch's ``timeout`` is over.
         """
         deadline = time.monotonic() + self._timeout_s if self._timeout_s else None
         while True:
-            seen = self._gate.events
-            found = self._ready()
+            seen = self._ready_events.events
+            found = self._next_ready()
             if found is None:
                 self.refill()
-            if self._flow.watched:
-                self._flow.ending, self._flow.ready = self._dry, self.num_ready
+            if self._wait_stats.watched:
+                self._wait_stats.ending, self._wait_stats.ready = self._is_dry, self.num_ready
             if found is not None:
-                self._open.remove(found)
-                flags, _, result, *_ = self._ledger.contents(found.record)
-                if flags & ENDED:
-                    self._assignment.ended(found.owner, found.record)
-                    self._retiring.drop_empty(found)
-                    continue
-                self._assignment.delivered(found.owner)
-                if not flags & SKIPPED or not self._is_empty(found, result):
-                    self._flow.delivered += 1
-                    found.found_ns = self._tracer.now()
+                if self._take(found):
                     return found
-                self._retiring.drop(found)
-                continue
-            if self._fills_up and self._settled() and self._mend():
-                continue
-            if self.over:
+            elif self._fills_skipped and self._have_settled() and self._fill_short():
+                pass
+            elif self.over:
                 if self._progress is not None:
                     self._progress.finish(self._assignment.over)
                 raise StopIteration
-            self._ledger.waiting = True
-            try:
-                if self._dry or self._ledger.unclaimed() or not self._window.grow():
-                    self._flow.begin_wait()
-                    stopped_s = self._sleep(deadline, seen)
-                    if deadline is not None:
-                        deadline += stopped_s
-            finally:
-                self._ledger.waiting = False
-                self._flow.end_wait()
-            if deadline is not None and time.monotonic() > deadline and self._ready() is None:
-                raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
+            else:
+                deadline = self._wait(seen, deadline)
 
-    def _is_empty(self, item: OpenBatch, result: int) -> bool:
-        """Whether all samples of a batch are skipped, or so many that it is dropped."""
+    def _take(self, item: OpenBatch) -> bool:
+        """Take a complete batch out of the open ones; False if it has no samples to return."""
+        self._open.remove(item)
+        flags, _, result, *_ = self._ledger.contents(item.record)
+        if flags & ENDED:
+            self._assignment.ended(item.owner, item.record)
+            self._retiring.add_empty(item)
+            return False
+        self._assignment.returned(item.owner)
+        if flags & SKIPPED and self._is_dropped(item, result):
+            self._retiring.add_skipped(item)
+            return False
+        self._wait_stats.delivered += 1
+        item.found_ns = self._tracer.now()
+        return True
+
+    def _is_dropped(self, item: OpenBatch, result: int) -> bool:
+        """Whether all samples of a batch are skipped, or it is short and ``drop_short`` drops it."""
         if result & KIND_MASK == SKIP_BLOB and not result & ~KIND_MASK:
             return True
         return self._drops_short and -1 in self._ledger.occupants(item.record)
 
-    def _settled(self) -> bool:
-        """Whether all samples of the pass that are in flight have been run."""
-        in_flight = *self._open, *self._retiring.delivered
+    def _have_settled(self) -> bool:
+        """Whether all samples of the epoch that are in flight have run."""
+        in_flight = *self._open, *self._retiring.returned
         return bool(self._open) and all(self._ledger.settled(item.record) for item in in_flight)
 
-    def _mend(self) -> bool:
-        """Help open batches that lack samples which were skipped: by later samples, or else by doing without."""
-        if not self._exhausted:
-            before = self.num_open
-            self.refill(most=1)
-            if self.num_open > before:
-                return True
-        if self._filled_up:
+    def _fill_short(self) -> bool:
+        """Fill the places of skipped samples with those of one more batch, or else complete the batches without.
+
+        Returns:
+            False if neither is possible.
+        """
+        if not self._exhausted and self._open_next():
+            return True
+        if self._lacks_samples:
             return False
-        self._filled_up = True
-        self._ledger.fill_skipped(self._open[0].epoch_slot)
+        self._lacks_samples = True
+        self._ledger.fill_skipped(self._open[0].epoch.slot)
         return True
 
-    def done(self, item: OpenBatch, batch_bytes: int) -> None:
-        """Say that a batch has been read and its slot leased or released."""
+    def read(self, item: OpenBatch, batch_bytes: int) -> None:
+        """Record that a batch was read, and its slot leased or released."""
         if self._tracer.enabled:
             now = self._tracer.now()
             self._tracer.slice("read", item.found_ns, now)
-            args = {"epoch": item.epoch, "samples": len(item.keys)}
+            args = {"epoch": item.epoch.number, "samples": len(item.indices)}
             self._tracer.span("batch", item.opened_ns, now, args)
         self._window.observe(batch_bytes)
 
-    def deliver(self, item: OpenBatch) -> None:
-        """Say that the program gets it, or its error, now."""
-        self._retiring.deliver(item)
+    def returned(self, item: OpenBatch) -> None:
+        """Record that the training loop gets a batch, or its error."""
+        self._retiring.add_returned(item)
 
-    def _sleep(self, deadline: float | None, seen: int | None = None) -> float:
-        """Wait for workers; returns how long this process was stopped meanwhile, in seconds."""
-        # Without an open batch, room is waited for, which abandoned samples take up.
-        limit = _LIVENESS_S if self._open else _SETTLING_S
-        if deadline is not None:
-            limit = min(limit, max(deadline - time.monotonic(), 0.0))
-        began = time.monotonic()
-        begun_ns = self._tracer.now()
-        try:
-            self._pool.wait(self._gate.events if seen is None else seen, limit)
-        finally:
-            self._tracer.slice(self._waiting, begun_ns)
-        late_s = time.monotonic() - began - limit
-        self._pool.check()
-        self._retiring.sweep()
-        return late_s if late_s > _STOPPED_S else 0.0
+    def upcoming(self, limit: int) -> list[OpenBatch]:
+        """At most ``limit`` complete batches that come next; no other comes before them."""
+        return self._order.upcoming(self._open, self._is_ready, limit)
 
     def _is_ready(self, item: OpenBatch) -> bool:
         return bool(self._ledger.state(item.record) == READY)
 
-    def _ready(self) -> OpenBatch | None:
+    def _next_ready(self) -> OpenBatch | None:
         return self._order.next_ready(self._open, self._is_ready)
 
-    def upcoming(self, limit: int) -> list[OpenBatch]:
-        """Return at most ``limit`` complete batches of those that come next; no other comes before them."""
-        return self._order.upcoming(self._open, self._is_ready, limit)
+    # ---- waiting ----------------------------------------------------------------------------
 
-    def refill(self, most: int | None = None) -> None:
-        """Open as many batches as the window allows, or so many whatever it says."""
-        start = 0 if most is None else self.num_open
-        while (
-            self._window.has_room(self.num_open) if most is None else self.num_open < start + most
-        ):
-            keys = self._draw()
-            if keys is None:
-                self._run_dry()
-                return
-            self._drawn.appendleft(keys)  # and there they are again if what follows raises
-            if not self._ledger.has_room(len(keys) or 1):
-                self._check_capacity(len(keys))
-                return
-            if self._owner is None:
-                self._owner = self._assignment.choose()
-            if self._owner is None:
-                if self._assignment.over:
-                    self._exhausted = True
-                    self._run_dry()
-                return
-            item = self._publish(keys, self._owner)
-            (self._ahead if self._foretold else self._open).append(item)
-            self._drawn.popleft()
-            self._owner = None
-            if self._early_start is not None:
-                self._early_start.hint(item.record, keys)
+    def _wait(self, seen: int, deadline: float | None) -> float | None:
+        """Grow the window, or wait for an event after ``seen``.
+
+        Returns:
+            The deadline, later by the time for which this process was stopped.
+
+        Raises:
+            RuntimeError: A worker died, or the deadline is over.
+        """
+        self._ledger.waiting = True
+        try:
+            if self._is_dry or self._ledger.unclaimed() or not self._window.grow():
+                self._wait_stats.begin_wait()
+                stopped_s = self._sleep(deadline, seen)
+                if deadline is not None:
+                    deadline += stopped_s
+        finally:
+            self._ledger.waiting = False
+            self._wait_stats.end_wait()
+        if deadline is not None and time.monotonic() > deadline and self._next_ready() is None:
+            raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
+        return deadline
+
+    def _sleep(self, deadline: float | None, seen: int | None = None) -> float:
+        """Sleep until an event after ``seen``; returns for how many seconds this process was stopped meanwhile."""
+        # Without an open batch, it waits for memory that cancelled samples still use.
+        limit = _LIVENESS_S if self._open else _SETTLING_S
+        if deadline is not None:
+            limit = min(limit, max(deadline - time.monotonic(), 0.0))
+        start = time.monotonic()
+        start_ns = self._tracer.now()
+        try:
+            self._pool.wait(self._ready_events.events if seen is None else seen, limit)
+        finally:
+            self._tracer.slice(self._trace_wait_as, start_ns)
+        late_s = time.monotonic() - start - limit
+        self._pool.check()
+        self._retiring.sweep()
+        return late_s if late_s > _STOPPED_S else 0.0
+
+    # ---- opening batches --------------------------------------------------------------------
+
+    def refill(self) -> None:
+        """Open as many batches as the window allows."""
+        while self._window.has_room(self.num_open) and self._open_next():
+            pass
 
     def top_up(self) -> None:
-        """Refill, but not for each single batch where the window leaves the choice."""
+        """Refill, but only when the window is low, so that several batches are opened at once."""
         if self._window.is_low(self.num_open):
             self.refill()
 
+    def _open_next(self) -> bool:
+        """Open the next batch; False if there is none, or no free record, position or worker."""
+        indices = self._draw()
+        if indices is None:
+            self._run_dry()
+            return False
+        self._drawn.appendleft(
+            indices
+        )  # stays there if the code below raises, or cannot open it now
+        if not self._ledger.has_room(len(indices) or 1):
+            self._check_capacity(len(indices))
+            return False
+        if self._owner is None:
+            self._owner = self._assignment.choose()
+        if self._owner is None:
+            if self._assignment.over:
+                self._exhausted = True
+                self._run_dry()
+            return False
+        item = self._publish(indices, self._owner)
+        (self._prefetched if self._prefetches_next else self._open).append(item)
+        self._drawn.popleft()
+        self._owner = None
+        if self._early_start is not None:
+            self._early_start.hint(item.record, indices)
+        return True
+
     def _run_dry(self) -> None:
-        if not self._dry:
-            self._dry = True
+        if not self._is_dry:
+            self._is_dry = True
             if self._one_epoch:
                 self._ledger.shut_down(drain=True)
 
     def _draw(self) -> list[Any] | None:
-        """Keys of the next batch: of this pass, then of the one after it where that is known."""
+        """Indices of the next batch, of this epoch and then of the next one if that is known."""
         if self._drawn:
             return self._drawn.popleft()
-        keys = next(self._batches, None)
-        if keys is not None or self._exhausted:
-            return keys
+        indices = next(self._batches, None)
+        if indices is not None or self._exhausted:
+            return indices
         self._exhausted = True
-        foretold = self._expected()
-        if foretold is None:
+        following = self._predict_next()
+        if following is None:
             return None
-        batches, epoch, seed = foretold
-        self._batches = iter(batches)
-        self._foretold = True
-        self._recent.clear()
-        self._open_pass(epoch, seed)
+        self._batches = iter(following.batches)
+        self._prefetches_next = True
+        self._open_epoch(following.number, following.seed, None)
         return next(self._batches, None)
 
-    def _publish(self, keys: Any, owner: int) -> OpenBatch:
+    def _publish(self, indices: Any, owner: int) -> OpenBatch:
+        """Write a batch to the ledger, where workers find it."""
         opened_ns = self._tracer.now()
-        self._filled_up = False
-        count = len(keys) or 1  # an empty batch has a place too: for what is collated of nothing
-        plain, occurrences = self._ledger.can_hold(keys), None
-        if not plain:
-            keys, occurrences = unmarked(keys)
-            plain = occurrences is not None and self._ledger.can_hold(keys)
-        keys_slot, offset, nbytes = None, 0, 0
-        if not plain:
-            keys_slot = self._slots.acquire()
+        self._lacks_samples = False
+        count = (
+            len(indices) or 1
+        )  # an empty batch has a place too, for the result of collate_fn([])
+        fits_ledger, occurrences = self._ledger.can_hold(indices), None
+        if not fits_ledger:
+            indices, occurrences = unmarked(indices)
+            fits_ledger = occurrences is not None and self._ledger.can_hold(indices)
+        indices_slot, offset, nbytes = None, 0, 0
+        if not fits_ledger:
+            indices_slot = self._storage.slots.acquire()
             try:
-                offset, nbytes = self._keys.put(lambda size: fitting(keys_slot, size), keys)
+                offset, nbytes = self._storage.indices.put(
+                    lambda size: offset_in_slot(indices_slot, size), indices
+                )
             except BaseException:
-                self._slots.release(keys_slot)
+                self._storage.slots.release(indices_slot)
                 raise
-        slot = self._slots.acquire()
-        index, epoch, seed, start = self._pass
+        slot, epoch = self._storage.slots.acquire(), self._epoch
         record = self._ledger.publish(
-            keys if plain else None,
+            indices if fits_ledger else None,
             count,
             (slot.start, slot.start, slot.end),
-            index,
-            epoch,
-            seed,
+            epoch.slot,
+            epoch.number,
+            epoch.seed,
             self._order.keeps_places,
             offset,
             nbytes,
-            _EVERYBODY if owner else count,  # a batch with an owner must wake that very worker
+            _ALL_WORKERS if owner else count,  # a batch with an owner must wake that very worker
             owner,
             occurrences,
         )
-        if start is None:
-            start = self._ledger.describe(record)[1]
-            self._pass = index, epoch, seed, start
-        progress = None if self._foretold else self._progress
+        if epoch.start is None:
+            epoch.start = self._ledger.describe(record)[1]
         item = OpenBatch(
-            record,
-            keys,
-            slot,
-            keys_slot,
-            offset,
-            index,
-            epoch,
-            seed,
-            owner,
-            start,
-            progress,
-            opened_ns,
+            record, indices, slot, indices_slot, offset, epoch, owner, opened_ns=opened_ns
         )
         if not self._order.keeps_places:
-            self._recent.append(item)
-            if len(self._recent) > self._order.max_lag:
-                overdue = self._recent.popleft()
-                if not overdue.retired:
-                    self._ledger.bind_late(overdue.record, record)
+            self._bind_late(item)
         return item
+
+    def _bind_late(self, item: OpenBatch) -> None:
+        """Give the samples that are late by ``max_lag`` batches a place in this batch."""
+        self._recent.append(item)
+        if len(self._recent) > self._order.max_lag:
+            overdue = self._recent.popleft()
+            if not overdue.retired:
+                self._ledger.bind_late(overdue.record, item.record)
 
     def _check_capacity(self, count: int) -> None:
         _, positions = self._ledger.capacity

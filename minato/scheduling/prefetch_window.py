@@ -9,67 +9,74 @@ from minato.errors import MinatoWarning
 __all__ = ["PrefetchWindow"]
 
 _DEPTH = 2
-"""Batches per worker to start with, as torch's default ``prefetch_factor``."""
+"""Batches per worker at the start, as torch's default ``prefetch_factor``."""
 _REFILL_SHARE = 8
-"""What part of the window may be empty before batches are opened again."""
+"""The window is low when more than one part of so many is empty."""
 
 _sharing: set[PrefetchWindow] = set()
 """Windows in use that divide a budget among them."""
 
 
 class PrefetchWindow:
-    """Bounds the batches in flight: by a fixed number if one is asked for, by their bytes otherwise.
+    """Bounds the batches in flight: by a fixed number if one is given, by their bytes otherwise.
 
-    Unless fixed, the window starts at two batches per worker and grows when the consumer waits while every sample in
-    flight is taken: that is when a straggler at the head keeps finished batches back.
+    A window that is not fixed starts at two batches per worker. It grows when the training loop waits while every
+    sample in flight is claimed: then a slow sample of the oldest batch holds back complete ones.
 
     Args:
-        num_workers: Workers that need something to do.
+        num_workers: Active workers.
         fixed: Number of batches, or None.
-        budget_bytes: What the batches in flight may take together.
-        most: Number of batches that even a growing or a fixed window never exceeds, or None.
-        at_once: Number of batches whose samples the workers run at once; a window that is not fixed starts with so many
-            besides one per worker, at least.
-        slow_start: Deliveries for each batch that the window grows by, from one on; None: it begins as it is.
-        shares: Whether ``budget_bytes`` is divided among all windows of this process that share theirs, until ``end``.
+        budget_bytes: Limit of the batches in flight together.
+        max_batches: Number of batches that no window exceeds, or None.
+        concurrent_batches: Batches whose samples the workers run concurrently. A window that is not fixed starts with
+            at least this number and one per worker.
+        slow_start: Returned batches per batch by which the window grows, from one on; None: it starts at full size.
+        shares: Whether ``budget_bytes`` is divided among all windows of this process that share theirs, until
+            ``release_budget``.
+
+    Attributes:
+        limit: Largest number of batches in flight now.
     """
 
     def __init__(
         self,
         num_workers: int,
+        *,
         fixed: int | None,
         budget_bytes: int,
-        most: int | None = None,
-        at_once: int = 0,
+        max_batches: int | None = None,
+        concurrent_batches: int = 0,
         slow_start: int | None = None,
         shares: bool = False,
     ) -> None:
-        limit = max(_DEPTH * max(num_workers, 1), num_workers + at_once) if fixed is None else fixed
-        self.limit = limit if most is None else min(limit, most)
+        limit = fixed
+        if limit is None:
+            limit = max(_DEPTH * max(num_workers, 1), num_workers + concurrent_batches)
+        self.limit = limit if max_batches is None else min(limit, max_batches)
         self._budget_bytes = budget_bytes
         self._shares = shares
         if shares:
             _sharing.add(self)
-        self._most = most
+        self._max_batches = max_batches
         self._step = max(num_workers, 1)
         self._fixed = fixed is not None
         self._batch_bytes = 0.0
         self._warned = False
         self._slow_start = slow_start
-        self._delivered = 0
+        self._returned = 0
 
     @property
     def budget_bytes(self) -> int:
-        """What the batches in flight may take together now."""
+        """Limit of the batches in flight together, now."""
         return self._budget_bytes // max(len(_sharing), 1) if self._shares else self._budget_bytes
 
-    def end(self) -> None:
-        """Open no more batches: the budget is for the others."""
+    def release_budget(self) -> None:
+        """Leave the budget to the other windows that share it; this one opens no more batches."""
         _sharing.discard(self)
 
     @property
     def batch_bytes(self) -> float:
-        """What a batch takes, as far as is known: never less than those of late."""
+        """Estimated size of a batch: at least that of the latest, and falling slowly after a larger one."""
         return self._batch_bytes
 
     @property
@@ -78,47 +85,47 @@ class PrefetchWindow:
         return not self._fixed and not self._fits(self.limit + 1)
 
     def has_room(self, in_flight: int) -> bool:
-        """Whether another batch may be opened; the first always may."""
+        """Whether another batch may be opened. The first one always may, if ``limit`` is not 0."""
         if in_flight >= self.limit:
             return False
         return not in_flight or (self._has_started(in_flight) and self._fits(in_flight + 1))
 
     def is_low(self, in_flight: int) -> bool:
-        """Whether batches are to be opened again. Several at once take a third of the time that they take one by one.
+        """Whether batches are to be opened now. Several together take a third of the time that they take one by one.
 
-        What one needs in the processor's caches is there for the next, while training displaces it in between.
+        The first brings code and data into the processor's caches for the others; training displaces them in between.
         """
         return self._fixed or in_flight <= self.limit - self.limit // _REFILL_SHARE
 
     def grow(self) -> bool:
-        """Allow more batches, because workers have nothing to do while the consumer waits."""
-        if self._fixed or self.limit == self._most or not self._fits(self.limit + 1):
+        """Allow more batches, because workers idle while the training loop waits; False if the limit stays."""
+        if self._fixed or self.limit == self._max_batches or not self._fits(self.limit + 1):
             return False
         if not self._has_started(self.limit):
             return False
         self.limit += self._step
-        if self._most is not None:
-            self.limit = min(self.limit, self._most)
+        if self._max_batches is not None:
+            self.limit = min(self.limit, self._max_batches)
         return True
 
     def resize(self, num_workers: int) -> None:
-        """There are so many workers now: each needs its batches, but what was allowed stays allowed."""
+        """Change the number of active workers. The limit never falls."""
         self._step = max(num_workers, 1)
         if not self._fixed:
             self.limit = max(self.limit, _DEPTH * self._step)
-            if self._most is not None:
-                self.limit = min(self.limit, self._most)
+            if self._max_batches is not None:
+                self.limit = min(self.limit, self._max_batches)
 
     def shrink(self) -> bool:
-        """Allow half as many batches, and never more again, because memory ran out; False if it cannot be less."""
+        """Halve the limit for good, because memory ran out; False if it cannot fall."""
         if self._fixed or self.limit <= 1:
             return False
-        self.limit = self._most = self.limit // 2
+        self.limit = self._max_batches = self.limit // 2
         return True
 
     def observe(self, batch_bytes: int) -> None:
-        """Learn the size of a delivered batch."""
-        self._delivered += 1
+        """Record the size of a returned batch."""
+        self._returned += 1
         if batch_bytes > self.budget_bytes and not self._warned and not self._fixed:
             self._warned = True
             warnings.warn(
@@ -131,8 +138,8 @@ class PrefetchWindow:
         self._batch_bytes = max(float(batch_bytes), 0.9 * self._batch_bytes)
 
     def _has_started(self, in_flight: int) -> bool:
-        """Whether the slow start allows more than so many."""
-        return self._slow_start is None or in_flight <= self._delivered // self._slow_start
+        """Whether the slow start allows more than ``in_flight`` batches."""
+        return self._slow_start is None or in_flight <= self._returned // self._slow_start
 
     def _fits(self, batches: int) -> bool:
         return self._fixed or batches * self._batch_bytes <= self.budget_bytes

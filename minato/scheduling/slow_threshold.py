@@ -1,7 +1,7 @@
-"""From which cost on a sample counts as slow: a threshold that follows the costs.
+"""The cost above which a sample is slow: a threshold that follows the costs.
 
-The policy knows no clock and no worker: it is fed histograms of service times and answers with a
-threshold, so that the tests run the very object that schedules.
+The policy knows neither clock nor workers. It gets histograms of service times and returns a threshold, so that tests
+run the object that schedules.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from minato.observe.stats.histograms import merged, share_above
 
 __all__ = ["SlowThreshold", "SlowThresholdSettings", "ThresholdDecision"]
 
-_GATES = ((0.90, 1.5, 1.2), (0.99, 2.0, 2.0), (0.999, 4.0, 4.0))
-"""Percentile, how many times the median it must reach, and how many times the median the threshold then is at least.
+_CRITERIA = ((0.90, 1.5, 1.2), (0.99, 2.0, 2.0), (0.999, 4.0, 4.0))
+"""Percentile, the multiple of the median that it must reach, and the least threshold then, in medians.
 
-The rarer the slow samples, the more they must stand out. Where none of these holds, costs are uniform and nothing is
+The rarer the slow samples, the more they must stand out. If no criterion holds, costs are uniform and no sample is
 slow: a percentile alone would flag its share of noise.
 """
-_CLOSING = 0.9
-"""A gate that is open closes below this part of its ratio."""
+_HYSTERESIS = 0.9
+"""A criterion that holds ends to hold below this part of its ratio."""
 _TOO_MANY, _FEW = 1.4, 1.2
-"""Times the share that the percentile should flag: what makes the policy fall back, and what lets it return."""
+"""Multiples of the share that the percentile should flag, at which the policy falls back and returns."""
 _PANES_TO_FALL_BACK, _PANES_TO_RETURN = 2, 4
 _FALL_BACK_SHARE = 0.4
 """The fall-back flags this part of what the percentile flags: 10 % in place of 25 %."""
-_FEWEST = 8
-"""So few samples are no statistics, however long they took."""
+_MIN_SAMPLES = 8
+"""Fewer samples are no statistics, however long they took."""
 
 
 @dataclass(frozen=True)
 class SlowThresholdSettings:
-    """What the user may choose.
+    """Options of a slow threshold.
 
     Attributes:
         percentile: Share of samples that are fast, between 0 and 1; 0.75 as in the MinatoLoader paper.
         fixed_s: A threshold in seconds in place of all statistics, from the first sample on.
-        warm_up_samples: Nothing is slow before so many samples are known …
-        warm_up_s: … or so many seconds are over, whichever comes first.
-        pane_samples: How many samples go by between two looks at them.
-        panes: How many looks back the costs are remembered.
-        least_ns: Cheaper samples are never slow: to defer them costs as much.
+        warm_up_samples: No sample is slow before this number of samples is known …
+        warm_up_s: … or this number of seconds is over, whichever comes first.
+        pane_samples: Samples between two updates of the threshold.
+        panes: Number of updates whose samples count for the threshold.
+        min_ns: Cheaper samples are never slow: deferring them costs as much.
 
     Raises:
-        ValueError: A value is not possible.
+        ValueError: A value is out of range.
     """
 
     percentile: float = 0.75
@@ -56,7 +56,7 @@ class SlowThresholdSettings:
     warm_up_s: float = 600.0
     pane_samples: int = 256
     panes: int = 8
-    least_ns: int = 100_000
+    min_ns: int = 100_000
 
     def __post_init__(self) -> None:
         if not 0.0 < self.percentile < 1.0:
@@ -73,11 +73,11 @@ class SlowThresholdSettings:
 
 
 class ThresholdDecision(NamedTuple):
-    """What the policy says.
+    """A slow threshold at one time.
 
     Attributes:
         threshold_ns: Service time above which a sample is slow; 0: none is.
-        percentile: The one in force, 0 with a fixed threshold.
+        percentile: The percentile in force, 0 with a fixed threshold.
         slow_share: Share of the latest samples that cost more than the threshold they ran under.
         phase: ``warm-up``, ``uniform`` (costs differ too little), ``following`` or ``fixed``.
     """
@@ -89,17 +89,20 @@ class ThresholdDecision(NamedTuple):
 
 
 class SlowThreshold:
-    """Follows the costs of samples and says which are slow.
+    """Follows the costs of samples and decides which are slow.
 
-    Feed it from one thread. While ``due(samples)`` is false, there is nothing to feed, so that a caller need not
-    even merge histograms.
+    Only one thread may call it. While ``due(samples)`` is false, ``observe`` does nothing, so that callers need not
+    merge histograms.
 
-    The statistics must hold each delivered sample once with all of its active time, set-aside samples included and
-    waiting excluded: were only the quick ones counted, the threshold would sink with every look at them.
+    The histograms hold each sample once, with its active time: deferred samples included, waits excluded. If only
+    fast samples counted, the threshold would fall with each update.
 
     Args:
-        settings: What the user chose.
-        known: Costs from an earlier run (its ``recent``); the first samples are then no warm-up.
+        settings: Options.
+        known: The ``recent`` costs of an earlier run, which replace the warm-up.
+
+    Attributes:
+        decision: The latest one.
     """
 
     def __init__(
@@ -107,32 +110,31 @@ class SlowThreshold:
     ) -> None:
         self.settings = settings or SlowThresholdSettings()
         self.decision = ThresholdDecision(0, self.settings.percentile, 0.0, "warm-up")
-        """The answer of the latest look."""
         self._seen = Histogram()
         self._panes: deque[Histogram] = deque(maxlen=self.settings.panes)
         self._usual_ns = 0  # the threshold without the fall-back
-        self._gate: int | None = None
+        self._criterion: int | None = None
         self._fallen_back = False
-        self._streak = 0  # panes in a row that speak for changing the percentile
+        self._streak = 0  # consecutive panes after which the percentile should change
         if self.settings.fixed_s is not None:
             self.decision = ThresholdDecision(round(1e9 * self.settings.fixed_s), 0.0, 0.0, "fixed")
-        elif known is not None and known.count >= _FEWEST:
+        elif known is not None and known.count >= _MIN_SAMPLES:
             self._panes.append(known.snapshot())
             self._decide(known, 0.0)
 
     @property
     def recent(self) -> Histogram:
-        """The costs that the threshold is taken from; what a later run can start with."""
+        """The costs that decide the threshold; a later run can start with them."""
         return merged(self._panes)
 
     def due(self, samples: int, elapsed_s: float = 0.0) -> bool:
-        """Whether so many finished samples, so long after the start, are worth another look."""
+        """Whether the threshold is to be updated, after ``samples`` finished samples and ``elapsed_s`` seconds."""
         seen = self._seen.count
         if self.decision.phase == "warm-up" and elapsed_s >= self.settings.warm_up_s:
-            return samples - seen >= _FEWEST
+            return samples - seen >= _MIN_SAMPLES
         # At first after 32, 64, 128 … samples: an early estimate is soon replaced.
-        least = max(self.settings.warm_up_samples, seen)
-        return samples - seen >= min(least, max(self.settings.pane_samples, _FEWEST))
+        wanted = max(self.settings.warm_up_samples, seen)
+        return samples - seen >= min(wanted, max(self.settings.pane_samples, _MIN_SAMPLES))
 
     def observe(
         self,
@@ -140,13 +142,13 @@ class SlowThreshold:
         elapsed_s: float = 0.0,
         running_ns: Iterable[int] = (),
     ) -> ThresholdDecision:
-        """Look at the costs again, if a look is due.
+        """Update the threshold if that is due.
 
         Args:
-            times: Service times in ns of all samples finished since the start of the run; never cleared.
+            times: Service times in ns of all samples that have finished since the start of the run; never cleared.
             elapsed_s: Seconds since the start.
-            running_ns: How long each unfinished sample has been active. Those that are slow already count as
-                such; of the others nothing is known yet.
+            running_ns: Active times of unfinished samples. Those that are slow already count as slow; the others do not
+                count yet.
 
         Returns:
             The decision in force.
@@ -171,10 +173,10 @@ class SlowThreshold:
         return self.decision
 
     def _choose_percentile(self, pane: Histogram) -> None:
-        """Fall back while too many samples are slow, and return when they are not; both only after a while.
+        """Fall back while too many samples are slow, and return when they are not; both after several panes.
 
-        What counts is how many the usual percentile flags, whichever one is in force: as the fall-back flags fewer
-        by construction, its own share would always ask for a return.
+        The share above the usual percentile counts, whichever percentile is in force: the fall-back flags fewer by
+        construction, so that its own share would always suggest a return.
         """
         if not self._usual_ns:
             return
@@ -182,15 +184,15 @@ class SlowThreshold:
         share = share_above(pane, self._usual_ns)
         too_many = share > _TOO_MANY * usual
         if self._fallen_back:
-            speaks, needed = share <= _FEW * usual, _PANES_TO_RETURN
+            suggests, needed = share <= _FEW * usual, _PANES_TO_RETURN
         else:
-            speaks, needed = too_many, _PANES_TO_FALL_BACK
-        self._streak = self._streak + 1 if speaks else 0
+            suggests, needed = too_many, _PANES_TO_FALL_BACK
+        self._streak = self._streak + 1 if suggests else 0
         if self._streak == needed:
             self._fallen_back = not self._fallen_back
             self._streak = 0
         if self._fallen_back and too_many:
-            # Costs have risen: what is remembered is out of date.
+            # Costs have risen: older panes are out of date.
             while len(self._panes) > 1:
                 self._panes.popleft()
 
@@ -198,19 +200,19 @@ class SlowThreshold:
         settings = self.settings
         percentile = settings.fall_back if self._fallen_back else settings.percentile
         median_ns = costs.percentile(0.5)
-        self._gate = self._open_gate(costs, median_ns)
-        if self._gate is None:
+        self._criterion = self._find_criterion(costs, median_ns)
+        if self._criterion is None:
             self._usual_ns = 0
             self.decision = ThresholdDecision(0, percentile, slow_share, "uniform")
             return
-        least_ns = max(round(_GATES[self._gate][2] * median_ns), settings.least_ns)
-        self._usual_ns = max(costs.percentile(settings.percentile), least_ns)
-        threshold_ns = max(costs.percentile(percentile), least_ns)
+        min_ns = max(round(_CRITERIA[self._criterion][2] * median_ns), settings.min_ns)
+        self._usual_ns = max(costs.percentile(settings.percentile), min_ns)
+        threshold_ns = max(costs.percentile(percentile), min_ns)
         self.decision = ThresholdDecision(threshold_ns, percentile, slow_share, "following")
 
-    def _open_gate(self, costs: Histogram, median_ns: int) -> int | None:
-        for number, (percentile, ratio, _) in enumerate(_GATES):
-            slack = _CLOSING if number == self._gate else 1.0
+    def _find_criterion(self, costs: Histogram, median_ns: int) -> int | None:
+        for number, (percentile, ratio, _) in enumerate(_CRITERIA):
+            slack = _HYSTERESIS if number == self._criterion else 1.0
             if costs.percentile(percentile) >= slack * ratio * max(median_ns, 1):
                 return number
         return None

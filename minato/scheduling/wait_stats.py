@@ -1,4 +1,4 @@
-"""What the dispatcher tells of the consumer."""
+"""How long the training loop waits for batches."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["ConsumerWait"]
 
 @dataclass
 class ConsumerWait:
-    """How long the consumer waits, and how much is ready for it.
+    """How long the training loop waits, and how many batches are ready for it.
 
     Attributes:
-        waited_ns: How long it has waited for batches so far, the present wait not included.
-        waiting_since_ns: Since when it waits now, 0 if it does not.
-        delivered: Batches that it has got so far.
-        watched: Whether somebody wants to know the rest:
-        ready: Batches that were ready at the last look.
+        waited_ns: Total time of its waits for batches, without the present one.
+        waiting_since_ns: Start of the present wait, 0 if there is none.
+        delivered: Batches that it got.
+        watched: Whether ``ready`` and ``ending`` are kept up to date.
+        ready: Batches that were ready at the last call of ``next()``.
         ending: Whether nothing is left to open, so that workers soon idle.
     """
 
@@ -30,14 +30,14 @@ class ConsumerWait:
     ending: bool = False
 
     def begin_wait(self) -> None:
-        """The consumer begins to wait."""
+        """Start the clock of a wait."""
         self.waiting_since_ns = now_ns()
 
     def end_wait(self) -> None:
-        """It has what it waited for, or looks again."""
+        """Stop the clock, and add the wait to the total."""
         self.waited_ns = self.waited_until(now_ns())
         self.waiting_since_ns = 0
 
     def waited_until(self, now: int) -> int:
-        """The whole wait, the present one included."""
+        """Total time in ns until ``now``, the present wait included."""
         return self.waited_ns + (now - self.waiting_since_ns if self.waiting_since_ns else 0)

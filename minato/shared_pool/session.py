@@ -300,7 +300,7 @@ class PoolSession:
     def _pool_server(self, spec: LoaderSpec) -> PoolServer:
         """The server, where the other ranks find it."""
         if self._server is None:
-            in_turn = spec.sampling.order == "strict"
+            in_turn = spec.options.returns_in_order
             count, rendezvous = self._place.local_count, Rendezvous(self._number)
             try:
                 self._server = PoolServer(

@@ -9,7 +9,6 @@ from typing import Any
 from minato._core.clock import now_ns
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.options import FetchOptions
-from minato.scheduling.protocols import Sink
 from minato.transforms.compose import Transforms
 from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.hedging import Hedging
@@ -17,6 +16,7 @@ from minato.workers.read_limit import SharedReadLimit
 from minato.workers.reads import Read, Reads
 from minato.workers.retry import SampleRetry
 from minato.workers.runner import Runner
+from minato.workers.sink import Sink
 from minato.workers.worker import Worker, WorkerSettings, WorkQueue
 
 __all__ = ["ConcurrentFetch", "ConcurrentWorker"]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, cast
 
+from minato.sampling.dataset_state import DatasetState
 from minato.sampling.state import is_stateful
-from minato.scheduling.dataset_state import DatasetState
 from minato.transforms.compose import Transforms
 
 __all__ = ["Fetcher", "StreamEnd", "StreamFetcher"]

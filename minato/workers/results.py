@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minato._core.ledger import Ledger
-from minato.scheduling.dataset_state import DatasetState
-from minato.scheduling.protocols import Sink
+from minato.sampling.dataset_state import DatasetState
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher
+from minato.workers.sink import Sink
 
 __all__ = ["ResultWriter"]
 

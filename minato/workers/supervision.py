@@ -30,10 +30,10 @@ from minato._system import memory_kills, memory_limit_bytes
 from minato.errors import MinatoWarning, WorkerDiedError
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.scheduling.protocols import Sink
 from minato.workers.current_sample import Collation, CurrentSample
 from minato.workers.error_policy import SKIP, FailureHandler, SampleFailure
 from minato.workers.sample_timeout import SampleWatchdog
+from minato.workers.sink import Sink
 
 __all__ = [
     "UNREADABLE",

@@ -13,13 +13,13 @@ from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
 from minato._core.wait import EventCount
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.scheduling.protocols import Sink
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.deferral import Deferral, DeferredSample
 from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.results import ResultWriter
 from minato.workers.retry import SampleRetry
 from minato.workers.runner import Runner
+from minato.workers.sink import Sink
 
 __all__ = ["WorkQueue", "Worker", "WorkerSettings"]
 

@@ -46,7 +46,7 @@ class FakeEpoch:
         self.seed = -1
         self.prefetches_next = True
 
-    def entering(self) -> None:
+    def before_iter(self) -> None:
         """Torch asks the sampler twice."""
 
     def set_base_seed(self, drawn: int) -> int:

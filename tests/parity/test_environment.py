@@ -301,6 +301,4 @@ def test_class_that_only_this_process_has(
     loader = minato.DataLoader(hidden(3), num_workers=1, multiprocessing_context="spawn")
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         next(iter(loader))
-    assert (
-        "without what stands below if __name__ == '__main__'. Define it" in capfd.readouterr().err
-    )
+    assert "without the code under if __name__ == '__main__'. Define it" in capfd.readouterr().err

@@ -43,8 +43,8 @@ class Slots:
         self.taken.remove(slot)
 
 
-class Keys:
-    """Keeps keys that are no integers."""
+class Indices:
+    """Stores indices that are no integers."""
 
     def __init__(self) -> None:
         self.kept: dict[int, Any] = {}
@@ -77,7 +77,7 @@ class Pool:
 
 
 class Account:
-    """Writes down what becomes of a pass."""
+    """Records the samples of an epoch."""
 
     def __init__(self) -> None:
         self.delivered_numbers: list[list[int]] = []
@@ -122,24 +122,29 @@ class Bench:
         batches: int = 32,
         positions: int = 256,
         timeout_s: float = 0.0,
-        one_pass: bool = False,
+        one_epoch: bool = False,
     ) -> None:
         sizes = (workers, batches, positions)
         self.segment = Segment(Ledger.nbytes(*sizes))
         self.ledger = Ledger(self.segment.array, sizes, self.segment.descriptor)
         self.slots = Slots()
-        self.keys = Keys()
+        self.indices = Indices()
         self.pool = Pool()
         how = make_order(order, max_lag)
-        self.window = PrefetchWindow(workers, fixed, 10**9, None if how.keeps_places else max_lag)
+        self.window = PrefetchWindow(
+            workers,
+            fixed=fixed,
+            budget_bytes=10**9,
+            max_batches=None if how.keeps_places else max_lag,
+        )
         self.discarded: list[int] = []
         self.dispatcher = Dispatcher(
             self.ledger,
-            gate=EventCount(self.segment.array, self.ledger.ready_events_offset),
+            ready_events=EventCount(self.segment.array, self.ledger.ready_events_offset),
             pool=self.pool,
-            storage=BatchStorage(self.slots, self.keys, self._discard),
+            storage=BatchStorage(self.slots, self.indices, self._discard),
             schedule=Schedule(self.window, how, AnyWorker()),
-            settings=DispatcherSettings(timeout_s=timeout_s, one_epoch=one_pass),
+            settings=DispatcherSettings(timeout_s=timeout_s, one_epoch=one_epoch),
         )
 
     def _discard(self, record: int, slot: Range) -> None:
@@ -149,26 +154,32 @@ class Bench:
     # ---- the consumer
 
     def begin(
-        self, batches: Iterable[Any], epoch: int = 0, seed: int = 0, expected: Any = None
+        self, batches: Iterable[Any], epoch: int = 0, seed: int = 0, following: Any = None
     ) -> bool:
         self.account = Account()
-        right = self.dispatcher.begin(batches, epoch, seed, lambda: expected, self.account)
+        was_right = self.dispatcher.begin(
+            batches,
+            epoch=epoch,
+            seed=seed,
+            predict_next=lambda: following,
+            progress=self.account,
+        )
         self.dispatcher.refill()
-        return right
+        return was_right
 
     def next(self) -> list[Any]:
-        """Keys of the next batch, as they were when it was opened."""
-        return self.take().keys
+        """Indices of the next batch, as they were when it was opened."""
+        return self.take().indices
 
     def take(self) -> OpenBatch:
         item = self.dispatcher.next()
         self.slots.release(item.slot)
-        self.dispatcher.done(item, 100)
-        self.dispatcher.deliver(item)
+        self.dispatcher.read(item, 100)
+        self.dispatcher.returned(item)
         return item
 
     def rest(self) -> list[list[Any]]:
-        """Keys of all further batches."""
+        """Indices of all further batches."""
         found = []
         while True:
             try:

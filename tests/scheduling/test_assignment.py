@@ -10,7 +10,7 @@ def test_any_worker_takes_any_batch() -> None:
     assert [anybody.choose() for _ in range(3)] == [0, 0, 0]
     anybody.ended(0, 0)
     assert not anybody.over
-    assert not anybody.exact
+    assert not anybody.runs_cancelled
 
 
 def test_turns_go_round() -> None:
@@ -36,6 +36,6 @@ def test_workers_that_ended_are_left_out() -> None:
 def test_out_of_order_nobody_takes_more_than_a_share() -> None:
     turns = RoundRobin(2, in_order=False, capacity=4)
     assert [turns.choose() for _ in range(5)] == [1, 2, 1, 2, None]
-    turns.delivered(2)
+    turns.returned(2)
     assert turns.choose() == 2
     assert turns.choose() is None

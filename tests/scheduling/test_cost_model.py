@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from minato.sampling.epoch import NextEpoch
 from minato.scheduling.cost_model import CostModel, EarlyStart
 from tests.scheduling.fakes import Bench
 
@@ -123,5 +124,5 @@ def test_more_workers_start_a_slow_sample_earlier() -> None:
 def test_samples_of_the_next_epoch_do_not_go_before_those_of_this_one() -> None:
     bench = Bench()
     early_start(bench, {5: 40.0 * MS, 9: 40.0 * MS})
-    bench.begin([[0, 1], [2, 3]], expected=([[4, 5], [8, 9]], 1, 0))
+    bench.begin([[0, 1], [2, 3]], following=NextEpoch(iter([[4, 5], [8, 9]]), 1, 0))
     assert claimed(bench) == [0, 1, 2, 3, 5, 9, 4, 8]

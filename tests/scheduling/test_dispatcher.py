@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from minato.sampling.epoch import NextEpoch
 from minato.scheduling.orders import make_order
 from tests.scheduling.fakes import Bench
 
@@ -156,14 +157,14 @@ def test_the_window_does_not_grow_while_there_is_something_to_claim() -> None:
     assert bench.window.limit == 2
 
 
-def test_keys_that_are_no_integers_are_kept_until_the_batch_is_done() -> None:
+def test_indices_that_are_no_integers_are_kept_until_the_batch_is_done() -> None:
     bench = Bench(fixed=5)
     batches = [["a", 1], [True], [2**63], [-(2**63), 2**63 - 1], [(1, 2)]]
     bench.begin(batches)
-    assert [keys for keys in bench.keys.kept.values()] == [["a", 1], [True], [2**63], [(1, 2)]]
+    assert list(bench.indices.kept.values()) == [["a", 1], [True], [2**63], [(1, 2)]]
     bench.always_work()
     assert bench.rest() == batches
-    assert bench.keys.kept == {}
+    assert bench.indices.kept == {}
     assert bench.slots.taken == set()
 
 
@@ -178,7 +179,7 @@ def test_an_empty_batch_has_a_place_for_its_result() -> None:
     assert bench.rest() == [[1]]
 
 
-def test_the_end_of_a_pass() -> None:
+def test_the_end_of_an_epoch() -> None:
     bench = Bench(fixed=2)
     bench.begin([])
     assert bench.dispatcher.over
@@ -192,14 +193,14 @@ def test_the_end_of_a_pass() -> None:
     assert bench.rest() == []
 
 
-def test_workers_may_leave_when_the_only_pass_runs_dry() -> None:
-    for one_pass in (True, False):
-        bench = Bench(fixed=2, one_pass=one_pass)
+def test_workers_may_leave_when_the_only_epoch_runs_dry() -> None:
+    for one_epoch in (True, False):
+        bench = Bench(fixed=2, one_epoch=one_epoch)
         bench.begin(PAIRS[:3])
         assert not bench.ledger.draining
         bench.always_work()
         assert bench.rest() == PAIRS[:3]
-        assert bench.ledger.draining is one_pass
+        assert bench.ledger.draining is one_epoch
 
 
 # ---- what goes wrong ------------------------------------------------------------------------
@@ -259,17 +260,17 @@ def test_errors_of_the_sampler_come_through() -> None:
     assert bench.rest() == [[1]]
 
 
-# ---- passes ---------------------------------------------------------------------------------
+# ---- epochs ---------------------------------------------------------------------------------
 
 
-def test_a_new_pass_drops_what_is_open() -> None:
+def test_a_new_epoch_drops_what_is_open() -> None:
     bench = Bench(fixed=3)
     bench.begin(PAIRS)
     running = bench.claim(count=2)
     finished = bench.claim(count=2)
     bench.finish(finished)
     bench.begin([[20], [21]])
-    # Not even the finished one is given back while a sample of its pass still runs.
+    # Not even the finished one is given back while a sample of its epoch still runs.
     assert bench.discarded == []
     bench.work_all()
     assert bench.next() == [20]
@@ -279,7 +280,7 @@ def test_a_new_pass_drops_what_is_open() -> None:
     assert bench.slots.taken == set()
 
 
-def test_a_dropped_pass_waits_for_samples_whose_batch_was_delivered() -> None:
+def test_a_cancelled_epoch_waits_for_samples_whose_batch_was_delivered() -> None:
     # Such a sample needs a place in one of the batches that were dropped.
     bench = Bench("arrival", max_lag=10, fixed=3)
     bench.begin(PAIRS)
@@ -294,7 +295,7 @@ def test_a_dropped_pass_waits_for_samples_whose_batch_was_delivered() -> None:
     assert bench.slots.taken == set()
 
 
-def test_a_dropped_pass_that_takes_up_all_room_is_swept_while_the_next_one_waits() -> None:
+def test_a_cancelled_epoch_that_takes_up_all_room_is_swept_while_the_next_one_waits() -> None:
     bench = Bench(fixed=2, positions=4)
     bench.begin([[1, 2], [3, 4]])
     running = bench.claim()
@@ -303,13 +304,13 @@ def test_a_dropped_pass_that_takes_up_all_room_is_swept_while_the_next_one_waits
     assert bench.rest() == [[5, 6]]
 
 
-def test_many_dropped_passes_with_running_samples() -> None:
+def test_many_cancelled_epochs_with_running_samples() -> None:
     bench = Bench(fixed=2, workers=10)
     running = []
     for number in range(7):
         bench.begin([[number], [number]])
         running.append(bench.claim(number))
-    # The ledger tells so many passes apart and no more: the next one waits for one of these.
+    # The ledger has a slot for each of these epochs and no more: the next one waits for one of them.
     bench.pool.script = [lambda: [bench.finish(lease) for lease in running]]
     bench.begin([[50]])
     bench.begin([[51]])
@@ -319,15 +320,15 @@ def test_many_dropped_passes_with_running_samples() -> None:
     assert bench.slots.taken == set()
 
 
-def foretold(*batches: list[int], epoch: int = 1, seed: int = 0) -> Any:
-    return list(batches), epoch, seed
+def predicted(*batches: list[int], epoch: int = 1, seed: int = 0) -> Any:
+    return NextEpoch(list(batches), epoch, seed)
 
 
-def test_the_next_pass_is_opened_ahead() -> None:
+def test_the_next_epoch_is_prefetched() -> None:
     bench = Bench(fixed=4)
-    bench.begin(PAIRS[:2], expected=foretold([9, 8], [7, 6], [5, 4]))
+    bench.begin(PAIRS[:2], following=predicted([9, 8], [7, 6], [5, 4]))
     assert bench.dispatcher.num_open == 4
-    ahead = [item.record for item in bench.dispatcher._ahead]
+    ahead = [item.record for item in bench.dispatcher._prefetched]
     bench.work_all()
     assert bench.rest() == PAIRS[:2]
     assert bench.begin([[9, 8], [7, 6], [5, 4]], epoch=1)
@@ -346,9 +347,9 @@ def test_the_next_pass_is_opened_ahead() -> None:
         ([[9, 8], [7, 6]], 1, 5),
     ],
 )
-def test_wrong_expectations_are_dropped(batches: list[list[int]], epoch: int, seed: int) -> None:
+def test_wrong_predictions_are_dropped(batches: list[list[int]], epoch: int, seed: int) -> None:
     bench = Bench(fixed=4)
-    bench.begin(PAIRS[:2], expected=foretold([9, 8], [7, 6]))
+    bench.begin(PAIRS[:2], following=predicted([9, 8], [7, 6]))
     bench.work_all()
     assert bench.rest() == PAIRS[:2]
     assert not bench.begin(batches, epoch, seed)
@@ -360,28 +361,28 @@ def test_wrong_expectations_are_dropped(batches: list[list[int]], epoch: int, se
     assert bench.slots.taken == set()
 
 
-def test_nothing_is_opened_ahead_of_an_unknown_pass() -> None:
+def test_an_unknown_epoch_is_not_prefetched() -> None:
     bench = Bench(fixed=4)
-    bench.begin(PAIRS[:2], expected=None)
+    bench.begin(PAIRS[:2], following=None)
     assert bench.dispatcher.num_open == 2
     bench.work_all()
     assert bench.rest() == PAIRS[:2]
     assert bench.begin(PAIRS)
 
 
-def test_an_early_end_drops_what_was_opened_ahead_too() -> None:
+def test_an_early_end_drops_prefetched_batches() -> None:
     bench = Bench(fixed=4)
-    bench.begin(PAIRS[:2], expected=foretold([9, 8], [7, 6]))
+    bench.begin(PAIRS[:2], following=predicted([9, 8], [7, 6]))
     bench.dispatcher.cancel_all()
     assert len(bench.discarded) == 4
     assert bench.slots.taken == set()
 
 
-def test_samples_of_the_next_pass_do_not_stray_into_this_one() -> None:
+def test_samples_of_the_next_epoch_do_not_enter_this_one() -> None:
     bench = Bench("arrival", max_lag=10, fixed=4)
-    bench.begin(PAIRS[:2], expected=foretold([9, 8], [7, 6]))
+    bench.begin(PAIRS[:2], following=predicted([9, 8], [7, 6]))
     slow = [bench.claim(), bench.claim(1)]
-    ahead = {item.record for item in bench.dispatcher._ahead}
+    ahead = {item.record for item in bench.dispatcher._prefetched}
     bench.work(2)
     bench.take()
     assert set(bench.finish(bench.claim())) <= ahead
@@ -393,15 +394,15 @@ def test_samples_of_the_next_pass_do_not_stray_into_this_one() -> None:
     assert len(bench.rest()) == 2
 
 
-def test_late_samples_are_bound_across_an_expected_beginning() -> None:
-    # Two batches of the next pass are opened ahead; the third one must bind samples of the first.
+def test_late_samples_are_bound_across_a_predicted_beginning() -> None:
+    # Two batches of the next epoch are prefetched; the third one must bind samples of the first.
     bench = Bench("arrival", max_lag=2)
     following = [[i] for i in range(20, 26)]
-    bench.begin([[0]], expected=foretold(*following))
+    bench.begin([[0]], following=predicted(*following))
     bench.work(1)
     bench.take()
     bench.dispatcher.refill()
-    assert len(bench.dispatcher._ahead) == 2
+    assert len(bench.dispatcher._prefetched) == 2
     slow = bench.claim()
     bench.work(1)
     assert bench.begin(following, epoch=1)

@@ -10,31 +10,34 @@ from minato.scheduling.prefetch_window import PrefetchWindow
 
 
 def test_a_window_starts_as_torchs() -> None:
-    window = PrefetchWindow(3, None, 10**9)
+    window = PrefetchWindow(3, fixed=None, budget_bytes=10**9)
     assert [window.has_room(n) for n in (0, 5, 6, 7)] == [True, True, False, False]
-    assert [PrefetchWindow(0, None, 10**9).has_room(n) for n in (1, 2)] == [True, False]
+    assert [PrefetchWindow(0, fixed=None, budget_bytes=10**9).has_room(n) for n in (1, 2)] == [
+        True,
+        False,
+    ]
 
 
 def test_a_window_grows_by_the_number_of_workers() -> None:
-    window = PrefetchWindow(3, None, 10**9)
+    window = PrefetchWindow(3, fixed=None, budget_bytes=10**9)
     assert window.grow()
     assert [window.has_room(n) for n in (8, 9)] == [True, False]
 
 
 def test_a_fixed_window_stays() -> None:
-    window = PrefetchWindow(3, 4, 1)
+    window = PrefetchWindow(3, fixed=4, budget_bytes=1)
     window.observe(100)  # no warning: the number was asked for
     assert not window.grow()
     assert [window.has_room(n) for n in (0, 3, 4)] == [True, True, False]
-    assert not PrefetchWindow(3, 0, 1).has_room(0)
+    assert not PrefetchWindow(3, fixed=0, budget_bytes=1).has_room(0)
 
 
 def test_the_budget_bounds_the_window() -> None:
-    window = PrefetchWindow(2, None, 1000)
+    window = PrefetchWindow(2, fixed=None, budget_bytes=1000)
     window.observe(300)
     assert [window.has_room(n) for n in (0, 1, 2, 3)] == [True, True, True, False]
     assert not window.grow()
-    small = PrefetchWindow(2, None, 1000)
+    small = PrefetchWindow(2, fixed=None, budget_bytes=1000)
     small.observe(10)
     grown = 0
     while small.grow():
@@ -45,7 +48,7 @@ def test_the_budget_bounds_the_window() -> None:
 
 
 def test_the_first_batch_is_always_opened() -> None:
-    window = PrefetchWindow(2, None, 1000)
+    window = PrefetchWindow(2, fixed=None, budget_bytes=1000)
     with pytest.warns(RuntimeWarning, match="2000 bytes.*memory_budget=1000"):
         window.observe(2000)
     assert window.has_room(0)
@@ -56,7 +59,7 @@ def test_the_first_batch_is_always_opened() -> None:
 
 
 def test_larger_batches_count_at_once_and_are_slowly_forgotten() -> None:
-    window = PrefetchWindow(2, None, 1000)
+    window = PrefetchWindow(2, fixed=None, budget_bytes=1000)
     window.observe(100)
     window.observe(500)
     assert not window.has_room(2)
@@ -66,24 +69,29 @@ def test_larger_batches_count_at_once_and_are_slowly_forgotten() -> None:
 
 
 def test_a_window_can_have_an_upper_limit() -> None:
-    window = PrefetchWindow(4, None, 10**9, 10)
+    window = PrefetchWindow(4, fixed=None, budget_bytes=10**9, max_batches=10)
     assert window.limit == 8
     assert window.grow()
     assert window.limit == 10
     assert not window.grow()
-    assert PrefetchWindow(4, None, 10**9, 3).limit == 3
-    assert PrefetchWindow(4, 20, 10**9, 3).limit == 3
+    assert PrefetchWindow(4, fixed=None, budget_bytes=10**9, max_batches=3).limit == 3
+    assert PrefetchWindow(4, fixed=20, budget_bytes=10**9, max_batches=3).limit == 3
 
 
 def test_the_window_holds_what_workers_run_at_once() -> None:
-    assert PrefetchWindow(2, None, 10**9, at_once=16).limit == 18
-    assert PrefetchWindow(2, None, 10**9, at_once=1).limit == 4
-    assert PrefetchWindow(2, 5, 10**9, at_once=16).limit == 5
-    assert PrefetchWindow(2, None, 10**9, most=8, at_once=16).limit == 8
+    assert PrefetchWindow(2, fixed=None, budget_bytes=10**9, concurrent_batches=16).limit == 18
+    assert PrefetchWindow(2, fixed=None, budget_bytes=10**9, concurrent_batches=1).limit == 4
+    assert PrefetchWindow(2, fixed=5, budget_bytes=10**9, concurrent_batches=16).limit == 5
+    assert (
+        PrefetchWindow(
+            2, fixed=None, budget_bytes=10**9, max_batches=8, concurrent_batches=16
+        ).limit
+        == 8
+    )
 
 
 def test_a_shrunk_window_stays_so() -> None:
-    window = PrefetchWindow(4, None, 10**9)
+    window = PrefetchWindow(4, fixed=None, budget_bytes=10**9)
     assert window.shrink()
     assert window.limit == 4
     assert not window.grow()
@@ -97,20 +105,23 @@ def test_a_shrunk_window_stays_so() -> None:
 
 
 def test_a_window_that_was_asked_for_is_not_shrunk() -> None:
-    window = PrefetchWindow(4, 6, 10**9)
+    window = PrefetchWindow(4, fixed=6, budget_bytes=10**9)
     assert not window.shrink()
     assert window.limit == 6
 
 
 def test_windows_in_use_share_a_budget() -> None:
-    first = PrefetchWindow(2, None, 1000, shares=True)
+    first = PrefetchWindow(2, fixed=None, budget_bytes=1000, shares=True)
     assert first.budget_bytes == 1000
-    second, own = PrefetchWindow(2, None, 1000, shares=True), PrefetchWindow(2, None, 1000)
+    second, own = (
+        PrefetchWindow(2, fixed=None, budget_bytes=1000, shares=True),
+        PrefetchWindow(2, fixed=None, budget_bytes=1000),
+    )
     assert [window.budget_bytes for window in (first, second, own)] == [500, 500, 1000]
     first.observe(300)
     assert not first.has_room(1)
-    second.end()
+    second.release_budget()
     assert first.budget_bytes == 1000
     assert first.has_room(1)
-    first.end()
-    own.end()
+    first.release_budget()
+    own.release_budget()

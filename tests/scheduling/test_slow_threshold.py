@@ -203,7 +203,7 @@ def test_no_costs_upset_it(costs, percentile):
     for count, decision in fed(policy, costs, times):
         assert decision.percentile in (percentile, policy.settings.fall_back)
         assert 0 <= decision.slow_share <= 1
-        assert decision.threshold_ns == 0 or decision.threshold_ns >= policy.settings.least_ns
+        assert decision.threshold_ns == 0 or decision.threshold_ns >= policy.settings.min_ns
         assert count <= len(costs)
     if policy.decision.threshold_ns:
         # A percentile never flags more than its share of the costs that it was taken from.

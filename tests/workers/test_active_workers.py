@@ -103,14 +103,14 @@ def test_usage_of_the_machine_is_no_more_than_there_is():
 
 
 def test_a_window_grows_with_the_workers_and_keeps_what_it_had():
-    window = PrefetchWindow(2, None, 1 << 40)
+    window = PrefetchWindow(2, fixed=None, budget_bytes=1 << 40)
     window.resize(5)
     assert window.limit == 10
     window.resize(1)
     assert window.limit == 10
-    bounded = PrefetchWindow(2, None, 1 << 40, most=6)
+    bounded = PrefetchWindow(2, fixed=None, budget_bytes=1 << 40, max_batches=6)
     bounded.resize(5)
     assert bounded.limit == 6
-    fixed = PrefetchWindow(2, 3, 1 << 40)
+    fixed = PrefetchWindow(2, fixed=3, budget_bytes=1 << 40)
     fixed.resize(5)
     assert fixed.limit == 3

@@ -327,7 +327,7 @@ def test_less_is_loaded_ahead_after_memory_ran_out(monkeypatch: pytest.MonkeyPat
     kills = 3
     monkeypatch.setattr(supervision, "memory_kills", lambda: kills)
     monkeypatch.setattr(supervision, "memory_limit_bytes", lambda: 123456)
-    window = PrefetchWindow(2, None, 999)
+    window = PrefetchWindow(2, fixed=None, budget_bytes=999)
     restart_policy = RestartPolicy(restarts=True, oom_backoff=supervision.OomBackoff(window))
 
     def die(sample: int) -> str:

@@ -110,7 +110,7 @@ class Setting:
         def read_indices(batch: int, k: int, count: int) -> list[Any]:
             offset = ledger.describe(batch)[6]
             if offset:
-                return list(self.bench.keys.kept[offset][k : k + count])
+                return list(self.bench.indices.kept[offset][k : k + count])
             return list(ledger.keys(batch, k, count))
 
         lease, fetcher = ledger.lease_words(0), Fetcher(dataset, Transforms(), batched=True)
