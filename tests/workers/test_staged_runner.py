@@ -175,7 +175,9 @@ def test_what_samples_cost_is_measured_in_all_workers() -> None:
     assert profile.run["1 str"].total < profile.run["0 Pause"].total
 
 
-def test_of_rather_expensive_samples_every_eighth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_rather_expensive_samples_every_eighth_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(runner, "_WORTH_MEASURING_NS", 1 << 60)
     monkeypatch.setattr(runner, "_EXPENSIVE", 1 << 60)  # however long they take on this machine
     iterator: Any = iter(DataLoader(Numbers(400), 4, transforms=[Pause(0.001)], num_workers=1))
