@@ -347,7 +347,7 @@ class Engine:
             if self._uses_threshold:
                 self._update_threshold()
             if self._scaler is not None:
-                self._scaler.look()
+                self._scaler.update()
             if not self.plan.worker.in_main_process:
                 self._dispatcher.top_up()
             if self.plan.pool.restarts:

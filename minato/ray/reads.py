@@ -81,7 +81,7 @@ class ActorReads(FinishedReads):
             self._pid, self._host = future.result()
         except Exception as error:
             self._lost = error
-        self._news.set()
+        self._any_done.set()
 
     def submit(self, read: Read) -> None:
         """Request a sample; requests beyond the limit wait in the actor's queue."""

@@ -1,1 +1,1 @@
-"""Who runs a sample: workers in processes, threads or the main process, and their supervision."""
+"""Run samples: workers in processes, threads or the main process, and their supervision."""

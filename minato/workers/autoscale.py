@@ -1,4 +1,4 @@
-"""How many workers there should be: pure functions of what was measured in the last period."""
+"""The number of workers: pure functions of the measurement of the last period."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ __all__ = [
 ]
 
 _ENOUGH = 0.02
-"""A consumer that waits for no more than this part of its time has enough."""
+"""A consumer that waits for at most this share of its time has enough."""
 _BUSY = 0.8
-"""Workers that are busy for this part of their time are too few if anybody waits, and just enough if nobody does."""
+"""Workers that are busy for this share of their time are too few if the consumer waits, and enough otherwise."""
 _FULL = 0.8
-"""Where so many of the batches in flight are ready, more workers cannot help."""
+"""If this share of the batches in flight is ready, more workers cannot help."""
 _SATURATED = 0.95
-"""Use of the cores at which further workers only take them from each other."""
+"""Use of the cores at which further workers only compete for them."""
 _PATIENCE = 4
-"""So many periods without waiting come before a step down."""
+"""Periods without waiting before a step down."""
 _LEAST_GAIN = 0.5
-"""A step up must raise the throughput by this part of what it raised the number of workers by."""
+"""A step up must raise the throughput by this share of its relative increase in workers."""
 _NO_LOSS = 0.97
-"""A step down must leave this part of the throughput where the consumer waits."""
+"""A step down must keep this share of the throughput if the consumer waits."""
 _HOLD, _MOST_DOUBLINGS = 8, 6
-"""Periods until a step that was taken back may be tried again; doubled each time."""
+"""Periods until a reverted step may be tried again; doubled each time."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One period of a loader's life; shares are between 0 and 1.
+    """The measurement of one period; shares are between 0 and 1.
 
     Attributes:
         ready_share: Batches that were ready, of those that may be in flight (the paper's Qsize / Qmax).
         cpu_share: Use of the cores that the loader may use (the paper's Cusage).
         waited_share: Part of the period in which the consumer waited for a batch.
-        busy_share: Part of the workers' time in which they had a sample in hand.
+        busy_share: Part of the workers' time in which they ran a sample.
         blocked_share: Part of that in which they neither ran nor waited for a core: they slept, or waited for a disk
             or a network.
         samples_per_s: What the workers achieve: the time that they were busy, over the mean time of the samples that
@@ -65,10 +65,10 @@ class ControllerSettings:
     Attributes:
         least: Fewest workers.
         most: Most workers.
-        cores: Cores of this loader's rank; a fraction where a quota says so.
+        cores: Cores of this loader's rank; a fraction under a quota.
         alpha: Weight of the empty part of the queue in Formula 2.
         beta: Weight of the processor's use above ``theta``.
-        theta: The use of the processor that is aimed at.
+        theta: The target for the use of the processor.
         clip: Largest change per period, both ways, in ``paper``.
         smoothing: Weight of the latest period in ``paper``'s moving average of the queue.
     """
@@ -89,19 +89,19 @@ class ControllerSettings:
 
 @dataclass(frozen=True)
 class ControllerState:
-    """What a controller remembers from one period to the next.
+    """What a controller keeps from one period to the next.
 
     Attributes:
-        workers: How many there should be now.
+        workers: The number of workers now.
         why: The reason of the last decision: ``start``, ``grow``, ``shrink``, ``revert``, ``settle`` (what the last
-            change brought is awaited), ``cpu-bound``, ``at limit`` or ``steady``.
+            change brings is awaited), ``cpu-bound``, ``at limit`` or ``steady``.
         ready_average: Moving average of the ready share (``paper``).
         trial: Workers and samples per second before the last change, until that is judged.
         settled: Whether the period after the change begins.
         quiet: Periods in a row in which the consumer had enough.
         range: Fewest and most workers while trials that failed are remembered.
-        hold: For so many periods more.
-        setbacks: How many trials in a row were taken back.
+        hold: Remaining periods of ``range``.
+        setbacks: Number of consecutive trials that were reverted.
     """
 
     workers: int
@@ -154,7 +154,7 @@ def corrected(
     """Grow while the consumer waits and workers have cores or wait themselves; shrink while they idle.
 
     Both ways the step is as large as the measurement says, at most a doubling, and each step is a trial: as far as one
-    did not raise the throughput, or made the consumer wait, it is taken back, and not repeated for a while.
+    did not raise the throughput, or made the consumer wait, it is reverted, and not repeated for a while.
     """
     if state.trial is not None and not state.settled:
         return replace(
@@ -171,20 +171,20 @@ def corrected(
         kept = _judge(state, measured, starved)
         state = replace(state, trial=None, settled=False)
         if kept != state.workers:
-            return _take_back(state, kept, settings)
+            return _revert(state, kept, settings)
         state = replace(state, setbacks=0)
-    wanted, why = _wanted(state, measured, settings, starved)
-    if wanted == state.workers:
+    target, why = _target(state, measured, settings, starved)
+    if target == state.workers:
         return replace(state, why=why)
     return replace(
-        state, workers=wanted, why=why, trial=(state.workers, measured.samples_per_s), quiet=0
+        state, workers=target, why=why, trial=(state.workers, measured.samples_per_s), quiet=0
     )
 
 
-def _wanted(
+def _target(
     state: ControllerState, measured: Measurement, settings: ControllerSettings, starved: bool
 ) -> tuple[int, str]:
-    """How many workers the measurement asks for, and why."""
+    """The number of workers that the measurement calls for, and the reason."""
     workers = state.workers
     least, most = state.range or (settings.least, settings.most)
     on_core = max(1.0 - measured.blocked_share, 1e-3)
@@ -193,19 +193,19 @@ def _wanted(
     if starved and measured.busy_share >= _BUSY and measured.ready_share < _FULL:
         if crowded:
             return max(min(workers, useful), least), "cpu-bound"
-        # What the consumer would take if it did not have to wait, from as many workers as that needs.
+        # The workers that the consumer needs in order not to wait.
         factor = min(1.0 / max(1.0 - measured.waited_share, 0.5), 2.0)
-        wanted = min(math.ceil(workers * factor), useful, most)
-        return (wanted, "grow") if wanted > workers else (workers, "at limit")
+        target = min(math.ceil(workers * factor), useful, most)
+        return (target, "grow") if target > workers else (workers, "at limit")
     if state.quiet >= _PATIENCE and measured.busy_share < _BUSY:
-        wanted = max(math.ceil(workers * measured.busy_share / _BUSY), least)
-        if wanted < workers:
-            return wanted, "shrink"
+        target = max(math.ceil(workers * measured.busy_share / _BUSY), least)
+        if target < workers:
+            return target, "shrink"
     return workers, "steady"
 
 
 def _judge(state: ControllerState, measured: Measurement, starved: bool) -> int:
-    """How many workers to keep after a trial."""
+    """The number of workers to keep after a trial."""
     assert state.trial is not None
     former, rate_before = state.trial
     ratio = measured.samples_per_s / max(rate_before, 1e-9)
@@ -216,8 +216,8 @@ def _judge(state: ControllerState, measured: Measurement, starved: bool) -> int:
     return former if starved and ratio < _NO_LOSS else state.workers
 
 
-def _take_back(state: ControllerState, kept: int, settings: ControllerSettings) -> ControllerState:
-    """Return to ``kept`` workers, and do not cross it the same way for a while, longer each time."""
+def _revert(state: ControllerState, kept: int, settings: ControllerSettings) -> ControllerState:
+    """Return to ``kept`` workers, and do not repeat the step for a while, longer each time."""
     limits = (settings.least, kept) if kept < state.workers else (kept, settings.most)
     hold = _HOLD << min(state.setbacks, _MOST_DOUBLINGS)
     return replace(

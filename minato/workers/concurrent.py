@@ -23,7 +23,7 @@ __all__ = ["ConcurrentFetch", "ConcurrentWorker"]
 
 _ALL_SAMPLES = 1 << 31
 _PATIENCE_S = 1.0
-"""How long it waits for a read at most before it looks whether the loader shuts down."""
+"""The longest wait for a read between two checks whether the loader shuts down."""
 
 
 @dataclass(eq=False)
@@ -33,8 +33,8 @@ class _Lease:
     Attributes:
         first: Position of the batch's sample 0.
         k: Which sample of the batch is the lease's first.
-        held: The samples that are finished, or what they raised, if all are to be delivered at once; else None.
-        missing: How many of these are not finished.
+        held: The complete samples, or what they raised, if all are written together; else None.
+        missing: Number of these that are not complete.
     """
 
     batch: int
@@ -77,8 +77,8 @@ class ConcurrentFetch:
 class ConcurrentWorker(Worker):
     """Reads several samples at once; their transforms run one after the other in the worker's own thread.
 
-    It claims as many samples as it can read at once, from as many batches as that takes, and delivers each as soon as
-    it is finished.
+    It claims as many samples as it can read at once, from any number of batches, and writes each as soon as it is
+    complete.
 
     Args:
         concurrency: How it reads.
@@ -112,24 +112,24 @@ class ConcurrentWorker(Worker):
         self._counters = fetching.counters
         percentile = fetching.hedge_percentile
         self._hedging = None if percentile is None else Hedging(percentile)
-        self._claimed: deque[Read] = deque()  # and not begun
+        self._claimed: deque[Read] = deque()  # and not submitted
         self._reads = reads
         reads.on_finished = self._wake
         self.endings.append(reads.close)
         self._transforms = concurrency.transforms
         self._seeds = concurrency.binds_randomness
-        self._resting = False
-        self._underway: dict[Read, int] = {}  # with each one's position; the oldest first
+        self._sleeping = False
+        self._in_flight: dict[Read, int] = {}  # with their positions; the oldest first
         self._lease = self._ledger.lease_words(self._number)
         self._runner.cost_estimate.draws = True  # a sample costs far more than binding it does
 
     @property
     def idle(self) -> bool:
-        """Whether it waits for no read."""
-        return not self._underway
+        """Whether no read is in flight."""
+        return not self._in_flight
 
     def step(self) -> bool:
-        """Claim what can be read now, and deliver one sample; False if none has been read."""
+        """Claim what can be read now, and write one sample; False if neither was possible."""
         self._hedge()
         claimed = self._claim()
         read = self._reads.finished()
@@ -139,31 +139,31 @@ class ConcurrentWorker(Worker):
         return True
 
     def rest(self, seen: int, timeout_s: float) -> bool:
-        """Sleep until a read has finished or, if there is room for more of them, something can be claimed."""
-        if not self._has_room:
+        """Sleep until a read has finished or, if more reads may start, a sample can be claimed."""
+        if not self._may_read_more:
             return self._reads.wait(timeout_s)
         straggling_s = self._hedge()
         if straggling_s is not None:
             timeout_s = min(timeout_s, straggling_s)
-        self._resting = True
+        self._sleeping = True
         try:
             return self._reads.wait(0) or super().rest(seen, timeout_s)
         finally:
-            self._resting = False
+            self._sleeping = False
 
     def _wake(self) -> None:
-        # In the thread of a read. Who sees the worker not at rest knows that it will look for reads before it is.
-        if self._resting:
+        # Runs in the thread of a read. A worker that is not asleep checks for reads before it sleeps.
+        if self._sleeping:
             self._events.notify()
 
     def forget(self) -> None:
-        """Give up what is under way: others will do it."""
-        self._underway.clear()
+        """Drop the reads in flight; other workers run the samples after a release."""
+        self._in_flight.clear()
         self._claimed.clear()
 
     def _resume_all(self) -> None:
-        # The worker is going to rest, and what it has claimed must not wait until it is wanted again.
-        while self._underway:
+        # The worker becomes inactive: what it has claimed must not wait until it is active again.
+        while self._in_flight:
             self._begin_claimed()
             read = self._reads.finished()
             if read is not None:
@@ -172,22 +172,22 @@ class ConcurrentWorker(Worker):
                 return
 
     @property
-    def _has_room(self) -> bool:
+    def _may_read_more(self) -> bool:
         return self._reads.outstanding < self._reads.limit
 
     def _claim(self) -> bool:
-        """Claim samples and ask for them until enough are under way."""
+        """Claim samples and submit their reads until enough are in flight."""
         claimed = False
         whole = self._sink.collates or self._sink.has_unsendable
         while True:
             self._begin_claimed()
-            if self._claimed or not self._has_room:
+            if self._claimed or not self._may_read_more:
                 return claimed
-            # What other workers leave to this one is known before it claims, so that it keeps nothing from them.
-            room = self._read_limit.take(self._number, self._reads.limit - self._reads.outstanding)
-            self._read_limit.give_back(self._number, room)
+            # First ask how many reads the other workers leave to this one, so that it claims no more than that.
+            free = self._read_limit.take(self._number, self._reads.limit - self._reads.outstanding)
+            self._read_limit.give_back(self._number, free)
             lease = (
-                self._ledger.claim(self._number, _ALL_SAMPLES if whole else room) if room else None
+                self._ledger.claim(self._number, _ALL_SAMPLES if whole else free) if free else None
             )
             if lease is None:
                 return claimed
@@ -195,19 +195,19 @@ class ConcurrentWorker(Worker):
             self._enter(lease, whole)
 
     def _enter(self, claimed: tuple[int, int, int], whole: bool) -> None:
-        """Have what was claimed read next."""
+        """Queue the reads of a lease."""
         batch, k, count = claimed
         if count == 0:
             self._sink.publish_collated(batch)
             return
         _, first, size, bound, epoch, seed, *_ = self._ledger.describe(batch)
         keys = list(self._read_indices(batch, k, count))
-        if not keys:  # a batch of nothing has a place all the same
+        if not keys:  # an empty batch has a place, too
             assert isinstance(self._fetcher, Fetcher)
             self._runner.enter(seed)
             self._run_list(self._fetcher, list, batch, first, count, epoch, keys)
             return
-        if not self._underway:
+        if not self._in_flight:
             self._end(0, now_ns())
         held = [None] * count if whole and bound and count == size else None
         lease = _Lease(batch, first, k, bound, epoch, seed, keys, held, count)
@@ -215,30 +215,30 @@ class ConcurrentWorker(Worker):
         occurrences = self._ledger.occurrences(first + k, count) or [0] * count
         for i, (key, occurrence) in enumerate(zip(keys, occurrences, strict=True)):
             read = Read(key, epoch, bound_to, (lease, i), occurrence=occurrence)
-            self._underway[read] = first + k + i
+            self._in_flight[read] = first + k + i
             self._claimed.append(read)
         self._show_oldest()  # before the user's code runs, which may end the process
 
     def _begin_claimed(self) -> None:
-        """Ask for what was claimed, as far as there may be more reads under way."""
+        """Submit the reads of claimed samples, as far as the limits allow."""
         if not self._claimed:
             return
-        wanted = len(self._claimed)
-        if not self._read_limit.unlimited:  # otherwise they queue up for the threads
-            wanted = min(wanted, self._reads.limit - self._reads.outstanding)
-        granted = self._read_limit.take(self._number, wanted) if wanted > 0 else 0
+        count = len(self._claimed)
+        if not self._read_limit.unlimited:  # otherwise they queue for the threads
+            count = min(count, self._reads.limit - self._reads.outstanding)
+        granted = self._read_limit.take(self._number, count) if count > 0 else 0
         for _ in range(granted):
             self._reads.submit(self._claimed.popleft())
 
     def _hedge(self) -> float | None:
-        """Ask for a straggler again if there is one; otherwise in how many seconds there may be one."""
-        if self._hedging is None or not self._has_room:
+        """Hedge a straggler if there is one; else return in how many seconds there may be one, None if unknown."""
+        if self._hedging is None or not self._may_read_more:
             return None
-        straggler, later_s = self._hedging.straggler(self._underway, now_ns())
+        straggler, later_s = self._hedging.straggler(self._in_flight, now_ns())
         if straggler is not None and self._read_limit.take(self._number, 1):
-            self._hedging.spent()
+            self._hedging.on_hedge()
             self._count(hedged=1)
-            self._reads.submit(straggler.again())
+            self._reads.submit(straggler.hedge())
         return later_s
 
     def _count(self, **by: int) -> None:
@@ -246,30 +246,30 @@ class ConcurrentWorker(Worker):
             self._counters.add(**by)
 
     def _show_oldest(self) -> None:
-        """Say which sample the worker is on, for whoever finds it dead or stuck: the one that was claimed first."""
-        oldest = next(iter(self._underway), None)
+        """Write the oldest sample in flight into the lease, for recovery and for the sample timeout."""
+        oldest = next(iter(self._in_flight), None)
         if oldest is not None:
-            position = self._underway[oldest]
+            position = self._in_flight[oldest]
             self._lease[0], self._lease[1] = position + 1, oldest.started_ns or now_ns()
             self._lease[2] = -1
 
     def _take(self, read: Read) -> None:
-        """Run the transforms of a sample that was read, and deliver it."""
+        """Run the transforms of a sample that was read, and write it."""
         self._read_limit.give_back(self._number)
         first = read.again_for or read
         first.attempts -= 1
         if self._hedging is not None and read is not first:
-            self._hedging.ended()
-        if read.error is not None and first.attempts and first in self._underway:
+            self._hedging.on_answer()
+        if read.error is not None and first.attempts and first in self._in_flight:
             return  # the other request may succeed
-        position = self._underway.pop(first, None)
+        position = self._in_flight.pop(first, None)
         if position is None:
-            return  # the other request has, or others do it
+            return  # the other request has succeeded, or another worker runs it
         if self._hedging is not None:
             self._hedging.note(read.duration_ns)
         self._count(reads=1, hedges_won=int(read is not first))
         self._finish(read, position)
-        # Nobody could give the worker other work while its reads were under way.
+        # The time since the last lease counts as busy: reads were in flight.
         self._end(1, self._idle_since)
         self._show_oldest()
 
@@ -293,7 +293,7 @@ class ConcurrentWorker(Worker):
             lease.held[i] = samples[0] if error is None else _Raised(error)
             lease.missing -= 1
             if not lease.missing:
-                self._deliver_held(lease, lease.held)
+                self._write_held(lease, lease.held)
         elif lease.bound:
             k = lease.k + i
             self._results.bound(lease.batch, position, k, [read.key], samples, error, False)
@@ -301,7 +301,7 @@ class ConcurrentWorker(Worker):
             sample = samples[0] if error is None else None
             self._results.free(position, read.key, sample, error, cost_ns)
 
-    def _deliver_held(self, lease: _Lease, held: list[Any]) -> None:
+    def _write_held(self, lease: _Lease, held: list[Any]) -> None:
         raised = next((i for i, sample in enumerate(held) if type(sample) is _Raised), len(held))
         error = held[raised].error if raised < len(held) else None
         self._results.bound(

@@ -1,4 +1,4 @@
-"""How much processor time workers get, and how much they would like to have."""
+"""The processor time that workers use, and the time that they wait for a core."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CpuUsage(NamedTuple):
 
     Attributes:
         ran_ns: On a core.
-        queued_ns: Ready to run, but without a core; 0 where the system does not tell.
+        queued_ns: Ready to run, but without a core; 0 where the system does not measure it.
     """
 
     ran_ns: int
@@ -24,7 +24,7 @@ class CpuUsage(NamedTuple):
 
 
 def process_usage(pids: Iterable[int]) -> CpuUsage:
-    """The sum over processes, with all their threads; those that are gone count as nothing."""
+    """The sum over processes, with all their threads; those that have ended count as zero."""
     return _total(task for pid in pids for task in _tasks(pid))
 
 
@@ -34,9 +34,9 @@ def thread_usage(native_ids: Iterable[int]) -> CpuUsage:
 
 
 def _tasks(pid: int) -> list[str]:
-    folder = f"/proc/{pid}/task"
+    directory = f"/proc/{pid}/task"
     try:
-        return [f"{folder}/{name}" for name in os.listdir(folder)]
+        return [f"{directory}/{name}" for name in os.listdir(directory)]
     except OSError:
         return []
 

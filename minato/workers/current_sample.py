@@ -1,4 +1,4 @@
-"""What a worker is on, as its lease in shared memory says: a sample, or the collation of a batch."""
+"""What a worker runs, according to its lease in shared memory: a sample, or the collation of a batch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = [
 ]
 
 _MOST_LISTED = 8
-"""Of the indices of a batch, so many are named."""
+"""Number of indices of a batch that a message lists."""
 
 
 @dataclass(frozen=True)
 class CurrentSample:
-    """A sample that a worker is on.
+    """A sample that a worker runs.
 
     Attributes:
         position: In the ledger.
-        transform: Name of the one that runs; None: the dataset itself.
-        started_ns: When the worker began with it, or went on with it, on ``clock.now_ns``.
-        occurrence: How often its key came before in the epoch.
+        transform: Name of the transform that runs; None: the dataset itself.
+        started_ns: When the worker began or resumed it, on ``clock.now_ns``.
+        occurrence: How often its index came before in the epoch.
     """
 
     position: int
@@ -49,7 +49,7 @@ class Collation:
 
     Attributes:
         first: Position of its first sample in the ledger.
-        indices: Of its samples, in words.
+        indices: Those of its samples, for a message.
     """
 
     first: int
@@ -59,7 +59,7 @@ class Collation:
 def read_current_collation(
     ledger: Ledger, read_indices: Callable[[int, int, int], Sequence[Any]], number: int
 ) -> Collation | None:
-    """What worker ``number`` collates, or collated when it died; None: nothing."""
+    """The batch that worker ``number`` collates, or collated when it died; None: none."""
     position, _, step = ledger.lease(number)
     if position is not None or step > FIRST_COLLATED:
         return None
@@ -75,11 +75,11 @@ def indices_of(
     keys = []
     for position in range(first, first + count) if bound else ledger.occupants(batch):
         if position < 0:
-            continue  # nobody took the place
+            continue  # the place is free
         own, k = ledger.locate(position)
         if (
             0 <= k < ledger.describe(own)[2]
-        ):  # else its own batch was delivered, and its record is in use again
+        ):  # otherwise its own batch was yielded, and the record is in use again
             keys.append(read_indices(own, k, 1)[0])
     if not keys:
         return "indices that are no longer known"
@@ -93,7 +93,7 @@ def read_current_sample(
     names: Sequence[str],
     number: int,
 ) -> CurrentSample | None:
-    """What worker ``number`` is on, or was on when it died; None: nothing.
+    """The sample that worker ``number`` runs, or ran when it died; None: none.
 
     Args:
         read_indices: ``(batch, k, count) -> keys`` of samples k … k+count-1.
@@ -105,7 +105,7 @@ def read_current_sample(
     batch, k = ledger.locate(position)
     _, _, count, _, epoch, seed, *_ = ledger.describe(batch)
     if not 0 <= k < count:
-        return None  # it had finished its last sample, whose batch is gone
+        return None  # it has completed its last sample, and the batch was yielded
     key = read_indices(batch, k, 1)[0]
     name = names[step] if 0 <= step < len(names) else None
     (occurrence,) = ledger.occurrences(position, 1) or (0,)
@@ -118,11 +118,11 @@ def read_current_work(
     names: Sequence[str],
     number: int,
 ) -> CurrentSample | Collation | None:
-    """The sample that worker ``number`` is on, or the batch that it collates; None: neither."""
+    """The sample that worker ``number`` runs, or the batch that it collates; None: neither."""
     sample = read_current_sample(ledger, read_indices, names, number)
     return sample or read_current_collation(ledger, read_indices, number)
 
 
 def has_begun(ledger: Ledger, number: int) -> bool:
-    """Whether worker ``number`` has, or ever had, a sample in hand."""
+    """Whether worker ``number`` runs, or has ever run, a sample."""
     return bool(ledger.activity(number)[0]) or ledger.lease(number)[0] is not None

@@ -1,4 +1,4 @@
-"""Deferral: a worker sets a slow sample aside between two transforms, and resumes it later."""
+"""Deferral: a worker interrupts a slow sample between two transforms, and resumes it later."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Deferral:
     """Decides which slow sample a worker defers, keeps it, and decides when the worker resumes it.
 
     Deferral changes the order of work, not its amount. A worker therefore defers a sample only while the consumer waits
-    for a batch that quicker samples can fill. It resumes the sample when the consumer waits no more, or when little
-    else is left to claim: otherwise the other workers would idle at the end while this one completes it.
+    for a batch that quicker samples can fill. It resumes the sample when the consumer no longer waits, or when few
+    other samples remain: otherwise the other workers would idle at the end while this one completes it.
 
     A worker defers one sample at a time: more would only pile up work, and need memory.
 
@@ -68,7 +68,7 @@ class Deferral:
             self._sample is None
             and bool(ledger.waiting)
             and self._others_have_work()
-            # A sample that began before its turn did so to be complete by then.
+            # A sample that started early must be complete when its batch is due.
             and position < ledger.front
             and not ledger.is_placed(position)
         )

@@ -1,4 +1,4 @@
-"""What becomes of a sample that raised: try again, replace, skip, or raise; and a record of each."""
+"""The outcome of a sample that raised: retry, substitute, skip, or raise; and the log of failures."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from minato.errors import ErrorBudgetError, MinatoWarning
 __all__ = ["SKIP", "FailureCount", "FailureHandler", "FailureLog", "SampleFailure"]
 
 _LEAST = 100
-"""A share of an epoch of unknown length is one of so many samples at least."""
+"""An epoch of unknown length counts as at least this many samples where ``max_failures`` is a share."""
 
 
 _MOST_SKIPPED = 1 << 16
 _MOST_ANONYMOUS_BYTES = 16 << 20
-"""What records in memory may take; later ones are only counted."""
+"""Largest size of the records in memory; further failures are only counted."""
 _LONGEST_READ_BYTES = 4 << 20
 _BEGINS = b'{"index":'
 _OUTCOMES = ("skipped", "substituted", "recovered", "raised")
@@ -42,20 +42,20 @@ class _Skip(Enum):
 
 
 SKIP: Final = _Skip.SKIP
-"""What an ``on_error`` function returns to leave the sample out."""
+"""An ``on_error`` function returns it to skip the sample."""
 
 
 @dataclass(frozen=True)
 class SampleFailure:
-    """A sample that could not be had, as ``on_error`` functions see it.
+    """A sample that could not be loaded; the argument of ``on_error`` functions.
 
     Attributes:
-        index: What the dataset was asked for.
+        index: The index of the sample.
         epoch: The epoch it happened in.
-        seed: What the randomness of the sample starts from; with index, epoch and occurrence it gives the same draws.
+        seed: Seed of the sample's randomness; with index, epoch and occurrence it gives the same draws.
         worker: Number of the worker.
-        attempts: How often the sample was run.
-        error: What it raised the last time.
+        attempts: Number of runs of the sample.
+        error: The exception of the last run.
         transform: Name of the transform that raised, None for the dataset itself.
         occurrence: How often the index came before in the epoch; 0 unless the sampler repeats indices.
     """
@@ -70,7 +70,7 @@ class SampleFailure:
     occurrence: int = 0
 
     def record(self, outcome: str) -> dict[str, Any]:
-        """All of it as plain data."""
+        """The failure as plain data."""
         plain = self.index is None or isinstance(self.index, (int, str))
         return {
             "index": self.index if plain else repr(self.index),
@@ -92,7 +92,7 @@ class FailureLog:
     """Counts failures, and keeps a line of JSON for each, which all workers append and the consumer reads.
 
     What is counted lies in shared memory and is exact. The lines are a convenience: where one cannot be written, it is
-    missing, a warning says why, and the run goes on.
+    missing, a warning says why, and the run continues.
 
     Args:
         path: The file, made with mode 0600 if it does not exist; None for one in memory, without tracebacks.
@@ -104,11 +104,11 @@ class FailureLog:
     def __init__(self, path: str | None = None) -> None:
         try:
             descriptor = anonymous_log() if path is None else _opened(path)
-        except OSError as error:  # at the loader's construction, it could be opened
+        except OSError as error:  # the file could be opened when the loader was made
             if path is None:
                 raise
             warnings.warn(
-                f"ErrorPolicy(log={path!r}) cannot be opened any more: {error.strerror}; failures are only counted",
+                f"ErrorPolicy(log={path!r}) can no longer be opened: {error.strerror}; failures are only counted",
                 MinatoWarning,
                 stacklevel=2,
             )
@@ -156,16 +156,16 @@ class FailureLog:
             record = {name: value for name, value in record.items() if name != "traceback"}
         line = json.dumps(record).encode() + b"\n"
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            line = b"\n" + line  # of the last line, a full disk took only a part
+            line = b"\n" + line  # a full disk has cut the last line
         if os.write(self._descriptor, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def state(self) -> bytes:
-        """Another one when anything was counted; a record is there before it is counted."""
+        """Bytes that change with every count; a record is written before it is counted."""
         return self._counters.snapshot()
 
     def counts(self) -> dict[str, int]:
-        """Failures by outcome, those without a line (``unrecorded``), and how often samples were tried again."""
+        """Failures by outcome, those without a line (``unrecorded``), and the number of retries."""
         return self._counters.by_name()
 
     def read_new(self) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def _opened(path: str) -> int:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """What a line says, None if it is torn or of something else."""
+    """The record of a line; None if it is incomplete or no record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -201,8 +201,8 @@ def _record(line: bytes) -> dict[str, Any] | None:
         record.get("index", {}), (int, str, NoneType)
     ):
         return None
-    texts = (record.get(name) for name in ("outcome", "exception", "message"))
-    return record if all(isinstance(text, str) for text in texts) else None
+    strings = (record.get(name) for name in ("outcome", "exception", "message"))
+    return record if all(isinstance(text, str) for text in strings) else None
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ class FailureHandler:
     Attributes:
         on_error: ``raise``, ``skip``, or a function of a :class:`SampleFailure` that returns a substitute or
             ``SKIP``, or raises.
-        retries: How often a sample is tried again before that.
-        log: Where failures are noted.
+        retries: Number of retries before that.
+        log: Records the failures.
     """
 
     on_error: Any
@@ -221,7 +221,7 @@ class FailureHandler:
     log: FailureLog
 
     def settle(self, failure: SampleFailure) -> tuple[Any, BaseException | None]:
-        """What stands in for a sample that was tried often enough, and the error if nothing does.
+        """The substitute of a sample whose retries have failed, or its error.
 
         Returns:
             ``(substitute, None)``, ``(SKIP, None)`` or ``(None, error)``.
@@ -246,17 +246,17 @@ class FailureHandler:
         return result, error
 
     def recovered(self, failure: SampleFailure) -> None:
-        """Note that a further attempt succeeded."""
+        """Record that a retry has succeeded."""
         self.log.append(failure.record("recovered"))
 
 
 class FailureCount:
-    """The consumer's account of the failures of an epoch.
+    """The failures of an epoch, in the consumer.
 
     Args:
         budget: How many samples may be skipped or substituted in an epoch: a number, or a share of its samples below 1;
             None for any number.
-        place: Where the failures can be read, for messages.
+        place: Path of the log, for messages.
     """
 
     def __init__(self, log: FailureLog, budget: float | None, place: str | None) -> None:
@@ -264,22 +264,22 @@ class FailureCount:
         self._budget = budget
         self._place = place
         self.totals: Counter[str] = Counter()
-        """Failures by what became of them: ``skipped``, ``substituted``, ``recovered``, ``raised``; those of which the
-        log has no record: ``unrecorded``."""
+        """Failures by outcome: ``skipped``, ``substituted``, ``recovered``, ``raised``; those without a
+        record in the log: ``unrecorded``."""
         self.retries = 0
-        """How often samples were tried again."""
+        """Number of retries."""
         self.skipped: set[Any] = set()
-        """Which were left out, as far as they are not too many to keep."""
+        """Indices of skipped samples, up to a limit."""
         self._begin_of_epoch: Counter[str] = Counter()
         self._state = b""
         self._last: dict[str, Any] | None = None  # failure of this epoch
         self._size: int | None = None
         self._exceeded = False
         self.finished = 0
-        """Samples of this epoch that were delivered or failed."""
+        """Samples of this epoch that were yielded or failed."""
 
     def begin(self, size: int | None) -> None:
-        """Start an epoch of so many samples, None if nobody knows."""
+        """Start an epoch of ``size`` samples; None: unknown."""
         self.look()
         self._last = None
         self._begin_of_epoch = self.totals.copy()
@@ -288,7 +288,7 @@ class FailureCount:
         self.finished = 0
 
     def check(self) -> None:
-        """Look what has failed.
+        """Read new failures, and check them against the limit.
 
         Raises:
             ErrorBudgetError: More of this epoch's samples failed than ``ErrorPolicy.max_failures`` allows.
@@ -316,7 +316,7 @@ class FailureCount:
             )
 
     def end(self) -> None:
-        """Say at the end of an epoch what was left out of it.
+        """Warn at the end of an epoch about skipped and substituted samples.
 
         Raises:
             ErrorBudgetError: As ``check``.
@@ -332,7 +332,7 @@ class FailureCount:
             )
 
     def look(self) -> None:
-        """Bring the account up to date."""
+        """Read new failures from the log."""
         state = self._log.state()
         if state == self._state:
             return

@@ -21,7 +21,7 @@ def wrapped(worker: str, in_process: bool = False) -> Callable[[BaseException], 
         if in_process and isinstance(error, KeyboardInterrupt):
             raise error
         if in_process and not isinstance(error, Exception):
-            # In the training loop it would end the program, a generator or a task instead of reporting a bad sample.
+            # Raised in the training loop it would end the program, a generator or a task, and not report a bad sample.
             ended = RuntimeError(f"{type(error).__name__} was raised, as if to end the worker")
             ended.__cause__, error = error, ended
         return ExceptionWrapper(

@@ -1,4 +1,4 @@
-"""Getting samples from the user's dataset: by key, by lists of keys, or from a stream."""
+"""Loading samples from the user's dataset: by index, by lists of indices, or from a stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Fetcher", "StreamEnd", "StreamFetcher"]
 
 
 class Fetcher:
-    """Gets samples from a map-style dataset and runs the transforms over them.
+    """Loads samples from a map-style dataset and runs the transforms on them.
 
     Args:
         dataset: Indexed by the sampler's keys; its ``__getitems__`` is used where it has one and batches are collated
@@ -32,13 +32,13 @@ class Fetcher:
         self._run = transforms.run if transforms.steps else None
         get = functools.partial(operator.getitem, dataset)  # dataset[key] without a frame
         self.one: Callable[[Any], Any] = self._transformed if transforms.steps else get
-        """Gets the sample of a key, after the transforms."""
+        """Loads the sample of an index and runs the transforms."""
         self.takes_lists = batched and bool(getattr(dataset, "__getitems__", None))
         self.keeps_state = keeps_state
 
     @property
     def sends_state(self) -> bool:
-        """Whether the state goes with the batch at hand."""
+        """Whether the state is sent with the current batch."""
         return self.keeps_state
 
     def state(self) -> DatasetState:
@@ -50,7 +50,7 @@ class Fetcher:
         return self._run(self._dataset[key])
 
     def each(self, keys: list[Any]) -> Callable[[Any], Any]:
-        """How to get these samples one by one; where one call fetches all, they are dealt out afterwards."""
+        """A function that returns these samples one by one; with ``__getitems__`` its first call loads all."""
         if not self.takes_lists:
             return self.one
         samples: Iterator[Any] | None = None
@@ -70,17 +70,17 @@ class Fetcher:
         return deal
 
     def single(self, key: Any) -> Any:
-        """The sample of one key, by a call of its own."""
+        """The sample of one index, by a call of its own."""
         return self.each([key])(key)
 
     def many(self, keys: Any) -> Any:
-        """What the dataset returns for the keys of a batch, normally the list of samples, transformed."""
+        """What the dataset returns for the indices of a batch, normally the list of samples, transformed."""
         samples = self._dataset.__getitems__(keys)
         return samples if self._run is None else [self._run(sample) for sample in samples]
 
 
 class StreamEnd(Exception):
-    """An iterable dataset has no further batch for this pass."""
+    """An iterable dataset has no further batch for this epoch."""
 
 
 class StreamFetcher:
@@ -89,11 +89,10 @@ class StreamFetcher:
     Args:
         batched: Whether samples are collated in lists; otherwise each is a batch.
         drop_last: Whether an incomplete list is dropped.
-        at_once: Whether the first pass is begun now, where the caller gets the errors of the dataset's ``__iter__``;
-            otherwise each is begun with its first batch.
-            Then the caller also asks for the state, which is not sent.
+        at_once: Whether the first epoch begins now, so that the caller gets the errors of the dataset's ``__iter__``;
+            otherwise each epoch begins with its first batch. The caller then reads the state, which is not sent.
         initial: The state in which the first epoch starts; None: the dataset's own.
-        state_every: Of how many batches one comes with the state; None: none does.
+        state_every: Every such batch carries the state; None: none does.
     """
 
     def __init__(
@@ -114,8 +113,8 @@ class StreamFetcher:
         self._drop_last = drop_last
         self._begun = at_once
         self._samples: Iterator[Any] | None = iter(dataset) if at_once else None
-        self._pass: object = None
-        # The stream of one that has ended begins anew in the next pass.
+        self._epoch: object = None
+        # A stream that has ended starts again in the next epoch.
         self._initial = DatasetState() if initial is None or initial.ended else initial
         self._sends = not at_once
         self._state_every = state_every
@@ -130,7 +129,7 @@ class StreamFetcher:
 
     @property
     def sends_state(self) -> bool:
-        """Whether the state goes with the batch at hand."""
+        """Whether the state is sent with the current batch."""
         if not (self._sends and self.keeps_state and self._state_every):
             return False
         return self._num_taken % self._state_every == 0
@@ -151,18 +150,18 @@ class StreamFetcher:
         )
 
     def present(self) -> DatasetState | None:
-        """The same at any time; None if there is no state, or it is still to be restored."""
-        restored = self._pass is not None or self._initial == DatasetState()
+        """The current state; None if there is none, or it is not restored yet."""
+        restored = self._epoch is not None or self._initial == DatasetState()
         return self.state() if restored and self.keeps_state else None
 
-    def enter(self, this_pass: object, count: int) -> None:
-        """Make a new iterator if a new pass has begun.
+    def enter(self, epoch: object, count: int) -> None:
+        """Make a new iterator if a new epoch has begun.
 
         Args:
             count: Samples in a batch.
         """
-        if this_pass != self._pass:
-            self._pass = this_pass
+        if epoch != self._epoch:
+            self._epoch = epoch
             if not self._begun:
                 self._samples = None
                 self._samples = iter(self._dataset)
@@ -174,21 +173,21 @@ class StreamFetcher:
             if initial.iterator is not None:
                 samples.load_state_dict(initial.iterator)
             for _ in range(initial.batches):
-                # With the transforms, whose draws belong to the same generators; what raised, raised then.
+                # With the transforms, which draw from the same generators; errors were raised in the earlier run.
                 with suppress(Exception):
                     self.take(count)
 
     def take(self, count: int) -> list[Any]:
-        """The next ``count`` samples, or what is left of them.
+        """The next ``count`` samples, fewer at the end of the stream.
 
         Raises:
-            StreamEnd: Nothing is left, or less than ``drop_last`` asks for.
+            StreamEnd: No sample is left, or ``drop_last`` drops an incomplete batch.
         """
         self._num_taken += 1
         samples: list[Any] = []
         while self._samples is not None and len(samples) < count:
             try:
-                # By next() alone: islice asks for the iterator again, and a dataset that is its own would begin anew.
+                # With next() alone: islice calls iter() again, which restarts a dataset that is its own iterator.
                 samples.append(next(self._samples))
             except StopIteration:
                 self._samples = None

@@ -1,4 +1,4 @@
-"""Workers in this process: threads, or the consumer itself."""
+"""Workers in this process: threads, or the main process itself."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from minato.workers.worker import Worker
 __all__ = ["InlinePool", "ThreadPool"]
 
 _GRACE_S = 4.0
-"""How long the end of a loader waits for its threads; one that is stuck in user code cannot be ended."""
+"""How long a shutdown waits for the threads; a thread that hangs in user code cannot be ended."""
 
 
 class ThreadPool:
     """Starts worker threads and ends them.
 
     Args:
-        make_worker: Called in each thread with its number and a function that tells whether the consumer lives; may
-            sleep until the worker is wanted, and returns None if it never is.
-        stop: Tells the workers to leave.
-        may_leave: Whether worker number i may have left by itself.
+        make_worker: Called in each thread with its number and a function that returns whether the consumer is alive;
+            may sleep until the worker is active. Returns None if the loader shuts down before that.
+        stop: Asks the workers to exit.
+        may_leave: Whether worker ``number`` may exit by itself.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class ThreadPool:
         return threading.Thread(target=self._run, args=(number,), name=name, daemon=True)
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
-        """Start all threads. They start too quickly for ``enough`` to be asked in between."""
+        """Start all threads, without a call of ``enough``: threads start fast."""
         for thread in self.threads:
             thread.start()
 
     def grow(self, count: int) -> None:
-        """All are there already."""
+        """Do nothing: all threads run already."""
 
     def usage(self) -> CpuUsage:
         """Processor time of all workers."""
@@ -70,7 +70,7 @@ class ThreadPool:
 
     def _run(self, number: int) -> None:
         def process_lives() -> bool:
-            return True  # whatever has become of its main thread: another one may train
+            return True  # even if its main thread has ended: another thread may train
 
         try:
             worker = self._make_worker(number, process_lives)
@@ -80,32 +80,32 @@ class ThreadPool:
                 finally:
                     worker.close()
         finally:
-            self._ready.notify()  # whoever waits for this thread learns that it is gone
+            self._ready.notify()  # wake the consumer, which then sees that this thread has ended
 
     def wait(self, seen: int, timeout_s: float) -> None:
-        """Sleep until the ready gate has had an event since ``seen``."""
+        """Sleep until the ready events exceed ``seen``."""
         with in_profile("minato: wait for workers"):
             self._ready.wait(seen, timeout_s)
 
     def check(self) -> None:
-        """Raise if a thread is gone."""
-        gone = [self.threads[n].name for n in self._gone() if not self._may_leave(n)]
-        if gone:
-            raise RuntimeError(f"DataLoader worker thread(s) {', '.join(gone)} ended unexpectedly")
+        """Raise RuntimeError if a thread has ended unexpectedly."""
+        ended = [self.threads[n].name for n in self._gone() if not self._may_leave(n)]
+        if ended:
+            raise RuntimeError(f"DataLoader worker thread(s) {', '.join(ended)} ended unexpectedly")
 
     def check_early(self) -> None:
-        """Nothing: starting a thread takes no time."""
+        """Do nothing: a thread starts fast."""
 
     def _gone(self) -> list[int]:
         return [number for number, thread in enumerate(self.threads) if not thread.is_alive()]
 
     @property
     def _is_owner(self) -> bool:
-        # A forked child of the user's holds a copy of this pool, but no threads.
+        # A child that the user forked has a copy of this pool, but no threads.
         return os.getpid() == self._owner
 
     def shut_down(self) -> bool:
-        """Ask the threads to leave and wait a while for them; returns whether there are none any more."""
+        """Ask the threads to exit and wait for them; returns whether all have ended."""
         if not self._is_owner:
             return False
         self._stop()
@@ -117,11 +117,11 @@ class ThreadPool:
 
 
 class InlinePool:
-    """``num_workers=0``: whoever waits for a batch works on it.
+    """``num_workers=0``: the consumer loads the batch that it waits for.
 
     Args:
         make_worker: Called with its number, 0.
-        give_back: Offers again what an interrupted worker has not finished.
+        give_back: Releases what an interrupted worker has claimed.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class InlinePool:
         self._worker: Worker | None = None
         self._closing = _Closing()
         self.shut_down = self._closing.shut_down
-        """Ends what the worker has begun in other threads. Holds no loader, as a ``collate_fn`` may."""
+        """Ends what the worker has started in other threads. Refers to no loader, as a ``collate_fn`` may."""
 
     @property
     def processes(self) -> Sequence[BaseProcess]:
@@ -140,7 +140,7 @@ class InlinePool:
         return ()
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
-        """Prepare the one worker."""
+        """Make the worker."""
         self._worker = self._make_worker(0)
         self._closing.endings = self._worker.endings
 
@@ -152,32 +152,32 @@ class InlinePool:
                 self._worker.turn(timeout_s)
         except BaseException:
             self._worker.forget()
-            self._give_back()  # whoever catches this may ask for the next batch
+            self._give_back()  # the caller may catch this and ask for the next batch
             raise
 
     def check(self) -> None:
-        """Nobody can die here."""
+        """Do nothing: there is no other process or thread."""
 
     def check_early(self) -> None:
-        """Nobody can die here."""
+        """Do nothing: there is no other process or thread."""
 
     def grow(self, count: int) -> None:
-        """There is one worker only."""
+        """Do nothing: there is one worker."""
 
     def usage(self) -> CpuUsage:
-        """Nothing: what the consumer uses is not the workers'."""
+        """Return zeros: the time of the consumer is not counted as the workers'."""
         return CpuUsage(0, 0)
 
 
 class _Closing:
-    """The end of a worker in line."""
+    """Ends the worker of the main process."""
 
     def __init__(self) -> None:
         self.endings: list[Callable[[], None]] = []
         self._owner = os.getpid()
 
     def shut_down(self) -> bool:
-        """End what the worker has begun in other threads; returns whether this was that worker's process."""
+        """End what the worker has started in other threads; returns False in a forked copy of the process."""
         if os.getpid() != self._owner:
             return False
         for end in self.endings:

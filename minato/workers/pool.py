@@ -1,4 +1,4 @@
-"""What every kind of worker pool can do: processes, threads, actors, and the main process."""
+"""The interface of all worker pools: processes, threads, actors, and the main process."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class WorkerPool(Pool, Protocol):
 
     @property
     def processes(self) -> Sequence[BaseProcess]:
-        """The processes of this machine that are workers."""
+        """The workers that are processes of this machine."""
 
     @property
     def shut_down(self) -> Callable[[], bool]:
-        """Ends all workers; returns whether there are none any more. Holds neither the loader nor what refers to it."""
+        """Ends all workers; returns whether all have ended. Refers neither to the loader nor to an object that does."""
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
         """Start the workers.
 
         Args:
-            enough: Asked between slow starts; once it holds, the others may start later. None: all start now.
+            enough: Called between slow starts; once it holds, the other workers may start later. None: all start now.
         """
 
     def check_early(self) -> None:
-        """Replace dead workers although the loop does not wait, where starting others takes time."""
+        """Replace dead workers before the loop waits, where a start takes time."""
 
     def grow(self, count: int) -> None:
         """Start those of the first ``count`` workers that have not been started."""

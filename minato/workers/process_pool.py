@@ -130,11 +130,11 @@ class ProcessPool:
         return process
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
-        """Start one process after the other; each works as soon as it can.
+        """Start one process after the other; each works at once.
 
         Args:
-            enough: Asked in between. Once it holds, or so many are coming up that more would not help, the others are
-                left to ``wait``. None: all are started.
+            enough: Called in between. Once it holds, or the largest number is starting, ``wait`` starts the others.
+                None: all start now.
         """
         while self._to_start and (enough is None or (self._has_room() and not enough())):
             self._start_next()
@@ -164,9 +164,7 @@ class ProcessPool:
     def _start(self, number: int) -> None:
         process = self.processes[number]
         if process.pid is None:
-            self._started.processes[number] = (
-                process  # before: an interrupt may come with the start
-            )
+            self._started.processes[number] = process  # first: a signal may interrupt the start
             self._launch(process)
         self._watch.add(number, process)
         self._unwatched = True
@@ -177,15 +175,15 @@ class ProcessPool:
                 try:
                     process.start()
                 except (EOFError, OSError):
-                    raise_kept()  # it has ended the fork server, too
+                    raise_kept()  # the signal has ended the fork server, too
                     raise
                 return
-            # What modules have Python call around a fork would swallow what a signal's handler raises.
+            # Python ignores what a signal's handler raises in a callback that a module has registered around forks.
             with signals_deferred():
                 process.start()
 
     def _watch_all(self) -> None:
-        # After processes are started, not between, for it is a thread.
+        # After all starts, not between them, because it starts a thread.
         with explaining_limits("watch the worker processes"):
             self._watch.run()
         self._unwatched = False
@@ -195,7 +193,7 @@ class ProcessPool:
         return process_usage(process.pid for process in self.processes if process.pid is not None)
 
     def wait(self, seen: int, timeout_s: float) -> None:
-        """Sleep until the ready gate has had an event since ``seen``, or start a process that was left to start."""
+        """Sleep until the ready events exceed ``seen``, or start one of the processes that ``start`` has left."""
         if self._to_start and not self._is_ending and self._has_work():
             if self._has_room():
                 self._start_next()
@@ -205,29 +203,29 @@ class ProcessPool:
             self._watch_all()
         if self._watchdog is not None:
             timeout_s = min(timeout_s, self._watchdog.interval_s)
-        began = time.monotonic()
+        begin_s = time.monotonic()
         with in_profile("minato: wait for workers"):
             self._ready.wait(seen, timeout_s)
-        if self._watchdog is not None and time.monotonic() - began > timeout_s + _STOPPED_S:
+        if self._watchdog is not None and time.monotonic() - begin_s > timeout_s + _STOPPED_S:
             self._watchdog.restart_timers()
 
     @property
     def _is_ending(self) -> bool:
-        # A thread that still iterates must not replace workers that are ended.
+        # A thread that still iterates must not replace workers that a shutdown ends.
         return self._started.is_over or exiting()
 
     def check(self) -> None:
-        """Replace dead workers, or raise torch's RuntimeError; at the end, do nothing."""
+        """Replace dead workers, or raise torch's RuntimeError; during shutdown, do nothing."""
         if self._is_ending:
             return
-        while (gone := self._watch.first_ended()) is not None:
-            self._replace(*gone)
-            self._watch.forget()  # only now: whoever is interrupted, or raises, and asks again is told again
+        while (ended := self._watch.first_ended()) is not None:
+            self._replace(*ended)
+            self._watch.forget()  # only now: after an interrupt or an error the next call handles the same process
         if self._watchdog is not None:
             self._watchdog.end(self.processes)
 
     def check_early(self) -> None:
-        """Replace dead workers although the loop does not wait, where there is work for them: to start takes time."""
+        """Replace dead workers before the loop waits, if there is work for them: a start takes time."""
         if self._watch.first_ended() is not None and self._has_work():
             self.check()
 
@@ -246,7 +244,7 @@ _POOLS: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
 
 
 def _forget_parents_workers() -> None:
-    # At its end multiprocessing would end them, for it takes them for children of this process.
+    # At exit multiprocessing would end them, because it regards them as children of this process.
     for pool in _POOLS:
         forget_child_processes(pool.processes)
 
@@ -256,9 +254,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:
-    """Make this process what torch makes of a worker: signal handlers, one thread, seeds, worker info."""
+    """Prepare this process as torch prepares a worker: signal handlers, one thread, seeds, worker info."""
     set_signal_handlers()
-    # Python would join the threads of executors at the end, of which one may have forked this process: itself.
+    # At exit Python joins the threads of executors; one of them may have forked this process, which would join itself.
     forget_executor_threads()
     _end_with_parent()
     name_process_thread("minato_worker")
@@ -266,11 +264,11 @@ def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when the one that had it started is gone or runs another program.
+    """Have the kernel kill this process when the process that requested its start ends or runs another program.
 
-    The pipe between the two is then closed on the other side, and the kernel sends a signal of choice, whatever
-    this process is doing then and whichever thread started it. Siblings that were forked later hold that side, too,
-    until they are killed themselves.
+    The other side of the pipe between the two is then closed, and the kernel sends the chosen signal. That does not
+    depend on the activity of this process nor on the thread that started it. Siblings that were forked later hold that
+    side, too, until the kernel has killed them.
     """
     creator = multiprocessing.parent_process()
     if creator is None or not hasattr(fcntl, "F_SETSIG"):
@@ -279,19 +277,19 @@ def _end_with_parent() -> None:
     fcntl.fcntl(creator.sentinel, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(creator.sentinel, fcntl.F_GETFL)
     fcntl.fcntl(creator.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if connection.wait([creator.sentinel], 0):  # it is gone already
+    if connection.wait([creator.sentinel], 0):  # it has ended already
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def seed_worker(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:
-    """The part of this that any process needs which stands for a worker: one thread, seeds, worker info."""
+    """Prepare a process that acts for a worker, local or remote: one thread, seeds, worker info."""
     torch.set_num_threads(1)
     seed = base_seed + number
     random.seed(seed)
     if torch.version.cuda or torch.version.hip:
         torch.manual_seed(seed)
     else:
-        # The same without the other devices' generators, whose seeding records a stack trace: 2 ms per worker.
+        # torch.manual_seed also seeds the generators of other devices, and records a stack trace: 2 ms per worker.
         torch.default_generator.manual_seed(seed)
     np.random.seed(numpy_seed(base_seed, number))
     announce_worker(number, num_workers, seed, dataset)
@@ -299,7 +297,7 @@ def seed_worker(number: int, num_workers: int, base_seed: int, dataset: Any) -> 
 
 @contextmanager
 def announced(number: int, num_workers: int, base_seed: int, dataset: Any) -> Iterator[None]:
-    """Let torch's ``get_worker_info()`` speak of this worker thread: one after the other, as torch knows one only."""
+    """Have torch's ``get_worker_info()`` describe this worker thread; one at a time, as torch keeps one record."""
     with _ANNOUNCED:
         before = announce_worker(number, num_workers, base_seed + number, dataset)
         try:
@@ -309,11 +307,11 @@ def announced(number: int, num_workers: int, base_seed: int, dataset: Any) -> It
 
 
 def parent_watch() -> Callable[[], bool]:
-    """A function that tells whether the process that had this one started still lives; it may be dead already."""
+    """Return a function that returns whether the process that requested the start of this one is alive."""
     creator = multiprocessing.parent_process()
     assert creator is not None
     if os.getppid() == creator.pid:
         return lambda: os.getppid() == creator.pid
-    # It is dead, or a fork server stands between the two. Then a pipe tells; where siblings are forked they inherit the
-    # pipe's other end, but only those that come later.
+    # It has ended, or a fork server is between the two. Then the state of a pipe decides. Forked siblings inherit its
+    # other end, but only those that start later.
     return creator.is_alive

@@ -17,17 +17,17 @@ from minato.transforms.rng import SampleRandomness
 __all__ = ["CoroutineReads", "FinishedReads", "Read", "Reads", "ThreadReads", "reads_of"]
 
 _GRACE_S = 2.0
-"""How long the end of a loader waits for reads that are under way; the threads do not outlive the process."""
+"""How long a shutdown waits for reads in flight; the threads end with the process."""
 
 
 class Read:
-    """One sample to be read, and what came of it.
+    """One sample to read, and its result.
 
     Args:
-        seed: What the sample's randomness starts from, or None if it is not bound to the sample.
-        tag: What the caller wants to find again.
-        again_for: The read that this is a second request for.
-        occurrence: How often the key came before in the epoch.
+        seed: Seed of the sample's randomness; None if it is not bound to the sample.
+        tag: The caller's own value.
+        again_for: The read that this second request hedges.
+        occurrence: How often the index came before in the epoch.
     """
 
     __slots__ = (
@@ -62,38 +62,38 @@ class Read:
         self.tag = tag
         self.again_for = again_for
         self.attempts = 1
-        """Reads of this sample under way; with a second request two."""
+        """Requests for this sample in flight; two if it is hedged."""
         self.value: Any = None
         self.error: BaseException | None = None
         self.started_ns = 0
-        """When it began; 0 as long as it has not."""
+        """When it began; 0 before that."""
         self.duration_ns = 0
         self.asked = 0
-        """How many generators the read asked minato for."""
+        """Number of generators that the read has got from minato."""
         self.step = -1
         """The transform that raised ``error``, if that was not the dataset."""
 
-    def again(self) -> Read:
+    def hedge(self) -> Read:
         """A second request for the sample."""
         self.attempts += 1
         return Read(self.key, self.epoch, self.seed, self.tag, self, self.occurrence)
 
     def bound(self) -> SampleRandomness | None:
-        """Bind what ``minato.numpy_rng`` and its siblings give in this thread to the sample."""
+        """Bind what ``minato.numpy_rng`` and the like return in this thread to the sample."""
         if self.seed is None:
             return None
-        # The global generators belong to the whole process and so to no single one of its reads.
+        # The global generators belong to the process, not to one of its reads.
         randomness = SampleRandomness(self.seed, bind_globals=False)
         randomness.bind(self.epoch, self.key, self.occurrence)
         return randomness
 
 
 class Reads(Protocol):
-    """What a worker has asked its dataset for. All methods are for the worker's own thread.
+    """The reads of a worker. Only the worker's own thread may call the methods.
 
     Attributes:
-        limit: How many are under way at once.
-        outstanding: Reads submitted and not yet taken back by ``finished``.
+        limit: Largest number of reads in flight.
+        outstanding: Reads submitted and not yet returned by ``finished``.
         on_finished: Called, in any thread, after a read has finished.
     """
 
@@ -102,50 +102,50 @@ class Reads(Protocol):
     on_finished: Callable[[], None]
 
     def submit(self, read: Read) -> None:
-        """Ask for a sample; those beyond the limit queue up."""
+        """Start a read; reads beyond the limit wait in a queue."""
 
     def finished(self) -> Read | None:
-        """Take back a read that has finished, the first first; None if there is none."""
+        """Return the next read that has finished, in the order in which they finish; None if there is none."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until there is something to take back; whether there is."""
+        """Sleep until a read has finished; returns whether one has."""
 
     def close(self) -> None:
-        """Begin no further reads, and wait a while for those under way."""
+        """Start no further reads, and wait for those in flight, for a limited time."""
 
 
 class FinishedReads:
-    """The part that all kinds share: finished reads on their way to the worker's thread."""
+    """The common part of all kinds: a queue of finished reads."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.outstanding = 0
         self.on_finished: Callable[[], None] = lambda: None
         self._done: deque[Read] = deque()
-        self._news = threading.Event()
+        self._any_done = threading.Event()
 
     def finished(self) -> Read | None:
-        """Take back a read that has finished, the first first; None if there is none."""
+        """Return the next read that has finished, in the order in which they finish; None if there is none."""
         if not self._done:
-            self._news.clear()
+            self._any_done.clear()
             if not self._done:
                 return None
         self.outstanding -= 1
         return self._done.popleft()
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until there is something to take back; whether there is."""
-        return self._news.wait(timeout_s)
+        """Sleep until a read has finished; returns whether one has."""
+        return self._any_done.wait(timeout_s)
 
     def _finish(self, read: Read) -> None:
         read.duration_ns = now_ns() - read.started_ns
         self._done.append(read)
-        self._news.set()
+        self._any_done.set()
         self.on_finished()
 
 
 class ThreadReads(FinishedReads):
-    """``dataset[key]`` in threads, which are started as they are needed."""
+    """``dataset[index]`` in threads, which start on demand."""
 
     def __init__(self, get: Callable[[Any], Any], limit: int) -> None:
         super().__init__(limit)
@@ -155,7 +155,7 @@ class ThreadReads(FinishedReads):
         self._closed = False
 
     def submit(self, read: Read) -> None:
-        """Ask for a sample; those beyond the limit queue up."""
+        """Start a read; reads beyond the limit wait in a queue."""
         self.outstanding += 1
         self._asked.put(read)
         if len(self._threads) < min(self.limit, self.outstanding):
@@ -170,12 +170,12 @@ class ThreadReads(FinishedReads):
                 randomness = read.bound()
                 read.value = self._get(read.key)
                 read.asked = randomness.asked if randomness else 0
-            except BaseException as error:  # the worker's thread decides what may end the worker
+            except BaseException as error:  # the worker's thread decides whether it ends the worker
                 read.error = error
             self._finish(read)
 
     def close(self) -> None:
-        """Begin no further reads, and wait a while for those under way."""
+        """Start no further reads, and wait for those in flight, for a limited time."""
         self._closed = True
         for _ in self._threads:
             self._asked.put(None)
@@ -196,7 +196,7 @@ class CoroutineReads(FinishedReads):
         self._queued: deque[Read] = deque()
 
     def submit(self, read: Read) -> None:
-        """Ask for a sample; those beyond the limit queue up."""
+        """Start a read; reads beyond the limit wait in a queue."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
@@ -227,10 +227,10 @@ class CoroutineReads(FinishedReads):
             read.value = await (_Bound(coroutine, randomness) if randomness else coroutine)
             read.asked = randomness.asked if randomness else 0
         except asyncio.CancelledError as error:
-            # Passed on, it would look as if the worker were to end.
+            # A CancelledError would end the worker.
             read.error = RuntimeError(f"the read of {read.key!r} was cancelled")
             read.error.__cause__ = error
-        except BaseException as error:  # the worker's thread decides what may end the worker
+        except BaseException as error:  # the worker's thread decides whether it ends the worker
             read.error = error
         self._finish(read)
 
@@ -277,13 +277,13 @@ class _Bound:
             try:
                 argument = yield awaited
                 advance = coroutine.send
-            except BaseException as error:  # a cancellation, which is the coroutine's to handle
+            except BaseException as error:  # a cancellation, which the coroutine handles
                 argument, advance = error, coroutine.throw
             randomness.restore(state)
 
 
 def reads_of(dataset: Any, limit: int) -> Reads:
-    """The kind that the dataset is made for.
+    """Return the kind of reads that the dataset supports.
 
     Args:
         dataset: With ``async def __aget__(key)``, coroutines; otherwise ``dataset[key]`` in threads.

@@ -16,12 +16,12 @@ Fetch = Callable[[Any], Any]
 def recorded(
     fetch: Fetch, tracer: Tracer, lease: Any, epoch: int, *, repeats: bool = False
 ) -> Fetch:
-    """The same as ``fetch``, which also records each sample.
+    """Return a function like ``fetch`` that also records each sample.
 
     Args:
-        fetch: Gets a sample by its key, or goes on with a deferred one.
+        fetch: Runs the sample of an index, or resumes a deferred one.
         lease: The worker's lease words.
-        repeats: The samples have run before, and those results count.
+        repeats: The samples have run before, and the earlier results count.
     """
 
     def fetched(key: Any) -> Any:
@@ -43,7 +43,7 @@ def recorded(
 
 
 def recorded_batch(fetch: Fetch, tracer: Tracer, batch_size: int, epoch: int) -> Fetch:
-    """The same as ``fetch``, which gets a whole batch and also records it."""
+    """Return a function like ``fetch``, which loads a whole batch, that also records it."""
 
     def fetched(key: Any) -> Any:
         begin_ns = tracer.now()

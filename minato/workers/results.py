@@ -1,4 +1,4 @@
-"""Where the results of a worker's samples go: to their places, in whole batches, or nowhere."""
+"""Writes the results of a worker's samples: into their places, or as whole batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ResultWriter:
 
     Args:
         number: The worker's.
-        fetcher: Whose state goes with a batch, if it keeps one.
+        fetcher: Its state, if it keeps one, is sent with the batches.
         may_skip: Whether samples may be skipped.
         slow_to_newest: Slow samples go to the newest batch, where they have no place of their own.
     """
@@ -67,22 +67,22 @@ class ResultWriter:
                     batch, ledger.fill_run(self._number, batch, k + failed + 1, rest)
                 )
             return
-        lacking = self._may_skip and any(map(_is_skipped, samples))
+        has_skipped = self._may_skip and any(map(_is_skipped, samples))
         in_one = whole and (sink.collates or sink.has_unsendable or self._fetcher.sends_state)
         if in_one:
-            self._collated(batch, position, samples, lacking)
-        if lacking:
+            self._collated(batch, position, samples, has_skipped)
+        if has_skipped:
             self._fill(batch, position, k, samples, written=in_one)
             return
         if not in_one:
             sink.write_run(batch, k, position, samples)
         sink.publish_if_full(batch, ledger.fill_run(self._number, batch, k, len(keys)))
 
-    def _collated(self, batch: int, position: int, samples: list[Any], lacking: bool) -> None:
-        """Write the result of a whole batch, without the samples that were left out."""
+    def _collated(self, batch: int, position: int, samples: list[Any], has_skipped: bool) -> None:
+        """Write the result of a whole batch, without the samples that were skipped."""
         places: list[int] = []
         kept = samples
-        if lacking:
+        if has_skipped:
             places = [position + i for i, sample in enumerate(samples) if sample is SKIP]
             kept = [sample for sample in samples if sample is not SKIP]
         if not kept:
@@ -96,7 +96,7 @@ class ResultWriter:
     def _fill(
         self, batch: int, position: int, k: int, samples: list[Any], written: bool = True
     ) -> None:
-        """Fill the places of samples some of which are left out; write them before, one or a run."""
+        """Fill the places of samples some of which are skipped, after writing the others."""
         sink, ledger = self._sink, self._ledger
         first = 0
         for skipped, piece in itertools.groupby(samples, _is_skipped):
@@ -121,7 +121,7 @@ class ResultWriter:
         result: Any,
         error: BaseException | None,
     ) -> None:
-        """Deliver a whole batch that one call of the dataset gave, which may be anything."""
+        """Write a whole batch that one call of the dataset returned, which may be any object."""
         sink = self._sink
         if error is not None:
             sink.write_error(batch, first, error, keys, self._state_after_error())
@@ -141,7 +141,7 @@ class ResultWriter:
         samples: list[Any],
         error: BaseException | None,
     ) -> None:
-        """Deliver a batch of a stream, or its end."""
+        """Write a batch of a stream, or its end."""
         sink = self._sink
         if error is None:
             sink.write_batch(batch, samples, (place, stream.state) if stream.sends_state else None)
@@ -154,7 +154,7 @@ class ResultWriter:
     def free(
         self, position: int, key: Any, sample: Any, error: BaseException | None, cost_ns: int
     ) -> None:
-        """Find a place for a sample, or for the error that it raised."""
+        """Write a sample, or the error that it raised, into a free place."""
         ledger, sink = self._ledger, self._sink
         if sample is SKIP:
             sink.publish_if_full(*ledger.skip(self._number, position))

@@ -1,4 +1,4 @@
-"""What a worker does about a sample that raised: it tries again, or asks the policy."""
+"""What a worker does after a sample has raised: it retries, then applies the error policy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SampleRetry:
     def settle(
         self, position: int, epoch: int, key: Any, error: BaseException
     ) -> tuple[Any, BaseException | None]:
-        """What becomes of a sample that raised this: a sample, or SKIP, and None; or None and the error."""
+        """The outcome of a sample that raised: a sample or SKIP, and None; or None and the error."""
         if not isinstance(error, Exception):
             return None, error
         policy, runner = self._policy, self._runner
@@ -54,7 +54,7 @@ class SampleRetry:
             failure = self._failure(epoch, key, again, attempt + 1, occurrence)
         try:
             return policy.settle(failure)
-        except BaseException as raised:  # by on_error; an Exception, settle has seen to itself
+        except BaseException as raised:  # by on_error; settle handles an Exception itself
             return None, raised
 
     def _failure(

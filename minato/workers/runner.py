@@ -1,4 +1,4 @@
-"""Running samples: their randomness, what they cost, and the stages of those that are worth a look."""
+"""Running samples: their randomness, their costs, and the stages of those that are measured."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from minato.workers.staged_runner import StageRunner
 __all__ = ["CostEstimate", "Runner", "RunnerSettings"]
 
 _PROBES = 16
-"""Samples that are watched for draws at first."""
+"""Number of first samples that are watched for draws."""
 _WORTH_BINDING_NS = 50_000
-"""Samples that cost more are always bound: it takes about a microsecond."""
+"""Samples that cost more are always bound, which takes about a microsecond."""
 _WORTH_WATCHING = 8
-"""So many samples are bound in the time that it takes to watch a run for draws."""
+"""Watching a run for draws takes as long as binding this many samples."""
 _WORTH_MEASURING_NS, _FOR_EACH_STEP_NS = 2_000_000, 600_000
 """Samples that cost more than the sum, with its second part for each transform, are all timed stage by stage.
 
 It takes three microseconds, but six for each transform where samples have emptied the processor's caches.
 """
-_MEASURE_EVERY, _RATHER_OFTEN, _RATHER_DEAR = 32, 8, 4
-"""Of cheaper samples, one in so many leases has its stages timed: of those that cost a quarter of that, more often."""
+_MEASURE_EVERY, _MEASURE_OFTEN, _EXPENSIVE = 32, 8, 4
+"""Of cheaper samples, every 32nd lease has a sample timed; every 8th from a quarter of that cost on."""
 _FIRST_GUESS_NS = 4e6
 _RISE, _FALL = 0.2, 0.7
 """The mean cost per sample to start with, and its smoothing."""
@@ -45,12 +45,12 @@ Occurrences = Callable[[int, int], list[int] | None]
 
 @dataclass
 class CostEstimate:
-    """What a worker has learned of the samples that it runs.
+    """A worker's estimate of the samples that it runs.
 
     Attributes:
-        mean_ns: Mean cost per sample of late.
-        draws: Whether samples draw random numbers that are bound to them; None while this is not known.
-        watched: How many have been watched for it.
+        mean_ns: Moving average of the cost of a sample.
+        draws: Whether samples draw random numbers that are bound to them; None while this is unknown.
+        watched: Number of samples that were watched for draws.
     """
 
     mean_ns: float = _FIRST_GUESS_NS
@@ -107,9 +107,9 @@ class Runner:
         self._make_randomness = make_randomness
         self._randomness: SampleRandomness | None = None
         self.meters = meters
-        """What it measures."""
+        """What the runner measures."""
         self._total, self._slowest = meters.total, meters.slowest
-        self._looked_again = False
+        self._looked_twice = False
         self._stage_runner = stage_runner
         self._failure = settings.failure
         self.in_main_process = settings.in_main_process
@@ -124,7 +124,7 @@ class Runner:
         self._deferral = None if stage_runner is None else stage_runner.deferral
         self._deferred_before = 0
         self.ahead_ns = 0
-        """What the next sample has cost before it is run, because it was read while others were."""
+        """Cost of the next sample before it runs: the time of its concurrent read."""
         num_steps = 0 if stage_runner is None else len(meters.steps)
         # A trace shows the stages of every sample.
         self._worth_measuring_ns = (
@@ -133,15 +133,15 @@ class Runner:
         self._runs = 0
 
     def observe(self, cost_ns: float) -> None:
-        """Learn what a sample of a lease cost on average."""
-        # Down at once, up slowly: the first samples of a run are often the dearest, and a straggler is no trend.
+        """Update the estimate with the mean cost of the samples of a lease."""
+        # Fast down, slow up: the first samples of a run are often the most expensive, and a straggler is no trend.
         cost_estimate = self.cost_estimate
         weight = _RISE if cost_ns > cost_estimate.mean_ns else _FALL
         cost_estimate.mean_ns += weight * (cost_ns - cost_estimate.mean_ns)
 
     @property
     def seed(self) -> int:
-        """What the randomness of samples starts from; 0 if it is not bound."""
+        """Seed of the randomness of samples; 0 if it is not bound."""
         return 0 if self._randomness is None else self._randomness.base_seed
 
     def enter(self, seed: int) -> None:
@@ -154,41 +154,40 @@ class Runner:
                 self._stage_runner.capture = self._randomness.capture
 
     def transformed(self, key: Any, value: Any, read_ns: int, transforms: Transforms) -> Any:
-        """The sample of a key whose value was read in another thread, in so many ns."""
+        """The sample of an index whose value was read in another thread in ``read_ns``."""
         if self._stage_runner is None:
             return transforms.run(value)
         return self._stage_runner.transformed(key, value, read_ns, thread_time_ns())
 
-    def set_generators_used(self, asked: int) -> None:
-        """Say how many generators the sample in hand has asked minato for in another thread."""
+    def set_generators_used(self, count: int) -> None:
+        """Set how many generators the current sample has got from minato in another thread."""
         if self._randomness is not None:
-            self._randomness.asked = asked
+            self._randomness.asked = count
 
     def run_steps(
         self, position: int, epoch: int, keys: list[Any], plain: Fetch, slow_ns: int
     ) -> tuple[list[Any], BaseException | None]:
-        """Run samples until one raises, stage by stage where that is not felt, or where one may be deferred.
+        """Run samples until one raises, stage by stage where that costs little, or where one may be deferred.
 
         Args:
             position: Position of the first; the others follow it.
-            plain: Gets a sample in one go.
+            plain: Runs a sample without a clock between its stages.
             slow_ns: A sample that has taken longer may be deferred; 0: none may.
 
         Returns:
-            The samples, and the DeferredSample in place of one that was deferred; and what the one after them raised,
-            or None.
+            The samples, with a DeferredSample in place of one that was deferred; and what the next one raised, or None.
         """
         stage_runner = self._stage_runner
         if stage_runner is None:
             return self.run(position, epoch, keys, plain)
-        # Samples that may run again are not deferred. Step by step, the lease still names the transform that runs.
+        # Samples that may run again are not deferred. The lease names the transform that runs all the same.
         stage_runner.slow_ns = 0 if self._reruns(len(keys)) else slow_ns
         self._runs += 1
         mean_ns, worth_ns = self.cost_estimate.mean_ns, self._worth_measuring_ns
         if mean_ns >= worth_ns:
             return self.run(position, epoch, keys, stage_runner.measured)
         fetch = stage_runner.straight if slow_ns else plain
-        every = _RATHER_OFTEN if mean_ns * _RATHER_DEAR >= worth_ns else _MEASURE_EVERY
+        every = _MEASURE_OFTEN if mean_ns * _EXPENSIVE >= worth_ns else _MEASURE_EVERY
         return self.run(position, epoch, keys, fetch, self._runs % every == 0)
 
     def run(
@@ -204,12 +203,12 @@ class Runner:
         """Run samples until one raises; returns them and what it raised.
 
         Args:
-            fetch: Gets a sample.
+            fetch: Runs a sample.
             probes: Measure the stages of the last one.
-            batch_size: The only key stands for all samples of a batch, this many; 0: each key is a sample's own.
+            batch_size: The only key stands for all samples of a batch, which are this many; 0: each key is one sample.
             repeats: For the trace: the samples have run before.
         """
-        self._forget()
+        self._reset()
         if len(keys) > len(self.durations):
             self.durations = array("q", bytes(8 * len(keys)))
         if self._failure is not None:
@@ -230,14 +229,14 @@ class Runner:
         if randomness is None:
             samples, error = run(None)
         elif cost_estimate.draws is False and self._are_cheap(len(keys)):
-            # Binding would cost as much as these samples do, and they do not seem to draw. Should one draw after all,
-            # these few are run again, bound, and so are all later ones.
+            # Binding costs as much as these samples, and earlier ones did not draw. If one draws after all, these few
+            # run again, bound, and all later ones are bound.
             randomness.mark()
             samples, error = run(None)
             if randomness.drawn():
                 cost_estimate.draws = True
                 randomness.rewind()
-                self._forget()
+                self._reset()
                 with self._guard(randomness):
                     samples, error = run(binder())
         elif cost_estimate.draws is None and len(keys) == 1:
@@ -246,12 +245,12 @@ class Runner:
                 randomness.mark(unbind=False)
                 samples, error = run(None)
                 cost_estimate.watched += 1
-                if not self._looked_again:
-                    # The first sample of a worker may make generators, which were bound to nothing in it.
-                    self._looked_again = True
+                if not self._looked_twice:
+                    # The first sample of a worker may make generators, which were not bound while it ran.
+                    self._looked_twice = True
                     if randomness.look():
                         cost_estimate.draws = True
-                        self._forget()
+                        self._reset()
                         samples, error = run(binder())
                 if cost_estimate.draws is None and randomness.drawn():
                     cost_estimate.draws = True
@@ -264,12 +263,12 @@ class Runner:
         return samples, error
 
     def occurrence(self, position: int) -> int:
-        """How often the key of the sample at a position came before in the epoch."""
+        """How often the index of the sample at a position came before in the epoch."""
         found = self._occurrences(position, 1)
         return 0 if found is None else found[0]
 
     def _binder(self, position: int, count: int, batch_size: int = 0) -> Bind:
-        """Return what binds the randomness to each of ``count`` samples in turn, each once."""
+        """Return a function that binds the randomness to each of ``count`` samples, in order, once each."""
         randomness = self._randomness
         assert randomness is not None
         found = self._occurrences(position, batch_size or count)
@@ -284,7 +283,7 @@ class Runner:
         return self.longest_ns < _WORTH_BINDING_NS and count >= _WORTH_WATCHING
 
     def _reruns(self, count: int) -> bool:
-        """Whether ``run`` may have to run so many samples a second time: then none of them can be deferred."""
+        """Whether ``run`` may run ``count`` samples a second time: then none of them can be deferred."""
         draws = self.cost_estimate.draws
         return self._randomness is not None and (
             (draws is None and count == 1) or (draws is False and self._are_cheap(count))
@@ -293,7 +292,7 @@ class Runner:
     def resume(
         self, deferred: DeferredSample, epoch: int
     ) -> tuple[list[Any], BaseException | None]:
-        """Go on with a deferred sample: returns it, or it deferred again; or no sample and what it raised."""
+        """Resume a deferred sample; returns it, complete or deferred again, or no sample and what it raised."""
         stage_runner, randomness = self._stage_runner, self._randomness
         assert stage_runner is not None
 
@@ -301,7 +300,7 @@ class Runner:
             assert randomness is not None
             randomness.restore(deferred.randomness)
 
-        self._forget()
+        self._reset()
         fetch: Fetch = stage_runner.resume
         if self._tracer.enabled:
             fetch = recorded(fetch, self._tracer, self._lease, epoch)
@@ -369,7 +368,7 @@ class Runner:
             self._note_slowest(samples, keys, epoch)
 
     def _note_slowest(self, samples: list[Any], keys: list[Any], epoch: int) -> None:
-        """Keep those that took longer than what is kept; one of them did."""
+        """Keep those that are slower than the slowest so far."""
         durations, slowest = self.durations, self._slowest
         # If some were measured, they are the last ones.
         stages = [] if self._stage_runner is None else self._stage_runner.longest
@@ -380,8 +379,8 @@ class Runner:
             if durations[i] > slowest.floor_ns:
                 slowest.offer(keys[i], epoch, durations[i], stage, stage_ns)
 
-    def _forget(self) -> None:
-        """Forget what is known of the samples of an earlier run."""
+    def _reset(self) -> None:
+        """Reset what belongs to the samples of an earlier run."""
         if self._stage_runner is not None:
             self._stage_runner.longest.clear()
         if self._deferral is not None:

@@ -1,4 +1,4 @@
-"""A limit on the time that one sample may take."""
+"""``ErrorPolicy.sample_timeout``: ends workers whose sample takes too long."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from minato.errors import SampleTimeoutError
 __all__ = ["SampleWatchdog", "StackFile"]
 
 _LOOKS = 4
-"""How often a sample is looked at within its limit."""
+"""Checks of a sample within its limit."""
 _STACK_S = 1.0
-"""How long a stuck process may take to write its stack; one that is stopped never does."""
+"""How long a process may take to write its stack; a stopped process never does."""
 _WRITTEN_S = 0.02
-"""What has not grown for so long is complete."""
+"""A stack that has not grown for this time is complete."""
 
 
 class StackFile:
-    """Where a stuck worker process writes its stack when it is told to by a signal, whatever it is doing.
+    """A file to which a worker process writes its stack when it gets a signal, even if it hangs.
 
-    It is passed on by ``fork``, or by pickling it while a child is spawned.
+    Children inherit it by ``fork``, or get it pickled while they are spawned.
     """
 
     _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGTERM) - 1
@@ -45,18 +45,18 @@ class StackFile:
         weakref.finalize(self, os.close, descriptor)
 
     def listen(self) -> None:
-        """Make this process write its stack here when it is asked to."""
+        """Have this process write its stack here when it gets the signal."""
         faulthandler.register(self._SIGNAL, self._descriptor, all_threads=True, chain=False)
 
-    def ask(self, pid: int) -> None:
-        """Have a process that listens write its stack; ``answer`` gives it. This ends an earlier request."""
+    def request(self, pid: int) -> None:
+        """Have a listening process write its stack; ``answer`` returns it. This cancels an earlier request."""
         os.ftruncate(self._descriptor, 0)
         os.kill(pid, self._SIGNAL)
         self._size, self._grown_s = 0, time.monotonic()
         self._deadline_s = self._grown_s + _STACK_S
 
     def answer(self) -> str | None:
-        """The stack; None as long as it may still come; empty if the process did not write it in time."""
+        """The stack; None while it is awaited; empty if the process did not write it in time."""
         now_s, size = time.monotonic(), os.fstat(self._descriptor).st_size
         if size != self._size:
             self._size, self._grown_s = size, now_s
@@ -74,55 +74,57 @@ class StackFile:
 class SampleWatchdog:
     """Ends worker processes that spend too long on a sample.
 
-    Each is asked for its stack before, one at a time. The consumer does not wait for it: one call of ``end`` asks, a
-    later one takes the answer.
+    Each first writes its stack, one at a time. The consumer does not wait for it: one call of ``end`` requests the
+    stack, a later one reads it.
 
     Args:
-        limit_s: How long a sample may take.
-        stacks: What the workers write their stacks to.
+        limit_s: Time limit of a sample.
+        stacks: The file to which the workers write their stacks.
     """
 
     def __init__(self, ledger: Ledger, limit_s: float, stacks: StackFile) -> None:
         self._ledger = ledger
         self._limit_s = limit_s
         self._stacks = stacks
-        self._ended: dict[int, str] = {}  # and why
+        self._ended: dict[int, str] = {}  # the reason by number
         self._since_ns = 0
-        self._asked: tuple[int, BaseProcess, Any] | None = None  # number, process, its lease then
+        self._requested: tuple[int, BaseProcess, Any] | None = (
+            None  # number, process, its lease then
+        )
 
     @property
     def interval_s(self) -> float:
-        """How often ``end`` should be called."""
-        return self._limit_s / _LOOKS if self._asked is None else _WRITTEN_S
+        """Interval between two calls of ``end``."""
+        return self._limit_s / _LOOKS if self._requested is None else _WRITTEN_S
 
     def restart_timers(self) -> None:
-        """Let the samples that are running now begin anew: all processes were stopped for a while."""
+        """Restart the time limit of all running samples, because all processes were stopped for a while."""
         self._since_ns = now_ns()
-        self._asked = None
+        self._requested = None
 
     def end(self, processes: Sequence[BaseProcess]) -> None:
-        """End those of the workers whose sample, ``collate_fn`` or ``worker_init_fn`` is overdue."""
-        if self._asked is not None and not self._finish(*self._asked):
+        """End the workers whose sample, ``collate_fn`` or ``worker_init_fn`` has exceeded the limit."""
+        if self._requested is not None and not self._finish(*self._requested):
             return
-        self._asked = None
+        self._requested = None
         for number, process in enumerate(processes):
             lease = self._ledger.lease(number)
             on_nothing = lease[0] is None and lease[2] > STARTING
             if on_nothing or number in self._ended or process.pid is None:
                 continue
             taken_s = (now_ns() - max(lease[1], self._since_ns)) / 1e9
-            # The two words of a lease are not written at once, so one look is not enough.
+            # The words of a lease are not written atomically: a second read confirms the first.
             if taken_s <= self._limit_s or self._ledger.lease(number) != lease:
                 continue
             with contextlib.suppress(ProcessLookupError):
-                self._stacks.ask(process.pid)
-                self._asked = number, process, lease
+                self._stacks.request(process.pid)
+                self._requested = number, process, lease
                 return
 
     def _finish(self, number: int, process: BaseProcess, lease: Any) -> bool:
-        """End a worker that was asked for its stack; False as long as that may still come."""
+        """End a worker whose stack was requested; False while the stack is awaited."""
         if self._ledger.lease(number) != lease or not process.is_alive():
-            return True  # the sample, or the worker, came to an end by itself
+            return True  # the sample or the worker has ended by itself
         stack = self._stacks.answer()
         if stack is None:
             return False
@@ -137,11 +139,11 @@ class SampleWatchdog:
         return True
 
     def cause(self, number: int) -> SampleTimeoutError | None:
-        """Why a worker was ended, if it was ended here; asked once it is dead."""
-        why = self._ended.get(number)
-        # A new one each time: its traceback, once it is raised, would keep the loader alive.
-        return None if why is None else SampleTimeoutError(why)
+        """The error of a dead worker that the watchdog has ended; None if it died otherwise."""
+        reason = self._ended.get(number)
+        # A new exception at each call: the traceback of a raised one would keep the loader alive.
+        return None if reason is None else SampleTimeoutError(reason)
 
     def forget(self, number: int) -> None:
-        """Begin anew with the worker that takes the place of a dead one."""
+        """Drop the record of a dead worker, which another one replaces."""
         self._ended.pop(number, None)

@@ -1,4 +1,4 @@
-"""Measures what a loader does, period by period, and has the controller's number of workers work."""
+"""Measures a loader period by period, and activates the number of workers that the controller returns."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from minato.workers.current_sample import has_begun
 __all__ = ["AutoscaleState", "PolledPool", "Scaler"]
 
 _LOOK_NS = 50_000_000
-"""It looks no more often than this."""
+"""Shortest interval between two checks."""
 _PERIOD_NS = 250_000_000
-"""A period lasts as long at least …"""
+"""A period lasts at least this long …"""
 _PERIOD_SAMPLES = 4
-"""… and so many samples of each worker, …"""
+"""… and at least this many samples of each worker, …"""
 _LONGEST_PERIOD_NS = 10_000_000_000
-"""… or as long as this."""
+"""… but at most this long."""
 _ROOM_TO_GROW = 2
-"""Times the workers that helped in the last pass: how many there can be in the next."""
+"""Ratio of the largest number of workers in the next epoch to the active ones of the last."""
 _STARTING_NS = 20_000_000_000
-"""A worker that was called may take so long before it is counted without having begun."""
+"""After this time a new worker counts as active although it has not begun."""
 
 
 @dataclass
 class AutoscaleState:
-    """What a loader knows of how many workers help; it outlives the workers.
+    """What a loader has learned about its number of workers; it outlives the workers.
 
     Attributes:
         controller: Name of one of ``CONTROLLERS``.
         settings: Its limits.
-        state: What it has learnt.
-        tried: Whether it has been in use.
+        state: What it has learned.
+        tried: Whether it has been used.
     """
 
     controller: str
@@ -59,10 +59,10 @@ class AutoscaleState:
     def of(
         cls, controller: Any, first: int, least: int | None, most: int | None
     ) -> AutoscaleState | None:
-        """What a new loader knows; None if the number of its workers is fixed.
+        """The state of a new loader; None if the number of its workers is fixed.
 
         Args:
-            controller: Name of one, or a dataclass of constants for ``paper``.
+            controller: Name of a controller, or a dataclass of constants for ``paper``.
         """
         if least is None or most is None:
             return None
@@ -71,14 +71,14 @@ class AutoscaleState:
         return cls("paper" if constants else controller, settings, ControllerState(first))
 
     def numbers(self, persistent: bool) -> tuple[int, int]:
-        """How many workers work at first in the next engine, and how many there can be.
+        """The first and the largest number of workers in the next engine.
 
         Args:
-            persistent: Whether they stay for further passes.
+            persistent: Whether the workers stay for further epochs.
         """
         now, most = self.state.workers, self.settings.most
         if self.tried and not persistent:
-            # These live for one pass, and those that only stand by cost time at its start.
+            # These workers live for one epoch, and inactive ones cost time at its start.
             most = min(most, _ROOM_TO_GROW * now)
         return now, most
 
@@ -87,7 +87,7 @@ class Workers(Protocol):
     """The workers, as a scaler sees them."""
 
     def grow(self, count: int) -> None:
-        """Start workers until there are so many."""
+        """Start workers until there are ``count``."""
 
     def usage(self) -> CpuUsage:
         """Processor time of all of them."""
@@ -104,10 +104,10 @@ class _Reading(NamedTuple):
 
 
 class Scaler:
-    """Decides how many workers work, from the consumer's thread, a few times a second.
+    """Sets the number of active workers, in the consumer's thread, several times a second.
 
     Args:
-        autoscale_state: The controller, and what it knows.
+        autoscale_state: The controller and its state.
         times: Service times of each worker.
         resized: Called with the number of workers when it changes.
     """
@@ -137,18 +137,18 @@ class Scaler:
         self._next_ns = 0
         self._changed_ns = now_ns()
         self._before: _Reading | None = None
-        # What was tried when the last workers ended has not been judged, and range may be for other limits.
+        # The last trial of an earlier engine has no result, and its range may be for other limits.
         autoscale_state.state = replace(
             autoscale_state.state, trial=None, settled=False, range=None, hold=0
         )
         active_workers.set_count(autoscale_state.state.workers)
 
     def restart(self) -> None:
-        """Forget the period: what was before has nothing to do with what comes."""
+        """Start a new period, which has nothing in common with the last one."""
         self._before = None
 
-    def look(self) -> None:
-        """Change the number of workers, if a period is over and the controller says so."""
+    def update(self) -> None:
+        """Change the number of active workers, if a period is over and the controller decides so."""
         now = now_ns()
         if now < self._next_ns:
             return
@@ -160,7 +160,7 @@ class Scaler:
             return
         try:
             after, before = self._read(now), self._before
-        except OSError:  # a program that has no descriptor left still trains
+        except OSError:  # a program without free descriptors still trains
             return
         if before is None:
             self._before = after
@@ -212,10 +212,12 @@ class Scaler:
         ran_ns = max(after.usage.ran_ns - before.usage.ran_ns, 0)
         queued_ns = max(after.usage.queued_ns - before.usage.queued_ns, 0)
         cost_ns = max(after.cost_ns - before.cost_ns, 1)
-        used_s, there_s = (
+        used_s, available_s = (
             new - old for new, old in zip(after.machine, before.machine, strict=True)
         )
-        cpu_share = max(ran_ns / (elapsed_ns * self._settings.cores), used_s / max(there_s, 1e-9))
+        cpu_share = max(
+            ran_ns / (elapsed_ns * self._settings.cores), used_s / max(available_s, 1e-9)
+        )
         busy_per_ns = busy_ns / elapsed_ns
         return Measurement(
             ready_share=_share(self._wait_stats.ready / self._window.limit),
@@ -228,20 +230,20 @@ class Scaler:
 
 
 class PolledPool:
-    """A pool whose waiting consumer looks up every so often."""
+    """A pool whose consumer wakes at intervals to update the number of workers."""
 
     def __init__(self, pool: Pool, scaler: Scaler) -> None:
         self._pool = pool
         self._scaler = scaler
 
     def wait(self, seen: int, timeout_s: float) -> None:
-        """Sleep until the ready gate has had an event, or it is time to look."""
+        """Sleep until the ready events exceed ``seen``, or the next check is due."""
         self._pool.wait(seen, min(timeout_s, _LOOK_NS / 1e9))
 
     def check(self) -> None:
-        """Replace dead workers, or raise; then look."""
+        """Replace dead workers, or raise; then update the number of workers."""
         self._pool.check()
-        self._scaler.look()
+        self._scaler.update()
 
 
 def _share(value: float) -> float:

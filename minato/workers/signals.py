@@ -1,4 +1,4 @@
-"""Signals at bad moments: what their handlers raise is not lost.
+"""Signals during finalizers and forks: what their handlers raise is not lost.
 
 Python runs the handler of a signal in the main thread between any two instructions. What it raises (KeyboardInterrupt,
 the SystemExit of a trainer that is preempted) is printed and forgotten if these belong to a finalizer, or to what
@@ -42,8 +42,8 @@ def exiting() -> bool:
 def signals_deferred() -> Iterator[None]:
     """Run the handlers of signals that come in this block at its end.
 
-    A forked child has its handlers at once. In other threads than the main one, where no handler runs, nothing is to
-    be done.
+    A forked child has its handlers at once. In other threads than the main one, where no handler runs, this
+    does nothing.
     """
     if threading.current_thread() is not threading.main_thread() or _deferred:
         yield
@@ -61,7 +61,7 @@ def signals_deferred() -> Iterator[None]:
 
 
 def _restore(arrived: set[int]) -> None:
-    """Install the handlers again and run those of signals that came meanwhile; each may raise, and none is left out."""
+    """Install the handlers again and run those of signals that have arrived; all run, even if some raise."""
     try:
         while _deferred:
             number, handler = next(iter(_deferred.items()))
@@ -142,7 +142,7 @@ class _RaiseAgain:
     def soon(cls, error: BaseException) -> None:
         """Have the main thread, which calls this, raise an exception when its finalizers have returned."""
         handler = signal.getsignal(signal.SIGINT)
-        if isinstance(handler, cls):  # another one waits already
+        if isinstance(handler, cls):  # another exception is kept already
             handler._error = error
             return
         again = cls(error, signal.SIG_DFL if handler is None else handler)

@@ -19,7 +19,7 @@ __all__ = ["StageRunner"]
 
 
 class StageRunner:
-    """Runs samples so that their stages are timed, and that a slow one can be deferred.
+    """Runs samples stage by stage, so that it can time the stages and defer a slow sample.
 
     Args:
         dataset: Indexed by the sampler's keys.
@@ -57,21 +57,21 @@ class StageRunner:
         """Saves the randomness of the current sample; None while it is not bound to samples."""
 
     def straight(self, key: Any) -> Any:
-        """The sample of a key, not measured; a DeferredSample if it was deferred."""
+        """The sample of an index, not measured; a DeferredSample if it was deferred."""
         value = self._dataset[key]
         return self._transform(key, value, 0, 0, None, self._is_slow())
 
     def measured(self, key: Any) -> Any:
-        """The sample of a key, measured; a DeferredSample if it was deferred."""
-        cpu_ns, begun_ns = thread_time_ns(), now_ns()
+        """The sample of an index, measured; a DeferredSample if it was deferred."""
+        cpu_ns, begin_ns = thread_time_ns(), now_ns()
         value = self._dataset[key]
-        ended_ns = now_ns()
+        end_ns = now_ns()
         if self._tracer.enabled:
-            self._tracer.slice("dataset", begun_ns, ended_ns)
-        return self.transformed(key, value, ended_ns - begun_ns, cpu_ns)
+            self._tracer.slice("dataset", begin_ns, end_ns)
+        return self.transformed(key, value, end_ns - begin_ns, cpu_ns)
 
     def transformed(self, key: Any, value: Any, dataset_ns: int, cpu_ns: int) -> Any:
-        """The sample of a key whose ``dataset[key]`` took so long, measured; a DeferredSample if it was deferred.
+        """The sample of an index whose read took ``dataset_ns``, measured; a DeferredSample if it was deferred.
 
         Args:
             cpu_ns: Thread time at which its work in this thread began.
@@ -82,10 +82,10 @@ class StageRunner:
         return self._transform(key, value, 0, 0, cpu_ns, self._is_slow())
 
     def resume(self, sample: DeferredSample) -> Any:
-        """Go on with a deferred sample, by one transform at least; a DeferredSample if it is deferred again."""
+        """Resume a deferred sample, for at least one transform; a DeferredSample if it is deferred again."""
         self._longest = sample.longest
         cpu_ns = None if sample.cpu_ns is None else thread_time_ns() - sample.cpu_ns
-        # Transforms may change the value in place: nothing else may refer to it.
+        # Transforms may change the value in place: no other reference may remain.
         value, sample.value = sample.value, None
         return self._transform(sample.key, value, sample.step, sample.active_ns, cpu_ns, False)
 
@@ -100,7 +100,7 @@ class StageRunner:
 
         Args:
             active_ns: Time spent on the sample before this lease.
-            cpu_ns: Thread time at which it would have begun in one go; None: not measured.
+            cpu_ns: Thread time at which it would have begun without the deferral; None: not measured.
             is_slow: Whether it may be deferred before the first of them.
         """
         steps, num_steps, laps = self._steps, len(self._steps), self._laps
@@ -132,12 +132,12 @@ class StageRunner:
             if laps[i] > self._longest[1]:
                 self._longest = i, laps[i]
         if self._tracer.enabled:
-            # They have ended by now, so that none is shown to begin before the one before it has ended.
-            begun_ns = now_ns() - sum(laps[first:stop])
+            # Computed backwards from now, so that no slice overlaps the one before it.
+            begin_ns = now_ns() - sum(laps[first:stop])
             for i in range(first, stop):
-                ended_ns = begun_ns + laps[i]
-                self._tracer.slice(self._names[i], begun_ns, ended_ns)
-                begun_ns = ended_ns
+                end_ns = begin_ns + laps[i]
+                self._tracer.slice(self._names[i], begin_ns, end_ns)
+                begin_ns = end_ns
 
     def _defer(
         self,

@@ -47,25 +47,25 @@ __all__ = [
 ]
 
 _RECORDING_S = 1.0
-"""How long another thread may take to write down the exit code that it has read."""
+"""How long another thread may take to store the exit code that it has read."""
 UNREADABLE = 255
-"""What multiprocessing takes for the exit code where it comes through a fork server, and another thread has read it."""
+"""The exit code that multiprocessing reports if it comes through a fork server, and another thread has read it."""
 _GRACE_S = 3.0
 """How long workers may take to exit after ``stop``."""
 _TERMINATION_S = 1.0
 """How long they may then take to exit after SIGTERM: a cluster gives a program about five seconds in all."""
 _FATAL = 3
-"""A sample on which so many workers died is the cause; so is the start-up if a worker died so often before a sample."""
+"""After this many deaths on a sample the sample is the cause; after as many before a first sample, the start."""
 _HOPELESS = 10
-"""The same for deaths between samples by a signal from outside: the cause need not lie in what is run."""
+"""The same for deaths between samples by a signal from outside, which may have another cause than the program."""
 _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM}
 _COLLATION = -1
-"""Tells the collation of a batch from its first sample."""
+"""Distinguishes the collation of a batch from its first sample."""
 
 _LIKELY = {
     signal.SIGKILL: "most often because memory ran out",
     signal.SIGSEGV: "a fault in compiled code",
-    signal.SIGBUS: "memory that could not be had, or a truncated mapped file",
+    signal.SIGBUS: "memory that cannot be allocated, or a truncated mapped file",
     signal.SIGABRT: "an assertion in compiled code",
 }
 
@@ -82,8 +82,8 @@ class ExitWatch:
     """
 
     def __init__(self, context: Any, notify: Callable[[], None]) -> None:
-        # A process's sentinel stays open while a child of its own lives. Its pidfd does not, but can only be had for a
-        # child of this process, which nobody else reaps.
+        # A process's sentinel stays open while a child of the process is alive. Its pidfd does not, but works only for
+        # a child of this process that no other process reaps.
         self._uses_pidfd = hasattr(os, "pidfd_open") and context.get_start_method() != "forkserver"
         self._notify = notify
         self._latest: dict[int, BaseProcess] = {}
@@ -94,10 +94,10 @@ class ExitWatch:
         self._wake: connection.Connection[bytes, bytes]
 
     def add(self, number: int, process: BaseProcess) -> None:
-        """Take a process that was just started, under a number of the caller's, to watch it from ``run`` on.
+        """Add a process that has just started, with the caller's number for it; ``run`` watches it.
 
-        At once: the start of another process reaps those that have ended, and then nothing is left to watch. To add the
-        same process again is harmless.
+        Call it before the next start, which reaps processes that have ended. A second call with the same process does
+        nothing.
         """
         if self._latest.get(number) is process:
             return
@@ -110,16 +110,16 @@ class ExitWatch:
         self._latest[number] = process
 
     def run(self) -> None:
-        """Watch what was added; the first time this starts a thread."""
+        """Watch the processes that were added; the first call starts a thread."""
         if self._thread is not None:
-            with suppress(BrokenPipeError):  # the thread has failed, and said so
+            with suppress(BrokenPipeError):  # the thread has failed with a traceback
                 self._wake.send_bytes(b"look")
             return
         self._woken, self._wake = connection.Pipe(duplex=False)
         self._thread = threading.Thread(target=self._run, name="minato-exits", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # there may be no more threads
+        except RuntimeError:  # the limit of threads is reached
             self._thread = None
             raise
 
@@ -128,18 +128,18 @@ class ExitWatch:
         return self._ended[0] if self._ended else None
 
     def forget(self) -> None:
-        """Be done with the one that ``first_ended`` names."""
+        """Drop the process that ``first_ended`` returns."""
         self._ended.popleft()
 
     def outlast(self, processes: Iterable[BaseProcess], timeout_s: float) -> list[BaseProcess]:
         """Wait until processes have ended.
 
         Args:
-            processes: They have been started.
+            processes: Processes that have started.
             timeout_s: How long to wait for the next one to end.
 
         Returns:
-            Those that have not.
+            The processes that have not ended.
         """
         waiting: dict[int, BaseProcess] = {}
         try:
@@ -166,14 +166,14 @@ class ExitWatch:
             return
         with suppress(BrokenPipeError):
             self._wake.send_bytes(b"end")
-        # A loader that is part of a reference cycle may be collected in this very thread, which cannot wait for itself.
+        # A loader in a reference cycle may be collected in this thread, which cannot wait for itself.
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._wake.close()
         self._thread = None
 
     def _descriptor(self, process: BaseProcess) -> int | None:
-        """What becomes readable when a process ends; None if that is known already."""
+        """A descriptor that becomes readable when a process ends; None if it has ended already."""
         if process.exitcode is not None:
             return None
         if self._uses_pidfd:
@@ -182,7 +182,7 @@ class ExitWatch:
                 return os.pidfd_open(process.pid)
             except ProcessLookupError:
                 return None
-            except OSError:  # no more descriptors can be had
+            except OSError:  # the limit of descriptors is reached
                 pass
         return process.sentinel
 
@@ -226,10 +226,10 @@ def _close(descriptor: int, process: BaseProcess) -> None:
 
 
 def exit_code(process: BaseProcess) -> int | None:
-    """The exit code of a process that has ended; None if nobody can tell it any more.
+    """The exit code of a process that has ended; None if it is lost.
 
-    Whenever any thread starts a process, ``multiprocessing`` reaps all that have ended. Until that thread has written
-    down the exit code it has got, ``join`` returns in other threads although the code is still unknown.
+    Whenever a thread starts a process, ``multiprocessing`` reaps all processes that have ended. Until that thread has
+    stored the exit code, ``join`` returns in other threads although the code is still unknown.
     """
     process.join()
     until = time.monotonic() + _RECORDING_S
@@ -264,13 +264,13 @@ class WorkerRecovery:
     def __post_init__(self) -> None:
         self._timeouts: Counter[int | None] = (
             Counter()
-        )  # by the sample's position, or what stands for others
+        )  # by position; negative for a collation, None for a start
 
     def __call__(self, number: int, pid: int | None, exit_code: int | WorkerLoss | None) -> None:
         """Release the samples of a worker that has ended.
 
         Raises:
-            RuntimeError: It shall not be replaced.
+            RuntimeError: The worker is not replaced.
         """
         tracer = self.tracer_of(number)
         how = "lost" if isinstance(exit_code, WorkerLoss) else f"exit code {exit_code}"
@@ -293,22 +293,22 @@ class WorkerRecovery:
             if self.policy is not None and attempts <= self.policy.retries:
                 error = None
             elif collation is not None or starts:
-                raise error  # it is no single sample's
+                raise error  # no single sample is the cause
         else:
             error = self.restart_policy.report(
                 number, pid, exit_code, sample, self.progress(), collation
             )
-            attempts = 0 if sample is None else self.restart_policy.at(sample)
-        # It may have delivered that sample: then it died, or was ended, too late to lose it.
+            attempts = 0 if sample is None else self.restart_policy.deaths_on(sample)
+        # The worker may have written that sample before it died.
         if error and sample and self.ledger.is_unfinished(number, sample.position):
             self._give_up(number, sample, error, attempts)
         self.ledger.release(number)
-        self.ledger.lease_words(number)[2] = -1  # another worker has not begun
+        self.ledger.lease_words(number)[2] = -1  # the new worker has not begun
         if self.watchdog is not None:
             self.watchdog.forget(number)
 
     def _give_up(self, number: int, sample: CurrentSample, error: Exception, attempts: int) -> None:
-        """Do for a sample what its worker would have done if it had raised this."""
+        """Treat a sample as its worker does if the sample raises ``error``."""
         assert self.policy is not None
         failure = SampleFailure(
             sample.key,
@@ -330,7 +330,7 @@ class WorkerRecovery:
             sink.write_run(batch, k, place, [result])
         else:
             sink.write_error(batch, place, raised, sample.key)
-        # If the batch is full now, a worker collates it: release offers again what this one should do.
+        # If the batch is full now, a worker collates it: release offers the collation again.
         ledger.fill(number, sample.position, place)
 
 
@@ -339,12 +339,12 @@ class WorkerRecovery:
 
 @dataclass(frozen=True)
 class WorkerLoss:
-    """In place of an exit code: a worker elsewhere does not answer any more.
+    """In place of an exit code: a remote worker no longer answers.
 
     Attributes:
-        words: What is known of it, after "DataLoader worker".
-        infrastructure_fault: Whether the cause cannot lie in what it was given to begin with.
-        unable: Whether an exception kept it from beginning.
+        words: Completes a message that starts with "DataLoader worker".
+        infrastructure_fault: Whether the dataset and the start cannot be the cause.
+        unable: Whether an exception prevented its start.
     """
 
     words: str
@@ -357,7 +357,7 @@ class RestartPolicy:
 
     Args:
         restarts: Whether workers are replaced at all; if not, every death raises torch's error.
-        settles: Whether a sample on which workers die is given up, and the run goes on.
+        settles: Whether the run continues without a sample on which workers die.
         oom_backoff: Opens fewer batches where memory ran out.
     """
 
@@ -367,10 +367,10 @@ class RestartPolicy:
         self._restarts = restarts
         self._oom_backoff = oom_backoff
         self._settles = settles
-        # By the sample's position, as keys may be of any kind; else by how far all had come.
+        # By the sample's position, because indices may be unhashable; between samples by the progress of all workers.
         self._by_place: Counter[tuple[int | None, object]] = Counter()
         self.total = 0
-        """Workers that have died."""
+        """Number of workers that have died."""
 
     def report(
         self,
@@ -381,19 +381,19 @@ class RestartPolicy:
         progress: int,
         collation: Collation | None = None,
     ) -> WorkerDiedError | None:
-        """Take note of a death; returns if the worker shall be replaced, after a warning that says what happened.
+        """Count a death; if the worker is to be replaced, warn and return.
 
         Args:
-            sample: The sample it was on; None: it was on none.
-            progress: How many samples have been run and batches delivered. RestartPolicy between samples only add up
-                while this stays the same: several workers that sleep may be killed at once.
-            collation: What it collated, if it was on no sample.
+            sample: The sample that the worker was on; None: it was on none.
+            progress: Grows with the samples that were run and the batches that were delivered. Deaths between samples
+                add up only while it stays the same: several sleeping workers may be killed at once.
+            collation: The batch that it collated, if it was on no sample.
 
         Returns:
-            None, or what is wrong with the sample if it shall be given up.
+            None, or the error of the sample if the run continues without it.
 
         Raises:
-            RuntimeError: torch's, with the cause in words.
+            RuntimeError: torch's, with an explanation as its cause.
         """
         self.total += 1
         place: tuple[int | None, object] = (None, (number, progress))
@@ -401,13 +401,13 @@ class RestartPolicy:
             place = sample.position, None
         elif collation is not None:
             place = collation.first, _COLLATION
-        # All workers of a machine may be lost at once, in the middle of nothing.
-        elsewhere = (
+        # A machine may fail with all its workers, between samples.
+        is_remote_fault = (
             isinstance(exit_code, WorkerLoss) and exit_code.infrastructure_fault and not sample
         )
-        self._by_place[place] += not elsewhere
+        self._by_place[place] += not is_remote_fault
         times = self._by_place[place]
-        # An exception on the way to the first sample, which the next worker would meet too.
+        # An exception before the first sample, which the next worker would raise, too.
         if isinstance(exit_code, WorkerLoss):
             unable = exit_code.unable
         else:
@@ -439,8 +439,8 @@ class RestartPolicy:
             f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
         ) from RuntimeError(what)
 
-    def at(self, sample: CurrentSample) -> int:
-        """How many workers died on a sample."""
+    def deaths_on(self, sample: CurrentSample) -> int:
+        """Number of workers that died on a sample."""
         return self._by_place[sample.position, None]
 
 
@@ -448,7 +448,7 @@ def _describe(exit_code: int | WorkerLoss | None) -> str:
     if isinstance(exit_code, WorkerLoss):
         return exit_code.words
     if exit_code is None:
-        return "ended (other code in this process has taken its exit code)"
+        return "ended (other code in this process has read its exit code)"
     if exit_code == 0:
         return "ended by itself (exit code 0, as after a KeyboardInterrupt or os._exit(0))"
     if exit_code > 0:
@@ -462,10 +462,10 @@ def _describe(exit_code: int | WorkerLoss | None) -> str:
 
 
 class OomBackoff:
-    """Loads less ahead after each such death.
+    """Opens fewer batches after each kill by the kernel's OOM killer.
 
     Args:
-        window: Bounds the batches in flight.
+        window: Limits the batches in flight.
     """
 
     def __init__(self, window: PrefetchWindow) -> None:
@@ -473,15 +473,15 @@ class OomBackoff:
         self._kills = memory_kills()
 
     def apply_if_killed(self) -> str:
-        """Look whether it happened since the last look, and act; returns what to tell the user, or nothing."""
+        """Shrink the window if such a kill happened since the last call; returns a message, empty if none did."""
         kills = memory_kills()
         if kills == self._kills:
             return ""
         self._kills = kills
         window = self._window
         what = (
-            f" Memory ran out: all processes together may take {memory_limit_bytes()} bytes, and batches that are "
-            f"loaded ahead memory_budget={window.budget_bytes} of these."
+            f" Memory ran out: all processes together may use {memory_limit_bytes()} bytes, of which prefetched "
+            f"batches may use memory_budget={window.budget_bytes}."
         )
         if window.shrink():
             return f"{what} From now on batches in flight are at most {window.limit}."

@@ -1,4 +1,4 @@
-"""What a worker does: claim samples, run them, put the results in their places."""
+"""What a worker does: claim samples, run them, write the results."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from minato.workers.sink import Sink
 __all__ = ["WorkQueue", "Worker", "WorkerSettings"]
 
 _RUN_NS = 1_000_000
-"""A worker claims about so much work at a time: dispatch then costs a per cent, and nobody hoards."""
+"""Expected duration of the samples of one lease: dispatch then costs one per cent, and no worker claims too many."""
 _LONG_RUN_NS = 4_000_000
-"""The same where batches are collated by a function, as samples of one worker need no transport, and in line."""
+"""The same in the main process, and where a function collates batches, because samples of one worker need no copy."""
 _PATIENCE_S, _PATIENCE_NS = 1.0, 1_000_000_000
-"""How long a worker sleeps, or works, at most before it looks whether its parent lives."""
+"""The longest time that a worker sleeps, or works, between two checks that its parent is alive."""
 _WHOLE_BATCH, _ALL_SAMPLES = 0, 1 << 31
 _WORTH_NOTING_NS = 100_000
-"""What dearer samples have cost is written down for the next epoch."""
+"""The costs of samples that cost more are recorded for the next epoch."""
 
 
 @dataclass(frozen=True)
@@ -115,18 +115,18 @@ class Worker:
         self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_main_process else _RUN_NS
         self._idle_since = now_ns()
         self._lacks_room = False
-        self._pass_index = -1
+        self._epoch_slot = -1
         self.endings: list[Callable[[], None]] = []
-        """What ``close`` calls; holds no worker."""
+        """The functions that ``close`` calls; none refers to the worker."""
         self._tracer = tracer
         tracer.instant(f"process {os.getpid()}, thread {threading.get_native_id()}")
         tracer.flush()
         self.endings.append(tracer.flush)
 
     def loop(self, parent_lives: Callable[[], bool]) -> None:
-        """Work until the loader shuts down or its process is gone."""
+        """Work until the loader shuts down or its process ends."""
         ledger, events, active_workers = self._ledger, self._events, self._active_workers
-        asked_ns = now_ns()
+        checked_ns = now_ns()
         while True:
             if active_workers is not None and not active_workers.is_active(self._number):
                 self._resume_all()
@@ -135,17 +135,17 @@ class Worker:
                 ):
                     return
                 self._idle_since = now_ns()
-            # Before anything is asked: what happens after the answer ends the sleep.
+            # Read first: an event after one of the checks below then ends the sleep.
             seen = events.events
             if ledger.stopping:
                 return
-            # Asked before the look: what was published last would otherwise be left to nobody.
+            # Read before the step: otherwise no worker would run what was published last.
             draining = ledger.draining
             if self.step():
-                if now_ns() - asked_ns > _PATIENCE_NS:
+                if now_ns() - checked_ns > _PATIENCE_NS:
                     if not parent_lives():
                         return
-                    asked_ns = now_ns()
+                    checked_ns = now_ns()
                 continue
             if draining and self.idle:
                 return
@@ -158,24 +158,24 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing that was claimed is still to be done, when ``step`` has nothing to do."""
+        """Whether everything that was claimed is complete, once ``step`` returns False."""
         return True
 
     def rest(self, seen: int, timeout_s: float) -> bool:
-        """Sleep until the work gate has had an event since ``seen``; whether it had one."""
+        """Sleep until the work events exceed ``seen``; returns whether they do."""
         return self._events.wait(seen, timeout_s)
 
     def _rest(self, seen: int, timeout_s: float) -> bool:
-        """The same, recorded."""
+        """``rest``, recorded in the trace."""
         if not self._tracer.enabled:
             return self.rest(seen, timeout_s)
         begun_ns = self._tracer.now()
         try:
             return self.rest(seen, timeout_s)
         finally:
-            why = "enough is loaded" if self._lacks_room else "nothing is left to begin"
-            why = why if self.idle else "for reads"
-            self._tracer.slice(f"wait ({why})", begun_ns)
+            reason = "enough is loaded" if self._lacks_room else "nothing is left to begin"
+            reason = reason if self.idle else "for reads"
+            self._tracer.slice(f"wait ({reason})", begun_ns)
 
     def turn(self, timeout_s: float) -> None:
         """Do one lease, or sleep until there is one."""
@@ -184,10 +184,10 @@ class Worker:
             self._rest(seen, timeout_s)
 
     def forget(self) -> None:
-        """Give up what was claimed: others will do it."""
+        """Drop what was claimed; other workers run it after a release."""
 
     def close(self) -> None:
-        """End what was begun in other threads."""
+        """End what was started in other threads."""
         for end in self.endings:
             end()
 
@@ -203,9 +203,9 @@ class Worker:
             self._sink.publish_collated(batch)
             return True
         _, first, size, bound, epoch, seed, _, _, epoch_slot = self._ledger.describe(batch)
-        if epoch_slot != self._pass_index:
-            self._pass_index = epoch_slot
-            self._resume_all()  # what is left of the last pass goes before the next one
+        if epoch_slot != self._epoch_slot:
+            self._epoch_slot = epoch_slot
+            self._resume_all()  # deferred samples of the last epoch go before the next epoch
         started, deferred = now_ns(), self._num_deferred()
         given = self._read_indices(batch, k, count)
         keys = list(given)
@@ -227,7 +227,7 @@ class Worker:
         return True
 
     def _end(self, samples: int, started_ns: int) -> int:
-        """Note the end of a lease, and how many samples it has completed; returns how long it took."""
+        """Record the end of a lease and the number of samples that it completed; returns its duration in ns."""
         now = now_ns()
         busy_ns, idle_ns = now - started_ns, started_ns - self._idle_since
         self._ledger.end(self._number, samples, busy_ns, idle_ns)
@@ -242,12 +242,12 @@ class Worker:
         return 0 if self._deferral is None else self._deferral.num_deferred
 
     def _resume_all(self) -> None:
-        """Complete all that was claimed."""
+        """Complete everything that was claimed."""
         while self._resume():
             pass
 
     def _resume(self) -> bool:
-        """Go on with the deferred sample, until it is complete or deferred again; False if there is none."""
+        """Resume the deferred sample until it is complete or deferred again; False if there is none."""
         deferred = None if self._deferral is None else self._deferral.take()
         if deferred is None:
             return False
@@ -260,7 +260,7 @@ class Worker:
         cost_ns = self._runner.durations[0]
         is_deferred = error is None and type(samples[0]) is DeferredSample
         if error is not None:
-            self._deliver_failed(position, epoch, key, error, cost_ns)
+            self._write_failed(position, epoch, key, error, cost_ns)
         elif not is_deferred:
             self._results.free(position, key, samples[0], None, cost_ns)
         self._end(int(not is_deferred), started)
@@ -269,27 +269,27 @@ class Worker:
     def _run(
         self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
     ) -> tuple[list[Any], BaseException | None]:
-        """Run samples until one raises; returns them, a DeferredSample for one that was deferred, and the error."""
+        """Run samples until one raises; returns them, a DeferredSample in place of a deferred one, and the error."""
         if fetcher.takes_lists:
             return self._runner.run(position, epoch, keys, fetcher.each(keys))
         slow_ns = 0 if self._deferral is None else self._ledger.slow_ns
         runner = self._runner
         samples, error = runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
-        is_dear = runner.cost_estimate.mean_ns >= _WORTH_NOTING_NS
-        if is_dear or 0 < self._ledger.slow_ns < runner.longest_ns:
+        is_expensive = runner.cost_estimate.mean_ns >= _WORTH_NOTING_NS
+        if is_expensive or 0 < self._ledger.slow_ns < runner.longest_ns:
             self._ledger.note_costs(position, runner.durations, len(samples))
         return samples, error
 
     def _run_singly(
         self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
     ) -> tuple[list[Any], BaseException | None]:
-        """The same, but never by one call for several samples."""
+        """``_run``, but with one call of the dataset for each sample."""
         if fetcher.takes_lists:
             return self._runner.run(position, epoch, keys, fetcher.single)
         return self._run(fetcher, position, epoch, keys)
 
     def _run_again(self, batch: int) -> list[Any]:
-        """Run all samples of a batch in this worker, because some cannot be sent here by those that ran them."""
+        """Run all samples of a batch in this worker, because other workers ran some that cannot be sent here."""
         _, first, size, _, epoch, seed, *_ = self._ledger.describe(batch)
         assert isinstance(self._fetcher, Fetcher)
         keys = list(self._read_indices(batch, 0, size))
@@ -302,7 +302,7 @@ class Worker:
 
     def _longest_run(self) -> int:
         if self._fetcher.takes_lists:
-            return _WHOLE_BATCH  # what ``__getitems__`` returns may be of one piece
+            return _WHOLE_BATCH  # ``__getitems__`` may return one object for the batch
         if self._whole_batches or self._sink.has_unsendable:
             return _ALL_SAMPLES
         cost_estimate = self._runner.cost_estimate
@@ -311,12 +311,12 @@ class Worker:
     def _run_retrying(
         self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
     ) -> tuple[list[Any], BaseException | None]:
-        """Run samples until one raises that is not forgiven; SKIP stands for those that are left out."""
+        """Run samples until one raises for good; SKIP stands for those that are skipped."""
         samples, error = self._run(fetcher, position, epoch, keys)
         if self._sample_retry is None:
             return samples, error
         if error is not None and fetcher.takes_lists:
-            # One call for all of them failed: which is the cause?
+            # One call for all of them failed: single calls find the sample that raises.
             samples, error = self._run_singly(fetcher, position, epoch, keys)
         while error is not None:
             i = len(samples)
@@ -339,32 +339,32 @@ class Worker:
         epoch: int,
         keys: Sequence[Any],
     ) -> None:
-        """Run a whole batch by one call of the dataset, or an empty one; the dataset may return what it likes."""
+        """Run a whole or an empty batch by one call of the dataset, which may return any object."""
         results, error = self._runner.run(first, epoch, [keys], fetch, batch_size=count)
         if error is not None and self._sample_retry is not None and keys:
-            alone = list(keys)
-            samples, error = self._run_retrying(fetcher, first, epoch, alone)
-            self._results.bound(batch, first, 0, alone, samples, error, True)
+            single = list(keys)
+            samples, error = self._run_retrying(fetcher, first, epoch, single)
+            self._results.bound(batch, first, 0, single, samples, error, True)
             return
         self._results.listed(batch, first, keys, count, results[0] if results else None, error)
 
     def _run_stream(
-        self, stream: StreamFetcher, batch: int, first: int, this_pass: object, wanted: int
+        self, stream: StreamFetcher, batch: int, first: int, epoch: object, wanted: int
     ) -> None:
         """Take a batch from the worker's own iterator over an iterable dataset."""
 
         def fetch(count: int) -> list[Any]:
-            stream.enter(this_pass, count)
+            stream.enter(epoch, count)
             return stream.take(count)
 
         batches, error = self._runner.run(first, 0, [wanted], fetch, batch_size=wanted)
         self._results.streamed(stream, batch, first, batches[0] if batches else [], error)
 
     def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]) -> None:
-        """Run samples that may go to any batch; so those after one that raised are run all the same."""
+        """Run samples that may go to any batch; those after one that raised are run, too."""
         samples, error = self._run(fetcher, position, epoch, keys)
         if error is not None and fetcher.takes_lists and len(keys) > 1:
-            # One call for all of them failed: which is the cause?
+            # One call for all of them failed: single calls find the sample that raises.
             samples, error = self._run_singly(fetcher, position, epoch, keys)
         while True:
             done = len(samples)
@@ -374,18 +374,18 @@ class Worker:
                     self._results.free(position + i, keys[i], sample, None, cost_ns)
             if error is not None:
                 cost_ns = self._runner.durations[done]
-                self._deliver_failed(position + done, epoch, keys[done], error, cost_ns)
+                self._write_failed(position + done, epoch, keys[done], error, cost_ns)
                 done += 1
             keys, position = keys[done:], position + done
             if not keys:
                 return
             samples, error = self._run_singly(fetcher, position, epoch, keys)
 
-    def _deliver_failed(
+    def _write_failed(
         self, position: int, epoch: int, key: Any, error: BaseException | None, cost_ns: int
     ) -> None:
-        """Deliver what becomes of a sample that raised."""
-        sample, left = None, error
+        """Write the outcome of a sample that raised."""
+        sample, remaining = None, error
         if error is not None and self._sample_retry is not None:
-            sample, left = self._sample_retry.settle(position, epoch, key, error)
-        self._results.free(position, key, sample, left, cost_ns)
+            sample, remaining = self._sample_retry.settle(position, epoch, key, error)
+        self._results.free(position, key, sample, remaining, cost_ns)

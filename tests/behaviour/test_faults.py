@@ -114,7 +114,7 @@ def test_the_stack_of_a_worker_needs_no_temporary_folder(monkeypatch: pytest.Mon
     file.listen()
     try:
         for _ in range(2):
-            file.ask(os.getpid())
+            file.request(os.getpid())
             wait_until(lambda: file.answer() is not None)
             assert "test_the_stack_of_a_worker" in (file.answer() or "")
     finally:
@@ -141,7 +141,7 @@ def test_a_sample_is_timed_anew_after_the_processes_were_stopped() -> None:
     class Stacks:
         """Takes note of who is asked."""
 
-        def ask(self, pid: int) -> str:
+        def request(self, pid: int) -> str:
             asked.append(pid)
             raise ProcessLookupError
 
@@ -247,13 +247,13 @@ class StopsAtThree:
 def test_batches_come_while_a_stuck_worker_is_asked_for_its_stack(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked, real = [], StackFile.ask
+    asked, real = [], StackFile.request
 
-    def ask(file: StackFile, pid: int) -> Any:
+    def request(file: StackFile, pid: int) -> Any:
         asked.append(time.monotonic())
         return real(file, pid)
 
-    monkeypatch.setattr(StackFile, "ask", ask)
+    monkeypatch.setattr(StackFile, "request", request)
     options: dict[str, Any] = {
         "order": "arrival",
         "max_lag": 1000,

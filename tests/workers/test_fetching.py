@@ -234,13 +234,13 @@ def test_in_a_jam_second_requests_are_few() -> None:
     late_ns = 10**9
     again = 0
     while (straggler := hedging.straggler(reads, late_ns)[0]) is not None:
-        straggler.again()
-        hedging.spent()
+        straggler.hedge()
+        hedging.on_hedge()
         again += 1
     assert again == 2
-    hedging.ended()
+    hedging.on_answer()
     assert hedging.straggler(reads, late_ns) == (None, None)
-    hedging.ended()
+    hedging.on_answer()
     assert hedging.straggler(reads, late_ns)[0] is reads[2]
     young = Read(0, 0, None, None)
     young.started_ns = late_ns
