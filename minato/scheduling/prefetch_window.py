@@ -11,7 +11,7 @@ __all__ = ["PrefetchWindow"]
 _DEPTH = 2
 """Batches per worker at the start, as torch's default ``prefetch_factor``."""
 _REFILL_SHARE = 8
-"""The window is low when more than one part of so many is empty."""
+"""The window is low when more than an eighth of it is empty."""
 
 _sharing: set[PrefetchWindow] = set()
 """Windows in use that divide a budget among them."""
