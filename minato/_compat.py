@@ -554,7 +554,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "ray.kill.__wrapped__",
         "ends an actor without opening another connection",
-        "ray.kill itself is called, and may connect anew at the end of a loader",
+        "ray.kill itself is called, and may connect again at the end of a loader",
         _defines("ray", "_private/worker.py", "@client_mode_hook\ndef kill("),
         "ray",
     ),

@@ -49,10 +49,10 @@ from minato.options import (
     with_options,
 )
 from minato.sampling.coverage import Coverage
+from minato.sampling.distributed import set_sampler_epoch
 from minato.sampling.epoch import Epoch
 from minato.sampling.position import Position
 from minato.sampling.replay import RecordedOrder
-from minato.sampling.sampler_epoch import set_sampler_epoch
 from minato.sampling.samplers import SeededSampler
 from minato.sampling.spec import SamplingSpec
 from minato.transforms.compose import Transforms

@@ -154,7 +154,7 @@ cdef class Arrivals:
         self._advance()
 
     def skip(self, list positions not None, int64_t start) -> None:
-        """Note that these keys will not arrive and shall not be waited for."""
+        """Mark keys that will not arrive, so that the epoch does not wait for them."""
         cdef int64_t number
         for position in positions:
             number = <int64_t>position - start

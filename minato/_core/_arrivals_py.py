@@ -117,7 +117,7 @@ class Arrivals:
         self._advance()
 
     def skip(self, positions: list[int], start: int) -> None:
-        """Note that these keys will not arrive and shall not be waited for."""
+        """Mark keys that will not arrive, so that the epoch does not wait for them."""
         for position in positions:
             if position - start in self._waiting:
                 self._settle(position - start, 2)

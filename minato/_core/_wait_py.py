@@ -39,8 +39,8 @@ class EventCount:
     """
 
     # Python has no atomic addition. A word that is read, raised and written back can fall to a number that it had
-    # before, and whoever saw that number then sleeps through an event; so the kernel adds. Sleepers are not registered
-    # here: each event pays the system call.
+    # before, and a thread that saw that number then sleeps through an event; so the kernel adds. Sleepers are not
+    # registered here: each event pays the system call.
 
     def __init__(self, buffer: Any, offset: int) -> None:
         view = memoryview(buffer)

@@ -3,7 +3,7 @@
  * A sleeper registers, then looks at the event count again, then sleeps; a notifier raises the event
  * count, then looks at the sleepers. Both sides are sequentially consistent, so one of them always sees
  * the other: no wake-up is lost, and a notifier without sleepers pays no system call. A sleeper that is
- * killed stays registered for ever; that costs a needless system call per event, never a hang.
+ * killed stays registered forever; that costs a needless system call per event, never a hang.
  */
 #ifndef MINATO_EVENT_COUNT_H
 #define MINATO_EVENT_COUNT_H

@@ -691,7 +691,7 @@ static inline int mn_is_skipped(mn_position *there, uint64_t position) {
 
 /* Offer the samples in [base, tail) again that the worker had claimed and not finished; returns how many.
  *
- * A batch whose result it has set is finished. Backwards: whoever claims the first sample of a batch finds the
+ * A batch whose result it has set is finished. Backwards: the worker that claims the first sample of a batch finds the
  * others free. */
 static inline uint64_t mn_reoffer(const mn_ledger *ledger, uint32_t worker, uint64_t base, uint64_t tail) {
     uint64_t released = 0;

@@ -111,7 +111,7 @@ def _reason(number: int | None) -> str | None:
         )
     if number == errno.EAGAIN:
         return (
-            f"This user may have {soft_limit('RLIMIT_NPROC') or 'only so many'} processes and threads, or the "
+            f"This user may have {soft_limit('RLIMIT_NPROC') or 'a limited number of'} processes and threads, or the "
             "container has no more to spare: raise the limit (ulimit -u, pids.max), or use fewer workers"
         )
     if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):

@@ -29,7 +29,7 @@ class TensorMemory(NamedTuple):
     Attributes:
         impl: In the Python object, of the address of torch's own object; the other offsets are in that one.
         keys: Of the word that chooses among torch's kernels.
-        plain_keys: The word of an ordinary tensor in main memory: dense, neither negated nor conjugated in passing, and
+        plain_keys: The word of an ordinary tensor in host memory: dense, neither negated nor conjugated in passing, and
             not made in inference mode.
         gradient: Of an address that is zero in tensors which require no gradient, but not in all of them.
         dtype: Of the dtype's number in 16 bits.

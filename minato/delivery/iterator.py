@@ -52,7 +52,7 @@ class BatchIterator(TorchIterator):
         make_source: Called with the first epoch. The source is this iterator's own; its workers end when the iterator
             is exhausted, unless they persist.
         begin_epoch: Called with the loader once per epoch, before anything is drawn for it; holds no loader itself.
-        may_pin: Whether batches come in main memory, where they can be pinned.
+        may_pin: Whether batches come in host memory, where they can be pinned.
         pins_ahead: Whether the source takes ``pin=``, and then gives batches as ``pinning.Pinned``.
         keep_idle: Called with a source that is exhausted, before its workers are ended: True if it is kept as it is.
     """

@@ -1,4 +1,4 @@
-"""Samplers of distributed training, and the batches of all ranks of a node together."""
+"""Samplers of distributed training: ``set_epoch``, ranks, and the batches of all ranks of a node together."""
 
 from __future__ import annotations
 
@@ -8,9 +8,45 @@ from typing import Any, cast
 
 from torch.utils.data import DistributedSampler
 
-from minato.sampling.sampler_epoch import nested
+__all__ = [
+    "InterleavedRanks",
+    "RankSampler",
+    "epoch_of",
+    "nested",
+    "ranked",
+    "sampler_at_rank",
+    "set_sampler_epoch",
+]
 
-__all__ = ["InterleavedRanks", "RankSampler", "ranked", "sampler_at_rank"]
+_DEEPEST = 8
+"""Most nested samplers; an object with more returns something for every attribute."""
+
+
+def nested(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler, the one it draws from, and so on, by the attributes ``sampler`` and ``batch_sampler``."""
+    for _ in range(_DEEPEST):
+        if sampler is None:
+            return
+        yield sampler
+        inner = getattr(sampler, "sampler", None)
+        sampler = getattr(sampler, "batch_sampler", None) if inner is None else inner
+
+
+def epoch_of(sampler: Any) -> int | None:
+    """Return the ``epoch`` of the first nested sampler that has one; None without."""
+    for one in nested(sampler):
+        epoch = getattr(one, "epoch", None)
+        if isinstance(epoch, int):
+            return epoch
+    return None
+
+
+def set_sampler_epoch(sampler: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of all nested samplers that have it, as trainers do."""
+    for one in nested(sampler):
+        set_epoch = getattr(one, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 class RankSampler(DistributedSampler[int]):

@@ -46,7 +46,7 @@ class Recurring:
 
 
 def keys_of(batch: Any) -> Any:
-    """The indices of a batch, where it is still as the sampler gave it; in a batch cut anew ``Again`` stays."""
+    """Return the indices of a batch as the sampler yielded it; ``Again`` stays in a batch that was cut again."""
     return batch.keys if type(batch) is Recurring else batch
 
 

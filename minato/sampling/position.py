@@ -8,9 +8,9 @@ from typing import Any
 from minato.observe.stats.lateness import Lateness
 from minato.sampling.completed import Completed
 from minato.sampling.coverage import Coverage, Progress
+from minato.sampling.distributed import epoch_of, nested, set_sampler_epoch
 from minato.sampling.epoch import Epoch
 from minato.sampling.rng_state import SamplerState
-from minato.sampling.sampler_epoch import epoch_of, nested, set_sampler_epoch
 from minato.sampling.samplers import SEEDED
 from minato.sampling.spec import SamplingSpec
 from minato.sampling.state import (

@@ -22,8 +22,7 @@ from torch.utils.data import (
 )
 
 from minato._compat import EndlessSampler, ExceptionWrapper
-from minato.sampling.distributed import InterleavedRanks
-from minato.sampling.sampler_epoch import epoch_of, nested
+from minato.sampling.distributed import InterleavedRanks, epoch_of, nested
 from minato.sampling.samplers import SEEDED
 from minato.sampling.state import is_stateful
 

@@ -13,7 +13,7 @@ import torch
 
 from minato.observe.stats.size import length_of
 from minato.sampling.completed import Completed, Tally
-from minato.sampling.sampler_epoch import nested
+from minato.sampling.distributed import nested
 from minato.sampling.spec import SamplingSpec
 
 __all__ = ["checked", "completed_from_plain", "completed_to_plain", "is_stateful", "signature"]

@@ -37,7 +37,7 @@ __all__ = ["PoolSession", "RankInfo"]
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _JOB_VARIABLES = ("MASTER_PORT", "TORCHELASTIC_RUN_ID")
 _numbers = itertools.count()
-"""Loaders that share are told apart by their number, which is the same in all ranks of a job."""
+"""Numbers of the loaders that share workers; a loader has the same one in all ranks of a job."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class PoolSession:
         """What a new loader needs; None if it is alone.
 
         Raises:
-            ValueError: The ranks cannot be told from the environment, or this is no Linux.
+            ValueError: The environment does not name the ranks, or the system is not Linux.
         """
         pool = options.shared_pool
         place = None if pool is None else RankInfo.of_environment()

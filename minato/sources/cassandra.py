@@ -23,7 +23,7 @@ from minato.sources.sql import quoted, quoted_column
 __all__ = ["Cassandra"]
 
 _MOST_AT_ONCE = 256
-"""Requests of a batch that are under way together; all of them share a connection or two for each node."""
+"""Requests of a batch in flight at once; all of them share a connection or two for each node."""
 
 
 class _Session(NamedTuple):

@@ -158,7 +158,7 @@ class Parquet(KeyedSource):
         return row(key - (int(self._ends[number - 1]) if number else 0))
 
     def _group(self, number: int) -> _Rows:
-        # Under the lock: threads that need the same group shall not each read it.
+        # Under the lock: otherwise each thread that needs the same group would read it.
         with self._lock:
             group = self._kept.pop(number, None) or self._groups.read(number)
             self._kept[number] = group

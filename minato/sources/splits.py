@@ -209,7 +209,7 @@ def _balanced(
     weights: Mapping[Any, float],
     rng: random.Random,
 ) -> list[int]:
-    """As many keys of a part as its classes allow, if they shall stand to each other as these numbers."""
+    """Return as many keys of a part as its classes allow in the proportion of these numbers."""
     by_class: dict[Hashable, list[int]] = defaultdict(list)
     for i in sorted(part):
         by_class[classes[i]].append(i)

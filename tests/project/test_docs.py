@@ -194,19 +194,12 @@ OLD_WORDS = {
     r"whoever": "the process that, the worker that",
 }
 """Words and phrases that must not return, and what to write instead."""
-PLAIN_FOLDERS = ("_support", "batching", "caching", "cli", "integrations", "ray", "transforms")
-"""Folders of the package whose docstrings, comments and strings follow the glossary."""
 PLAIN = [
     *(page for page in PAGES if page.name != "glossary.md"),
     *(
         path
-        for folder in ("bench", "demo", "docs")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-    ),
-    *(
-        path
-        for folder in PLAIN_FOLDERS
-        for path in sorted((PACKAGE / folder).rglob("*"))
+        for folder in ("bench", "demo", "docs", "minato")
+        for path in sorted((ROOT / folder).rglob("*"))
         if path.suffix in (".py", ".pyx", ".pxd", ".pyi", ".h")
     ),
 ]

@@ -35,7 +35,7 @@ def bias_of(
 
     Args:
         rows: A random subset of the samples.
-        late: The share of late samples in each batch, in thousandths.
+        late: Share of samples that are late, of each batch, in thousandths.
         skipped: Indices of the skipped samples.
     """
     lags = [row.lag for row in rows]

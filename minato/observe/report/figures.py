@@ -187,7 +187,9 @@ class Bias:
 
     samples: int = _figure("samples", "in the subset; 0: none can be late in this order")
     late_share: float = _figure("share", "of them that came in a later batch than their own")
-    batch_p50: float = _figure("share", "of late samples in a batch; half of the batches have less")
+    batch_p50: float = _figure(
+        "share", "of samples that are late in a batch; half of the batches have less"
+    )
     batch_p99: float = _figure("share", "far above P50: late samples cluster in few batches")
     cost: float = _figure(
         "correlation",

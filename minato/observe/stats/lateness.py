@@ -87,7 +87,7 @@ class Lateness:
         lags: Number of samples by lag in batches; negative: earlier than in the sampler's order.
         latest: The largest lag in each returned batch, in batches, at least 0.
         slow_shares: The share of slow samples in each returned batch, from 0 to 1.
-        late: The share of late samples in each returned batch, in thousandths.
+        late: Share of samples that are late, of each returned batch, in thousandths.
         reservoir: Keeps some of the samples, in orders in which they can be late.
     """
 

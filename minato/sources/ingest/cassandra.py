@@ -17,7 +17,7 @@ from minato.sources.settings import Env
 __all__ = ["CassandraStore", "from_url"]
 
 _AT_ONCE = 64
-"""Rows of a chunk that are under way together."""
+"""Rows of a chunk in flight at once."""
 
 
 class _Opened(NamedTuple):

@@ -16,7 +16,7 @@ __all__ = ["as_bytes", "as_row", "decoded", "digest"]
 _ARRAY, _ARCHIVE = b"\x93NUMPY", b"PK\x03\x04"
 """How files of NumPy begin: of one array, of several by name."""
 _MOST_BYTES, _MOST_RATIO = 256 << 20, 16
-"""An archive may unpack to so many bytes, or to so many times its own size; what ingest() writes is not compressed."""
+"""Limits of an unpacked archive: bytes, and multiples of its own size; ``ingest()`` writes without compression."""
 _FIELD, _ONLY = "field_", "data"
 """Columns of a tuple, each with its number behind; the column of a sample that has no parts."""
 

@@ -140,7 +140,7 @@ def _check_chunks(chunks: Iterable[Completed], size: int, most: int | None, path
         if len(done.digests) > size or (most is not None and done.chunk >= most):
             raise JournalError(
                 f"{path} names chunk {done.chunk} of {len(done.digests)} samples, which there cannot be: delete it to "
-                "begin anew"
+                "start again"
             )
 
 

@@ -19,7 +19,7 @@ from minato.sources.settings import Env
 __all__ = ["ObjectStore", "TarStore", "from_url"]
 
 _AT_ONCE = 16
-"""Objects of a chunk that are under way together."""
+"""Objects of a chunk in flight at once."""
 
 
 class ObjectStore(SourceStore):

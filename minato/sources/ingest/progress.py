@@ -47,12 +47,12 @@ class Progress:
         self._stack.close()
 
     def phase(self, name: str, samples: int | None) -> None:
-        """Begin another bar."""
+        """Show another bar."""
         if self._bar is not None:
             self._task = self._bar.add_task(name, total=samples)
 
     def add(self, samples: int) -> None:
-        """So many more are done."""
+        """Add a number of finished samples."""
         if self._bar is not None:
             self._bar.update(self._task, advance=samples)
             self._bar.refresh()
