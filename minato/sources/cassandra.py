@@ -83,7 +83,7 @@ class Cassandra(KeyedSource):
         super().__init__(keys, decode, retry)
         self._hosts = [hosts] if isinstance(hosts, str) else list(hosts)
         self._table = table
-        self._key = key
+        self.key = key
         self._columns = None if columns is None else tuple(columns)
         self._make_cluster = make_cluster
         self._settings = Settings(settings)
@@ -116,10 +116,10 @@ class Cassandra(KeyedSource):
         cluster, session = self._connect()
         names = "*"
         if self._columns is not None:
-            names = ", ".join(map(quoted_column, (self._key, *self._columns)))
+            names = ", ".join(map(quoted_column, (self.key, *self._columns)))
         try:
             select = session.prepare(
-                f"SELECT {names} FROM {quoted(self._table)} WHERE {quoted_column(self._key)} = ?"
+                f"SELECT {names} FROM {quoted(self._table)} WHERE {quoted_column(self.key)} = ?"
             )
         except BaseException:
             cluster.shutdown()
@@ -191,13 +191,13 @@ class Cassandra(KeyedSource):
         if len(rows) > 1:
             raise SourceError(f"{self!r} has {len(rows)} rows with key {key!r}")
         sample: dict[str, Any] = rows[0]
-        sample.pop(self._key, None)
+        sample.pop(self.key, None)
         return sample
 
     def _list(self) -> Sequence[Any]:
         _, session, _ = self._opened()
-        rows = session.execute(f"SELECT {quoted_column(self._key)} FROM {quoted(self._table)}")
-        return sorted(row[self._key] for row in rows)
+        rows = session.execute(f"SELECT {quoted_column(self.key)} FROM {quoted(self._table)}")
+        return sorted(row[self.key] for row in rows)
 
 
 def _close(session: _Session) -> None:

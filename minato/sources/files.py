@@ -39,17 +39,17 @@ class Files(KeyedSource):
         **settings: Any,
     ) -> None:
         super().__init__(keys, decode, retry)
-        self._place = Place(url)
+        self.place = Place(url)
         self._settings = Settings(settings)
         self._systems: Connections[Any] = Connections(self._open, _forget, shared=True)
 
     def __repr__(self) -> str:
-        return f"Files({self._place!r})"
+        return f"Files({self.place!r})"
 
     def _open(self) -> Any:
         # fsspec would otherwise give a forked worker the instance, and the event loop, of its parent.
         system, folder = fsspec.core.url_to_fs(
-            self._place.url, skip_instance_cache=True, **self._settings.values()
+            self.place.url, skip_instance_cache=True, **self._settings.values()
         )
         return system, folder.rstrip("/")
 
@@ -60,7 +60,7 @@ class Files(KeyedSource):
     def _fetch(self, key: str) -> bytes:
         # Some file systems take the parts of a path as those of a URL.
         if "\0" in key or ".." in unquote(key).replace("\\", "/").split("/"):
-            raise SourceError(f"key {key!r} leads out of the folder {self._place!r}")
+            raise SourceError(f"key {key!r} leads out of the folder {self.place!r}")
         with self._systems.lease() as (system, folder):
             try:
                 value: bytes = system.cat_file(f"{folder}/{key}")

@@ -71,17 +71,17 @@ class Objects(KeyedSource):
         **settings: Any,
     ) -> None:
         super().__init__(keys, decode, retry)
-        self._place = Place(url)
+        self.place = Place(url)
         self._client_options = Settings(client_options or {})
         self._settings = Settings(settings)
-        self._stores: Connections[Any] = Connections(self._open, _forget, shared=True)
+        self.stores: Connections[Any] = Connections(self._open, _forget, shared=True)
 
     def __repr__(self) -> str:
-        return f"Objects({self._place!r})"
+        return f"Objects({self.place!r})"
 
     def _open(self) -> Any:
         used_here()
-        url, options = _with_header(self._place.url, self._client_options.values())
+        url, options = _with_header(self.place.url, self._client_options.values())
         return from_url(
             url,
             client_options=cast(Any, options or None),
@@ -96,10 +96,10 @@ class Objects(KeyedSource):
 
     def close(self) -> None:
         """Forget the store and its connections; the next read makes a new one."""
-        self._stores.close()
+        self.stores.close()
 
     def _fetch(self, key: Any) -> bytes:
-        with self._stores.lease() as store:
+        with self.stores.lease() as store:
             try:
                 if not isinstance(key, str):
                     key = Part(*key)
@@ -117,7 +117,7 @@ class Objects(KeyedSource):
         return self._decoded(key, value)
 
     async def _fetch_later(self, key: Any) -> bytes:
-        with self._stores.lease() as store:
+        with self.stores.lease() as store:
             try:
                 if not isinstance(key, str):
                     key = Part(*key)
@@ -134,7 +134,7 @@ class Objects(KeyedSource):
         return in_a_fork(self._list_here)
 
     def _list_here(self) -> Sequence[str]:
-        with self._stores.lease() as store:
+        with self.stores.lease() as store:
             return sorted(meta["path"] for chunk in obstore.list(store) for meta in chunk)
 
 
@@ -167,7 +167,7 @@ def tar_members(source: Objects, path: str, suffix: str = "") -> dict[str, Part]
 
 
 def _members(source: Objects, path: str, suffix: str) -> dict[str, Part]:
-    with source._stores.lease() as store:
+    with source.stores.lease() as store:
         reader = _Reader(obstore.open_reader(store, path, buffer_size=_HEADERS_BYTES))
         with tarfile.open(fileobj=cast(Any, reader), mode="r:") as archive:
             return {

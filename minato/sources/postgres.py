@@ -71,16 +71,16 @@ class Postgres(TableSource):
 
     def _fetch_all(self, wanted: list[Any]) -> dict[Any, dict[str, Any]]:
         rows, names = self._query(f"{self._select()} = ANY(%s)", (wanted,))
-        at = names.index(self._key)
+        at = names.index(self.key)
         return {row[at]: self._sample(row, names) for row in rows}
 
     def _list(self) -> Sequence[Any]:
         """Keys, fetched by a cursor of the server: a million of them as one result would be held twice."""
         where = f" WHERE {self._where}" if self._where else ""
-        key = self._column(self._key)
+        key = self._column(self.key)
         text = f"SELECT {key} FROM {quoted(self._table)}{where} ORDER BY {key}"
         with (
-            self._connections.lease() as connection,
+            self.connections.lease() as connection,
             connection.transaction(),
             connection.cursor(name="minato_keys") as cursor,
         ):

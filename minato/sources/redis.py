@@ -54,33 +54,33 @@ class Redis(KeyedSource):
     ) -> None:
         super().__init__(keys, decode, retry)
         rest, password = without_password(url)
-        self._place = Place(rest)
+        self.place = Place(rest)
         if password is not None:
             settings.setdefault("password", password)
-        self._prefix = prefix
+        self.prefix = prefix
         self._settings = Settings(settings)
         # One client serves all threads: it has a pool of connections of its own.
-        self._connections: Connections[redis.Redis] = Connections(
+        self.connections: Connections[redis.Redis] = Connections(
             self._open, redis.Redis.close, shared=True
         )
 
     def __repr__(self) -> str:
-        return f"Redis({self._place!r}, prefix={self._prefix!r})"
+        return f"Redis({self.place!r}, prefix={self.prefix!r})"
 
     def _may_pass(self, error: Exception) -> bool:
         # A wrong password is a ConnectionError of redis-py's.
         return super()._may_pass(error) and not isinstance(error, redis.AuthenticationError)
 
     def _open(self) -> redis.Redis:
-        return redis.Redis.from_url(self._place.url, **{**_TERSE, **self._settings.values()})
+        return redis.Redis.from_url(self.place.url, **{**_TERSE, **self._settings.values()})
 
     def close(self) -> None:
         """Close the connections of this process; the next read opens new ones."""
-        self._connections.close()
+        self.connections.close()
 
     def _fetch(self, key: str) -> bytes:
-        with self._connections.lease() as client:
-            value: Any = client.get(self._prefix + key)
+        with self.connections.lease() as client:
+            value: Any = client.get(self.prefix + key)
         if value is None:
             raise LookupError(key)
         return bytes(value)
@@ -95,15 +95,15 @@ class Redis(KeyedSource):
         return [self._decoded(key, value) for key, value in zip(wanted, values, strict=True)]
 
     def _fetch_all(self, wanted: list[str]) -> Any:
-        with self._connections.lease() as client:
-            return client.mget([self._prefix + key for key in wanted])
+        with self.connections.lease() as client:
+            return client.mget([self.prefix + key for key in wanted])
 
     def _list(self) -> Sequence[str]:
-        with self._connections.lease() as client:
-            pattern = _literal(self._prefix) + "*"
+        with self.connections.lease() as client:
+            pattern = _literal(self.prefix) + "*"
             # A scan may give a key twice.
             found = set(client.scan_iter(match=pattern, count=_SCAN_COUNT))
-        start = len(self._prefix.encode())
+        start = len(self.prefix.encode())
         return sorted(key[start:].decode() for key in found)
 
 

@@ -52,10 +52,10 @@ class TableSource(KeyedSource):
     ) -> None:
         super().__init__(keys, decode, retry)
         self._table = table
-        self._key = key
+        self.key = key
         self._columns = None if columns is None else tuple(columns)
         self._where = where
-        self._connections: Connections[Any] = Connections(self._open, self._close_one)
+        self.connections: Connections[Any] = Connections(self._open, self._close_one)
 
     @abstractmethod
     def _open(self) -> Any:
@@ -66,16 +66,16 @@ class TableSource(KeyedSource):
 
     def _query(self, text: str, arguments: tuple[Any, ...]) -> tuple[list[Any], list[str]]:
         """The rows that a query gives, and the names of their columns."""
-        with self._connections.lease() as connection:
+        with self.connections.lease() as connection:
             cursor = connection.execute(text, arguments)
             return cursor.fetchall(), [column[0] for column in cursor.description]
 
     def close(self) -> None:
         """Close the connections of this process; the next read opens new ones."""
-        self._connections.close()
+        self.connections.close()
 
     def _list(self) -> Sequence[Any]:
-        key = self._column(self._key)
+        key = self._column(self.key)
         where = f" WHERE {self._where}" if self._where else ""
         rows, _ = self._query(f"SELECT {key} FROM {quoted(self._table)}{where} ORDER BY {key}", ())
         return [row[0] for row in rows]
@@ -87,12 +87,12 @@ class TableSource(KeyedSource):
     def _select(self) -> str:
         names = "*"
         if self._columns is not None:
-            names = ", ".join(map(self._column, (self._key, *self._columns)))
-        return f"SELECT {names} FROM {quoted(self._table)} WHERE {self._column(self._key)}"
+            names = ", ".join(map(self._column, (self.key, *self._columns)))
+        return f"SELECT {names} FROM {quoted(self._table)} WHERE {self._column(self.key)}"
 
     def _sample(self, row: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
         sample = dict(zip(names, row, strict=True))
-        sample.pop(self._key, None)
+        sample.pop(self.key, None)
         return sample
 
     def _fetch(self, key: Any) -> dict[str, Any]:

@@ -49,6 +49,80 @@ def rank(name: str) -> tuple[bool, bool, str]:
     return not constant, not name[:1].isupper(), name
 
 
+MOST_PARAMETERS = 8
+LONG = {
+    "loader.py": {"__init__"},  # torch's arguments and ours, each by its own name
+    "sampling/cost_batches.py": {"__init__"},  # options of a sampler
+    "sources/ingest/job.py": {"ingest"},  # options of a command
+    "_core/_ledger_py.py": {"publish"},  # fields of a record, without an object per batch
+}
+"""Functions that may have more parameters."""
+MOST_IMPORTS = 15
+WIRING = {"loader.py", "shared_pool/session.py"}
+"""Modules outside ``engine/`` that may import more modules of the package."""
+QUARANTINED = {"_compat.py", "_core/tensor_memory.py", "transforms/rng_memory.py"}
+"""Modules that may use private names of other packages."""
+PYTHONS = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
+"""Names that Python documents in spite of the underscore."""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_functions_take_few_parameters(path: Path) -> None:
+    long = {
+        node.name
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and len(parameters(node)) > MOST_PARAMETERS
+    }
+    assert long == LONG.get(relative(path), set())
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    given = function.args
+    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_modules_import_few_others(path: Path) -> None:
+    if relative(path) in WIRING or path.parent.name == "engine":
+        return
+    imported = {
+        node.module
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minato")
+    }
+    assert len(imported) <= MOST_IMPORTS
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_private_attributes_stay_in_their_module(path: Path) -> None:
+    if relative(path) in QUARANTINED:
+        return
+    tree = parse(path)
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {
+        node.target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    own |= {node.attr for node in used if is_self(node.value)}
+    reached = {
+        ast.unparse(node)
+        for node in used
+        if re.match("_[a-z]", node.attr)
+        and not is_self(node.value)
+        and node.attr not in own | PYTHONS
+    }
+    # The command looks at GPUs that the user's loader did not ask for.
+    assert reached == ({"mine._inspector"} if relative(path) == "cli/main.py" else set())
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_all_is_sorted_and_defined(path: Path) -> None:
     tree = parse(path)

@@ -107,9 +107,9 @@ def redis(_: Path, kind_named: Callable[[str], Kind]) -> Target:
     from minato.sources.ingest.redis import RedisStore
 
     given = kind_named("redis").source(decode=decoded)
-    store = RedisStore(given._place.url, "ingested/", **given._settings.values())
+    store = RedisStore(given.place.url, "ingested/", **given._settings.values())
     return Target(
-        store, lambda: type(given)(given._place.url, "ingested/", decode=decoded, **PASSWORD)
+        store, lambda: type(given)(given.place.url, "ingested/", decode=decoded, **PASSWORD)
     )
 
 

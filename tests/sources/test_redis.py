@@ -19,7 +19,7 @@ from minato.sources.redis import Redis
 def test_a_wrong_password_is_refused_without_further_tries(
     kind_named: Callable[[str], Kind],
 ) -> None:
-    place = kind_named("redis").source()._place
+    place = kind_named("redis").source().place
     source = Redis(place.url, password="wrong")
     with pytest.raises(SourceError, match="AuthenticationError") as raised:
         source.get("sample")

@@ -37,10 +37,10 @@ class ObjectStore(SourceStore):
         self._trying(items, lambda: self._write(items))
 
     def _write(self, items: Items) -> None:
-        url = self.source._place.url
+        url = self.source.place.url
         if url.startswith("file://"):
             Path(unquote(urlsplit(url).path)).mkdir(parents=True, exist_ok=True)
-        with self.source._stores.lease() as store, ThreadPoolExecutor(_AT_ONCE) as threads:
+        with self.source.stores.lease() as store, ThreadPoolExecutor(_AT_ONCE) as threads:
             for _ in threads.map(lambda item: obstore.put(store, *item), items):
                 pass
 

@@ -49,7 +49,7 @@ class PostgresStore(TableStore):
         otherwise = f"ON CONFLICT ({self._column}) DO UPDATE SET {replacing}"
         insertion = f"{self._insertion(items)} {self.escaped(otherwise)}"
         with (
-            self.source._connections.lease() as connection,
+            self.source.connections.lease() as connection,
             connection.transaction(),
             connection.cursor() as cursor,
         ):

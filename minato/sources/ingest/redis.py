@@ -26,8 +26,8 @@ class RedisStore(SourceStore):
         self._trying(items, lambda: self._write(items))
 
     def _write(self, items: Items) -> None:
-        with self.source._connections.lease() as client:
-            client.mset({self.source._prefix + key: value for key, value in items})
+        with self.source.connections.lease() as client:
+            client.mset({self.source.prefix + key: value for key, value in items})
 
 
 def from_url(url: str, table: str, password: Env | None) -> Any:

@@ -25,7 +25,7 @@ class TableStore(SourceStore):
     def __init__(self, source: Any) -> None:
         super().__init__(source)
         self._table = quoted(source._table)
-        self._column = quoted_column(source._key)
+        self._column = quoted_column(source.key)
 
     def _definition(self, items: Items) -> str:
         """The statement that makes the table."""
