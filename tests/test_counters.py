@@ -13,7 +13,8 @@ from torch.utils.data._utils import worker as torch_worker
 from minato._support.counters import Counters, shared_integers
 
 
-def count(counters: Counters) -> None:
+def count(counters: Counters, worker: int) -> None:
+    torch_worker._worker_info = SimpleNamespace(id=worker)
     counters.add(red=2, blue=1)
 
 
@@ -22,8 +23,8 @@ def test_other_processes_count_too(method: str) -> None:
     counters = Counters("red", "blue")
     counters.add(red=1)
     processes = [
-        multiprocessing.get_context(method).Process(target=count, args=(counters,))
-        for _ in range(2)
+        multiprocessing.get_context(method).Process(target=count, args=(counters, worker))
+        for worker in range(2)
     ]
     for process in processes:
         process.start()

@@ -395,7 +395,7 @@ def test_a_quarantine_that_is_gone_at_a_later_epoch(tmp_path: Path) -> None:
         path = disk.path / "bad.jsonl"
         loader = DataLoader(Flawed(), 4, errors=ErrorPolicy(on_error="skip", log=path))
         disk.make_read_only()
-        with pytest.warns(RuntimeWarning, match=r"cannot be opened any more: Read-only file"):
+        with pytest.warns(RuntimeWarning, match=r"can no longer be opened: Read-only file"):
             assert sum(len(batch[0]) for batch in loader) == 40 - len(BAD)
         assert loader.report().run.errors.skipped == len(BAD)
 
