@@ -46,7 +46,7 @@ def make_pool(
             ledger.release(0)
             cast(LocalStore, context.store).sweep(ledger)
 
-        return InlinePool(make_inline, give_back)
+        return InlinePool(make_inline, give_back, ready)
 
     def stop() -> None:
         ledger.shut_down()

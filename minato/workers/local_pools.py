@@ -122,12 +122,17 @@ class InlinePool:
     Args:
         make_worker: Called with its number, 0.
         give_back: Releases what an interrupted worker has claimed.
+        ready: Has an event when a batch is complete.
     """
 
     def __init__(
-        self, make_worker: Callable[[int], Worker], give_back: Callable[[], object]
+        self,
+        make_worker: Callable[[int], Worker],
+        give_back: Callable[[], object],
+        ready: EventCount,
     ) -> None:
         self._make_worker = make_worker
+        self._ready = ready
         self._give_back = give_back
         self._worker: Worker | None = None
         self._closing = _Closing()
@@ -149,7 +154,7 @@ class InlinePool:
         assert self._worker is not None
         try:
             with in_profile("minato: load samples"):
-                self._worker.turn(timeout_s)
+                self._worker.turn(timeout_s, lambda: self._ready.events != seen)
         except BaseException:
             self._worker.forget()
             self._give_back()  # the caller may catch this and ask for the next batch

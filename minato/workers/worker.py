@@ -177,10 +177,11 @@ class Worker:
             reason = reason if self.idle else "for reads"
             self._tracer.slice(f"wait ({reason})", begun_ns)
 
-    def turn(self, timeout_s: float) -> None:
-        """Do one lease, or sleep until there is one."""
+    def turn(self, timeout_s: float, is_over: Callable[[], bool]) -> None:
+        """Do one lease, or sleep until there is one, unless ``is_over`` returns True by then."""
         seen = self._events.events
-        if not self.step():
+        # A claim that finds nothing to run may still have published a batch whose result was complete.
+        if not self.step() and not is_over():
             self._rest(seen, timeout_s)
 
     def forget(self) -> None:

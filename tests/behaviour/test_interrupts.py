@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 import minato
 from minato.engine.worker_context import WorkerContext
+from minato.workers.worker import Worker
 from tests.stress.kill_points import (
     CHANGING,
     LENGTH,
@@ -71,7 +72,9 @@ def epoch(loader: Any, at: int, after: bool) -> tuple[Counter[int], bool]:
 
     got: Counter[int] = Counter()
     was_interrupted = False
-    with mock.patch.object(WorkerContext, "worker", worker):
+    # Nothing else works here, so the worker must never sleep.
+    sleeps = mock.patch.object(Worker, "rest", side_effect=AssertionError("the worker slept"))
+    with mock.patch.object(WorkerContext, "worker", worker), sleeps:
         iterator = iter(loader)
         store = iterator._source._reader._store
         while True:

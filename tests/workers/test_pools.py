@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from minato._core.segment import Segment
-from minato._core.wait import EventCount
+from minato._core.wait import EVENT_COUNT_NBYTES, EventCount
 from minato.workers import supervision
 from minato.workers.exceptions import wrapped
 from minato.workers.local_pools import InlinePool, ThreadPool
@@ -449,14 +450,18 @@ def test_in_line_whoever_waits_works() -> None:
         def __init__(self) -> None:
             self.endings = [lambda: steps.append(0)]
 
-        def turn(self, timeout_s: float) -> None:
+        def turn(self, timeout_s: float, is_over: Callable[[], bool]) -> None:
+            assert not is_over()
             steps.append(1)
+            ready.notify()
+            assert is_over()
 
-    pool = InlinePool(lambda number: Inline(), lambda: None)  # type: ignore[arg-type, return-value]
+    ready = EventCount(np.zeros(EVENT_COUNT_NBYTES, np.uint8), 0)
+    pool = InlinePool(lambda number: Inline(), lambda: None, ready)  # type: ignore[arg-type, return-value]
     pool.start()
     assert steps == []
     pool.wait(0, 1.0)
-    pool.wait(0, 1.0)
+    pool.wait(1, 1.0)
     assert steps == [1, 1]
     pool.check()
     pool.shut_down()
