@@ -299,6 +299,7 @@ def as_it_is(sample: Any) -> Any:
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
 @pytest.mark.parametrize("method", [None, "fork", "spawn"])
 def test_no_process_has_the_loaders_memory_in_its_core_dump(method: str | None) -> None:
+    before = set(dumped_mappings())  # of earlier tests in this process
     loader = DataLoader(
         Mappings(2),
         None,
@@ -309,8 +310,8 @@ def test_no_process_has_the_loaders_memory_in_its_core_dump(method: str | None) 
         order="batch",
     )
     iterator = iter(loader)
-    assert next(iterator) == []
-    assert dumped_mappings() == []
+    assert set(next(iterator)) <= before
+    assert set(dumped_mappings()) <= before
 
 
 def budgets(*iterators: Any) -> list[int]:
