@@ -180,7 +180,7 @@ class Round:
                 self.take(batch, epoch, found)
                 if number == leave:
                     return False
-        skipped = self.arguments["on_error"] == "skip"
+        skipped = self.arguments["errors"].on_error == "skip"
         wanted = {i for i in range(len(self.dataset)) if not (skipped and self.way(i) == "b")}
         assert found == wanted, f"lost {wanted - found}"
         return True
@@ -192,7 +192,7 @@ class Round:
             assert index not in found, f"repeated {index}"
             found.add(index)
             if self.way(index) == "b":
-                assert self.arguments["on_error"] is substitute
+                assert self.arguments["errors"].on_error is substitute
                 assert (drawn.tolist(), text) == ([0, 0, 0], "substitute")
             else:
                 true = self.truth.reproduce(index, epoch)
