@@ -146,7 +146,7 @@ cdef class Histogram:
             count += mn_histogram_get(&self.h.bucket[i])
         if count == 0:
             return 0
-        rank = max(<uint64_t>ceil(q * <double>count), 1)
+        rank = max(<uint64_t>ceil(q * <double>count), <uint64_t>1)
         if rank >= count:
             return mn_histogram_get(&self.h.max)
         for i in range(MN_HISTOGRAM_BUCKETS):
