@@ -12,7 +12,6 @@ from minato.observe.report.figures import (
     Gpu,
     Machine,
     Period,
-    PrefetchWindow,
     Reads,
     Setup,
     SlowSample,
@@ -21,6 +20,7 @@ from minato.observe.report.figures import (
     Throughput,
     TimelinePoint,
     Waiting,
+    WindowFigures,
     Workers,
 )
 from minato.observe.report.report import Report
@@ -165,9 +165,9 @@ def _workers(metrics: Metrics, count: int) -> Workers:
     )
 
 
-def _prefetch_window(record: EpochRecord) -> PrefetchWindow:
+def _prefetch_window(record: EpochRecord) -> WindowFigures:
     states = [point.loader for point in record.timeline.points]
-    return PrefetchWindow(
+    return WindowFigures(
         occupancy=_mean(_ratio(each.ready, each.limit) for each in states),
         in_flight=_mean(each.in_flight for each in states),
         limit=states[-1].limit if states else 0,

@@ -14,7 +14,6 @@ __all__ = [
     "Gpu",
     "Machine",
     "Period",
-    "PrefetchWindow",
     "Reads",
     "ReportFigures",
     "Setup",
@@ -25,6 +24,7 @@ __all__ = [
     "TimelinePoint",
     "Verdict",
     "Waiting",
+    "WindowFigures",
     "Workers",
     "legend",
 ]
@@ -114,7 +114,7 @@ class Workers:
 
 
 @dataclass(frozen=True)
-class PrefetchWindow:
+class WindowFigures:
     """How far ahead the workers could work."""
 
     occupancy: float = _figure(
@@ -346,7 +346,7 @@ class Period:
     waiting: Waiting
     throughput: Throughput
     workers: Workers
-    prefetch_window: PrefetchWindow
+    prefetch_window: WindowFigures
     stragglers: Stragglers
     errors: Errors
     reads: Reads
@@ -395,7 +395,7 @@ PARTS = (
     Waiting,
     Throughput,
     Workers,
-    PrefetchWindow,
+    WindowFigures,
     Machine,
     Gpu,
     Stragglers,

@@ -13,7 +13,6 @@ from minato.observe.report.figures import (
     Errors,
     Machine,
     Period,
-    PrefetchWindow,
     Reads,
     Setup,
     Stage,
@@ -21,6 +20,7 @@ from minato.observe.report.figures import (
     Throughput,
     Verdict,
     Waiting,
+    WindowFigures,
     Workers,
 )
 from minato.observe.report.verdict import judge
@@ -64,7 +64,7 @@ def run(
         Waiting(waited_s, waited_s / wall_s, 0, 0, 0, 0.0, first_s, starved_s, pin_memory_s),
         Throughput(wall_s, batches, 8 * batches, 1000, 0, 0, 0, 0, 0, 1.0),
         Workers(workers, busy_s, busy_share, 0, 0, on_core, cores, 0),
-        PrefetchWindow(0.1, 2.0, 4, 1000, 4000, held),
+        WindowFigures(0.1, 2.0, 4, 1000, 4000, held),
         Stragglers("uniform", 0, 0.75, 0, 0, 0, 0, 0),
         Errors(0, 0, 0, 0, 0, 0),
         Reads(0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0),
