@@ -57,9 +57,8 @@ class Group:
         self._epoch = -1
         self._batches: Iterator[Any] = iter(())
         self._over = True
-        self._changed = (
-            threading.Condition()
-        )  # re-entrant: the garbage collector may call leave() inside it
+        # Re-entrant: the garbage collector may call leave() inside it.
+        self._changed = threading.Condition()
         self._fetcher: threading.Thread | None = None
         self._members: list[_Member] = []
         self._waiting: deque[_Member] = deque()

@@ -125,9 +125,8 @@ class Dispatcher:
 
         self._open: deque[OpenBatch] = deque()
         self._prefetched: deque[OpenBatch] = deque()  # batches of the next epoch
-        self._recent: deque[OpenBatch] = (
-            deque()
-        )  # the last max_lag + 1 that were opened in an epoch
+        # The last max_lag + 1 that were opened in an epoch.
+        self._recent: deque[OpenBatch] = deque()
         self._retiring = RetiringBatches(
             ledger, storage, keeps_places=order.keeps_places, skips=skips
         )

@@ -262,9 +262,8 @@ class WorkerRecovery:
     tracer_of: Callable[[int], Tracer] = lambda number: NULL_TRACER
 
     def __post_init__(self) -> None:
-        self._timeouts: Counter[int | None] = (
-            Counter()
-        )  # by position; negative for a collation, None for a start
+        # By position; negative for a collation, None for a start.
+        self._timeouts: Counter[int | None] = Counter()
 
     def __call__(self, number: int, pid: int | None, exit_code: int | WorkerLoss | None) -> None:
         """Release the samples of a worker that has ended.
