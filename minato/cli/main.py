@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -25,14 +26,21 @@ from minato._support.files import open_lines, write_atomically
 from minato._support.loader_class import TorchDataLoader
 from minato._support.text import printable
 from minato._version import __version__
-from minato.cli import doctor, ingest
-from minato.cli.loading import Refused, made
+from minato.cli import doctor
 from minato.loader import DataLoader
 from minato.observe.report import html, text
 from minato.observe.report.report import Report
 from minato.observe.report.units import format_value
+from minato.sources.ingest import ingest, open_store
+from minato.sources.ingest.journal import JournalError
+from minato.sources.ingest.urls import UnknownStore
+from minato.sources.settings import Env
 
 __all__ = ["main"]
+
+
+class _Refused(Exception):
+    """An argument of the command is invalid; the message contains the remedy."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int | None = options.run(options)
         sys.stdout.flush()
-    except Refused as error:
+    except _Refused as error:
         print(f"minato: {printable(str(error), lines=True)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
@@ -99,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--json", action="store_true", help="print the report as JSON")
     profile.add_argument("--html", type=Path, metavar="FILE", help="also write a page with charts")
     profile.set_defaults(run=_profile, failed="the loader raised {}; run it by itself to see where")
-    ingest.add_to(commands)
+    _add_ingest(commands)
     doctor.add_to(commands)
     return parser
 
@@ -123,11 +131,14 @@ def _has_nvml() -> bool:
     return True
 
 
+# ---- minato profile -------------------------------------------------------------------------
+
+
 def _profile(options: argparse.Namespace) -> None:
     if options.batches is not None and options.batches < 1:
-        raise Refused(f"--batches {options.batches} is too few: give at least 1")
+        raise _Refused(f"--batches {options.batches} is too few: give at least 1")
     if not 0 <= options.step_ms < float("inf"):
-        raise Refused(f"--step-ms {options.step_ms} is invalid: give 0 or more")
+        raise _Refused(f"--step-ms {options.step_ms} is invalid: give 0 or more")
     if options.html is not None:
         _check_writable(options.html)
     step_s = options.step_ms / 1e3
@@ -146,7 +157,7 @@ def _profile(options: argparse.Namespace) -> None:
         try:
             write_atomically(options.html, page)
         except OSError as error:
-            raise Refused(f"--html {options.html} cannot be written: {error.strerror}") from None
+            raise _Refused(f"--html {options.html} cannot be written: {error.strerror}") from None
     if options.json:
         print(json.dumps({**report.to_dict(), "comparison_s": seconds}))
         return
@@ -170,22 +181,22 @@ def _check_writable(path: Path) -> None:
     try:
         os.close(open_lines(path, html.PREFIX, "a report page of minato"))
     except OSError as error:
-        raise Refused(
+        raise _Refused(
             f"--html {path} cannot be written: {error.strerror}; name a file in a directory that you may write to"
         ) from None
     except ValueError as error:
-        raise Refused(f"--html: {error}") from None
+        raise _Refused(f"--html: {error}") from None
 
 
 def _loader(factory: str) -> TorchDataLoader[Any]:
     """The loader that the user's factory returns.
 
     Raises:
-        Refused: It returns something else.
+        _Refused: It returns something else.
     """
-    loader = made(factory)
+    loader = _made(factory)
     if not isinstance(loader, TorchDataLoader):
-        raise Refused(
+        raise _Refused(
             f"{factory} returned a {type(loader).__name__}: let it return a torch or minato DataLoader"
         )
     return loader
@@ -238,3 +249,134 @@ def _timed(loader: Iterable[Any], batches: int | None, step_s: float) -> float:
     for _ in itertools.islice(loader, batches):
         time.sleep(step_s)  # like a step on a GPU, which leaves the CPU idle
     return (now_ns() - start_ns) / 1e9
+
+
+# ---- minato ingest --------------------------------------------------------------------------
+
+
+def _add_ingest(commands: Any) -> None:
+    parser = commands.add_parser(
+        "ingest", help="write a directory, a dataset or an iterable into a store"
+    )
+    parser.add_argument(
+        "data",
+        metavar="DATA",
+        help="a directory, or module:function or file.py:function that returns a dataset or an iterable",
+    )
+    parser.add_argument(
+        "store",
+        metavar="STORE",
+        help="sqlite:FILE, lmdb:DIRECTORY, parquet:DIRECTORY, postgresql://…, redis://…, cassandra://…, "
+        "file:///DIRECTORY, s3://…, gs://…, az://…, or one of the last four with the prefix tar+",
+    )
+    parser.add_argument(
+        "--table", default="samples", help="table, or prefix of the keys; default: samples"
+    )
+    parser.add_argument(
+        "--password-env", metavar="NAME", help="the environment variable that holds a password"
+    )
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="default: 4")
+    parser.add_argument(
+        "--chunk", type=int, default=256, metavar="N", help="samples written together; default: 256"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read everything back and compare checksums"
+    )
+    parser.add_argument(
+        "--journal",
+        type=Path,
+        metavar="FILE",
+        help="records the progress; default: a file in this directory",
+    )
+    parser.set_defaults(
+        run=_ingest, failed="{}; written samples stay, and the same command resumes there"
+    )
+
+
+def _ingest(options: argparse.Namespace) -> None:
+    for name in ("workers", "chunk"):
+        if getattr(options, name) < 1:
+            raise _Refused(f"--{name} {getattr(options, name)} is too few: give at least 1")
+    password = None if options.password_env is None else Env(options.password_env)
+    data: Any = options.data
+    if not Path(data).is_dir():
+        if ":" not in data:
+            raise _Refused(
+                f"there is no directory {data!r}: check the path, or write module:function"
+            )
+        data = _made(data)
+        if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+            raise _Refused(
+                f"{options.data} returned a {type(data).__name__}: let it return a dataset or an iterable"
+            )
+    try:
+        done = ingest(
+            data,
+            open_store(options.store, options.table, password),
+            workers=options.workers,
+            chunk_samples=options.chunk,
+            verify=options.verify,
+            journal=options.journal,
+            progress=True,
+            name=str(Path(options.data).absolute()) if isinstance(data, str) else options.data,
+        )
+    except (UnknownStore, JournalError) as error:
+        raise _Refused(str(error)) from None
+    verified = f", {done.verified} verified" if options.verify else ""
+    print(
+        f"{done.samples} samples, {done.stored_bytes / 1e6:.1f} MB, {done.written} written by this run{verified}, "
+        f"in {done.taken_s:.1f} s"
+    )
+
+
+# ---- functions that the user names: module:function or file.py:function ---------------------
+
+
+def _made(factory: str) -> Any:
+    """Call the function ``module:function`` or ``file.py:function``, and return its result.
+
+    Raises:
+        _Refused: It does not exist, or raised.
+    """
+    place, _, name = factory.rpartition(":")
+    if not place or not name:
+        raise _Refused(f"{factory!r} names no function: write module:function or file.py:function")
+    module = _imported(place)
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise _Refused(f"{place!r} has no function {name!r}: check its name")
+    try:
+        return make()
+    except (Exception, SystemExit) as error:
+        raise _Refused(f"{factory} raised {type(error).__name__}: {error}") from None
+
+
+def _imported(place: str) -> Any:
+    try:
+        if not place.endswith(".py"):
+            sys.path.insert(0, os.getcwd())
+            return importlib.import_module(place)
+        path = Path(place).resolve()
+        if not path.is_file():
+            raise _Refused(f"there is no file {place!r}: check the path")
+        sys.path.insert(0, str(path.parent))  # spawned workers import it by this name
+        module = importlib.import_module(path.stem)
+        if (
+            getattr(module, "__file__", None) is None
+            or Path(module.__file__ or "").resolve() != path
+        ):
+            sys.path.remove(
+                str(path.parent)
+            )  # otherwise workers import the file instead of the module
+            raise _Refused(
+                f"{place!r} has the name of another module, {path.stem!r}, which Python imports instead: rename it"
+            )
+        return module
+    except _Refused:
+        raise
+    except ModuleNotFoundError as error:
+        raise _Refused(
+            f"{place!r} cannot be imported: {error}; check its name and the directory"
+        ) from None
+    except (Exception, SystemExit) as error:
+        raise _Refused(f"importing {place!r} raised {type(error).__name__}: {error}") from None

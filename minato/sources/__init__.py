@@ -1,4 +1,4 @@
-"""Datasets whose samples lie elsewhere: in databases, object stores and Parquet files.
+"""Datasets over databases, object stores, file systems and Parquet files.
 
-Each module needs the library that its first lines name; ``minato`` itself imports none of them.
+Each module needs the package that its first line names; ``minato`` itself imports none of them.
 """

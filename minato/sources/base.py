@@ -1,4 +1,4 @@
-"""What all sources of samples by key have in common."""
+"""KeyedSource, the base class of all sources that read samples by key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["KeyedSource", "MissingKey", "SourceError", "TruncatedObject"]
 
 
 class SourceError(MinatoError):
-    """A source could not give a sample; the message names its key, and the cause is the library's own error."""
+    """A source cannot read a sample; the message names its key, and the cause is the library's own error."""
 
 
 class MissingKey(SourceError, KeyError):
@@ -31,23 +31,24 @@ class MissingKey(SourceError, KeyError):
 
 
 class TruncatedObject(SourceError):
-    """Less came than there should be."""
+    """A value is shorter than the store says."""
 
 
 class KeyedSource(Dataset[Any], ABC):
-    """A map-style dataset of samples that lie under keys elsewhere: ``source[i]`` is the sample of ``source.keys[i]``.
+    """A map-style dataset over a store with keys: ``source[i]`` is the sample of ``source.keys[i]``.
 
-    Sources can be forked, pickled and used by several threads; each process opens its own connections when it reads
+    Sources can be forked, pickled and used by several threads. Each process opens its own connections when it reads
     its first sample.
 
     Args:
-        keys: Which samples, in this order; None for all there are, which are listed when they are first needed.
-        decode: Makes the sample of what the store holds; what that is, each source says.
-        retry: What to do when a read fails that may succeed a moment later.
+        keys: The keys of the samples, in the order of their indices; None for all in the store, which are listed at
+            first use.
+        decode: Returns the sample for a value of the store; each source documents the type of its values.
+        retry: How often, and for how long, reads are repeated after transient errors.
     """
 
     transient: ClassVar[tuple[type[BaseException], ...]] = (ConnectionError, TimeoutError)
-    """Errors of the library that may have passed when the read is tried again."""
+    """Errors of the library after which a read is repeated."""
 
     def __init__(
         self,
@@ -59,41 +60,41 @@ class KeyedSource(Dataset[Any], ABC):
         self._decode = decode
         self.retry = retry or Retry()
         self.counters = Counters("retries")
-        """For reports of the loaders that read it."""
+        """Shown in the report of a loader."""
 
-    # ---- what a source must give ------------------------------------------------------------
+    # ---- what a subclass implements ---------------------------------------------------------
 
     @abstractmethod
     def _fetch(self, key: Any) -> Any:
-        """What the store holds under a key. Raises LookupError if there is nothing."""
+        """The value of a key. Raises LookupError if the store does not have the key."""
 
     @abstractmethod
     def _list(self) -> Sequence[Any]:
         """All keys of the store."""
 
-    def _may_pass(self, error: Exception) -> bool:
-        """Whether a further try may do what this one could not."""
+    def _is_transient(self, error: Exception) -> bool:
+        """Whether to repeat a read that raised this."""
         return isinstance(error, self.transient)
 
-    def _in_words(self, error: Exception) -> str:
-        """What the library says."""
+    def _describe(self, error: Exception) -> str:
+        """The text of an error of the library, for messages."""
         return f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
         """Close the connections of this process; the next read opens new ones."""
 
-    # ---- what all have ----------------------------------------------------------------------
+    # ---- what all sources share -------------------------------------------------------------
 
     @property
     def keys(self) -> Sequence[Any]:
         """The keys of the samples, in the order of their indices."""
         if self._keys is None:
-            self._keys = self._trying("the list of keys", self._list)
+            self._keys = self.attempt("the list of keys", self._list)
         return self._keys
 
     @property
     def retries(self) -> int:
-        """How often reads were tried again, in all processes."""
+        """Number of repeated reads, in all processes."""
         return self.counters.totals()[0]
 
     def __len__(self) -> int:
@@ -106,10 +107,10 @@ class KeyedSource(Dataset[Any], ABC):
         """Read the sample under a key.
 
         Raises:
-            MissingKey: There is none.
-            SourceError: It could not be read, or decoded.
+            MissingKey: The store does not have it.
+            SourceError: The sample cannot be read or decoded.
         """
-        return self._decoded(key, self._trying(f"key {key!r}", lambda: self._fetch(key)))
+        return self._decoded(key, self.attempt(f"key {key!r}", lambda: self._fetch(key)))
 
     def subset(self, keys: Sequence[Any]) -> Any:
         """The same source with other keys, for instance those of a split."""
@@ -118,54 +119,63 @@ class KeyedSource(Dataset[Any], ABC):
         return other
 
     def __fingerprint__(self) -> dict[str, Any]:
-        """What caches know the source by: also by its keys, listed now if need be, as they say what an index means."""
+        """What identifies the source to a cache. Its keys are part of it, as they define the meaning of an index."""
         return {**vars(self), "_keys": self.keys, "retry": None}
 
-    def _trying(self, what: str, read: Callable[[], Any], verb: str = "read") -> Any:
-        """Read, or write, again and again if need be; errors name what it was about."""
-        with self._named(what, verb):
+    def attempt(self, subject: str, call: Callable[[], Any], verb: str = "read") -> Any:
+        """Call a function that reads or writes, again after transient errors.
+
+        Args:
+            subject: What is read or written, for messages.
+            call: The function.
+            verb: What it does, for messages.
+
+        Raises:
+            SourceError: It failed; the message names the subject.
+        """
+        with self._explained(subject, verb):
             pauses = self.retry.pauses()
             while True:
                 try:
-                    return read()
+                    return call()
                 except Exception as error:
-                    pause_s = next(pauses, None) if self._may_pass(error) else None
+                    pause_s = next(pauses, None) if self._is_transient(error) else None
                     if pause_s is None:
                         raise
                 self.counters.add(retries=1)
                 time.sleep(pause_s)
 
-    async def _trying_later(self, what: str, read: Callable[[], Awaitable[Any]]) -> Any:
-        """The same with coroutines."""
-        with self._named(what):
+    async def attempt_async(self, subject: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        """:meth:`attempt` with a coroutine function that reads."""
+        with self._explained(subject, "read"):
             pauses = self.retry.pauses()
             while True:
                 try:
-                    return await read()
+                    return await call()
                 except Exception as error:
-                    pause_s = next(pauses, None) if self._may_pass(error) else None
+                    pause_s = next(pauses, None) if self._is_transient(error) else None
                     if pause_s is None:
                         raise
                 self.counters.add(retries=1)
                 await asyncio.sleep(pause_s)
 
     @contextmanager
-    def _named(self, what: str, verb: str = "read") -> Iterator[None]:
-        """Turn the library's errors into ours, which say what was to be done."""
+    def _explained(self, subject: str, verb: str) -> Iterator[None]:
+        """Turn the library's errors into ours, which name the subject."""
         started = time.monotonic()
         try:
             yield
         except SourceError as error:
-            if what not in str(error):  # which part of a source it was, and not for which key
-                raise SourceError(f"{self!r} cannot {verb} {what}: {error}") from error.__cause__
+            if subject not in str(error):  # it names a part of the source, but not the key
+                raise SourceError(f"{self!r} cannot {verb} {subject}: {error}") from error.__cause__
             raise
         except LookupError as error:
-            raise MissingKey(f"{self!r} has no {what}") from error
+            raise MissingKey(f"{self!r} has no {subject}") from error
         except Exception as error:
             spent_s = time.monotonic() - started
-            given_up = f" after {spent_s:.1f} s of tries" if self._may_pass(error) else ""
+            given_up = f" after {spent_s:.1f} s of tries" if self._is_transient(error) else ""
             raise SourceError(
-                f"{self!r} cannot {verb} {what}{given_up}: {printable(self._in_words(error), lines=True)}"
+                f"{self!r} cannot {verb} {subject}{given_up}: {printable(self._describe(error), lines=True)}"
             ) from error
 
     def _decoded(self, key: Any, value: Any) -> Any:

@@ -22,12 +22,12 @@ from minato.sources.sql import quoted, quoted_column
 
 __all__ = ["Cassandra"]
 
-_MOST_AT_ONCE = 256
-"""Requests of a batch in flight at once; all of them share a connection or two for each node."""
+_IN_FLIGHT = 256
+"""Most requests of a batch that are in flight; they share one or two connections per node."""
 
 
 class _Session(NamedTuple):
-    """What a process reads with; it serves all threads."""
+    """A session that reads; all threads share it."""
 
     cluster: Any
     session: Any
@@ -35,24 +35,24 @@ class _Session(NamedTuple):
 
 
 class Cassandra(KeyedSource):
-    """Rows of a table by their primary key, one column; a sample is a dict of the columns, all of them in one read.
+    """Rows of a table by their primary key, one column; a sample is a dict of the columns, in one read.
 
-    One prepared statement serves all reads. The keys of a batch are requested at once; with ``fetch_concurrency`` the
-    reads of a worker are coroutines that the driver's callbacks wake.
+    One prepared statement serves all reads. The keys of a batch are requested concurrently; with ``fetch_concurrency``
+    the reads of a worker are coroutines that the driver's callbacks wake.
 
     Args:
-        hosts: Where to find the cluster.
-        table: Its name, as ``keyspace.table``.
+        hosts: Hosts of the cluster.
+        table: Name of the table, as ``keyspace.table``.
         key: The column that is the primary key.
         columns: The columns of a sample; None for all but the key.
         keys, retry: See :class:`KeyedSource`. Without ``keys`` all are read from the table, page by page, and sorted.
         decode: Called with the dict of a row.
-        make_cluster: Makes the driver's ``Cluster`` in each process, from ``hosts`` and the settings. A function of
-            yours can add what cannot be pickled: an ``ssl_context``, ``execution_profiles``.
+        make_cluster: Returns the driver's ``Cluster`` for ``hosts`` and the settings, in each process. A function of
+            yours can add arguments that cannot be pickled: an ``ssl_context``, ``execution_profiles``.
         settings: ``username`` and ``password`` of a role, and further arguments of ``Cluster`` (``port``,
             ``load_balancing_policy``, ``compression`` …), each of them a value or an
-            :class:`~minato.sources.settings.Env`. A node that went away is tried again at least every five seconds
-            (``reconnection_policy``).
+            :class:`~minato.sources.settings.Env`. The driver tries to reach a lost node again at
+            least every five seconds (``reconnection_policy``).
 
     >>> source = Cassandra(["node1", "node2"], "scans.images", password=Env("DB_PASSWORD"), username="reader")
     ... # doctest: +SKIP
@@ -82,7 +82,7 @@ class Cassandra(KeyedSource):
     ) -> None:
         super().__init__(keys, decode, retry)
         self._hosts = [hosts] if isinstance(hosts, str) else list(hosts)
-        self._table = table
+        self.table = table
         self.key = key
         self._columns = None if columns is None else tuple(columns)
         self._make_cluster = make_cluster
@@ -90,9 +90,10 @@ class Cassandra(KeyedSource):
         self._sessions: Connections[_Session] = Connections(self._open, _close, shared=True)
 
     def __repr__(self) -> str:
-        return f"Cassandra({self._hosts!r}, {self._table!r}, {self._settings!r})"
+        return f"Cassandra({self._hosts!r}, {self.table!r}, {self._settings!r})"
 
-    def _connect(self) -> tuple[Any, Any]:
+    def connect(self) -> tuple[Any, Any]:
+        """A new cluster object of the driver, and a session of it."""
         settings = {
             "reconnection_policy": ExponentialReconnectionPolicy(0.2, 5.0, max_attempts=None),
             **self._settings.values(),
@@ -106,20 +107,22 @@ class Cassandra(KeyedSource):
         except BaseException as error:
             cluster.shutdown()
             for refusal in getattr(error, "errors", {}).values():
-                if isinstance(refusal, AuthenticationFailed):  # which no further try would change
+                if isinstance(
+                    refusal, AuthenticationFailed
+                ):  # which another attempt would not change
                     raise refusal from None
             raise
         session.get_execution_profile(EXEC_PROFILE_DEFAULT).row_factory = dict_factory
         return cluster, session
 
     def _open(self) -> _Session:
-        cluster, session = self._connect()
+        cluster, session = self.connect()
         names = "*"
         if self._columns is not None:
             names = ", ".join(map(quoted_column, (self.key, *self._columns)))
         try:
             select = session.prepare(
-                f"SELECT {names} FROM {quoted(self._table)} WHERE {quoted_column(self.key)} = ?"
+                f"SELECT {names} FROM {quoted(self.table)} WHERE {quoted_column(self.key)} = ?"
             )
         except BaseException:
             cluster.shutdown()
@@ -127,7 +130,7 @@ class Cassandra(KeyedSource):
         return _Session(cluster, session, select)
 
     def _opened(self) -> _Session:
-        # Not for the time of a read: a session whose reads fail is still the one that finds the nodes again.
+        # The lease does not cover the read: a session whose reads fail is the one that reconnects.
         with self._sessions.lease() as session:
             return session
 
@@ -140,27 +143,27 @@ class Cassandra(KeyedSource):
         return self._sample(key, list(session.execute(select, (key,))))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Read the samples of a batch, all of them at once."""
-        wanted = [self.keys[index] for index in indices]
-        results = self._trying(f"keys {wanted[0]!r} …", lambda: self._ask(wanted))
-        # What did not come at once is read by itself: with further tries, and errors that name the key.
+        """Read the samples of a batch concurrently."""
+        requested = [self.keys[index] for index in indices]
+        results = self.attempt(f"keys {requested[0]!r} …", lambda: self._fetch_all(requested))
+        # A key whose read failed is read alone, with retries and with errors that name it.
         return [
             self._decoded(key, self._sample(key, rows)) if rows else self.get(key)
-            for key, rows in zip(wanted, results, strict=True)
+            for key, rows in zip(requested, results, strict=True)
         ]
 
-    def _ask(self, wanted: list[Any]) -> list[list[Any] | None]:
+    def _fetch_all(self, requested: list[Any]) -> list[list[Any] | None]:
         """The rows of each key, None where the read failed."""
         _, session, select = self._opened()
         results = execute_concurrent_with_args(
-            session, select, [(key,) for key in wanted], _MOST_AT_ONCE, raise_on_first_error=False
+            session, select, [(key,) for key in requested], _IN_FLIGHT, raise_on_first_error=False
         )
         return [list(found) if arrived else None for arrived, found in results]
 
     async def __aget__(self, index: int) -> Any:
         """``source[index]`` as a coroutine."""
         key = self.keys[index]
-        row = await self._trying_later(f"key {key!r}", lambda: self._fetch_later(key))
+        row = await self.attempt_async(f"key {key!r}", lambda: self._fetch_later(key))
         return self._decoded(key, row)
 
     async def _fetch_later(self, key: Any) -> dict[str, Any]:
@@ -168,7 +171,7 @@ class Cassandra(KeyedSource):
         arrived: asyncio.Future[list[Any]] = loop.create_future()
 
         def settle(rows: list[Any], error: BaseException | None) -> None:
-            if arrived.done():  # the read was cancelled meanwhile
+            if arrived.done():  # the read was cancelled
                 return
             if error is None:
                 arrived.set_result(rows)
@@ -196,7 +199,7 @@ class Cassandra(KeyedSource):
 
     def _list(self) -> Sequence[Any]:
         _, session, _ = self._opened()
-        rows = session.execute(f"SELECT {quoted_column(self.key)} FROM {quoted(self._table)}")
+        rows = session.execute(f"SELECT {quoted_column(self.key)} FROM {quoted(self.table)}")
         return sorted(row[self.key] for row in rows)
 
 

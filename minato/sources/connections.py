@@ -1,4 +1,4 @@
-"""Connections that are opened where and when they are needed."""
+"""Connections that each process opens at first use."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["Connections"]
 T = TypeVar("T")
 
 _inherited: list[Any] = []
-"""Connections of the parent process: were they collected here, they would be closed for the parent too."""
+"""Connections of the parent process: their collection here would close them for the parent too."""
 
 
 class Connections(Generic[T]):
-    """Opens connections at first use, in each process its own, and keeps them for the next use.
+    """Opens connections at first use and keeps them for the next; each process has its own.
 
-    Neither a forked child nor a pickle takes connections along.
+    Neither a forked child nor a pickle inherits connections.
 
     Args:
-        open_one: Opens one.
-        close_one: Closes one.
-        shared: Whether one connection serves all threads at once; otherwise each use has one for itself.
+        open_one: Opens a connection.
+        close_one: Closes a connection.
+        shared: Whether all threads share one connection; otherwise each lease has a connection of its own.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Connections(Generic[T]):
 
     @contextmanager
     def lease(self) -> Iterator[T]:
-        """Have a connection for the ``with`` block.
+        """A connection for the ``with`` block.
 
-        One in which the block raised is closed and not used again, unless it was a LookupError: that says that
-        something is not there, which takes a sound connection.
+        If the block raises, the connection is closed and not used again. A LookupError is an exception to this: a
+        missing key says nothing against the connection.
         """
         connection = self._take()
         try:
@@ -86,14 +86,14 @@ class Connections(Generic[T]):
     def _drop(self, connection: T) -> None:
         with self._lock:
             if self._shared:
-                # Others still use it: it is closed when the last of them lets go of it.
+                # Other threads may use it: it closes when it is collected.
                 self._idle = [other for other in self._idle if other is not connection]
                 return
-        with contextlib.suppress(Exception):  # it is broken, as an earlier error has reported
+        with contextlib.suppress(Exception):  # it is broken, and the error of the block says so
             self._close_one(connection)
 
     def close(self) -> None:
-        """Close what is not in use."""
+        """Close the connections that are not in use."""
         if self._owner != os.getpid():
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""Files of any file system that fsspec knows (extra ``fsspec``)."""
+"""Files of any fsspec file system (extra ``fsspec``)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Files"]
 
 
 class Files(KeyedSource):
-    """Files below a folder of any fsspec file system, as ``bytes``; for those that :class:`Objects` does not know.
+    """Files below a directory of any fsspec file system, as ``bytes``; for those without support in :class:`Objects`.
 
     Args:
-        url: The folder, with fsspec's protocol: ``sftp://user@host/data``, ``hf://…``, ``/local/folder``. It may be an
-            :class:`~minato.sources.settings.Env`.
-        keys, retry: See :class:`KeyedSource`. Without ``keys``, all files below the folder, by their relative paths.
+        url: The directory, with fsspec's protocol: ``sftp://user@host/data``, ``hf://…``, ``/local/directory``. It may
+            be an :class:`~minato.sources.settings.Env`.
+        keys, retry: See :class:`KeyedSource`. Without ``keys``, all files below the directory, by their relative paths.
         decode: Called with the file's ``bytes``.
         settings: fsspec's storage options, each of them a value or an :class:`~minato.sources.settings.Env`.
     """
@@ -47,31 +47,31 @@ class Files(KeyedSource):
         return f"Files({self.place!r})"
 
     def _open(self) -> Any:
-        # fsspec would otherwise give a forked worker the instance, and the event loop, of its parent.
-        system, folder = fsspec.core.url_to_fs(
+        # Otherwise a forked worker would get the instance and the event loop of its parent.
+        system, directory = fsspec.core.url_to_fs(
             self.place.url, skip_instance_cache=True, **self._settings.values()
         )
-        return system, folder.rstrip("/")
+        return system, directory.rstrip("/")
 
     def close(self) -> None:
         """Forget the file system; the next read makes a new one."""
         self._systems.close()
 
     def _fetch(self, key: str) -> bytes:
-        # Some file systems take the parts of a path as those of a URL.
+        # Some file systems decode paths like URLs.
         if "\0" in key or ".." in unquote(key).replace("\\", "/").split("/"):
-            raise SourceError(f"key {key!r} leads out of the folder {self.place!r}")
-        with self._systems.lease() as (system, folder):
+            raise SourceError(f"key {key!r} leads out of the directory {self.place!r}")
+        with self._systems.lease() as (system, directory):
             try:
-                value: bytes = system.cat_file(f"{folder}/{key}")
+                value: bytes = system.cat_file(f"{directory}/{key}")
             except FileNotFoundError as error:
                 raise LookupError(key) from error
         return value
 
     def _list(self) -> Sequence[str]:
-        with self._systems.lease() as (system, folder):
-            return sorted(path[len(folder) + 1 :] for path in system.find(folder))
+        with self._systems.lease() as (system, directory):
+            return sorted(path[len(directory) + 1 :] for path in system.find(directory))
 
 
 def _forget(system: Any) -> None:
-    """File systems close their connections by themselves."""
+    """Nothing to do: a file system closes its connections when it is collected."""

@@ -23,12 +23,12 @@ _MOST_DATABASES = 64
 class LMDB(KeyedSource):
     """Values of an LMDB environment by their keys, which are ``bytes``, without a copy.
 
-    What ``decode`` is given is a read-only ``memoryview`` of the mapped file. It, and arrays that view it, stay valid
-    until the source is closed; what another process writes meanwhile is not seen, and not reclaimed.
+    ``decode`` gets a read-only ``memoryview`` of the mapped file. It, and arrays that view it, stay valid until the
+    source is closed. Later writes of other processes are not visible, and LMDB does not reclaim the old pages.
 
     Args:
-        path: The environment: a folder, or a file written with ``subdir=False``.
-        database: Name of a database in it; None for the main one.
+        path: The environment: a directory, or a file written with ``subdir=False``.
+        database: Name of a database in it; None for the default one.
         keys, retry: See :class:`KeyedSource`. Without ``keys``, all keys in LMDB's order.
         decode: Called with the value as a ``memoryview``; by default ``bytes``, which copies.
     """
@@ -46,7 +46,7 @@ class LMDB(KeyedSource):
         self._path = Path(path).absolute()
         self._database = database
         self._environments: Connections[Any] = Connections(self._open, _close, shared=True)
-        # Each use has a transaction for itself, and so for all time the same view of the file.
+        # Each lease has its own transaction, which keeps its view of the file.
         self._transactions: Connections[Any] = Connections(self._begin, _abort)
 
     def __repr__(self) -> str:
@@ -97,7 +97,7 @@ def _abort(transaction: Any) -> None:
 # ---- LMDB allows a process to open an environment only once ---------------------------------
 
 _opened: dict[Path, list[Any]] = {}
-"""Environment, and how many use it."""
+"""Environments, each with its number of users."""
 _lock = threading.Lock()
 
 
@@ -130,7 +130,7 @@ def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
     for environment, _ in _opened.values():
-        environment.close()  # py-lmdb knows that it is the parent's, and only forgets it
+        environment.close()  # py-lmdb sees that it belongs to the parent, and only forgets it
     _opened.clear()
 
 

@@ -1,12 +1,16 @@
-"""Objects of S3, GCS, Azure, HTTP servers or folders, through obstore (extra ``objects``)."""
+"""Objects of S3, GCS, Azure, HTTP servers or directories, through obstore (extra ``objects``)."""
 
 from __future__ import annotations
 
 import base64
+import os
+import pickle
+import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import obstore
@@ -15,20 +19,21 @@ from obstore.store import from_url
 
 from minato.sources.base import KeyedSource, TruncatedObject
 from minato.sources.connections import Connections
-from minato.sources.forks import in_a_fork, used_here
 from minato.sources.retry import Retry
 from minato.sources.settings import Env, Place, Settings
 
 __all__ = ["Objects", "Part", "tar_members"]
 
+T = TypeVar("T")
+
 _HEADERS_BYTES = 64 << 10
-"""What is read at once of a tar file."""
+"""Read-ahead in a tar file."""
 
 
 class Part(NamedTuple):
-    """A range of an object, as a key: the bytes from ``start`` up to but not including ``end``.
+    """A range of an object as a key: the bytes from ``start`` up to but not including ``end``.
 
-    Any other sequence of the three does as well, such as the list that JSON makes of it.
+    Any other sequence of the three is a key too, for instance the list that JSON makes of it.
     """
 
     path: str
@@ -41,9 +46,9 @@ class Objects(KeyedSource):
 
     With ``fetch_concurrency`` the reads of a worker are coroutines on one event loop.
 
-    A process that has read an object must not be forked for workers that read too: obstore's threads do not come along,
-    and the worker says so. Listing the keys does not count. So either read nothing before the workers are forked, or
-    start them with ``multiprocessing_context="forkserver"``, or use ``workers="thread"``.
+    After a process has read an object, workers that it forks cannot read: obstore's threads do not survive a fork, and
+    the worker raises an error. Listing the keys is no read in this sense. So read nothing before the workers are
+    forked, or start them with ``multiprocessing_context="forkserver"``, or use ``workers="thread"``.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://`` or ``file:///``; paths are relative to it. It
@@ -54,8 +59,8 @@ class Objects(KeyedSource):
         client_options: Those of obstore (``allow_http``, ``timeout``, ``default_headers`` …), each of them a value or
             an :class:`~minato.sources.settings.Env`.
         settings: Further configuration of obstore's store (``access_key_id``, ``secret_access_key``, ``endpoint`` …),
-            each of them a value or an :class:`~minato.sources.settings.Env`; what is missing comes from the
-            environment variables of the service (``AWS_ACCESS_KEY_ID`` …).
+            each of them a value or an :class:`~minato.sources.settings.Env`; settings that are missing come from
+            the environment variables of the service (``AWS_ACCESS_KEY_ID`` …).
     """
 
     transient = (GenericError, ConnectionError, TimeoutError)
@@ -80,19 +85,19 @@ class Objects(KeyedSource):
         return f"Objects({self.place!r})"
 
     def _open(self) -> Any:
-        used_here()
+        _check_runtime()
         url, options = _with_header(self.place.url, self._client_options.values())
         return from_url(
             url,
             client_options=cast(Any, options or None),
-            # Tries are counted and bounded here, not a second time below.
+            # ``retry`` counts and limits the attempts; obstore must not repeat them.
             retry_config={"max_retries": 0, "retry_timeout": timedelta(0)},
             **self._settings.values(),
         )
 
-    def _in_words(self, error: Exception) -> str:
-        # What follows is a dump of Rust's own structures, some dozen lines.
-        return super()._in_words(error).partition("\n\nDebug source")[0]
+    def _describe(self, error: Exception) -> str:
+        # The rest is a dump of Rust structures, dozens of lines.
+        return super()._describe(error).partition("\n\nDebug source")[0]
 
     def close(self) -> None:
         """Forget the store and its connections; the next read makes a new one."""
@@ -113,7 +118,7 @@ class Objects(KeyedSource):
     async def __aget__(self, index: int) -> Any:
         """``source[index]`` as a coroutine."""
         key = self.keys[index]
-        value = await self._trying_later(f"key {key!r}", lambda: self._fetch_later(key))
+        value = await self.attempt_async(f"key {key!r}", lambda: self._fetch_later(key))
         return self._decoded(key, value)
 
     async def _fetch_later(self, key: Any) -> bytes:
@@ -131,7 +136,7 @@ class Objects(KeyedSource):
                 raise LookupError(key) from error
 
     def _list(self) -> Sequence[str]:
-        return in_a_fork(self._list_here)
+        return _in_a_fork(self._list_here)
 
     def _list_here(self) -> Sequence[str]:
         with self.stores.lease() as store:
@@ -139,7 +144,7 @@ class Objects(KeyedSource):
 
 
 def _with_header(url: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Name and password of a URL as a header: as a part of the URL, obstore would tell them in its errors."""
+    """Move name and password of a URL to a header: obstore shows URLs in its errors."""
     parts = urlsplit(url)
     if parts.password is None:
         return url, options
@@ -153,17 +158,17 @@ def _with_header(url: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]
 
 
 def tar_members(source: Objects, path: str, suffix: str = "") -> dict[str, Part]:
-    """Where the members of a tar file lie, so that each can be read by itself.
+    """The ranges of the members of a tar file, as keys to read them with.
 
     Only the headers are read; the result can be kept (``json``, ``save_splits``) as the shard's index.
 
     Args:
-        suffix: Only members whose names end so.
+        suffix: Only members whose names end with it.
 
     Returns:
         The name of each plain file in the archive, and its range, in the archive's order.
     """
-    return in_a_fork(lambda: _members(source, path, suffix))
+    return _in_a_fork(lambda: _members(source, path, suffix))
 
 
 def _members(source: Objects, path: str, suffix: str) -> dict[str, Part]:
@@ -178,7 +183,7 @@ def _members(source: Objects, path: str, suffix: str) -> dict[str, Part]:
 
 
 class _Reader:
-    """obstore's file as tarfile wants it, which gives ``bytes`` and not a buffer."""
+    """obstore's file for tarfile, which needs ``bytes`` instead of buffers."""
 
     def __init__(self, file: obstore.ReadableFile) -> None:
         self._file = file
@@ -191,9 +196,84 @@ class _Reader:
 
 def _whole(key: str | Part, value: bytes, size: int) -> bytes:
     if len(value) != size:
-        raise TruncatedObject(f"key {key!r} holds {size} bytes, and {len(value)} came")
+        raise TruncatedObject(f"key {key!r} has {size} bytes, and {len(value)} arrived")
     return value
 
 
 def _forget(store: Any) -> None:
-    """Stores close their connections by themselves."""
+    """Nothing to do: a store closes its connections when it is collected."""
+
+
+# ---- obstore's threads, one runtime for the whole process, do not survive a fork ---------------
+
+_used = False
+_parent_used = False
+
+
+def _check_runtime() -> None:
+    """Record that this process reads with obstore.
+
+    Raises:
+        RuntimeError: It was forked from a process that did, so that the call would hang.
+    """
+    global _used
+    if _parent_used:
+        raise RuntimeError(
+            "this process was forked from one that had read objects already, and obstore's threads do not come along: "
+            "give the loader multiprocessing_context='forkserver' or workers='thread', or read nothing before "
+            "its workers start"
+        )
+    _used = True
+
+
+def _after_fork() -> None:
+    global _parent_used
+    _parent_used = _used
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _in_a_fork(call: Callable[[], T]) -> T:
+    """Call a function in a child process, so that this process can still be forked for workers.
+
+    If this process already reads with obstore, it calls the function itself. The result or exception is pickled.
+    """
+    if _used or _parent_used or sys.platform != "linux" or _runtime_runs():
+        return call()
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(read)
+            with os.fdopen(write, "wb") as pipe:
+                pickle.dump(_outcome(call), pipe)
+        finally:
+            os._exit(0)
+    os.close(write)
+    try:
+        with os.fdopen(read, "rb") as pipe:
+            outcome: tuple[T, BaseException | None] = pickle.load(pipe)
+    finally:
+        os.waitpid(child, 0)
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result
+
+
+def _runtime_runs() -> bool:
+    """Whether this process has threads of such a runtime, from any library."""
+    names = Path("/proc/self/task").glob("*/comm")
+    return any(name.read_text(errors="replace").startswith("tokio") for name in names)
+
+
+def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return call(), None
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # obstore's own classes may not be picklable
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        return None, error

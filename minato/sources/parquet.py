@@ -10,28 +10,29 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
+from pyarrow import types
 from torch.utils.data import IterableDataset, get_worker_info
 
 from minato._support.counters import shared_integers
 from minato.sources.base import KeyedSource, SourceError
-from minato.sources.columns import rows_of
 from minato.sources.retry import Retry
 from minato.sources.settings import Env, Place
 
 __all__ = ["Parquet", "ParquetStream"]
 
 _GROUPS, _ROWS = 0, 1
-"""What a generator is for, besides (seed, epoch)."""
+"""The purpose of a generator, a part of its seed after (seed, epoch)."""
 
+_Get = Callable[[int], Any]
 _Rows = tuple[int, Callable[[int], dict[str, Any]]]
-"""How many, and what gives row i."""
+"""Number of rows, and the function that returns row i."""
 
 
 class _RowGroups:
-    """The row groups of some Parquet files, of which only the wanted columns and rows are read.
+    """The row groups of Parquet files, of which only the selected columns and rows are read.
 
     Args:
-        files: A file, a folder or a list of files, or the URL of one (``s3://…``).
+        files: A file, a directory or a list of files, or the URL of one (``s3://…``).
         columns: The columns of a sample; None for all.
         where: A pyarrow expression, as ``pyarrow.dataset.field("label") > 3``. Row groups whose statistics exclude it
             are not read.
@@ -56,7 +57,7 @@ class _RowGroups:
 
     @property
     def all(self) -> list[Any]:
-        """The row groups that may hold wanted rows, in the order of the files."""
+        """The row groups that may contain selected rows, in the order of the files."""
         if self._all is None:
             files = self.files.url if isinstance(self.files, Place) else self.files
             dataset = ds.dataset(files, format="parquet", filesystem=self._filesystem)
@@ -68,13 +69,13 @@ class _RowGroups:
         return self._all
 
     def counts(self) -> list[int]:
-        """Wanted rows of each."""
+        """Number of selected rows of each."""
         if self._where is None:
             return [group.row_groups[0].num_rows for group in self.all]
         return [group.to_table(columns=[], filter=self._where).num_rows for group in self.all]
 
     def read(self, number: int) -> _Rows:
-        """Read and convert the wanted rows of one."""
+        """Read a row group and convert its selected rows."""
         group = self.all[number]
         try:
             table = group.to_table(columns=self._columns, filter=self._where, use_threads=False)
@@ -83,20 +84,19 @@ class _RowGroups:
                 f"cannot read row group {group.row_groups[0].id} of {group.path!r}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return len(table), rows_of(table)
+        return len(table), _rows_of(table)
 
 
 class Parquet(KeyedSource):
-    """Map-style: a sample is a wanted row of all files, a dict of its columns, and its key is the row's number.
+    """Map-style: a sample is a selected row of all files, a dict of its columns, and its key is the row's number.
 
-    The worker that needs a row reads its row group as a whole, converts it to NumPy and keeps it while it is among the
-    last that the process used. In random order nearly every sample costs a row group: :class:`ParquetStream` shuffles
-    without that.
+    A worker reads and converts the whole row group of a row, and keeps the row groups that it used most recently. In
+    random order, nearly every sample costs a row group; :class:`ParquetStream` shuffles without this cost.
 
     Args:
         files, columns, where, filesystem: As for :class:`ParquetStream`.
-        kept_groups: Row groups that each process keeps.
-        keys, retry: See :class:`KeyedSource`. Without ``keys``, all wanted rows in the order of the files.
+        kept_groups: Number of row groups that each process keeps.
+        keys, retry: See :class:`KeyedSource`. Without ``keys``, all selected rows in the order of the files.
         decode: Called with the dict of a row.
     """
 
@@ -138,7 +138,7 @@ class Parquet(KeyedSource):
         return f"Parquet({self._groups.files!r})"
 
     def close(self) -> None:
-        """Let go of the row groups that are kept."""
+        """Release the row groups that are kept."""
         with self._lock:
             self._kept.clear()
 
@@ -158,7 +158,7 @@ class Parquet(KeyedSource):
         return row(key - (int(self._ends[number - 1]) if number else 0))
 
     def _group(self, number: int) -> _Rows:
-        # Under the lock: otherwise each thread that needs the same group would read it.
+        # Under the lock: otherwise several threads would read the same row group.
         with self._lock:
             group = self._kept.pop(number, None) or self._groups.read(number)
             self._kept[number] = group
@@ -171,7 +171,7 @@ class ParquetStream(IterableDataset[Any]):
     """Streaming: each worker reads its share of the row groups, one after the other.
 
     Args:
-        files: A file, a folder or a list of files, or the URL of one (``s3://…``), which may be an
+        files: A file, a directory or a list of files, or the URL of one (``s3://…``), which may be an
             :class:`~minato.sources.settings.Env`.
         columns: The columns of a sample; None for all.
         where: A pyarrow expression, as ``pyarrow.dataset.field("label") > 3``. Row groups whose statistics exclude it
@@ -179,8 +179,8 @@ class ParquetStream(IterableDataset[Any]):
         filesystem: A pyarrow or fsspec file system for ``files``; with it, credentials stay out of the URL.
         seed: Shuffles the row groups, and the rows within a window, as a function of (seed, epoch); None: the order
             of the files.
-        window_rows: Rows of a share that are mixed with one another.
-        shard: ``(rank, of how many)``; each rank reads its own row groups. The shares differ in length as the row
+        window_rows: Number of rows in the shuffle window of a share.
+        shard: ``(rank, number of ranks)``; each rank reads its own row groups. Shares may differ in length, as row
             groups do.
         decode: Called with the dict of a row.
 
@@ -209,11 +209,11 @@ class ParquetStream(IterableDataset[Any]):
         self._window_rows = window_rows
         self._shard = shard
         self._decode = decode
-        # In shared memory, so that workers which stay for several epochs hear of it.
+        # In shared memory, where persistent workers see it change.
         self._epoch = shared_integers(1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next ``iter()`` is."""
+        """Set the epoch of the next ``iter()``."""
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -237,7 +237,7 @@ class ParquetStream(IterableDataset[Any]):
         seed = self._seed % 2**64
         order = np.random.default_rng((seed, epoch, _GROUPS)).permutation(len(self._groups.all))
         mine = self._mine(order.tolist())
-        # What is drawn depends on the share, and so neither on time nor on other workers.
+        # The seed depends on the share, so that neither timing nor other workers influence the order.
         generator = np.random.default_rng((seed, epoch, _ROWS, *mine[:1]))
         window: list[tuple[Callable[[int], dict[str, Any]], int]] = []
         for number in mine:
@@ -252,3 +252,67 @@ class ParquetStream(IterableDataset[Any]):
         for at in generator.permutation(len(window)).tolist():
             get, j = window[at]
             yield get(j)
+
+
+# ---- Arrow columns as NumPy -----------------------------------------------------------------
+
+
+def _rows_of(table: pa.Table) -> Callable[[int], dict[str, Any]]:
+    """Convert a table once for all rows; returns the function that returns row i as a dict of its columns.
+
+    Numbers become NumPy scalars, lists of numbers arrays (views of the column), strings ``str``, structs dicts.
+    Other values and nulls are converted by Arrow's ``as_py``.
+    """
+    columns = {name: _getter(_one_chunk(table[name])) for name in table.column_names}
+
+    def row(i: int) -> dict[str, Any]:
+        return {name: get(i) for name, get in columns.items()}
+
+    return row
+
+
+def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+    combined = column.combine_chunks()
+    if isinstance(combined, pa.ChunkedArray):
+        return pa.concat_arrays(combined.chunks) if combined.num_chunks else pa.array([])
+    return combined
+
+
+def _getter(column: pa.Array) -> _Get:
+    kind = column.type
+    if isinstance(column, pa.FixedShapeTensorArray):
+        return _numpy(column.to_numpy_ndarray())
+    if column.null_count:
+        return lambda i: column[i].as_py()
+    if _is_number(kind):
+        return _numpy(column.to_numpy(zero_copy_only=False, writable=True))
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_dictionary(kind):
+        return _listed(column)
+    if types.is_struct(kind):
+        fields = [(kind.field(i).name, _getter(part)) for i, part in enumerate(column.flatten())]
+        return lambda i: {name: get(i) for name, get in fields}
+    if _is_list(kind) and _is_number(kind.value_type) and not column.flatten().null_count:
+        values = column.flatten().to_numpy(zero_copy_only=False, writable=True)
+        if types.is_fixed_size_list(kind):
+            return _numpy(values.reshape(len(column), kind.list_size))
+        ends = column.value_lengths().to_numpy().cumsum()
+        return lambda i: values[ends[i - 1] if i else 0 : ends[i]]
+    return _listed(column)
+
+
+def _numpy(values: Any) -> _Get:
+    return lambda i: values[i]
+
+
+def _listed(column: pa.Array) -> _Get:
+    values: list[Any] = column.to_pylist()
+    return values.__getitem__
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return any(is_kind(kind) for is_kind in (types.is_integer, types.is_floating, types.is_boolean))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    kinds = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    return any(is_kind(kind) for is_kind in kinds)

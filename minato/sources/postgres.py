@@ -19,11 +19,11 @@ __all__ = ["Postgres"]
 class Postgres(TableSource):
     """Rows of a table of a PostgreSQL database.
 
-    A batch of keys is one query. With ``fetch_concurrency`` samples are queried one by one instead, each worker
-    keeping as many connections.
+    A batch of keys is one query. With ``fetch_concurrency`` samples are queried one by one instead, over that number of
+    connections in each worker.
 
     Args:
-        conninfo: libpq's connection string or URL; a password in it is kept secret. What is missing comes from libpq's
+        conninfo: libpq's connection string or URL; a password in it is kept secret. Missing settings come from libpq's
             environment variables (``PGHOST``, ``PGPASSWORD``, ``PGSSLMODE`` …).
         table, key, columns, where, keys, decode, retry: See :class:`TableSource`.
         settings: Further settings of libpq (``sslmode``, ``sslrootcert``, ``connect_timeout``, ``options`` …), each of
@@ -52,33 +52,35 @@ class Postgres(TableSource):
         self._settings = Settings({**_parsed(conninfo), **settings})
 
     def __repr__(self) -> str:
-        return f"Postgres({self._table!r}, {self._settings!r})"
+        return f"Postgres({self.table!r}, {self._settings!r})"
 
     def _open(self) -> psycopg.Connection[Any]:
         return psycopg.connect(autocommit=True, **self._settings.values())
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Read the samples of a batch in one query."""
-        wanted = [self.keys[index] for index in indices]
-        found = self._trying(f"keys {wanted[0]!r} …", lambda: self._fetch_all(wanted))
-        for key in wanted:
+        requested = [self.keys[index] for index in indices]
+        found = self.attempt(f"keys {requested[0]!r} …", lambda: self._fetch_all(requested))
+        for key in requested:
             if key not in found:
                 raise MissingKey(f"{self!r} has no key {key!r}")
-        return [self._decoded(key, dict(found[key])) for key in wanted]
+        return [self._decoded(key, dict(found[key])) for key in requested]
 
     def _select(self) -> str:
-        return super()._select().replace("%", "%%")  # as psycopg looks for its placeholders there
+        return (
+            super()._select().replace("%", "%%")
+        )  # psycopg looks for its placeholders in the whole text
 
-    def _fetch_all(self, wanted: list[Any]) -> dict[Any, dict[str, Any]]:
-        rows, names = self._query(f"{self._select()} = ANY(%s)", (wanted,))
+    def _fetch_all(self, requested: list[Any]) -> dict[Any, dict[str, Any]]:
+        rows, names = self._query(f"{self._select()} = ANY(%s)", (requested,))
         at = names.index(self.key)
         return {row[at]: self._sample(row, names) for row in rows}
 
     def _list(self) -> Sequence[Any]:
-        """Keys, fetched by a cursor of the server: a million of them as one result would be held twice."""
+        # By a cursor of the server: a single result with a million keys would be in memory twice.
         where = f" WHERE {self._where}" if self._where else ""
         key = self._column(self.key)
-        text = f"SELECT {key} FROM {quoted(self._table)}{where} ORDER BY {key}"
+        text = f"SELECT {key} FROM {quoted(self.table)}{where} ORDER BY {key}"
         with (
             self.connections.lease() as connection,
             connection.transaction(),
@@ -92,7 +94,7 @@ class Postgres(TableSource):
 def _parsed(text: str) -> dict[str, Any]:
     try:
         given = conninfo.conninfo_to_dict(text)
-    except psycopg.ProgrammingError:  # which quotes parts of it
+    except psycopg.ProgrammingError:  # its text may contain the password
         raise ValueError(
             "conninfo is no connection string of libpq (not shown, as it may hold a password): in a URL, give the "
             "characters / ? # @ of a password as %2F, %3F, %23 and %40"

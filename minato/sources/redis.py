@@ -16,14 +16,13 @@ from minato.sources.settings import Place, Settings, without_password
 __all__ = ["Redis"]
 
 _SCAN_COUNT = 10_000
-_ABOUT_ITSELF = (
+_CLIENT_INFO = (
     ["driver_info"]
     if "driver_info" in signature(redis.Redis.__init__).parameters
     else ["lib_name", "lib_version"]
 )
-_TERSE: dict[str, Any] = {"protocol": 2, **dict.fromkeys(_ABOUT_ITSELF)}
-"""A connection does not ask for the newer protocol and tells nothing of itself: each would be a round trip more, before
-the first value comes over it."""
+_TERSE: dict[str, Any] = {"protocol": 2, **dict.fromkeys(_CLIENT_INFO)}
+"""A new connection neither negotiates the protocol nor sends the client's name: each would cost a round trip."""
 
 
 class Redis(KeyedSource):
@@ -33,7 +32,7 @@ class Redis(KeyedSource):
 
     Args:
         url: ``redis://``, ``rediss://`` or ``unix://``; a password in it is kept secret.
-        prefix: What all keys in the store begin with; the keys of samples are without it.
+        prefix: Prefix of all keys in the store; the keys of samples do not contain it.
         keys, retry: See :class:`KeyedSource`. Without ``keys`` they are scanned and sorted.
         decode: Called with the value, as ``bytes``.
         settings: Further arguments of ``redis.Redis.from_url`` (``password``, ``ssl_ca_certs``, ``socket_timeout`` …),
@@ -59,7 +58,7 @@ class Redis(KeyedSource):
             settings.setdefault("password", password)
         self.prefix = prefix
         self._settings = Settings(settings)
-        # One client serves all threads: it has a pool of connections of its own.
+        # All threads share one client, which has a connection pool.
         self.connections: Connections[redis.Redis] = Connections(
             self._open, redis.Redis.close, shared=True
         )
@@ -67,9 +66,9 @@ class Redis(KeyedSource):
     def __repr__(self) -> str:
         return f"Redis({self.place!r}, prefix={self.prefix!r})"
 
-    def _may_pass(self, error: Exception) -> bool:
-        # A wrong password is a ConnectionError of redis-py's.
-        return super()._may_pass(error) and not isinstance(error, redis.AuthenticationError)
+    def _is_transient(self, error: Exception) -> bool:
+        # redis-py raises a ConnectionError for a wrong password.
+        return super()._is_transient(error) and not isinstance(error, redis.AuthenticationError)
 
     def _open(self) -> redis.Redis:
         return redis.Redis.from_url(self.place.url, **{**_TERSE, **self._settings.values()})
@@ -87,25 +86,26 @@ class Redis(KeyedSource):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Read the samples of a batch in one request."""
-        wanted = [self.keys[index] for index in indices]
-        values = self._trying(f"keys {wanted[0]!r} …", lambda: self._fetch_all(wanted))
-        for key, value in zip(wanted, values, strict=True):
+        requested = [self.keys[index] for index in indices]
+        values = self.attempt(f"keys {requested[0]!r} …", lambda: self._fetch_all(requested))
+        for key, value in zip(requested, values, strict=True):
             if value is None:
                 raise MissingKey(f"{self!r} has no key {key!r}")
-        return [self._decoded(key, value) for key, value in zip(wanted, values, strict=True)]
+        return [self._decoded(key, value) for key, value in zip(requested, values, strict=True)]
 
-    def _fetch_all(self, wanted: list[str]) -> Any:
+    def _fetch_all(self, requested: list[str]) -> Any:
         with self.connections.lease() as client:
-            return client.mget([self.prefix + key for key in wanted])
+            return client.mget([self.prefix + key for key in requested])
 
     def _list(self) -> Sequence[str]:
         with self.connections.lease() as client:
             pattern = _literal(self.prefix) + "*"
-            # A scan may give a key twice.
+            # A scan may return a key twice.
             found = set(client.scan_iter(match=pattern, count=_SCAN_COUNT))
         start = len(self.prefix.encode())
         return sorted(key[start:].decode() for key in found)
 
 
 def _literal(text: str) -> str:
+    """A text as a pattern that matches only it."""
     return "".join("\\" + letter if letter in "\\*?[]" else letter for letter in text)

@@ -1,4 +1,4 @@
-"""Trying again what may have failed for a moment only."""
+"""How reads are repeated after transient errors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["Retry"]
 
 @dataclass(frozen=True)
 class Retry:
-    """How often, and for how long, a read that failed is tried again.
+    """How often, and for how long, a read that failed is repeated.
 
-    The pauses double from one try to the next, up to ``longest_s``, and each is a random part of that: so a server that
-    comes back is not met by everybody at once.
+    The pauses double with each attempt, up to ``longest_s``. The second half of each pause is random, so that the
+    processes do not all return to a restarted server at the same time.
 
     Attributes:
-        attempts: Tries altogether; 1: none is repeated.
-        first_s: The first pause at most.
-        longest_s: Any pause at most.
-        deadline_s: No try begins later than so long after the first.
+        attempts: Largest number of attempts; 1: no read is repeated.
+        first_s: Upper limit of the first pause, in seconds.
+        longest_s: Upper limit of any pause, in seconds.
+        deadline_s: No attempt begins more than this many seconds after the first.
     """
 
     attempts: int = 8
@@ -34,11 +34,11 @@ class Retry:
             raise ValueError(f"attempts={self.attempts} is too small: give at least 1")
 
     def pauses(self) -> Iterator[float]:
-        """The pause after each failure in turn; it ends when there is to be no further try."""
+        """The pause after each failure in seconds, as long as there is a further attempt."""
         started = time.monotonic()
         for failure in range(self.attempts - 1):
             bound_s = min(self.first_s * 2.0**failure, self.longest_s)
-            # Its own generator: the global ones are bound to the sample, which must not depend on a failure.
+            # Not from a global generator: those are bound to the sample, which must not depend on a failure.
             pause_s = bound_s * (0.5 + 0.5 * _jitter.random())
             if time.monotonic() - started + pause_s > self.deadline_s:
                 return

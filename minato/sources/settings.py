@@ -16,7 +16,7 @@ _SECRET = re.compile(
     r"bearer|jwt|cookie|conn_?(str|info)|connection_?string|dsn|session(_id)?$",
     re.IGNORECASE,
 )
-"""What the name of a setting contains that must be kept secret."""
+"""Matches the names of settings that must be kept secret."""
 _SHOWN = frozenset(
     {"version", "versionid", "revision", "sv", "sp", "sr", "region", "db", "protocol"}
 )
@@ -31,7 +31,7 @@ class Env:
     """A setting that each process reads from its environment when it connects.
 
     Args:
-        name: The variable. A source pickles with this name, not with what it holds.
+        name: Name of the variable. A pickled source contains this name, not the value.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,7 +41,7 @@ class Env:
         return f"Env({self.name!r})"
 
     def value(self) -> str:
-        """What the variable holds now.
+        """The present value of the variable.
 
         Raises:
             ValueError: It is not set.
@@ -53,7 +53,7 @@ class Env:
 
 
 class _Secret:
-    """A secret value: it does not show itself, and travels only to a worker that is being started."""
+    """A secret value: its ``repr`` hides it, and it is pickled only for a worker that is being started."""
 
     def __init__(self, name: str, value: Any) -> None:
         self._name = name
@@ -66,7 +66,7 @@ class _Secret:
         return self._value
 
     def __fingerprint__(self) -> str:
-        """A new password makes no other source."""
+        """The name: a new password does not change the identity of a source."""
         return self._name
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -79,11 +79,11 @@ class _Secret:
 
 
 class Settings:
-    """Arguments for the library that connects.
+    """Arguments for the library that opens the connection.
 
     Args:
-        values: By name. A value may be an :class:`Env`; values whose name says that they are secret (a password, a
-            key, a token …), and those named in ``secret``, are hidden in ``repr`` and not pickled.
+        values: By name. A value may be an :class:`Env`. Values whose name marks them as secret (a password, a key, a
+            token …), and those named in ``secret``, are hidden in ``repr`` and not pickled.
     """
 
     def __init__(self, values: Mapping[str, Any], secret: tuple[str, ...] = ()) -> None:
@@ -91,7 +91,7 @@ class Settings:
             name: _Secret(name, value)
             if (name in secret or _SECRET.search(name))
             and value is not None
-            and not isinstance(value, (Env, bool))  # a switch is no secret, whatever its name
+            and not isinstance(value, (Env, bool))  # a bool is no secret, even if its name matches
             else value
             for name, value in values.items()
         }
@@ -100,7 +100,7 @@ class Settings:
         return ", ".join(f"{name}={value!r}" for name, value in self._values.items())
 
     def values(self) -> dict[str, Any]:
-        """What to connect with, secrets included."""
+        """All values, secrets included."""
         return {
             name: value.value() if isinstance(value, (Env, _Secret)) else value
             for name, value in self._values.items()
@@ -108,13 +108,13 @@ class Settings:
 
 
 class Place:
-    """A URL that shows itself without the secrets in it; if there are any, it is not pickled.
+    """A URL whose ``repr`` hides the secrets in it; a URL with secrets is not pickled.
 
     Args:
-        url: With a password or a signature or without, or the name of the environment variable that holds it.
+        url: The URL, or the environment variable that holds it.
 
     Raises:
-        ValueError: The password in it holds a character that ends this part of a URL.
+        ValueError: The password in it contains a character that ends this part of a URL.
     """
 
     def __init__(self, url: str | Env) -> None:
@@ -127,12 +127,12 @@ class Place:
 
     @property
     def url(self) -> str:
-        """All of it."""
+        """The whole URL, secrets included."""
         return str(self._settings.values()["url"])
 
 
 def without_password(url: str) -> tuple[str, str | None]:
-    """Take the password out of a URL: the rest, and the password or None; raises as ``shown_url``."""
+    """The URL without its password, and the password or None; raises like ``shown_url``."""
     shown_url(url)
     parts = urlsplit(url)
     if parts.password is None:
@@ -143,13 +143,13 @@ def without_password(url: str) -> tuple[str, str | None]:
 
 
 def shown_url(url: str) -> str:
-    """The URL without what may be secret: passwords, tokens in the place of users, most parameters, the fragment.
+    """The URL without parts that may be secret: passwords, tokens in the place of users, most parameters, the fragment.
 
     Raises:
-        ValueError: A password in it holds a character that ends this part of a URL, so that no library understands it.
+        ValueError: The password in it contains a character that ends this part of a URL, so that libraries misread it.
     """
     scheme, separator, rest = url.partition("://")
-    kind = scheme.rpartition("::")[2].lower()  # fsspec knows several, one inside the other
+    kind = scheme.rpartition("::")[2].lower()  # fsspec chains several schemes
     if not separator or kind in ("file", "local"):
         return url
     length = re.match(r"[^/?#]*", rest).end()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Lists of keys for training, validation and test, made from metadata; no data is moved."""
+"""Lists of keys for training, validation and test, made from metadata without reading samples."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def split(
     """Divide keys at random.
 
     Args:
-        keys: Of all samples.
-        shares: How many of them each split gets, relative to the other splits: ``{"train": 8, "test": 2}``.
+        keys: The keys of all samples.
+        shares: The size of each split relative to the others: ``{"train": 8, "test": 2}``.
         seed: The same seed, keys and metadata give the same splits.
         labels: The class of each key: each split then gets its share of each class, as far as entities allow.
         entities: The entity of each key, for instance a patient; no entity is in two splits.
-        uniform: Leave out keys at random until each split has equally many of each class.
-        weights: Leave them out until the classes stand to each other as these numbers, by label; a class of 0 or
-            without a weight is left out: ``{"tumour": 1, "healthy": 3}``.
+        uniform: Leave out keys at random until all classes of a split have the same size.
+        weights: Leave out keys at random until the classes have the proportions of these weights, by label. A class
+            with weight 0 or without a weight is left out: ``{"tumour": 1, "healthy": 3}``.
 
     Returns:
         The keys of each split, in the order in which they were given.
@@ -103,11 +103,11 @@ def folds(
 
 
 def save_splits(path: str | os.PathLike[str], splits: Mapping[str, Sequence[Any]]) -> None:
-    """Write splits to a JSON file, at once or not at all; a new one has mode 0600.
+    """Write splits to a JSON file, whole or not at all; a new file has mode 0600.
 
     Raises:
-        ValueError: There is a file that holds something else, which is untouched.
-        TypeError: A key is neither a text, an integer, bytes nor a UUID, nor a tuple of these.
+        ValueError: The file exists and contains no splits; it stays unchanged.
+        TypeError: A key is neither a string, an integer, bytes nor a UUID, nor a tuple of these.
     """
     content = {name: [_plain(key) for key in keys] for name, keys in splits.items()}
     text = json.dumps({"format": _FORMAT, "splits": content})
@@ -115,10 +115,10 @@ def save_splits(path: str | os.PathLike[str], splits: Mapping[str, Sequence[Any]
 
 
 def load_splits(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
-    """Read what :func:`save_splits` wrote; a :class:`~minato.sources.objects.Part` comes as the tuple that it is.
+    """Read a file of :func:`save_splits`; a :class:`~minato.sources.objects.Part` becomes a plain tuple.
 
     Raises:
-        ValueError: It is something else; the message names it.
+        ValueError: The file contains no splits; the message names it.
     """
     text = Path(path).read_bytes()
     try:
@@ -131,7 +131,7 @@ def load_splits(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
 
 
 def _plain(key: Any) -> Any:
-    """A key as JSON has it: what that does not know is an object that names its type."""
+    """A key as JSON; types that JSON lacks become an object that names the type."""
     if isinstance(key, bytes):
         return {"bytes": key.hex()}
     if isinstance(key, UUID):
@@ -143,7 +143,7 @@ def _plain(key: Any) -> Any:
     if isinstance(key, Integral):
         return int(key)
     raise TypeError(
-        f"the key {key!r} of type {type(key).__name__} cannot be saved: texts, integers, bytes, UUIDs and tuples can"
+        f"the key {key!r} of type {type(key).__name__} cannot be saved: strings, integers, bytes, UUIDs and tuples can"
     )
 
 
@@ -179,7 +179,7 @@ def _divide(
     entities: Sequence[Hashable] | None,
     rng: random.Random,
 ) -> list[list[int]]:
-    """Give each entity, the largest first, to the part that lacks most of what it has."""
+    """Assign each entity, the largest first, to the part that lacks most of its classes."""
     members: dict[Hashable, list[int]] = defaultdict(list)
     for i in range(len(classes)):
         members[i if entities is None else entities[i]].append(i)
@@ -209,7 +209,7 @@ def _balanced(
     weights: Mapping[Any, float],
     rng: random.Random,
 ) -> list[int]:
-    """Return as many keys of a part as its classes allow in the proportion of these numbers."""
+    """The largest random subset of a part whose classes have the proportions of the weights."""
     by_class: dict[Hashable, list[int]] = defaultdict(list)
     for i in sorted(part):
         by_class[classes[i]].append(i)

@@ -1,4 +1,4 @@
-"""What sources of rows in a table have in common."""
+"""TableSource, the base class of sources over a table of a database."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["TableSource", "quoted", "quoted_column"]
 
 
 def quoted(name: str) -> str:
-    """The name of a table as SQL has it, dotted ones part by part."""
+    """The name of a table, quoted for SQL; the parts of a dotted name are quoted one by one."""
     return ".".join(map(quoted_column, name.split(".")))
 
 
 def quoted_column(name: str) -> str:
-    """The name of a column as SQL has it; a dot is a part of it."""
+    """The name of a column, quoted for SQL; a dot is a part of the name."""
     if not name or "\0" in name:
         raise ValueError(f"{name!r} is no name of a table or column")
     return '"' + name.replace('"', '""') + '"'
 
 
 class TableSource(KeyedSource):
-    """Rows of a table by their primary key; a sample is a dict of the columns, features and label in one read.
+    """Rows of a table by their primary key; a sample is a dict of the columns, in one read.
 
     Args:
-        table: Its name; ``schema.table`` where there are schemas.
-        key: The column of the keys; unique and, for speed, indexed.
+        table: Name of the table, or ``schema.table``.
+        key: The column of the keys; it must be unique, and should have an index.
         columns: The columns of a sample; None for all but the key.
-        where: A condition in SQL that selects rows, for instance ``"split = 'train'"``; it is pushed down to the
-            database when the keys are listed.
+        where: A condition in SQL that selects rows, for instance ``"split = 'train'"``; the database evaluates it when
+            the keys are listed.
         keys, retry: See :class:`KeyedSource`.
         decode: Called with the dict of a row.
     """
@@ -51,7 +51,7 @@ class TableSource(KeyedSource):
         retry: Retry | None,
     ) -> None:
         super().__init__(keys, decode, retry)
-        self._table = table
+        self.table = table
         self.key = key
         self._columns = None if columns is None else tuple(columns)
         self._where = where
@@ -59,13 +59,13 @@ class TableSource(KeyedSource):
 
     @abstractmethod
     def _open(self) -> Any:
-        """A new connection."""
+        """Open a connection."""
 
     def _close_one(self, connection: Any) -> None:
         connection.close()
 
     def _query(self, text: str, arguments: tuple[Any, ...]) -> tuple[list[Any], list[str]]:
-        """The rows that a query gives, and the names of their columns."""
+        """The rows of a query, and the names of their columns."""
         with self.connections.lease() as connection:
             cursor = connection.execute(text, arguments)
             return cursor.fetchall(), [column[0] for column in cursor.description]
@@ -77,18 +77,18 @@ class TableSource(KeyedSource):
     def _list(self) -> Sequence[Any]:
         key = self._column(self.key)
         where = f" WHERE {self._where}" if self._where else ""
-        rows, _ = self._query(f"SELECT {key} FROM {quoted(self._table)}{where} ORDER BY {key}", ())
+        rows, _ = self._query(f"SELECT {key} FROM {quoted(self.table)}{where} ORDER BY {key}", ())
         return [row[0] for row in rows]
 
     def _column(self, name: str) -> str:
-        # With its table's name: by itself, SQLite takes a quoted column that is not there for a text.
-        return f"{quoted(self._table)}.{quoted_column(name)}"
+        # With the table's name: without it, SQLite takes an unknown quoted column for a string.
+        return f"{quoted(self.table)}.{quoted_column(name)}"
 
     def _select(self) -> str:
         names = "*"
         if self._columns is not None:
             names = ", ".join(map(self._column, (self.key, *self._columns)))
-        return f"SELECT {names} FROM {quoted(self._table)} WHERE {self._column(self.key)}"
+        return f"SELECT {names} FROM {quoted(self.table)} WHERE {self._column(self.key)}"
 
     def _sample(self, row: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
         sample = dict(zip(names, row, strict=True))

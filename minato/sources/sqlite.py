@@ -1,4 +1,4 @@
-"""Rows of an SQLite database."""
+"""Rows of an SQLite database (in Python's standard library)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["SQLite"]
 
 _BUSY_S = 5.0
 """How long SQLite itself waits for a writer."""
-_PASSING = frozenset({5, 6, 10, 15})
-"""SQLITE_BUSY, LOCKED, IOERR and PROTOCOL: what another process, or a file system, may have caused."""
+_TRANSIENT = frozenset({5, 6, 10, 15})
+"""SQLITE_BUSY, LOCKED, IOERR and PROTOCOL, which another process or the file system may have caused."""
 _UNKNOWN = 5
 
 
@@ -48,16 +48,16 @@ class SQLite(TableSource):
         self._path = Path(path)
 
     def __repr__(self) -> str:
-        return f"SQLite({str(self._path)!r}, {self._table!r})"
+        return f"SQLite({str(self._path)!r}, {self.table!r})"
 
-    def _may_pass(self, error: Exception) -> bool:
-        # A table or a column that is not there is an OperationalError too. Python tells the codes from 3.11 on.
+    def _is_transient(self, error: Exception) -> bool:
+        # A missing table or column is an OperationalError too. Python 3.10 has no error codes.
         code: int = getattr(error, "sqlite_errorcode", _UNKNOWN)
-        return super()._may_pass(error) and code % 256 in _PASSING
+        return super()._is_transient(error) and code % 256 in _TRANSIENT
 
     def _open(self) -> sqlite3.Connection:
         if not self._path.exists():
             raise FileNotFoundError(self._path)
         url = f"file:{pathname2url(str(self._path.absolute()))}?mode=ro"
-        # One thread at a time uses a connection, though not always the same.
+        # Only one thread at a time uses a connection, but not always the same one.
         return sqlite3.connect(url, uri=True, check_same_thread=False, timeout=_BUSY_S)

@@ -19,7 +19,7 @@ from minato.sampling.occurrences import Again
 from minato.sampling.replay import OrderRecord, RecordedOrder
 from minato.sources.ingest.job import ingest
 from minato.sources.ingest.journal import Completed, Journal, JournalError
-from minato.sources.ingest.store import open_store
+from minato.sources.ingest.urls import open_store
 from minato.sources.splits import load_splits, save_splits
 from tests.datasets import Numbers, indices
 from tests.disks import file_size_limit, small_disk

@@ -53,7 +53,7 @@ class UnsteadyLater(Unsteady):
 
     async def __aget__(self, index: int) -> Any:
         key = self.keys[index]
-        row = await self._trying_later(f"key {key!r}", lambda: self._fetch_later(key))
+        row = await self.attempt_async(f"key {key!r}", lambda: self._fetch_later(key))
         return self._decoded(key, row)
 
     async def _fetch_later(self, key: Any) -> Any:

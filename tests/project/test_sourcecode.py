@@ -332,9 +332,8 @@ def test_files_are_written_in_one_place() -> None:
         "caching/disk.py",  # O_EXCL and O_NOFOLLOW, below a directory that was checked
         "cli/main.py",  # /dev/null
         "shared_pool/rendezvous.py",  # O_EXCL, in a directory that it has made for this user alone
-        "sources/ingest/objects.py",  # tar files, in memory
-        "sources/ingest/parquet.py",  # what replacement() gives
-        "sources/forks.py",  # a pipe
+        "sources/ingest/files.py",  # tar files, in memory; Parquet files, to the file of replacement()
+        "sources/objects.py",  # a pipe
     }
     found = {relative(path) for path in SOURCES for each in calls_of(path) if writes(*each)}
     assert found <= expected

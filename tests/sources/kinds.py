@@ -196,7 +196,7 @@ def _cassandra(settings: dict[str, Any], server: servers.Server | None) -> Kind:
     from minato.sources.settings import Env
 
     filling = Cassandra(table="minato.samples", **settings)
-    cluster, session = filling._connect()
+    cluster, session = filling.connect()
     session.execute(
         "CREATE KEYSPACE IF NOT EXISTS minato WITH replication = "
         "{'class': 'SimpleStrategy', 'replication_factor': 1}"

@@ -15,7 +15,7 @@ import pytest
 
 from minato.sources.base import KeyedSource, MissingKey, SourceError
 from minato.sources.connections import Connections
-from minato.sources.ingest.store import Unknown, open_store
+from minato.sources.ingest.urls import UnknownStore, open_store
 from minato.sources.retry import Retry
 from minato.sources.settings import Env, Place, Settings, shown_url, without_password
 from minato.sources.sqlite import SQLite
@@ -173,7 +173,7 @@ def test_a_password_that_no_library_understands_is_refused_and_not_shown(
 
 @pytest.mark.parametrize("url", ["mysql://me:hush@host", "hush", "mysql://host?pwd=hush"])
 def test_an_unknown_store_is_named_without_secrets(url: str) -> None:
-    with pytest.raises(Unknown) as told:
+    with pytest.raises(UnknownStore) as told:
         open_store(url)
     assert "hush" not in str(told.value) or "://" not in url
 

@@ -27,7 +27,7 @@ NO_RETRY = Retry(attempts=1)
 def filled(settings: dict[str, Any]) -> Cassandra:
     """A source over a table of its own, with three rows."""
     source = Cassandra(table="shop.goods", key="name", **settings)
-    cluster, session = source._connect()
+    cluster, session = source.connect()
     session.execute(
         'CREATE TABLE "shop"."goods" (name text PRIMARY KEY, price double, size bigint)'
     )
@@ -69,7 +69,7 @@ def test_a_changed_schema_is_told_with_the_key(settings: dict[str, Any]) -> None
     filled(settings).close()
     source = Cassandra(table="shop.goods", key="name", columns=["price"], **settings)
     assert source.get("nut") == {"price": 0.25}
-    cluster, session = source._connect()
+    cluster, session = source.connect()
     session.execute('ALTER TABLE "shop"."goods" DROP COLUMN price')
     cluster.shutdown()
     with pytest.raises(SourceError, match="cannot read key 'saw'.*price"):

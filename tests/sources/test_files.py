@@ -58,7 +58,7 @@ def test_keys_stay_in_the_folder(key: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"not yours")
     (tmp_path / "data").mkdir()
     source = Files(str(tmp_path / "data"), keys=[key])
-    with pytest.raises(SourceError, match="leads out of the folder") as told:
+    with pytest.raises(SourceError, match="leads out of the directory") as told:
         source[0]
     assert repr(key) in str(told.value)
 

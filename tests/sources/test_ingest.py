@@ -30,8 +30,9 @@ from minato.sources.base import SourceError
 from minato.sources.ingest import IngestError, decoded, ingest, open_store
 from minato.sources.ingest.encoding import as_bytes, as_row, digest
 from minato.sources.ingest.journal import Completed, Journal, JournalError
-from minato.sources.ingest.sqlite import SQLiteStore
-from minato.sources.ingest.store import Store, Unknown
+from minato.sources.ingest.store import Store
+from minato.sources.ingest.tables import SQLiteStore
+from minato.sources.ingest.urls import UnknownStore
 from minato.sources.sqlite import SQLite
 from tests.sources import servers
 from tests.sources.kinds import Kind
@@ -104,7 +105,7 @@ def tar(folder: Path, _: Any) -> Target:
 
 
 def redis(_: Path, kind_named: Callable[[str], Kind]) -> Target:
-    from minato.sources.ingest.redis import RedisStore
+    from minato.sources.ingest.key_values import RedisStore
 
     given = kind_named("redis").source(decode=decoded)
     store = RedisStore(given.place.url, "ingested/", **given._settings.values())
@@ -114,7 +115,7 @@ def redis(_: Path, kind_named: Callable[[str], Kind]) -> Target:
 
 
 def postgres(_: Path, kind_named: Callable[[str], Kind]) -> Target:
-    from minato.sources.ingest.postgres import PostgresStore
+    from minato.sources.ingest.tables import PostgresStore
     from minato.sources.postgres import Postgres
 
     settings = kind_named("postgres").source()._settings.values()
@@ -124,7 +125,7 @@ def postgres(_: Path, kind_named: Callable[[str], Kind]) -> Target:
 
 def cassandra_stub(_: Path, kind_named: Callable[[str], Kind]) -> Target:
     from minato.sources.cassandra import Cassandra
-    from minato.sources.ingest.cassandra import CassandraStore
+    from minato.sources.ingest.tables import CassandraStore
 
     settings = kind_named("cassandra_stub").source()._settings.values()
     place = ["127.0.0.1"], "minato.ingested"
@@ -133,7 +134,7 @@ def cassandra_stub(_: Path, kind_named: Callable[[str], Kind]) -> Target:
 
 
 def s3(_: Path, kind_named: Callable[[str], Kind]) -> Target:
-    from minato.sources.ingest.objects import ObjectStore
+    from minato.sources.ingest.files import ObjectStore
 
     given = kind_named("s3").source()
     settings = {"client_options": given._client_options.values(), **given._settings.values()}
@@ -155,7 +156,7 @@ def target(
 ) -> Target:
     try:
         return TARGETS[request.param](tmp_path, kind_named)
-    except (ImportError, Unknown) as error:
+    except (ImportError, UnknownStore) as error:
         pytest.skip(str(error))
 
 
@@ -439,7 +440,7 @@ def test_links_out_of_a_folder_are_refused(number: int, tmp_path: Path) -> None:
     store = open_store(f"sqlite:{tmp_path / 'samples.db'}")
     assert ingest(folder, store, workers=1, journal=tmp_path / "one").samples == 2
     link.symlink_to("../secret" if number == 0 else "../../secret")
-    with pytest.raises(ValueError, match=r"folder/.*c' is a link out of the folder"):
+    with pytest.raises(ValueError, match=r"folder/.*c' is a link out of the directory"):
         ingest(folder, store, workers=1, journal=tmp_path / "two")
 
 
@@ -447,7 +448,7 @@ NAMES = ["image.png", "50%", "100%s", 'a"b', "%(x)s", "a.b.c", "; DROP TABLE sam
 
 
 def postgres_table(_: Path, kind_named: Callable[[str], Kind]) -> tuple[Any, Callable[..., Any]]:
-    from minato.sources.ingest.postgres import PostgresStore
+    from minato.sources.ingest.tables import PostgresStore
     from minato.sources.postgres import Postgres
 
     settings = kind_named("postgres").source()._settings.values()

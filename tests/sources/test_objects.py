@@ -56,7 +56,7 @@ def test_a_range_beyond_the_end_is_no_sample(tmp_path: Path) -> None:
     with pytest.raises(MissingKey, match="'other'"):
         source.get(Part("other", 0, 1))
     assert source.get(["object", 10, 20]) == bytes(10)  # as JSON gives it
-    with pytest.raises(TruncatedObject, match="'object' holds 9 bytes, and 8 came"):
+    with pytest.raises(TruncatedObject, match="'object' has 9 bytes, and 8 arrived"):
         _whole("object", bytes(8), 9)
 
 

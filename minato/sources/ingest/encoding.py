@@ -1,4 +1,4 @@
-"""What a sample becomes in a store, and what becomes of that: bytes, or a row of columns."""
+"""Samples encoded for a store, as bytes or as a row of columns, and decoded again."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 __all__ = ["as_bytes", "as_row", "decoded", "digest"]
 
 _ARRAY, _ARCHIVE = b"\x93NUMPY", b"PK\x03\x04"
-"""How files of NumPy begin: of one array, of several by name."""
+"""The first bytes of NumPy's files: of a single array, of named arrays."""
 _MOST_BYTES, _MOST_RATIO = 256 << 20, 16
 """Limits of an unpacked archive: bytes, and multiples of its own size; ``ingest()`` writes without compression."""
 _FIELD, _ONLY = "field_", "data"
-"""Columns of a tuple, each with its number behind; the column of a sample that has no parts."""
+"""Prefix of the columns of a tuple, before their numbers; the column of a sample without parts."""
 
 
 def as_bytes(sample: Any) -> bytes:
-    """Write a sample as bytes.
+    """Encode a sample as bytes.
 
-    Bytes stay as they are; an array, tensor or number becomes an ``.npy`` file, a dict or tuple of them an ``.npz``.
+    Bytes stay unchanged; an array, tensor or number becomes an ``.npy`` file, a dict or tuple of them an ``.npz``.
 
     Raises:
-        TypeError: There is something else in it.
+        TypeError: It contains a value of another type.
     """
     if isinstance(sample, (bytes, bytearray, memoryview)):
         return bytes(sample)
@@ -35,19 +35,21 @@ def as_bytes(sample: Any) -> bytes:
     if isinstance(sample, (Mapping, tuple, list)):
         with zipfile.ZipFile(to, "w") as archive:
             for name, value in _parts(sample, ""):
-                info = zipfile.ZipInfo(f"{name}.npy")  # of no date: equal samples have equal bytes
+                info = zipfile.ZipInfo(
+                    f"{name}.npy"
+                )  # without a date: equal samples have equal bytes
                 archive.writestr(info, _npy(value))
         return to.getvalue()
     return _npy(sample)
 
 
 def as_row(sample: Any) -> dict[str, Any]:
-    """Write a sample as columns: numbers, text and bytes as they are, arrays and tensors as ``.npy`` files.
+    """Encode a sample as columns: numbers, strings and bytes unchanged, arrays and tensors as ``.npy`` files.
 
     A tuple has the columns ``field_0``, ``field_1`` …, and a sample without parts the column ``data``.
 
     Raises:
-        TypeError: There is something else in it.
+        TypeError: It contains a value of another type.
     """
     if isinstance(sample, (Mapping, tuple, list)):
         return {name: _cell(value) for name, value in _parts(sample, _FIELD)}
@@ -55,9 +57,9 @@ def as_row(sample: Any) -> dict[str, Any]:
 
 
 def decoded(value: Any) -> Any:
-    """Make the sample of what :func:`minato.sources.ingest.ingest` wrote without ``encode``; for a source's ``decode``.
+    """Decode a value that :func:`minato.sources.ingest.ingest` wrote without ``encode``; for a source's ``decode``.
 
-    Numbers come as NumPy scalars, tensors as arrays, lists as tuples.
+    Numbers become NumPy scalars, tensors become arrays, lists become tuples.
     """
     if isinstance(value, Mapping):
         parts = {name: _of_cell(cell) for name, cell in value.items()}
@@ -77,7 +79,7 @@ def decoded(value: Any) -> Any:
 
 
 def digest(value: Any) -> int:
-    """The CRC-32 of what :func:`as_bytes` or :func:`as_row` made."""
+    """The CRC-32 of a result of :func:`as_bytes` or :func:`as_row`."""
     if not isinstance(value, Mapping):
         return zlib.crc32(value)
     crc = 0

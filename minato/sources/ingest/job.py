@@ -1,45 +1,50 @@
-"""Ingesting: chunk by chunk, in parallel, and from where it was stopped."""
+"""Writes samples into a store: chunk by chunk, in parallel; an interrupted call resumes."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from torch.utils.data import Dataset
+
+from minato._support.text import printable
 from minato.errors import MinatoError
-from minato.sources.ingest.feed import Folder, chunks_of
+from minato.loader import DataLoader
+from minato.sources.ingest.encoding import as_bytes, as_row, digest
 from minato.sources.ingest.journal import Completed, Journal, JournalError
-from minato.sources.ingest.parallel import in_processes, in_threads
-from minato.sources.ingest.progress import Progress
 from minato.sources.ingest.store import Store
-from minato.sources.ingest.work import Work
 
 __all__ = ["IngestError", "Ingested", "ingest"]
 
 _NAMED = 5
-"""Wrong keys that a message names."""
+"""Most keys in one error message."""
+_Task = Callable[[], Any]
 
 
 class IngestError(MinatoError):
-    """Samples do not lie in the store as they were written; the message names their keys."""
+    """The store does not hold the samples that were written; the message names their keys."""
 
 
 @dataclass(frozen=True)
 class Ingested:
-    """What came of it.
+    """The result of :func:`ingest`.
 
     Attributes:
-        samples: How many lie in the store.
-        stored_bytes: What they take there, keys and the store's own overhead not counted.
-        written: How many of them this call has written; the others were there.
-        verified: How many were read again and compared.
-        taken_s: Seconds.
+        samples: Number of samples in the store.
+        stored_bytes: Bytes of their values, without keys and the store's own overhead.
+        written: Number of samples that this call has written; earlier calls have written the others.
+        verified: Number of samples that were read again and compared.
+        taken_s: Duration of the call, in seconds.
     """
 
     samples: int
@@ -50,7 +55,7 @@ class Ingested:
 
 
 def ingest(
-    what: Any,
+    data: Any,
     store: Store,
     *,
     workers: int = 4,
@@ -64,120 +69,103 @@ def ingest(
 ) -> Ingested:
     """Write samples into a store, several chunks at a time.
 
-    A journal notes which chunks the store has. When the call was stopped, however that happened, the same call goes on
-    behind them; what was being written is written again, in the same place. So the samples must be the same in the
-    same order each time.
+    A journal records the chunks that are in the store. If the call is interrupted, the same call resumes after them.
+    Chunks that were not complete are written again, to the same keys. This requires that ``data`` yields the same
+    samples in the same order each time.
 
     Args:
-        what: A folder, whose files are the samples and whose paths are their keys; a map-style dataset, read by the
-            workers, with ``keys`` of its own or else numbers as keys; or any other iterable, which is iterated here,
-            and again from its beginning when the call goes on.
-        store: Of :mod:`minato.sources.ingest`, for instance from :func:`open_store`.
-        workers: How many chunks are read and written at a time.
-        chunk_samples: How many samples are written together: a transaction, a Parquet or a tar file.
-        encode: Makes bytes of a sample, or for a table a dict of columns. None: bytes as they are, arrays, tensors,
-            numbers and dicts or tuples of them in NumPy's format, for :func:`decoded` to read.
-        verify: Read everything back at the end and compare checksums, also of what earlier calls have written.
-        journal: The file; None: ``minato-ingest-….jsonl`` in the current folder, named after ``what`` and ``store``. It
-            stays at the end.
-        progress: Show a bar, if rich is installed.
-        worker_method: ``"process"`` or ``"thread"``. An iterable is written by threads always.
-        name: What the journal calls ``what``; None: a folder's path, an object's type.
+        data: A directory, whose files are the samples and whose relative paths are their keys; a map-style dataset,
+            which the workers read, with its ``keys`` or else its indices as keys; or any other iterable. An iterable is
+            iterated in this process, again from its beginning when the call resumes.
+        store: A store, for instance from :func:`open_store`.
+        workers: Number of chunks that are read and written in parallel.
+        chunk_samples: Number of samples that are written together: a transaction, a Parquet or a tar file.
+        encode: Returns the bytes of a sample, or for a table a dict of columns. None: bytes are stored unchanged;
+            arrays, tensors, numbers, and dicts or tuples of them in NumPy's format, which :func:`decoded` reads.
+        verify: At the end, read all samples again and compare checksums, also those that earlier calls have written.
+        journal: Path of the journal; None: ``minato-ingest-….jsonl`` in the current directory, named after ``data`` and
+            ``store``. It is not deleted at the end.
+        progress: Show a progress bar, if rich is installed.
+        worker_method: ``"process"`` or ``"thread"``. An iterable is always written by threads.
+        name: Name of ``data`` in the journal; None: the path of a directory, the type of an object.
 
     Raises:
-        IngestError: The store holds something else than was written.
-        JournalError: The journal is about something else, or in use.
-        SourceError: The store could not be written; names the keys. What the dataset raises passes.
+        IngestError: The store does not hold the samples that were written.
+        JournalError: The journal belongs to other data or another store, or another process writes it.
+        SourceError: The store cannot be written; the message names the keys. Exceptions of ``data`` are not changed.
     """
     if workers < 1 or chunk_samples < 1:
         raise ValueError(f"workers={workers}, chunk_samples={chunk_samples}: give at least 1")
     started = time.monotonic()
-    if isinstance(what, (str, Path)):
-        name, what = name or str(Path(what).absolute()), Folder(what, store.takes_rows)
-    by_number = hasattr(what, "__getitem__") and hasattr(what, "__len__")
-    count = len(what) if by_number else None
+    if isinstance(data, (str, Path)):
+        name, data = name or str(Path(data).absolute()), _Directory(data, store.takes_rows)
+    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    count = len(data) if indexed else None
     about = {
-        "what": name or f"{type(what).__module__}.{type(what).__qualname__}",
+        "what": name or f"{type(data).__module__}.{type(data).__qualname__}",
         "store": repr(store),
         "chunk_samples": chunk_samples,
         "samples": count,
     }
-    run: Callable[..., Iterator[Any]] = partial(in_threads, workers=workers)
-    if by_number:
-        run = partial(in_processes, workers=workers, worker_method=worker_method)
-    work = Work(store, what if by_number else None, chunk_samples, encode)
-    path = _journal_of(about) if journal is None else Path(journal)
-    with Journal(path, about) as notes, Progress(progress, count) as bar:
+    chunks = _Chunks(store, data if indexed else None, chunk_samples, encode)
+    run: Callable[[Iterable[_Task]], Iterator[Any]]
+    if indexed:
+        run = partial(_in_workers, workers=workers, worker_method=worker_method)
+    else:
+        run = partial(_in_threads, workers=workers)
+    path = _journal_path(about) if journal is None else Path(journal)
+    with Journal(path, about) as notes, _Progress(progress, count) as bar:
         try:
-            most = None if count is None else -(-count // chunk_samples)
-            _check_chunks(notes.done.values(), chunk_samples, most, path)
-            before = _samples(notes.done.values())
+            _check_chunks(notes.done.values(), chunk_samples, count, path)
+            before = _num_samples(notes.done.values())
             bar.add(before)
-            # A store that was emptied meanwhile would otherwise keep gaps.
-            _compare(run, work, list(notes.done.values())[:1], f"delete {path} to start again")
-            for done in _written(run, work, what, by_number, chunk_samples, notes.done):
+            # If the store was emptied in the meantime, the samples of earlier calls would be missing without an error.
+            _compare(run, chunks, list(notes.done.values())[:1], f"delete {path} to start again")
+            tasks = chunks.writes(data, notes.done)
+            # The first chunk alone, as it may create a table.
+            for done in itertools.chain(run(itertools.islice(tasks, 1)), run(tasks)):
                 notes.add(done)
                 bar.add(len(done.digests))
             verified = 0
             if verify:
-                bar.phase("verifying", _samples(notes.done.values()))
+                bar.phase("verifying", _num_samples(notes.done.values()))
                 again = f"delete {path} to write everything again"
-                verified = _compare(run, work, notes.done.values(), again, bar)
+                verified = _compare(run, chunks, notes.done.values(), again, bar)
         finally:
             store.close()
-        samples = _samples(notes.done.values())
+        samples = _num_samples(notes.done.values())
         stored = sum(done.stored_bytes for done in notes.done.values())
     return Ingested(samples, stored, samples - before, verified, time.monotonic() - started)
 
 
-def _journal_of(about: dict[str, Any]) -> Path:
+def _journal_path(about: dict[str, Any]) -> Path:
     text = json.dumps([about["what"], about["store"]])
     return Path(f"minato-ingest-{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl")
 
 
-def _check_chunks(chunks: Iterable[Completed], size: int, most: int | None, path: Path) -> None:
+def _check_chunks(chunks: Iterable[Completed], size: int, count: int | None, path: Path) -> None:
     for done in chunks:
-        if len(done.digests) > size or (most is not None and done.chunk >= most):
+        if len(done.digests) > size or (count is not None and done.chunk * size >= count):
             raise JournalError(
                 f"{path} names chunk {done.chunk} of {len(done.digests)} samples, which there cannot be: delete it to "
                 "start again"
             )
 
 
-def _samples(chunks: Iterable[Completed]) -> int:
+def _num_samples(chunks: Iterable[Completed]) -> int:
     return sum(len(done.digests) for done in chunks)
 
 
-def _written(
-    run: Callable[..., Iterator[Completed]],
-    work: Work,
-    what: Any,
-    by_number: bool,
-    chunk_samples: int,
-    done: dict[int, Completed],
-) -> Iterator[Completed]:
-    """Write what is not done; the first chunk by itself, since that may make a table."""
-    tasks: Iterator[Callable[[], Completed]]
-    if by_number:
-        chunks = range(-(-len(what) // chunk_samples))
-        tasks = (partial(work.write, chunk) for chunk in chunks if chunk not in done)
-    else:
-        given = chunks_of(what, chunk_samples)
-        tasks = (partial(work.write, chunk, some) for chunk, some in given if chunk not in done)
-    yield from run(itertools.islice(tasks, 1))
-    yield from run(tasks)
-
-
 def _compare(
-    run: Callable[..., Iterator[tuple[int, list[str]]]],
-    work: Work,
-    chunks: Iterable[Completed],
+    run: Callable[[Iterable[_Task]], Iterator[tuple[int, list[str]]]],
+    chunks: _Chunks,
+    completed: Iterable[Completed],
     advice: str,
-    bar: Progress | None = None,
+    bar: _Progress | None = None,
 ) -> int:
-    """Compare chunks with the store; returns how many samples there are."""
+    """Compare chunks with the store; returns the number of samples."""
     compared, wrong = 0, []
-    for count, found in run([partial(work.wrong, done) for done in chunks]):
+    for count, found in run([partial(chunks.differences, done) for done in completed]):
         compared += count
         wrong += found
         if bar is not None:
@@ -188,3 +176,236 @@ def _compare(
             f"the store does not hold what was written: {', '.join(wrong[:_NAMED])}{more}; {advice}"
         )
     return compared
+
+
+# ---- samples and chunks ---------------------------------------------------------------------
+
+
+class _Directory:
+    """The files below a directory as a dataset, with their relative paths as keys; hidden files are skipped.
+
+    Args:
+        with_labels: Whether a sample is a dict of ``data``, the file's bytes, and ``label``, the relative path of its
+            directory; otherwise the bytes.
+
+    Raises:
+        ValueError: A file is a link to a file outside of the directory.
+    """
+
+    def __init__(self, path: str | Path, with_labels: bool) -> None:
+        self._path = Path(path).absolute()
+        self._with_labels = with_labels
+        found = (file.relative_to(self._path) for file in self._path.rglob("*") if file.is_file())
+        self.keys = sorted(
+            file.as_posix()
+            for file in found
+            if not any(part.startswith(".") for part in file.parts)
+        )
+        home = self._path.resolve()
+        for key in self.keys:
+            file = self._path / key
+            if file.is_symlink() and not file.resolve().is_relative_to(home):
+                raise ValueError(
+                    f"{str(file)!r} is a link out of the directory, to {str(file.resolve())!r}: copy the files into "
+                    "the directory, or name the directory that holds them"
+                )
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, index: int) -> Any:
+        file = self._path / self.keys[index]
+        data = file.read_bytes()
+        if not self._with_labels:
+            return data
+        return {"data": data, "label": file.parent.relative_to(self._path).as_posix()}
+
+
+class _Chunks:
+    """Writes and compares chunks, in any process or thread.
+
+    Args:
+        dataset: A map-style dataset, with ``keys`` as sources have them or without; None for samples of an iterable.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        dataset: Any,
+        chunk_samples: int,
+        encode: Callable[[Any], Any] | None,
+    ) -> None:
+        self._store = store
+        self._dataset = dataset
+        self._chunk_samples = chunk_samples
+        self._users_encode = encode
+        self._encode = as_row if store.takes_rows else as_bytes
+        keys: Any = getattr(dataset, "keys", None)
+        self._keys: Sequence[Any] | None = None if callable(keys) else keys
+
+    def writes(self, data: Any, done: dict[int, Completed]) -> Iterator[_Task]:
+        """The tasks that write the chunks that are not ``done``."""
+        if self._dataset is not None:
+            chunks = range(-(-len(data) // self._chunk_samples))
+            return (partial(self.write, chunk) for chunk in chunks if chunk not in done)
+        samples = iter(data)
+        given = iter(lambda: list(itertools.islice(samples, self._chunk_samples)), [])
+        return (
+            partial(self.write, chunk, some)
+            for chunk, some in enumerate(given)
+            if chunk not in done
+        )
+
+    def _key(self, chunk: int, number: int) -> Any:
+        index = chunk * self._chunk_samples + number
+        return self._store.key(index if self._keys is None else self._keys[index])
+
+    def write(self, chunk: int, samples: Sequence[Any] | None = None) -> Completed:
+        """Write a chunk of these samples, or of those in the dataset."""
+        if samples is None:
+            first = chunk * self._chunk_samples
+            indices = range(first, min(first + self._chunk_samples, len(self._dataset)))
+            samples = [self._dataset[index] for index in indices]
+        items = [
+            (self._key(chunk, number), self._encoded(chunk, number, sample))
+            for number, sample in enumerate(samples)
+        ]
+        self._store.write(chunk, items)
+        stored_bytes = sum(_nbytes(value) for _, value in items)
+        return Completed(chunk, stored_bytes, [digest(value) for _, value in items])
+
+    def _encoded(self, chunk: int, number: int, sample: Any) -> Any:
+        try:
+            if self._users_encode is not None:
+                sample = self._users_encode(sample)
+            return self._encode(sample)
+        except Exception as error:
+            raise MinatoError(
+                f"the sample with key {self._key(chunk, number)!r} cannot be encoded: "
+                f"{type(error).__name__}: {printable(str(error), lines=True)}"
+            ) from error
+
+    def differences(self, done: Completed) -> tuple[int, list[str]]:
+        """The number of samples in a chunk, and the keys of those that differ from what was written."""
+        keys = [self._key(done.chunk, number) for number in range(len(done.digests))]
+        try:
+            found = self._store.read(done.chunk, keys)
+        except Exception as error:
+            return len(keys), [f"{keys[0]!r} … ({type(error).__name__}: {printable(str(error))})"]
+        return len(keys), [
+            repr(key)
+            for key, value, written in zip(keys, found, done.digests, strict=True)
+            if digest(self._encode(value)) != written
+        ]
+
+
+def _nbytes(value: Any) -> int:
+    if not isinstance(value, dict):
+        return len(value)
+    return sum(len(cell) if isinstance(cell, (bytes, str)) else 8 for cell in value.values())
+
+
+# ---- parallel tasks -------------------------------------------------------------------------
+
+
+class _Tasks(Dataset[Any]):
+    """Tasks as a dataset, whose samples are the results."""
+
+    def __init__(self, tasks: Sequence[_Task]) -> None:
+        self._tasks = tasks
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __getitem__(self, index: int) -> list[Any]:
+        return [self._tasks[index]()]
+
+
+def _in_workers(
+    tasks: Iterable[_Task], workers: int, worker_method: Literal["process", "thread"]
+) -> Iterator[Any]:
+    """The results of tasks in a loader's workers, as they arrive; if a worker dies, another repeats its task."""
+    tasks = list(tasks)
+    if not tasks:
+        return
+    with warnings.catch_warnings():
+        # More workers than cores are useful here: they wait for the store.
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        results = iter(
+            DataLoader(
+                _Tasks(tasks),
+                batch_size=None,
+                num_workers=min(workers, len(tasks)),
+                order="arrival",
+                collate_fn=_unchanged,
+                workers=worker_method,
+            )
+        )
+    for (result,) in results:
+        yield result
+
+
+def _unchanged(result: Any) -> Any:
+    return result
+
+
+def _in_threads(tasks: Iterable[_Task], workers: int) -> Iterator[Any]:
+    """The results of tasks in threads. At most ``workers + 1`` tasks are pending, since each holds its samples."""
+    with ThreadPoolExecutor(workers, "minato-ingest") as threads:
+        pending: set[Future[Any]] = set()
+        for task in tasks:
+            if len(pending) > workers:
+                finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in finished)
+            pending.add(threads.submit(task))
+        yield from (future.result() for future in pending)
+
+
+class _Progress:
+    """A progress bar in the terminal, for the ``with`` block.
+
+    Args:
+        shown: Whether to show it; without rich it is never shown.
+        samples: Number of samples; None if unknown.
+    """
+
+    def __init__(self, shown: bool, samples: int | None) -> None:
+        self._bar: Any = None
+        self._stack = contextlib.ExitStack()
+        self._task: Any = None
+        self._samples = samples
+        self._shown = shown
+
+    def __enter__(self) -> _Progress:
+        if self._shown:
+            self._open()
+        return self
+
+    def _open(self) -> None:
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+        except ImportError:
+            return
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        # Without a thread of its own, because the workers are forked from this process.
+        self._bar = Bar(
+            *columns, TimeRemainingColumn(), console=Console(stderr=True), auto_refresh=False
+        )
+        self._stack.enter_context(self._bar)
+        self.phase("writing", self._samples)
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def phase(self, name: str, samples: int | None) -> None:
+        """Add a bar for the next phase."""
+        if self._bar is not None:
+            self._task = self._bar.add_task(name, total=samples)
+
+    def add(self, samples: int) -> None:
+        """Add a number of finished samples."""
+        if self._bar is not None:
+            self._bar.update(self._task, advance=samples)
+            self._bar.refresh()

@@ -1,4 +1,4 @@
-"""Which chunks lie in the store already, and what their samples were: a file to go on with."""
+"""The journal of an ingest: a file that records the chunks in the store, with checksums of their samples."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from minato.errors import MinatoError
 __all__ = ["Completed", "Journal", "JournalError"]
 
 
-_LOOK_EVERY_S = 0.05
+_POLL_S = 0.05
 _LONGEST_HEAD_BYTES = 1 << 16
 
 
 class JournalError(MinatoError, ValueError):
-    """A journal belongs to something else, or somebody is writing it."""
+    """A journal belongs to another ingest, is damaged, or another process writes it."""
 
 
 class Completed(NamedTuple):
-    """A chunk that was written.
+    """A chunk that is in the store.
 
     Attributes:
         chunk: Its number.
-        stored_bytes: What its samples take.
-        digests: One of each sample, in their order.
+        stored_bytes: Bytes of its samples.
+        digests: The checksum of each sample, in their order.
     """
 
     chunk: int
@@ -38,16 +38,17 @@ class Completed(NamedTuple):
 
 
 class Journal:
-    """One line for what is ingested, and one for each chunk, appended when the store has it.
+    """A line that describes the ingest, and a line for each chunk, appended when the store has it.
 
     Args:
-        path: The file; made with mode 0600 if there is none.
-        about: What is ingested, where to and how, as JSON; a file about something else is refused.
-        patience_s: How long to wait for others who write it. Workers of one that was killed end by themselves, but not
-            in the middle of a chunk.
+        path: The file; created with mode 0600 if it does not exist.
+        about: Describes data, store and chunks, for JSON; a journal with another description is refused.
+        patience_s: How long to wait for other processes that write it. The workers of a killed process end by
+            themselves, but not in the middle of a chunk.
 
     Raises:
-        JournalError: The file holds something else, which is untouched, or is damaged; or others write it for long.
+        JournalError: The file is no journal of this ingest and stays unchanged, or is damaged; or other processes write
+            it for too long.
         OSError: It cannot be written, or is a link or no regular file.
     """
 
@@ -77,7 +78,7 @@ class Journal:
                     raise JournalError(
                         f"another ingest is writing {path}: wait for its end"
                     ) from None
-            time.sleep(_LOOK_EVERY_S)  # flock() itself knows no time limit
+            time.sleep(_POLL_S)  # flock() has no time limit
 
     def _check_head(self, about: dict[str, Any]) -> None:
         head = os.pread(self._descriptor, max(len(self._head), _LONGEST_HEAD_BYTES), 0)
@@ -128,7 +129,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _done(line: Any) -> Completed | None:
-    """What a line says, None if it says something else."""
+    """The chunk that a line describes; None if it describes none."""
     if type(line) is not list or len(line) != len(Completed._fields) or type(line[2]) is not list:
         return None
     numbers = [*line[:2], *line[2]]

@@ -1,4 +1,4 @@
-"""Into an LMDB environment."""
+"""Stores of bytes by their keys: Redis, LMDB."""
 
 from __future__ import annotations
 
@@ -6,31 +6,49 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lmdb
-
 from minato.sources.connections import Connections
 from minato.sources.ingest.store import Items, SourceStore
-from minato.sources.lmdb import LMDB
-from minato.sources.settings import Env
 
-__all__ = ["LMDBStore", "from_url"]
+__all__ = ["LMDBStore", "RedisStore"]
+
+
+class RedisStore(SourceStore):
+    """Values of a Redis or Valkey server.
+
+    Args:
+        url, prefix, settings: As for :class:`~minato.sources.redis.Redis`.
+    """
+
+    def __init__(self, url: str, prefix: str = "", **settings: Any) -> None:
+        from minato.sources.redis import Redis
+
+        super().__init__(Redis(url, prefix, **settings))
+
+    def _write(self, chunk: int, items: Items) -> None:
+        """Write a chunk in one request."""
+        with self.source.connections.lease() as client:
+            client.mset({self.source.prefix + key: value for key, value in items})
 
 
 class LMDBStore(SourceStore):
-    """An LMDB environment in a folder.
+    """An LMDB environment in a directory.
 
     Args:
-        path: The folder; made if there is none.
-        map_size_bytes: What it may take at most. The file is only as large as what it holds.
+        path: The directory; created if it does not exist.
+        map_size_bytes: The largest size of the database. The file is only as large as its content.
     """
 
     def __init__(self, path: str | Path, map_size_bytes: int = 1 << 40) -> None:
+        from minato.sources.lmdb import LMDB
+
         super().__init__(LMDB(path))
         self._path = Path(path).absolute()
         self._map_size_bytes = map_size_bytes
         self._environments: Connections[Any] = Connections(self._open, _close, shared=True)
 
     def _open(self) -> Any:
+        import lmdb
+
         self._path.mkdir(parents=True, exist_ok=True)
         return lmdb.open(str(self._path), map_size=self._map_size_bytes, readahead=False)
 
@@ -38,17 +56,14 @@ class LMDBStore(SourceStore):
         """The key as bytes."""
         return bytes(super().key(key), "utf-8")
 
-    def write(self, chunk: int, items: Items) -> None:
+    def _write(self, chunk: int, items: Items) -> None:
         """Write a chunk in one transaction; one process writes at a time, and the others wait."""
-        self._trying(items, lambda: self._write(items))
-
-    def _write(self, items: Items) -> None:
         with self._environments.lease() as environment, environment.begin(write=True) as to:
             for key, value in items:
                 to.put(key, value)
 
     def read(self, chunk: int, keys: Sequence[Any]) -> list[Any]:
-        """What lies under the keys; by the environment that is open, as LMDB allows a process only one."""
+        """The values of the keys, read from the environment for writing: a process can open only one."""
         with self._environments.lease() as environment, environment.begin() as view:
             found = [view.get(key) for key in keys]
         if None in found:
@@ -62,8 +77,3 @@ class LMDBStore(SourceStore):
 
 def _close(environment: Any) -> None:
     environment.close()
-
-
-def from_url(url: str, table: str, password: Env | None) -> Any:
-    """``lmdb:FOLDER``."""
-    return LMDBStore(url.partition(":")[2])

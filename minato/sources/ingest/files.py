@@ -1,0 +1,120 @@
+"""Stores of files: objects, tar files, Parquet files."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from minato._support.files import replacement
+from minato.sources.ingest.encoding import as_row
+from minato.sources.ingest.store import Items, SourceStore, Store
+
+__all__ = ["ObjectStore", "ParquetStore", "TarStore"]
+
+_IN_FLIGHT = 16
+"""Most objects of a chunk that are in flight."""
+
+
+class ObjectStore(SourceStore):
+    """An object for each sample in S3, GCS, Azure or a directory; its key is the path.
+
+    Args:
+        url, settings: As for :class:`~minato.sources.objects.Objects`. A directory is created if it does not exist.
+    """
+
+    def __init__(self, url: str, **settings: Any) -> None:
+        from minato.sources.objects import Objects
+
+        super().__init__(Objects(url, **settings))
+
+    def _write(self, chunk: int, items: Items) -> None:
+        """Write the objects of a chunk, several of them concurrently."""
+        import obstore
+
+        url = self.source.place.url
+        if url.startswith("file://"):
+            Path(unquote(urlsplit(url).path)).mkdir(parents=True, exist_ok=True)
+        with self.source.stores.lease() as store, ThreadPoolExecutor(_IN_FLIGHT) as threads:
+            for _ in threads.map(lambda item: obstore.put(store, *item), items):
+                pass
+
+
+class TarStore(ObjectStore):
+    """A tar file for each chunk, ``shard-000000.tar`` and so on, with the samples as members.
+
+    :func:`~minato.sources.objects.tar_members` returns the keys to read them with.
+
+    Args:
+        url, settings: As for :class:`~minato.sources.objects.Objects`. A directory is created if it does not exist.
+    """
+
+    def write(self, chunk: int, items: Items) -> None:
+        """Write a chunk as one object."""
+        to = io.BytesIO()
+        with tarfile.open(fileobj=to, mode="w") as archive:
+            for key, value in items:
+                info = tarfile.TarInfo(key)
+                info.size = len(value)
+                archive.addfile(info, io.BytesIO(value))
+        super().write(chunk, [(_shard(chunk), to.getvalue())])
+
+    def read(self, chunk: int, keys: Sequence[Any]) -> list[Any]:
+        """The members of a chunk's tar file."""
+        (data,) = super().read(chunk, [_shard(chunk)])
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+            files = [archive.extractfile(key) for key in keys]
+            return [b"" if file is None else file.read() for file in files]
+
+
+def _shard(chunk: int) -> str:
+    return f"shard-{chunk:06d}.tar"
+
+
+class ParquetStore(Store):
+    """A directory of Parquet files of one row group, ``part-000000.parquet`` and so on, one for each chunk.
+
+    Args:
+        directory: Created if it does not exist.
+        key: Name of the column of the keys.
+    """
+
+    takes_rows = True
+
+    def __init__(self, directory: str | Path, key: str = "id") -> None:
+        import pyarrow.parquet  # noqa: F401  (a missing package is an error now, not in a worker)
+
+        self._directory = Path(directory).absolute()
+        self._key = key
+
+    def __repr__(self) -> str:
+        return f"ParquetStore({str(self._directory)!r})"
+
+    def _path(self, chunk: int) -> Path:
+        return self._directory / f"part-{chunk:06d}.parquet"
+
+    def write(self, chunk: int, items: Items) -> None:
+        """Write a file whole, or not at all."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self._directory.mkdir(parents=True, exist_ok=True)
+        table = pa.Table.from_pylist([{self._key: key, **row} for key, row in items])
+        path = self._path(chunk)
+        # The umask decides who may read the samples; the journal relies on the file being on the disk.
+        with replacement(path, mode=0o666, sync=True) as file:
+            pq.write_table(table, file, row_group_size=max(len(items), 1))
+
+    def read(self, chunk: int, keys: Sequence[Any]) -> list[Any]:
+        """The rows of a chunk's file."""
+        import pyarrow.parquet as pq
+
+        rows = {row.pop(self._key): row for row in pq.read_table(self._path(chunk)).to_pylist()}
+        return [as_row(rows[key]) for key in keys]
+
+    def close(self) -> None:
+        """Nothing is open."""
