@@ -149,8 +149,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     ) -> None:
         arguments = locals()
         given = {name: arguments[name] for name in OPTION_NAMES}
-        from minato.integrations import connect
-        from minato.integrations.lightning import counts_batches
+        from minato.integrations import connect, counts_batches
 
         connect()
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
@@ -380,6 +379,14 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             ValueError: The loader was made with ``stats=False``.
         """
         return self._inspector().live()
+
+    def watch_gpus(self) -> None:
+        """Record the use of the GPUs from now on, as ``stats="gpu"`` does from the start.
+
+        Raises:
+            ValueError: Nothing is measured (``stats=False``).
+        """
+        self._inspector().watch_gpus()
 
     @property
     def metrics_url(self) -> str | None:

@@ -30,7 +30,7 @@ from minato.cli import doctor
 from minato.loader import DataLoader
 from minato.observe.report import html, text
 from minato.observe.report.report import Report
-from minato.observe.report.units import format_value
+from minato.observe.report.text import format_value
 from minato.sources.ingest import ingest, open_store
 from minato.sources.ingest.journal import JournalError
 from minato.sources.ingest.urls import UnknownStore
@@ -146,7 +146,7 @@ def _profile(options: argparse.Namespace) -> None:
     given = _loader(options.factory)
     mine = given if isinstance(given, DataLoader) else _as_minato(given)
     theirs = _as_torch(mine) if mine is given else given
-    mine._inspector().watch_gpus()
+    mine.watch_gpus()
     seconds = {"minato": _timed(mine, options.batches, step_s)}
     if theirs is not None:
         seconds["torch"] = _timed(theirs, options.batches, step_s)

@@ -15,7 +15,7 @@ from minato._support.exceptions import not_the_end
 from minato.batching.pinned_slots import MemoryPinner
 from minato.delivery.accelerator import memory_pinner
 from minato.delivery.pinning import Pin
-from minato.observe.trace.torch_profiler import in_profile
+from minato.observe.trace.tracer import in_profile
 from minato.options import IN_PLACE
 from minato.sampling.epoch import Epoch
 

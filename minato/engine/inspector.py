@@ -69,8 +69,8 @@ class Inspector:
 
     def report(self, labels: Labels | None) -> Report:
         """See ``DataLoader.report``."""
-        from minato.observe.report.build import report_of
         from minato.observe.report.figures import Setup
+        from minato.observe.report.report import report_of
 
         epoch_log = self._measured()
         spec = self._spec if self._session is None else self._session.pooled(self._spec)
@@ -83,6 +83,7 @@ class Inspector:
             num_workers=workers.count,
             worker_method=options.worker_kind,
             order=options.order,
+            in_order=options.returns_in_order,
             batch_size=spec.sampling.batch_size,
             fetch_concurrency=options.fetch_concurrency.concurrency,
             may_fetch_more=may_fetch_more,

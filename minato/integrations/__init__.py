@@ -12,7 +12,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["connect"]
+from minato._compat import LIGHTNING_PREDICT_SAMPLER
+
+__all__ = ["connect", "counts_batches"]
 
 
 _connected = False
@@ -73,3 +75,11 @@ class _ImportHook:
 
         # Replaced on this loader object, which the module keeps: it looks up resources and sources.
         loader.exec_module = exec_module
+
+
+def counts_batches(batch_sampler: Any) -> bool:
+    """Whether the trainer assumes that the k-th batch is the k-th of this batch sampler: Lightning's ``predict``.
+
+    Otherwise Lightning needs no adapter: it reconstructs loaders from the names of their arguments.
+    """
+    return type(batch_sampler).__name__ == LIGHTNING_PREDICT_SAMPLER

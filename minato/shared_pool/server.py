@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 
 from minato._core.segment import Segment
 from minato.batching.arena import Arena, Slot
-from minato.shared_pool.channel import Channel
+from minato.shared_pool.channel import Channel, RankListener
 from minato.shared_pool.descriptors import LeasedBatch
-from minato.shared_pool.listener import RankListener
 from minato.shared_pool.messages import Hello, RankCompleted
 from minato.shared_pool.rank_slot import (
     DRAIN_BATCHES,

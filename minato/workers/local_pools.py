@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
 from minato._core.wait import EventCount
-from minato.observe.trace.torch_profiler import in_profile
+from minato.observe.trace.tracer import in_profile
 from minato.workers.cpu_time import CpuUsage, thread_usage
 from minato.workers.worker import Worker
 

@@ -13,9 +13,8 @@ import pytest
 
 from minato import DataLoader, SharedPool
 from minato.batching.arena import Slot
-from minato.shared_pool.channel import connected
+from minato.shared_pool.channel import RankListener, connected
 from minato.shared_pool.client import PoolClient
-from minato.shared_pool.listener import RankListener
 from minato.shared_pool.messages import Hello, from_host
 from minato.shared_pool.rendezvous import Rendezvous
 from tests.datasets import TOO_MANY_WORKERS, Filled, Numbers, indices

@@ -22,10 +22,9 @@ from hypothesis import strategies as st
 
 from minato._core.segment import Segment
 from minato.batching.arena import Arena, Slot
-from minato.shared_pool.channel import _HEAD, Channel, connected
+from minato.shared_pool.channel import _HEAD, Channel, RankListener, connected
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.descriptors import BatchDescriptor, LeasedBatch
-from minato.shared_pool.listener import RankListener
 from minato.shared_pool.messages import Hello, RankCompleted, encoded, from_host, from_rank
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import PoolServer

@@ -22,10 +22,9 @@ from typing import Any
 
 import pytest
 
-from minato.shared_pool import handshake, listener
-from minato.shared_pool.channel import Channel, connected
+from minato.shared_pool import channel, handshake
+from minato.shared_pool.channel import Channel, RankListener, connected
 from minato.shared_pool.handshake import WrongKeyError, peer_of, prove
-from minato.shared_pool.listener import RankListener
 from minato.shared_pool.messages import from_host
 from minato.shared_pool.rendezvous import KEY_BYTES, Rendezvous, _address
 from tests.shared_pool.jobs import until
@@ -299,9 +298,9 @@ def test_a_host_that_takes_the_place_of_another_is_found(rendezvous: Rendezvous)
 def test_strangers_that_say_nothing_are_dropped_and_delay_no_rank(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "_HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.5)
     host = Host(rendezvous)
-    idle = [called(rendezvous)[0] for _ in range(listener._MAX_PENDING - 1)]
+    idle = [called(rendezvous)[0] for _ in range(channel._MAX_PENDING - 1)]
     begun = time.monotonic()
     check_served(host, rendezvous)
     for number in range(200):

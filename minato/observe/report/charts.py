@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from minato.observe.report.figures import ReportFigures
-from minato.observe.report.units import format_value
+from minato.observe.report.text import format_value
 
 __all__ = ["all_of"]
 

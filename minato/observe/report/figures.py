@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 __all__ = [
     "PARTS",
@@ -290,8 +290,9 @@ class Setup:
     """The loader's arguments, as far as a verdict needs them."""
 
     num_workers: int = _figure("workers", "as the loader was constructed")
-    worker_method: str = _figure("name", "process, thread or ray")
+    worker_method: Literal["process", "thread", "ray"] = _figure("name", "of the workers")
     order: str = _figure("name", "of the batches")
+    in_order: bool = _figure("yes or no", "whether batches come in the order of the sampler")
     batch_size: int | None = _figure("samples", "none: of a batch_sampler, or single samples")
     fetch_concurrency: int = _figure("samples", "that a worker reads concurrently")
     may_fetch_more: bool = _figure("yes or no", "whether fetch_concurrency is possible")

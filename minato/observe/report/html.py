@@ -7,8 +7,7 @@ from html import escape
 
 from minato.observe.report import charts
 from minato.observe.report.figures import ReportFigures
-from minato.observe.report.tables import Section, sections
-from minato.observe.report.text import verdict_lines
+from minato.observe.report.text import Section, sections, verdict_lines
 
 __all__ = ["PREFIX", "fragment", "page", "table"]
 

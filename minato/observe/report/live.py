@@ -13,7 +13,7 @@ from typing import Any
 from minato._fork_safety import at_work, forget_in_children
 from minato.observe.report.live_display import Screen, screen_for
 from minato.observe.report.live_progress import EpochProgress, ProgressEstimator
-from minato.observe.report.units import format_value
+from minato.observe.report.text import format_value
 from minato.observe.stats.epoch_log import EpochLog, EpochRecord
 
 __all__ = ["Live"]

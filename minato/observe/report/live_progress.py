@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from minato.observe.report.units import format_value
+from minato.observe.report.text import format_value
 from minato.observe.stats.snapshot import EpochSnapshot, MachineSnapshot
 
 __all__ = ["EpochProgress", "ProgressEstimator", "clock"]

@@ -1,18 +1,44 @@
-"""Report: the figures of a loader, and every way to show them."""
+"""Report: the figures of a loader from its epoch log, and every way to show them."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from minato._core.histogram import Histogram
 from minato.observe.report import html, text
-from minato.observe.report.figures import ReportFigures
-from minato.observe.report.units import format_value
+from minato.observe.report.bias import Labels, bias_of
+from minato.observe.report.figures import (
+    Errors,
+    Gpu,
+    Machine,
+    Period,
+    Reads,
+    ReportFigures,
+    Setup,
+    SlowSample,
+    Stage,
+    Stragglers,
+    Throughput,
+    TimelinePoint,
+    Waiting,
+    WindowFigures,
+    Workers,
+)
+from minato.observe.report.verdict import judge
+from minato.observe.stats.epoch_log import EpochLog, EpochRecord
+from minato.observe.stats.histograms import to_words
+from minato.observe.stats.snapshot import Metrics
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Report"]
+__all__ = ["Report", "report_of"]
+
+_FIRST_BUCKET = 8
+_COST_CLASSES = 48
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,7 +52,7 @@ class Report(ReportFigures):
     def __repr__(self) -> str:
         return (
             f"<Report: {self.run.epochs} epochs, {self.run.throughput.batches} batches, waiting "
-            f"{format_value(self.run.waiting.share, 'share')}, bottleneck {self.verdict.bottleneck!r}>"
+            f"{text.format_value(self.run.waiting.share, 'share')}, bottleneck {self.verdict.bottleneck!r}>"
         )
 
     def __str__(self) -> str:
@@ -37,3 +63,284 @@ class Report(ReportFigures):
 
     def _repr_html_(self) -> str:
         return html.fragment(self)
+
+
+def report_of(
+    setup: Setup, steps: Sequence[str], log: EpochLog, labels: Labels | None = None
+) -> Report:
+    """The report of all epochs of a loader so far.
+
+    Args:
+        steps: Names of the transforms.
+        labels: Returns the label of an index.
+    """
+    records = log.records()
+    whole = EpochRecord(-1)
+    if records:
+        last = records[-1]
+        whole = dataclasses.replace(last, epoch=-1)
+    whole.metrics = sum((each.metrics for each in records), log.forgotten)
+    run = _period(whole, "run", steps)
+    bias, warnings = bias_of(
+        log.reservoir.rows, _histogram(whole.metrics, "late"), labels, log.skipped
+    )
+    return Report(
+        setup=setup,
+        verdict=judge(setup, run),
+        run=run,
+        epochs=tuple(_period(each, f"epoch {each.epoch}", steps) for each in records),
+        slowest=tuple(
+            SlowSample(
+                index=each.key,
+                cost_s=each.cost_ns / 1e9,
+                epoch=each.epoch,
+                stage=_stage_name(each.stage, steps),
+                stage_s=each.stage_ns / 1e9,
+            )
+            for each in log.slow
+        ),
+        costs=_cost_classes(_histogram(whole.metrics, "total")),
+        bias=bias,
+        warnings=warnings,
+    )
+
+
+def _period(record: EpochRecord, name: str, steps: Sequence[str]) -> Period:
+    metrics, counts = record.metrics, record.metrics.counts
+    points = record.timeline.points
+    return Period(
+        name=name,
+        epochs=counts["epochs"],
+        finished=record.finished,
+        waiting=_waiting(metrics),
+        throughput=_throughput(metrics),
+        workers=_workers(metrics, points[-1].loader.workers if points else 0),
+        prefetch_window=_prefetch_window(record),
+        stragglers=_stragglers(record),
+        errors=Errors(**{each.name: counts[each.name] for each in dataclasses.fields(Errors)}),
+        reads=_reads(counts),
+        machine=Machine(
+            gpus=len(record.machine.gpus),
+            disk_bytes_per_s=_ratio(counts["disk_read_bytes"], counts["wall_ns"] / 1e9),
+            available_bytes=record.machine.available_bytes,
+            limit_bytes=record.machine.limit_bytes,
+        ),
+        gpus=_gpus(record),
+        stages=_stages(metrics, steps),
+        timeline=tuple(
+            TimelinePoint(
+                at_s=point.at_ns / 1e9,
+                batches=point.batches,
+                waited_s=point.waited_ns / 1e9,
+                workers=point.loader.workers,
+                in_flight=point.loader.in_flight,
+                ready=point.loader.ready,
+                limit=point.loader.limit,
+                memory_bytes=point.loader.memory_bytes,
+            )
+            for point in points
+        ),
+    )
+
+
+def _waiting(metrics: Metrics) -> Waiting:
+    counts, waits = metrics.counts, _histogram(metrics, "wait")
+    waited_ns = counts["start_ns"] + waits.total
+    return Waiting(
+        total_s=waited_ns / 1e9,
+        share=_ratio(waited_ns, counts["wall_ns"]),
+        p50_s=waits.percentile(0.5) / 1e9,
+        p99_s=waits.percentile(0.99) / 1e9,
+        max_s=waits.max / 1e9,
+        start_s=_ratio(counts["start_ns"] / 1e9, counts["epochs"]),
+        first_batch_s=_ratio(counts["first_ns"] / 1e9, counts["epochs"]),
+        starved_s=counts["slept_ns"] / 1e9,
+        pin_memory_s=counts["pinned_ns"] / 1e9,
+    )
+
+
+def _throughput(metrics: Metrics) -> Throughput:
+    counts, step = metrics.counts, _histogram(metrics, "step")
+    wall_s = counts["wall_ns"] / 1e9
+    return Throughput(
+        wall_s=wall_s,
+        batches=counts["batches"],
+        samples=counts["samples"],
+        nbytes=counts["bytes"],
+        batches_per_s=_ratio(counts["batches"], wall_s),
+        samples_per_s=_ratio(counts["samples"], wall_s),
+        bytes_per_s=_ratio(counts["bytes"], wall_s),
+        step_p50_s=step.percentile(0.5) / 1e9,
+        step_mean_s=step.mean / 1e9,
+        coverage=_ratio(counts["delivered"], counts["asked"]),
+    )
+
+
+def _workers(metrics: Metrics, count: int) -> Workers:
+    counts, busy_ns = metrics.counts, metrics.counts["busy_ns"]
+    total_ns = busy_ns + counts["idle_ns"]
+    window_full_ns = min(_histogram(metrics, "window_full").total, counts["idle_ns"])
+    # The clock of a thread does not advance while the thread is queued for a core.
+    queued = _ratio(max(counts["queued_ns"], 0), max(counts["ran_ns"], 0))
+    on_core = _ratio(_histogram(metrics, "cpu").total, _timed_ns(metrics)) * (1 + queued)
+    return Workers(
+        count=count,
+        busy_s=busy_ns / 1e9,
+        busy_share=_ratio(busy_ns, total_ns),
+        no_work_share=_ratio(counts["idle_ns"] - window_full_ns, total_ns),
+        window_full_share=_ratio(window_full_ns, total_ns),
+        on_core_share=min(on_core, 1.0),
+        cores_share=min(_ratio(counts["cores_used_ns"], counts["cores_there_ns"]), 1.0),
+        deaths=counts["deaths"],
+    )
+
+
+def _prefetch_window(record: EpochRecord) -> WindowFigures:
+    states = [point.loader for point in record.timeline.points]
+    return WindowFigures(
+        occupancy=_mean(_ratio(each.ready, each.limit) for each in states),
+        in_flight=_mean(each.in_flight for each in states),
+        limit=states[-1].limit if states else 0,
+        memory_bytes=max((each.memory_bytes for each in states), default=0),
+        budget_bytes=states[-1].budget_bytes if states else 0,
+        held_by_budget=record.held_by_budget,
+    )
+
+
+def _stragglers(record: EpochRecord) -> Stragglers:
+    decision = record.decision
+    deferred, lag = _histogram(record.metrics, "deferred"), _histogram(record.metrics, "lag")
+    return Stragglers(
+        phase="" if decision is None else decision.phase,
+        threshold_s=0.0 if decision is None else decision.threshold_ns / 1e9,
+        percentile=0.0 if decision is None else decision.percentile,
+        slow_share=0.0 if decision is None else decision.slow_share,
+        deferrals=deferred.count,
+        deferred_p99_s=deferred.percentile(0.99) / 1e9,
+        lag_p50=lag.percentile(0.5),
+        lag_max=lag.max,
+    )
+
+
+def _reads(counts: Mapping[str, int]) -> Reads:
+    hits, misses = counts["cache_hits"], counts["cache_misses"]
+    return Reads(
+        retries=counts["source_retries"],
+        hedged=counts["fetch_hedged"],
+        hedges_won=counts["fetch_hedges_won"],
+        cache_hits=hits,
+        cache_misses=misses,
+        cache_hit_rate=_ratio(hits, hits + misses),
+        cache_damaged=counts["cache_damaged"],
+        cache_errors=counts["cache_errors"],
+        cache_full=counts["cache_full"],
+        cache_stored_bytes=counts["cache_stored_bytes"],
+    )
+
+
+def _gpus(record: EpochRecord) -> tuple[Gpu, ...]:
+    counts, found = record.metrics.counts, []
+    for number, (name, total_bytes) in enumerate(record.machine.gpus):
+        samples, idle, busy_percent, used_mib = (
+            counts[f"gpu{number}_{field}"]
+            for field in ("samples", "idle", "busy_percent", "used_mib")
+        )
+        found.append(
+            Gpu(
+                name=f"{number} {name}",
+                samples=samples,
+                idle_share=_ratio(idle, samples),
+                busy_share=_ratio(busy_percent / 100, samples - idle),
+                memory_bytes=round(_ratio(used_mib, samples) * 2**20),
+                total_bytes=total_bytes,
+            )
+        )
+    return tuple(found)
+
+
+def _stages(metrics: Metrics, steps: Sequence[str]) -> tuple[Stage, ...]:
+    """The dataset, each transform, and collate and copy."""
+    total = _histogram(metrics, "total")
+    busy_ns = max(metrics.counts["busy_ns"], total.total)
+    if not busy_ns:
+        return ()
+    timed_ns = _timed_ns(metrics)
+    named = [("dataset", "source", "dataset")]
+    named += [(name, "transform", f"{number} {name}") for number, name in enumerate(steps)]
+    stages = []
+    if timed_ns:
+        for name, kind, key in named:
+            values = _histogram(metrics, key)
+            share = values.total / timed_ns * total.total / busy_ns
+            stages.append(_stage(name, kind, values, share))
+    else:
+        stages.append(_stage("samples", "source", total, total.total / busy_ns))
+    rest_ns = busy_ns - total.total
+    mean_s = _ratio(rest_ns / 1e9, total.count)
+    collate = Stage(
+        name="collate and copy",
+        kind="collate",
+        count=total.count,
+        mean_s=mean_s,
+        p50_s=mean_s,
+        p90_s=mean_s,
+        p99_s=mean_s,
+        share=rest_ns / busy_ns,
+    )
+    return (*stages, collate)
+
+
+def _stage(name: str, kind: str, values: Histogram, share: float) -> Stage:
+    p50, p90, p99 = (values.percentile(q) / 1e9 for q in (0.5, 0.9, 0.99))
+    return Stage(name, kind, values.count, values.mean / 1e9, p50, p90, p99, share)
+
+
+def _timed_ns(metrics: Metrics) -> int:
+    """Time of all stages of the samples that were timed stage by stage."""
+    names = ["dataset", *(name for name in metrics.histograms if name[:1].isdigit())]
+    return sum(_histogram(metrics, name).total for name in names)
+
+
+def _stage_name(stage: int, steps: Sequence[str]) -> str:
+    if stage == -1:
+        return "dataset"
+    return steps[stage] if 0 <= stage < len(steps) else ""
+
+
+def _cost_classes(costs: Histogram) -> tuple[tuple[float, float, int], ...]:
+    """Number of samples by cost in seconds, in a few classes of equal ratio."""
+    words = {int(i): count for i, count in to_words(costs).items() if int(i) >= _FIRST_BUCKET}
+    if not words:
+        return ()
+    low, high = _edge(min(words) - _FIRST_BUCKET), _edge(max(words) - _FIRST_BUCKET + 1)
+    ratio = max((high / max(low, 1)) ** (1 / _COST_CLASSES), 17 / 16)
+    found: list[list[float]] = []
+    edge = float(max(low, 1))
+    for i, count in sorted(words.items()):
+        at = _edge(i - _FIRST_BUCKET)
+        while not found or at >= found[-1][1]:
+            found.append([edge, edge * ratio, 0])
+            edge *= ratio
+        found[-1][2] += count
+    return tuple((low / 1e9, high / 1e9, int(count)) for low, high, count in found)
+
+
+def _edge(bucket: int) -> int:
+    """The smallest value in a bucket of a histogram."""
+    if bucket < 32:
+        return bucket
+    shift = bucket // 16 - 1
+    return (bucket - shift * 16) << shift
+
+
+def _histogram(metrics: Metrics, name: str) -> Histogram:
+    return metrics.histograms.get(name) or Histogram()
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other else 0.0
+
+
+def _mean(values: Iterable[float]) -> float:
+    held = list(values)
+    return sum(held) / len(held) if held else 0.0

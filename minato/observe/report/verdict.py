@@ -264,7 +264,7 @@ def _workers_idle(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdic
             {"prefetch_factor": None},
             speedup,
         )
-    if setup.order == "strict":
+    if setup.in_order:
         return Verdict(
             "order",
             "",

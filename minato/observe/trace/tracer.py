@@ -1,11 +1,16 @@
-"""The interface with which components record their work, and its null object."""
+"""The interface with which components record their work, its null object, and ranges in torch's profiler."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeAlias
 
-__all__ = ["NULL_TRACER", "REPEATED", "SAMPLE", "Args", "NullTracer", "Tracer"]
+from torch.autograd import profiler
+
+from minato._compat import is_profiling
+
+__all__ = ["NULL_TRACER", "REPEATED", "SAMPLE", "Args", "NullTracer", "Tracer", "in_profile"]
 
 SAMPLE = "sample"
 """Name of the slice in which a sample became complete: one for each returned sample."""
@@ -82,3 +87,11 @@ class NullTracer:
 
 
 NULL_TRACER = NullTracer()
+
+_NO_RANGE: AbstractContextManager[object] = nullcontext()
+
+
+def in_profile(name: str) -> AbstractContextManager[object]:
+    """A range of this name in the records of ``torch.profiler``, if it is active."""
+    # The range itself takes some microseconds even without a profiler.
+    return profiler.record_function(name) if is_profiling() else _NO_RANGE

@@ -1,20 +1,24 @@
-"""The tracks of a trace, one per thread, and the format of events."""
+"""A trace: its file, its tracks, one per thread, and the format of events."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 from minato._core.clock import now_ns
-from minato.observe.trace.file import LIMIT_BYTES, EventFile, begin, check
+from minato._support.files import open_lines, open_regular, write_all
 from minato.observe.trace.tracer import REPEATED, SAMPLE, Args
 
-__all__ = ["Trace", "Track", "Tracks"]
+__all__ = ["LIMIT_BYTES", "EventFile", "Trace", "Track", "Tracks"]
 
+LIMIT_BYTES = 256 << 20
+"""Size limit of a trace: about half a million samples with three transforms, which the viewer opens easily."""
 _LOOP, _FIRST_WORKER, _TRACKS = 1, 10, 10_000
 """Numbers of the training loop's track and the first worker's; how many numbers an iterator has."""
 _LONGEST_TEXT = 200
@@ -38,7 +42,7 @@ class Trace:
         self._begun = False
         self._taken: set[int] = set()
         try:
-            check(self._path)
+            _check(self._path)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -50,7 +54,7 @@ class Trace:
         if not self._begun:
             # The tracks will report the error: they cannot be written either.
             with contextlib.suppress(OSError):
-                begin(self._path)
+                _begin(self._path)
                 self._begun = True
         number = next(each for each in range(len(self._taken) + 1) if each not in self._taken)
         self._taken.add(number)
@@ -215,3 +219,68 @@ def _in_json(value: Any) -> str:
 @functools.lru_cache(maxsize=1000)
 def _quoted(text: str) -> str:
     return json.dumps(text)
+
+
+# ---- the file, to which several processes append ---------------------------------------------
+
+
+def _begin(path: str) -> None:
+    """Truncate or create a trace, and open its array of events, which the format allows to stay open.
+
+    Raises:
+        ValueError: The file is no trace; it stays unchanged.
+        OSError: It cannot be written.
+    """
+    descriptor = _opened(path)
+    try:
+        os.ftruncate(descriptor, 0)
+        write_all(descriptor, b"[\n", path)
+    finally:
+        os.close(descriptor)
+
+
+def _check(path: str) -> None:
+    """Create the file with mode 0600 if it does not exist; raises like ``_begin``."""
+    os.close(_opened(path))
+
+
+def _opened(path: str) -> int:
+    return open_lines(path, b'[\n{"ph":', "a trace (trace=)")
+
+
+class EventFile:
+    """A trace's file, as one thread of one process appends to it.
+
+    Events are appended by a single system call, so that lines do not mix and survive the process. If the file cannot
+    be written, recording ends, and ``error`` holds the reason.
+
+    Args:
+        limit_bytes: Limit of the file's size. Concurrent writes of other processes can exceed it slightly.
+    """
+
+    def __init__(self, path: str, limit_bytes: int) -> None:
+        self.error: OSError | None = None
+        self.open = False
+        """Whether events are still written."""
+        self.limit_bytes = limit_bytes
+        try:
+            self._descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND)
+        except OSError as error:
+            self.error = error
+            return
+        self.open = True
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def append(self, lines: str, at_the_end: str) -> None:
+        """Append lines; if they would exceed the limit, append ``at_the_end`` instead, and then nothing more."""
+        if not self.open:
+            return
+        data = lines.encode("ascii")
+        try:
+            if os.fstat(self._descriptor).st_size + len(data) > self.limit_bytes:
+                self.open = False
+                data = at_the_end.encode("ascii")
+            if os.write(self._descriptor, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self.open, self.error = False, error

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -195,8 +195,11 @@ def test_one_that_cannot_be_ended_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
         subprocess.Popen.kill(process)
 
 
-def test_the_report_tells_of_them(driver: Path) -> None:
-    loader = minato.DataLoader(Numbers(60), 2, num_workers=1, stats="gpu")
+@pytest.mark.parametrize("stats", [True, "gpu"])
+def test_the_report_tells_of_them(driver: Path, stats: Literal[True, "gpu"]) -> None:
+    loader = minato.DataLoader(Numbers(60), 2, num_workers=1, stats=stats)
+    if stats is True:
+        loader.watch_gpus()
     for number, _ in enumerate(loader):
         if number == 3:
             watch = gpu_monitor()

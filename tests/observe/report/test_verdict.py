@@ -26,7 +26,7 @@ from minato.observe.report.figures import (
 from minato.observe.report.verdict import judge
 from tests.datasets import Filled, Numbers, Sleepy
 
-SETUP = Setup(2, "process", "strict", 8, 1, True, None, False, False, 8.0, "numbers")
+SETUP = Setup(2, "process", "strict", True, 8, 1, True, None, False, False, 8.0, "numbers")
 
 
 def stages(**shares: float) -> tuple[Stage, ...]:
@@ -166,7 +166,10 @@ def test_too_little_memory() -> None:
 
 def test_slow_samples_in_strict_order() -> None:
     assert verdict(busy_s=10.0, busy_share=0.5).changes == {"order": "batch"}
-    assert verdict({"order": "batch"}, busy_s=10.0, busy_share=0.5).bottleneck == "unknown"
+    assert (
+        verdict({"order": "batch", "in_order": False}, busy_s=10.0, busy_share=0.5).bottleneck
+        == "unknown"
+    )
 
 
 def test_the_start() -> None:

@@ -24,10 +24,9 @@ from minato._core.clock import now_ns
 from minato.delivery import device
 from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace import track as track_module
-from minato.observe.trace.file import EventFile
 from minato.observe.trace.loop import LoopTrack
 from minato.observe.trace.tracer import NullTracer
-from minato.observe.trace.track import Track
+from minato.observe.trace.track import EventFile, Track
 from tests.datasets import Filled, Numbers, Sleepy, double, plus_one, wait_until
 from tests.delivery.recorder import Recorder
 from tests.disks import file_size_limit, small_disk
