@@ -47,7 +47,7 @@ def _unnamed_storage(nbytes: int) -> torch.UntypedStorage | None:
 class Counters:
     """Named counters; each worker increments its own row, so that no increment is lost.
 
-    They are shared with forked children, and with processes that are given them when they are started.
+    They are shared with forked children, and with processes that get them at their start.
     """
 
     def __init__(self, *names: str) -> None:
@@ -78,7 +78,7 @@ class Counters:
                 row[self._names.index(name)] += number
 
     def snapshot(self) -> bytes:
-        """The memory of all counts: another one when any of them has changed."""
+        """The memory of all counts; it differs when a count has changed."""
         return self._counts.numpy().tobytes()
 
     def by_name(self) -> dict[str, int]:

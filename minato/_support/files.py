@@ -91,7 +91,7 @@ def open_lines(path: _Path, begins: bytes, what: str) -> int:
 
 
 def cut_torn_line(descriptor: int) -> None:
-    """Remove what a killed process, or a full disk, has left of a last line."""
+    """Remove an incomplete last line, which a killed process or a full disk has left."""
     size = end = os.fstat(descriptor).st_size
     while end > 0:
         step = min(end, _CHUNK_BYTES)
@@ -108,7 +108,7 @@ def write_all(descriptor: int, data: bytes, path: _Path) -> None:
     """Write all of ``data``.
 
     Raises:
-        OSError: Some of it could not be written; the message names the file.
+        OSError: A part could not be written; the message names the file.
     """
     view = memoryview(data)
     try:
@@ -137,8 +137,8 @@ def replacement(
         recognised: Whether a file that begins with these 64 bytes may be replaced; None: any may.
 
     Raises:
-        ValueError: There is a file that is not recognised, which is untouched.
-        OSError: It cannot be written, or there is something that is no file; the message names it.
+        ValueError: The present file is not recognised; it stays unchanged.
+        OSError: It cannot be written, or the path names no regular file; the message names it.
     """
     target = Path(path)
     if recognised is not None:
@@ -208,10 +208,10 @@ def check_private(path: _Path) -> None:
 
     It and the directories above it must belong to this user or to root, and neither others nor a group, except one of
     this user alone, may write to them. A directory above it may be like ``/tmp``, where users cannot replace each
-    other's files. What does not exist is passed over.
+    other's files. Missing directories are skipped.
 
     Raises:
-        PermissionError: Somebody else could have; the message names the part and the remedy.
+        PermissionError: Another user may have written there; the message names the directory and the remedy.
         OSError: It cannot be looked at.
     """
     place = Path(path).absolute()

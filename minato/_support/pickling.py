@@ -1,4 +1,4 @@
-"""Pickling with the arrays beside the pickle, and finding what cannot be pickled."""
+"""Pickling with arrays outside of the pickle; the search for the part that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from minato.errors import NotPicklableError
 __all__ = ["Purpose", "SidePickler", "advise", "check_picklable", "dumps"]
 
 Purpose: TypeAlias = Literal["sample", "result", "process"]
-"""What a pickled object is for; see :class:`SidePickler`."""
+"""The purpose of a pickle; see :class:`SidePickler`."""
 
 _ADVICE = (
     "Got pickle error when attempting to start a worker Process. "
@@ -80,7 +80,7 @@ class SidePickler(pickle.Pickler):
     """Pickles arrays and plain CPU tensors as out-of-band buffers; strides and shared storages are kept.
 
     Args:
-        buffers: Receives the buffers, in the order in which ``pickle.loads(buffers=…)`` wants them.
+        buffers: Receives the buffers, in the order of ``pickle.loads(buffers=…)``.
         purpose: ``"sample"``: everything arrives as it is. ``"result"``: arrays arrive as from torch's workers,
             writable and in native byte order. ``"process"``: the other side is being started; it must share
             tensors that are in shared memory, so they are refused, and does not know what an interactive session
@@ -128,7 +128,7 @@ class SidePickler(pickle.Pickler):
         )
 
     def _shared(self, storage: torch.UntypedStorage) -> _StorageBytes | None:
-        """What travels for a storage: the same object each time; None if it is empty."""
+        """The object that travels in place of a storage, the same each time; None if it is empty."""
         if self._purpose == "process" and storage.is_shared():
             raise pickle.PicklingError("a tensor in shared memory would become a copy")
         if not storage.nbytes():
@@ -181,7 +181,7 @@ def _stays_behind(value: Any) -> bool:
     spec = getattr(main, "__spec__", None)
     if spec is None:
         return getattr(main, "__file__", None) is None
-    # multiprocessing leaves out what ``python -m package`` has run.
+    # multiprocessing omits the main module of ``python -m package``.
     return bool(spec.name.rpartition(".")[2] == "__main__")
 
 
@@ -198,7 +198,7 @@ def _by_value(value: Any) -> Any:
 
 
 def _define(data: bytes) -> Any:
-    """Unpickle what was defined in the main module, and make it known under its name there: results refer to it."""
+    """Unpickle an object of the main module, and register it there under its name: results refer to it."""
     value = pickle.loads(data)
     functions = [value, *vars(value).values()] if isinstance(value, type) else [value]
     for function in functions:
@@ -228,7 +228,7 @@ def check_picklable(name: str, value: Any) -> None:
     """Find out which part of an object cannot be sent to a process that is being started.
 
     Args:
-        name: What to call the object in the message, e.g. ``"dataset"``.
+        name: Name of the object in the message, e.g. ``"dataset"``.
 
     Raises:
         NotPicklableError: Names the innermost attribute or item that cannot be pickled.

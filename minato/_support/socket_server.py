@@ -40,7 +40,7 @@ class Client(ABC):
 
     @abstractmethod
     def step(self) -> bool:
-        """Go on as far as that is possible without waiting; returns whether there is more to do.
+        """Continue as far as possible without waiting; returns whether there is more to do.
 
         Raises:
             BlockingIOError: Nothing is possible at present.

@@ -50,17 +50,17 @@ class Cache(ABC):
     Each epoch reads every sample once, so an evicting cache would drop samples shortly before their next use.
 
     Args:
-        quota_bytes: What the kept samples may take together, without the overhead of the store.
-        after: How many of the loader's transforms run before a sample is kept; None: all of them. They, and the
-            dataset, must not draw random numbers.
-        version: Stands for the dataset and these transforms in the samples' keys; None: a fingerprint of their code and
+        quota_bytes: Size limit of all kept samples together, without the overhead of the store.
+        after: Number of the loader's transforms that run before a sample is kept; None: all of them. Neither they nor
+            the dataset may draw random numbers.
+        version: Identifies the dataset and these transforms in the samples' keys; None: a fingerprint of their code and
             parameters.
     """
 
     shared = False
     """Whether several processes see one store."""
     failures: ClassVar[tuple[type[Exception], ...]] = ()
-    """What the store raises when it fails."""
+    """The exceptions of a store that fails."""
 
     def __init__(self, quota_bytes: int, after: int | None, version: str | None) -> None:
         if quota_bytes < 1:
@@ -71,7 +71,7 @@ class Cache(ABC):
         self.after = after
         self.version = version
         self.counters = Counters(*CacheReport._fields)
-        """For reports of the loaders that use it."""
+        """Shown in the report of a loader."""
         self._lock = threading.Lock()
         self._takes = True
 
@@ -84,18 +84,18 @@ class Cache(ABC):
 
     @abstractmethod
     def _load(self, key: bytes) -> bytes | None:
-        """The entry, or None."""
+        """The entry of a key, or None."""
 
     @abstractmethod
     def _store(self, key: bytes, entry: bytes) -> int:
-        """Keep an entry; returns how many bytes were added, or -1 if the quota does not allow it."""
+        """Keep an entry; returns the number of bytes added, or -1 if the quota does not allow it."""
 
     @abstractmethod
     def _drop(self, key: bytes) -> None:
-        """Keep an entry no longer."""
+        """Remove an entry."""
 
     def get(self, key: bytes) -> tuple[bool, Any]:
-        """``(True, sample)``, or ``(False, None)`` if it is not there or not whole."""
+        """``(True, sample)``, or ``(False, None)`` if it is missing or damaged."""
         try:
             entry = self._load(key)
             if entry is None:
@@ -117,7 +117,7 @@ class Cache(ABC):
         return True, sample
 
     def put(self, key: bytes, sample: Any) -> None:
-        """Keep a sample if there is room; after a failure of the store, this process keeps no more."""
+        """Keep a sample if the quota allows it; after a failure of the store, this process keeps no more."""
         if not self._takes:
             self.counters.add(errors=1)
             return
@@ -144,7 +144,7 @@ class Cache(ABC):
         self.counters.add(errors=1)
 
     def report(self) -> CacheReport:
-        """What the cache did so far."""
+        """The counts of the cache so far, of all processes."""
         return CacheReport(*self.counters.totals())
 
 

@@ -1,4 +1,4 @@
-"""A dataset with the first transforms of a loader, and a cache behind them."""
+"""A dataset with the first transforms of a loader, whose results are cached."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _Step = Callable[[Any], Any]
 
 
 class CachedDataset(Dataset[Any]):
-    """``dataset[key]`` after some transforms, from the cache if it is there.
+    """``dataset[index]`` after the first transforms, from the cache if it has the sample.
 
     Args:
         steps: The transforms before the cache.
-        asked: Counts the generators that the current sample has requested from minato.
+        asked: Returns the number of generators that the current sample has requested from minato.
 
     Raises:
         TypeError: The dataset or a transform has no fingerprint, and the cache no ``version``.
@@ -38,7 +38,7 @@ class CachedDataset(Dataset[Any]):
         self._steps = tuple(steps)
         self._cache = cache
         self._asked = asked
-        # Made once, before the workers are: what they do to the dataset must not change it.
+        # Computed once, before the workers start: they may change their copies of the dataset.
         self._prefix = (
             fingerprint(dataset, self._steps)
             if cache.version is None
@@ -50,21 +50,21 @@ class CachedDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, key: Any) -> Any:
-        place = self._place(key)
+    def __getitem__(self, index: Any) -> Any:
+        place = self._place(index)
         found, sample = self._cache.get(place)
         if not found:
             before = self._drawn()
-            sample = self._run(self._dataset[key])
+            sample = self._run(self._dataset[index])
             self._check(before)
             self._cache.put(place, sample)
         return sample
 
-    async def _aget(self, key: Any) -> Any:
-        place = self._place(key)
+    async def _aget(self, index: Any) -> Any:
+        place = self._place(index)
         found, sample = self._cache.get(place)
         if not found:
-            sample = await self._dataset.__aget__(key)
+            sample = await self._dataset.__aget__(index)
             before = self._drawn()
             sample = self._run(sample)
             self._check(before)
@@ -76,11 +76,11 @@ class CachedDataset(Dataset[Any]):
             sample = step(sample)
         return sample
 
-    def _place(self, key: Any) -> bytes:
-        return fingerprint(self._prefix, key)
+    def _place(self, index: Any) -> bytes:
+        return fingerprint(self._prefix, index)
 
     def _drawn(self) -> Any:
-        """What changes when random numbers are drawn; in a thread, others may draw from the global generators."""
+        """State that changes when random numbers are drawn; not of global generators in a thread, as others may draw."""
         if threading.current_thread() is not threading.main_thread():
             return self._asked()
         return (

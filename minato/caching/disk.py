@@ -27,18 +27,18 @@ _TRIES = 5
 
 
 class DiskCache(Cache):
-    """Keeps samples in a folder, through diskcache.
+    """Keeps samples in a directory, through diskcache.
 
     Args:
-        path: The folder, made with mode 0700. What lies in it is unpickled, so no other user may be able to write
+        path: The directory, created with mode 0700. Its entries are unpickled, so no other user may be able to write
             there, or to replace it.
-        quota_bytes: What the kept samples may take together, without the overhead of the file system and of SQLite. All
-            processes and runs that use the folder count together, each against its own quota.
-        after: How many of the loader's transforms run before a sample is kept; None: all of them.
-        version: Stands for the dataset and these transforms; None: a fingerprint of them.
+        quota_bytes: Size limit of all kept samples together, without the overhead of the file system and of SQLite. All
+            processes and runs that use the directory count together, each against its own quota.
+        after: Number of the loader's transforms that run before a sample is kept; None: all of them.
+        version: Identifies the dataset and these transforms; None: a fingerprint of them.
 
     Raises:
-        PermissionError: Another user could write there; the message says where, and what to do.
+        PermissionError: Another user could write there; the message names the path and the remedy.
     """
 
     shared = True
@@ -97,13 +97,11 @@ class DiskCache(Cache):
         return diskcache.FanoutCache(folder, _SHARDS, timeout=_BUSY_S, disk=_disk(), **how)
 
     def _add(self, nbytes: int) -> int:
-        """Add to what all samples take, and return it; in a file, as a database makes writers wait long."""
+        """Add to the size of all samples, and return it; in a file, as writers would wait long for a database."""
         self._path.mkdir(_MODE, parents=True, exist_ok=True)
         file = open_regular(self._path / "bytes", os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(
-                file, fcntl.LOCK_EX
-            )  # given up by the system, whatever becomes of this process
+            fcntl.flock(file, fcntl.LOCK_EX)  # the system releases it when this process ends
             taken = max(int.from_bytes(os.pread(file, 8, 0), "little") + nbytes, 0)
             if nbytes:
                 os.pwrite(file, taken.to_bytes(8, "little"), 0)
@@ -120,7 +118,7 @@ class DiskCache(Cache):
 
     @property
     def stored_bytes(self) -> int:
-        """What all kept samples in the folder take."""
+        """Bytes of all kept samples in the directory."""
         return self._add(0)
 
     def _load(self, key: bytes) -> bytes | None:
@@ -137,7 +135,7 @@ class DiskCache(Cache):
         added = False
         try:
             added = samples.add(key, entry, tag=size)
-            if not added and samples.get(key) is None:  # its file is gone, or it never was a sample
+            if not added and samples.get(key) is None:  # its file is missing, or it is no sample
                 self._drop(key)
                 added = samples.add(key, entry, tag=size)
         finally:
@@ -147,7 +145,7 @@ class DiskCache(Cache):
 
     def _drop(self, key: bytes) -> None:
         samples = self._samples()
-        # What was counted for it is its tag: the entry itself may have become shorter, or be another's.
+        # Its tag is the size that was counted; the entry itself may be truncated or foreign.
         size = samples.pop(key, tag=True)[1]
         if isinstance(size, int):
             self._add(-size)
@@ -155,7 +153,7 @@ class DiskCache(Cache):
 
 @functools.cache
 def _disk() -> Any:
-    """How diskcache keeps entries: bytes, and nothing that it would unpickle by itself."""
+    """The storage of diskcache's entries: bytes only, so that diskcache unpickles nothing."""
     import diskcache
     from diskcache.core import MODE_BINARY, MODE_RAW, UNKNOWN
 
@@ -192,14 +190,14 @@ def _disk() -> Any:
 
 
 def _write(path: str, content: bytes) -> None:
-    """Write a new file, or leave none: what a full disk took of it would be of no use to anybody."""
+    """Write a new file, and remove it if the disk is full."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     for left in reversed(range(_TRIES)):
         os.makedirs(os.path.dirname(path), _MODE, exist_ok=True)
         try:
             descriptor = os.open(path, flags, PRIVATE)
             break
-        except FileNotFoundError:  # another process has removed the folder, as it was empty
+        except FileNotFoundError:  # another process has removed the empty directory
             if not left:
                 raise
     try:

@@ -1,4 +1,4 @@
-"""What a transform is, code and parameters, as a few bytes."""
+"""Fingerprints of transforms: their code and parameters in a few bytes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from minato._support.counters import Counters
 __all__ = ["fingerprint"]
 
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
-"""Types whose ``repr`` says all."""
+"""Types whose ``repr`` is complete."""
 
 
 def fingerprint(*parts: Any) -> bytes:
     """Sixteen bytes that change when the code or the parameters of a part do; the same in every run.
 
     Functions count by their byte code, constants, defaults and closures; objects by the functions of their classes and
-    by their attributes; arrays and tensors by content. What a function calls does not count. An object with a method
-    ``__fingerprint__`` counts by what that returns, in the place of its attributes.
+    by their attributes; arrays and tensors by content. Functions that a function calls do not count. An object with a
+    method ``__fingerprint__`` counts by its result, in the place of its attributes.
 
     Raises:
         TypeError: A part holds an object that cannot be distinguished from others of its type.
@@ -40,7 +40,7 @@ class _Hasher:
         self.digest = hashlib.blake2b(digest_size=16)
         self._seen: dict[
             int, tuple[int, Any]
-        ] = {}  # with what it has seen, so that no id is given twice
+        ] = {}  # keeps the objects alive, so that no id is reused
 
     def add(self, value: Any) -> None:
         kind = type(value)
@@ -67,7 +67,7 @@ class _Hasher:
         elif isinstance(value, np.ndarray) and value.dtype != object:
             self._array(value, value.shape)
         elif isinstance(value, Counters):
-            pass  # what was counted is not what a thing is
+            pass  # counts are no part of an identity
         elif isinstance(value, CodeType):
             self._label(value.co_code.hex(), *value.co_names)
             self._all(value.co_consts)

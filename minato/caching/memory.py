@@ -10,12 +10,12 @@ __all__ = ["MemoryCache"]
 
 
 class MemoryCache(Cache):
-    """Keeps samples in memory, in each process its own: for worker threads, or without workers.
+    """Keeps samples in the memory of each process: for worker threads, or without workers.
 
     Args:
-        quota_bytes: What the kept samples may take together.
-        after: How many of the loader's transforms run before a sample is kept; None: all of them.
-        version: Stands for the dataset and these transforms; None: a fingerprint of them.
+        quota_bytes: Size limit of all kept samples together.
+        after: Number of the loader's transforms that run before a sample is kept; None: all of them.
+        version: Identifies the dataset and these transforms; None: a fingerprint of them.
     """
 
     def __init__(

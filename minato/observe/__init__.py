@@ -1,1 +1,1 @@
-"""What a run did: statistics, traces, reports and metrics."""
+"""Statistics, traces, reports and metrics of a loader."""

@@ -173,7 +173,7 @@ class PoolClient:
         """Return the next message of these kinds.
 
         Args:
-            late: What the server has failed to do, for the error after a timeout; None: no time limit.
+            late: The overdue action of the server, for the error after a timeout; None: no time limit.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -242,10 +242,10 @@ class PoolClient:
             return
         self._remote_arenas[number] = RemoteArena(segment, partial(self._returned, number))
 
-    def _holds(self, arena: int, what: BatchDescriptor | Slot) -> bool:
+    def _holds(self, arena: int, place: BatchDescriptor | Slot) -> bool:
         """Whether a slot or descriptor lies in a known arena; if not, give the channel up."""
         remote = self._remote_arenas.get(arena)
-        if remote is not None and remote.holds(what):
+        if remote is not None and remote.holds(place):
             return True
         self._channel.give_up("it named memory that it has not sent")
         return False

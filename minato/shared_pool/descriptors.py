@@ -131,14 +131,14 @@ class RemoteArena:
         """Number of slots whose batches are in use."""
         return len(self._leases)
 
-    def holds(self, what: BatchDescriptor | Slot) -> bool:
+    def holds(self, place: BatchDescriptor | Slot) -> bool:
         """Whether a slot, or a descriptor's slot with all its parts, lies in the memory."""
-        slot = what.slot if isinstance(what, BatchDescriptor) else what
+        slot = place.slot if isinstance(place, BatchDescriptor) else place
         if not 0 <= slot.start <= slot.end <= self.segment.nbytes:
             return False
-        if not isinstance(what, BatchDescriptor):
+        if not isinstance(place, BatchDescriptor):
             return True
-        places = [(what.layout, 0), what.result, *what.texts, (slot.start, what.nbytes)]
+        places = [(place.layout, 0), place.result, *place.texts, (slot.start, place.nbytes)]
         return all(
             slot.start <= start and start + nbytes <= slot.end for start, nbytes in places if start
         )

@@ -11,7 +11,7 @@ from psycopg import conninfo
 from minato.sources.base import MissingKey
 from minato.sources.retry import Retry
 from minato.sources.settings import Settings
-from minato.sources.sql import TableSource, quoted
+from minato.sources.sql import TableSource
 
 __all__ = ["Postgres"]
 
@@ -78,16 +78,13 @@ class Postgres(TableSource):
 
     def _list(self) -> Sequence[Any]:
         # By a cursor of the server: a single result with a million keys would be in memory twice.
-        where = f" WHERE {self._where}" if self._where else ""
-        key = self._column(self.key)
-        text = f"SELECT {key} FROM {quoted(self.table)}{where} ORDER BY {key}"
         with (
             self.connections.lease() as connection,
             connection.transaction(),
             connection.cursor(name="minato_keys") as cursor,
         ):
             cursor.itersize = 50_000
-            cursor.execute(text)
+            cursor.execute(self._listing())
             return [row[0] for row in cursor]
 
 

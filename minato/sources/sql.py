@@ -74,10 +74,14 @@ class TableSource(KeyedSource):
         """Close the connections of this process; the next read opens new ones."""
         self.connections.close()
 
-    def _list(self) -> Sequence[Any]:
+    def _listing(self) -> str:
+        """The query for all keys."""
         key = self._column(self.key)
         where = f" WHERE {self._where}" if self._where else ""
-        rows, _ = self._query(f"SELECT {key} FROM {quoted(self.table)}{where} ORDER BY {key}", ())
+        return f"SELECT {key} FROM {quoted(self.table)}{where} ORDER BY {key}"
+
+    def _list(self) -> Sequence[Any]:
+        rows, _ = self._query(self._listing(), ())
         return [row[0] for row in rows]
 
     def _column(self, name: str) -> str:

@@ -99,28 +99,28 @@ def _by_omission(
     labels: Labels, rows: Sequence[DeliveredSample], skipped: Collection[Any]
 ) -> tuple[float | None, bool]:
     """The same for skipped samples, against all that have labels; with a function, against the returned ones."""
-    keys: Sequence[Any] = range(0)
+    indices: Sequence[Any] = range(0)
     if callable(labels):
-        keys = [row.key for row in rows]
+        indices = [row.key for row in rows]
     elif isinstance(labels, Mapping):
-        keys = list(labels)
+        indices = list(labels)
     elif skipped:
-        keys = range(len(labels))
-    if not skipped or not keys:
+        indices = range(len(labels))
+    if not skipped or not indices:
         return None, False
-    share, draw = min(_MOST_LABELS / len(keys), 1.0), random.Random(0)
-    kept = draw.sample(keys, round(share * len(keys)))
+    share, draw = min(_MOST_LABELS / len(indices), 1.0), random.Random(0)
+    kept = draw.sample(indices, round(share * len(indices)))
     missing = draw.sample(sorted(skipped, key=repr), round(share * len(skipped)))
     marks = [0] * len(kept) + [1] * len(missing)
-    return _by_label(marks, [_label(labels, key) for key in (*kept, *missing)])
+    return _by_label(marks, [_label(labels, index) for index in (*kept, *missing)])
 
 
-def _label(labels: Labels, key: Any) -> Any:
+def _label(labels: Labels, index: Any) -> Any:
     try:
-        label = labels(key) if callable(labels) else labels[key]
+        label = labels(index) if callable(labels) else labels[index]
     except LookupError:
         raise ValueError(
-            f"labels= has no label for the sample {key!r}: give one for each"
+            f"labels= has no label for the sample {index!r}: give one for each"
         ) from None
     item = getattr(label, "item", None)  # a number of numpy's or torch's
     return label if item is None else item()

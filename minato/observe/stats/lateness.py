@@ -53,7 +53,7 @@ class Reservoir:
         """Keep some samples of a batch, or none.
 
         Args:
-            samples: Returns ``(position, key, cost in ns, bytes)`` of each; called only if a sample is kept.
+            samples: Returns ``(position, index, cost in ns, bytes)`` of each; called only if a sample is kept.
             lag_of: Returns the lag in batches of the sample at a position.
         """
         slots = self._slots()
@@ -62,8 +62,8 @@ class Reservoir:
         offered = samples()
         # Without repetition: a small batch must not weigh more than its samples.
         chosen = self._random.sample(offered, min(len(slots), len(offered)))
-        for slot, (position, key, cost_ns, nbytes) in zip(slots, chosen, strict=False):
-            row = DeliveredSample(key, lag_of(position), cost_ns, nbytes)
+        for slot, (position, index, cost_ns, nbytes) in zip(slots, chosen, strict=False):
+            row = DeliveredSample(index, lag_of(position), cost_ns, nbytes)
             if slot < len(self.rows):
                 self.rows[slot] = row
             else:
@@ -116,7 +116,7 @@ class Lateness:
             positions: Of its samples, negative for none.
             start: Position of the first sample of the epoch.
             num_slow: The number of slow samples in it.
-            samples: Returns ``(position, key, cost in ns, bytes)`` of each; None: keep none of them.
+            samples: Returns ``(position, index, cost in ns, bytes)`` of each; None: keep none of them.
         """
         late = 0
         batch, ends = len(self.slow_shares), self._ends

@@ -16,7 +16,7 @@ UNKNOWN: Final = -2
 _TEXT = 64
 _INT64 = 1 << 63
 _ROW = struct.Struct(f"5q{_TEXT}s")
-"""Cost in ns, epoch, stage, its time in ns, key; and the text of a key that is no integer, empty for one that is."""
+"""Cost in ns, epoch, stage, its time in ns, index; and the text of an index that is no integer."""
 _ROW_WORDS = _ROW.size // 8
 NBYTES: Final = KEPT * _ROW.size
 """Bytes of one worker's rows."""
@@ -26,7 +26,7 @@ class SlowSample(NamedTuple):
     """The cost of one sample.
 
     Attributes:
-        key: The index in the dataset: an integer, or the text of another key, cut after 64 bytes.
+        key: The index in the dataset: an integer, or the text of another index, cut after 64 bytes.
         cost_ns: Its active time, waiting excluded.
         epoch: The epoch in which it took that long.
         stage: Its slowest stage: a transform's number, -1 for the dataset, or ``UNKNOWN``.
@@ -41,7 +41,7 @@ class SlowSample(NamedTuple):
 
 
 class SlowestSamples:
-    """Rows that one worker writes; of each key the slowest time counts.
+    """Rows that one worker writes; of each index the slowest time counts.
 
     Args:
         buffer: Writable memory of :data:`NBYTES` bytes, aligned to 8; zeros are no rows. None: memory of its own.
@@ -56,11 +56,11 @@ class SlowestSamples:
         self.floor_ns = 0
         """The cost that a sample must exceed to be kept; valid in the writer only."""
 
-    def offer(self, key: Any, epoch: int, cost_ns: int, stage: int, stage_ns: int) -> None:
+    def offer(self, index: Any, epoch: int, cost_ns: int, stage: int, stage_ns: int) -> None:
         """Keep a sample if it is among the slowest."""
         if not self._costs:
             self._take_over()
-        costs, name = self._costs, _named(key)
+        costs, name = self._costs, _identity(index)
         row = self._row_of.get(name)
         if row is None:
             row = costs.index(self.floor_ns)
@@ -96,14 +96,14 @@ class SlowestSamples:
 
 
 def slowest_of(samples: Iterable[SlowSample]) -> list[SlowSample]:
-    """The slowest of several workers and epochs, each key once, the slowest first."""
+    """The slowest of several workers and epochs, each index once, the slowest first."""
     found: dict[int | str, SlowSample] = {}
     for sample in sorted(samples, key=attrgetter("cost_ns"), reverse=True):
         found.setdefault(sample.key, sample)
     return list(found.values())[:KEPT]
 
 
-def _named(key: Any) -> tuple[int, bytes]:
-    if type(key) is int and -_INT64 <= key < _INT64:
-        return key, b""
-    return 0, (repr(key).encode()[:_TEXT].rstrip(b"\0") or b"?")
+def _identity(index: Any) -> tuple[int, bytes]:
+    if type(index) is int and -_INT64 <= index < _INT64:
+        return index, b""
+    return 0, (repr(index).encode()[:_TEXT].rstrip(b"\0") or b"?")

@@ -1,1 +1,1 @@
-"""What a run did, moment by moment, in a file for https://ui.perfetto.dev."""
+"""Traces: the events of a run in a file for https://ui.perfetto.dev."""
