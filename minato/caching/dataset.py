@@ -80,7 +80,7 @@ class CachedDataset(Dataset[Any]):
         return fingerprint(self._prefix, index)
 
     def _drawn(self) -> Any:
-        """State that changes when random numbers are drawn; not of global generators in a thread, as others may draw."""
+        """State that changes with random draws; in a thread without the global generators, from which others draw."""
         if threading.current_thread() is not threading.main_thread():
             return self._asked()
         return (
