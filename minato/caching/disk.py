@@ -1,4 +1,4 @@
-"""A cache in a folder, which several processes and several runs may use (extra ``cache``)."""
+"""A cache in a directory, which several processes and runs may share (extra ``cache``)."""
 
 from __future__ import annotations
 
@@ -82,19 +82,19 @@ class DiskCache(Cache):
     def _open(self) -> Any:
         import diskcache
 
-        folder = self._path / "samples"
+        directory = self._path / "samples"
         self._path.mkdir(_MODE, parents=True, exist_ok=True)
-        folder.mkdir(_MODE, exist_ok=True)
+        directory.mkdir(_MODE, exist_ok=True)
         for number in range(_SHARDS):
-            shard = folder / f"{number:03}"  # as diskcache names it
+            shard = directory / f"{number:03}"  # as diskcache names it
             shard.mkdir(_MODE, exist_ok=True)
             for part in (shard, *shard.glob("cache.db*")):
                 check_private(part)
-        if not os.access(folder, os.W_OK):
-            raise OSError(errno.EROFS, "May not be written to", str(folder))
+        if not os.access(directory, os.W_OK):
+            raise OSError(errno.EROFS, "May not be written to", str(directory))
         # Neither a limit nor an eviction of diskcache's own: the quota is ours.
         how = {"eviction_policy": "none", "cull_limit": 0, "size_limit": _UNBOUNDED}
-        return diskcache.FanoutCache(folder, _SHARDS, timeout=_BUSY_S, disk=_disk(), **how)
+        return diskcache.FanoutCache(directory, _SHARDS, timeout=_BUSY_S, disk=_disk(), **how)
 
     def _add(self, nbytes: int) -> int:
         """Add to the size of all samples, and return it; in a file, as writers would wait long for a database."""
