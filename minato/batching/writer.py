@@ -13,8 +13,7 @@ from minato._core.copy import Packer
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato.batching.blobs import BlobWriter, GetState, WriterSettings
-from minato.batching.layout import Layout
-from minato.batching.layout_record import LayoutRecord, read_layout, share_layout
+from minato.batching.layout import Layout, LayoutRecord, read_layout, share_layout
 from minato.batching.publish import BatchPublisher, RunAgain
 from minato.batching.serialization import DamagedError, Store
 from minato.observe.trace.tracer import NULL_TRACER, Tracer

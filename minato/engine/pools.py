@@ -7,16 +7,15 @@ from collections.abc import Callable
 from typing import cast
 
 from minato._system import available_cores
+from minato.batching.sample_error import wrapped
 from minato.batching.serialization import LocalStore
 from minato.batching.writer import BatchWriter
 from minato.engine.plan import Plan
 from minato.engine.shared_state import SharedState
-from minato.engine.worker_context import WorkerContext
-from minato.engine.worker_main import initialise, restore, run_worker_process
-from minato.scheduling.wait_stats import ConsumerWait
+from minato.engine.worker_context import WorkerContext, initialise, restore, run_worker_process
+from minato.scheduling.waiting import ConsumerWait
 from minato.transforms import rng_memory
 from minato.workers.current_sample import has_begun, read_current_work
-from minato.workers.exceptions import wrapped
 from minato.workers.local_pools import InlinePool, ThreadPool
 from minato.workers.pool import WorkerPool
 from minato.workers.process_pool import ProcessPool, ProcessSettings, announced

@@ -27,8 +27,7 @@ from minato.scheduling.batches import (
 from minato.scheduling.cost_model import EarlyStart
 from minato.scheduling.orders import Order
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.scheduling.protocols import Pool
-from minato.scheduling.wait_stats import ConsumerWait
+from minato.scheduling.waiting import ConsumerWait, Pool
 
 __all__ = ["Dispatcher", "DispatcherSettings", "Schedule"]
 

@@ -1,4 +1,4 @@
-"""Running samples: their randomness, their costs, and the stages of those that are measured."""
+"""Running samples: their randomness, costs and slices in a trace, and the stages of those that are measured."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 from minato._core.run import run_samples
 from minato.observe.stats.costs import Meters
 from minato.observe.stats.slowest import UNKNOWN
-from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.observe.trace.tracer import NULL_TRACER, REPEATED, SAMPLE, Tracer
 from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness, index_word
 from minato.workers.deferral import DeferredSample
-from minato.workers.recording import recorded, recorded_batch
 from minato.workers.staged_runner import StageRunner
 
 __all__ = ["CostEstimate", "Runner", "RunnerSettings"]
@@ -215,9 +214,9 @@ class Runner:
             return [], self._failure
         if self._tracer.enabled:
             if batch_size:
-                fetch = recorded_batch(fetch, self._tracer, batch_size, epoch)
+                fetch = _recorded_batch(fetch, self._tracer, batch_size, epoch)
             else:
-                fetch = recorded(fetch, self._tracer, self._lease, epoch, repeats=repeats)
+                fetch = _recorded(fetch, self._tracer, self._lease, epoch, repeats=repeats)
         randomness, cost_estimate = self._randomness, self.cost_estimate
 
         def binder() -> Bind:
@@ -303,7 +302,7 @@ class Runner:
         self._reset()
         fetch: Fetch = stage_runner.resume
         if self._tracer.enabled:
-            fetch = recorded(fetch, self._tracer, self._lease, epoch)
+            fetch = _recorded(fetch, self._tracer, self._lease, epoch)
         samples, error = run_samples(
             fetch,
             [deferred],
@@ -388,3 +387,45 @@ class Runner:
 
     def _guard(self, randomness: SampleRandomness) -> AbstractContextManager[None]:
         return randomness.saved() if self.in_main_process else nullcontext()
+
+
+def _recorded(
+    fetch: Fetch, tracer: Tracer, lease: Any, epoch: int, *, repeats: bool = False
+) -> Fetch:
+    """Return a function like ``fetch`` that also records each sample.
+
+    Args:
+        fetch: Runs the sample of an index, or resumes a deferred one.
+        lease: The worker's lease words.
+        repeats: The samples have run before, and the earlier results count.
+    """
+
+    def fetched(key: Any) -> Any:
+        begin_ns, position = tracer.now(), lease[0]
+        args = {"index": key.key if type(key) is DeferredSample else key, "epoch": epoch}
+        try:
+            sample = fetch(key)
+        except BaseException as error:
+            args["error"] = type(error).__name__
+            tracer.sample(position, f"{SAMPLE} (failed)", begin_ns, args)
+            raise
+        name = REPEATED if repeats else SAMPLE
+        if type(sample) is DeferredSample:
+            name = f"{SAMPLE} (deferred)"
+        tracer.sample(position, name, begin_ns, args)
+        return sample
+
+    return fetched
+
+
+def _recorded_batch(fetch: Fetch, tracer: Tracer, batch_size: int, epoch: int) -> Fetch:
+    """Return a function like ``fetch``, which loads a whole batch, that also records it."""
+
+    def fetched(key: Any) -> Any:
+        begin_ns = tracer.now()
+        samples = fetch(key)
+        count = len(samples) if isinstance(samples, list) else batch_size
+        tracer.slice(f"{SAMPLE}s", begin_ns, args={"count": count, "epoch": epoch})
+        return samples
+
+    return fetched

@@ -15,11 +15,10 @@ from minato._core.wait import EventCount
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.deferral import Deferral, DeferredSample
+from minato.workers.error_policy import SampleRetry
 from minato.workers.fetch import Fetcher, StreamFetcher
-from minato.workers.results import ResultWriter
-from minato.workers.retry import SampleRetry
+from minato.workers.results import ResultWriter, Sink
 from minato.workers.runner import Runner
-from minato.workers.sink import Sink
 
 __all__ = ["WorkQueue", "Worker", "WorkerSettings"]
 
