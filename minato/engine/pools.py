@@ -103,6 +103,7 @@ def make_pool(
     if work.method == "ray":
         from minato.ray.actor import ActorSpec
         from minato.ray.pool import ActorGroup, ActorPool
+        from minato.ray.reads import ActorReads
 
         spec = ActorSpec(
             work.pipeline.dataset,
@@ -117,9 +118,8 @@ def make_pool(
             if not activated(number, consumer_lives):
                 return None
             wrap = wrapped(f"Ray actor {number}")
-            return context.worker(
-                number, state, wrap, None, Exception, actor=group.start_actor(number)
-            )
+            reads = functools.partial(ActorReads, *group.start_actor(number))
+            return context.worker(number, state, wrap, None, Exception, remote_reads=reads)
 
         return ActorPool(
             group,

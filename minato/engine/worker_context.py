@@ -24,6 +24,7 @@ from minato.batching.writer import BatchWriter, WriterSettings
 from minato.engine.plan import WorkerPlan
 from minato.engine.shared_state import SharedLayout, SharedState
 from minato.errors import NotPicklableError
+from minato.observe.stats.costs import Meters
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.sampling.dataset_state import DatasetState
 from minato.transforms.compose import Transforms
@@ -124,7 +125,7 @@ class WorkerContext:
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
         failure: BaseException | None,
         catches: type[BaseException],
-        actor: tuple[Any, Callable[[], None], Callable[[], bool]] | None = None,
+        remote_reads: Callable[[Any, Meters], Reads] | None = None,
     ) -> Worker:
         """Make worker ``number``.
 
@@ -132,12 +133,12 @@ class WorkerContext:
             describe_error: Returns the exception that ``next()`` raises for one that is being handled.
             failure: The error of ``worker_init_fn``, or None.
             catches: Exceptions of samples and ``collate_fn`` that do not end the worker.
-            actor: A Ray actor that runs the samples, and functions that end it and return whether it is connected.
+            remote_reads: Makes reads that return complete samples of another machine, from lease words and meters.
         """
         plan, pipeline, in_main_process = self.plan, self.plan.pipeline, self.plan.in_main_process
         ledger = state.ledger
         # Concurrent reads share the dataset's generators.
-        at_once = plan.fetching.at_once and actor is None
+        at_once = plan.fetching.at_once and remote_reads is None
         roots = {"dataset": None if at_once else pipeline.dataset, **pipeline.transforms.by_name}
 
         def make_randomness(seed: int) -> SampleRandomness:
@@ -152,11 +153,9 @@ class WorkerContext:
         lease, meters = ledger.lease_words(number), state.meters(number)
         dataset, transforms = pipeline.dataset, pipeline.transforms
         reads: Reads | None = None
-        if actor is not None:
-            from minato.ray.reads import ActorReads
-
-            reads = dataset = ActorReads(*actor, lease, meters)
-            transforms = Transforms()  # the actor runs the transforms
+        if remote_reads is not None:
+            reads = dataset = remote_reads(lease, meters)
+            transforms = Transforms()  # they run on the other machine
         active_workers = state.active
         tracer = plan.tracer(number)
         fetcher: Fetcher | StreamFetcher
