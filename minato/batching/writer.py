@@ -161,16 +161,16 @@ class BatchWriter:
         batch: int,
         place: int,
         error: BaseException,
-        key: Any,
+        index: Any,
         state: GetState | None = None,
     ) -> None:
         """Write the exception of a sample at its place; the caller then fills the place.
 
         Args:
-            key: The sample's index in the dataset; None for a batch.
+            index: The sample's index in the dataset; None for a batch.
             state: Returns the state of the worker's dataset; None without one.
         """
-        self._blobs.attach_error(batch, place, error, key, state)
+        self._blobs.attach_error(batch, place, error, index, state)
 
     def write_collated(
         self,

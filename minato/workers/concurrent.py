@@ -142,7 +142,7 @@ class _Lease:
     bound: bool
     epoch: int
     seed: int
-    keys: list[Any]
+    indices: list[Any]
     held: list[Any] | None
     missing: int
 
@@ -300,20 +300,20 @@ class ConcurrentWorker(Worker):
             self._sink.publish_collated(batch)
             return
         _, first, size, bound, epoch, seed, *_ = self._ledger.describe(batch)
-        keys = list(self._read_indices(batch, k, count))
-        if not keys:  # an empty batch has a place, too
+        indices = list(self._read_indices(batch, k, count))
+        if not indices:  # an empty batch has a place, too
             assert isinstance(self._fetcher, Fetcher)
             self._runner.enter(seed)
-            self._run_list(self._fetcher, list, batch, first, count, epoch, keys)
+            self._run_list(self._fetcher, list, batch, first, count, epoch, indices)
             return
         if not self._in_flight:
             self._end(0, now_ns())
         held = [None] * count if whole and bound and count == size else None
-        lease = _Lease(batch, first, k, bound, epoch, seed, keys, held, count)
+        lease = _Lease(batch, first, k, bound, epoch, seed, indices, held, count)
         bound_to = seed if self._seeds else None
         occurrences = self._ledger.occurrences(first + k, count) or [0] * count
-        for i, (key, occurrence) in enumerate(zip(keys, occurrences, strict=True)):
-            read = Read(key, epoch, bound_to, (lease, i), occurrence=occurrence)
+        for i, (index, occurrence) in enumerate(zip(indices, occurrences, strict=True)):
+            read = Read(index, epoch, bound_to, (lease, i), occurrence=occurrence)
             self._in_flight[read] = first + k + i
             self._claimed.append(read)
         self._show_oldest()  # before the user's code runs, which may end the process
@@ -404,7 +404,7 @@ class ConcurrentWorker(Worker):
         raised = next((i for i, sample in enumerate(held) if type(sample) is _Raised), len(held))
         error = held[raised].error if raised < len(held) else None
         self._results.bound(
-            lease.batch, lease.first, 0, lease.keys, held[:raised], error, whole=True
+            lease.batch, lease.first, 0, lease.indices, held[:raised], error, whole=True
         )
 
     def _transformed(self, read: Read) -> Any:

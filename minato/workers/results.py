@@ -40,7 +40,7 @@ class Sink(Protocol):
         batch: int,
         place: int,
         error: BaseException,
-        key: Any,
+        index: Any,
         state: Callable[[], Any] | None = None,
     ) -> None:
         """Write the error of a sample to its place."""
@@ -99,7 +99,7 @@ class ResultWriter:
         batch: int,
         position: int,
         k: int,
-        keys: list[Any],
+        indices: list[Any],
         samples: list[Any],
         error: BaseException | None,
         whole: bool,
@@ -110,10 +110,10 @@ class ResultWriter:
             # The batch is lost, as with torch, which does not run the samples after a bad one either. The place of the
             # error is filled before the others, which then need no data.
             failed, state = len(samples), self._state_after_error()
-            sink.write_error(batch, position + failed, error, keys[failed], state)
+            sink.write_error(batch, position + failed, error, indices[failed], state)
             sink.publish_if_full(batch, ledger.fill_run(self._number, batch, k + failed, 1))
             self._fill(batch, position, k, samples)
-            rest = len(keys) - failed - 1
+            rest = len(indices) - failed - 1
             if rest:
                 sink.publish_if_full(
                     batch, ledger.fill_run(self._number, batch, k + failed + 1, rest)
@@ -128,7 +128,7 @@ class ResultWriter:
             return
         if not in_one:
             sink.write_run(batch, k, position, samples)
-        sink.publish_if_full(batch, ledger.fill_run(self._number, batch, k, len(keys)))
+        sink.publish_if_full(batch, ledger.fill_run(self._number, batch, k, len(indices)))
 
     def _collated(self, batch: int, position: int, samples: list[Any], has_skipped: bool) -> None:
         """Write the result of a whole batch, without the samples that were skipped."""
@@ -168,7 +168,7 @@ class ResultWriter:
         self,
         batch: int,
         first: int,
-        keys: Sequence[Any],
+        indices: Sequence[Any],
         count: int,
         result: Any,
         error: BaseException | None,
@@ -176,7 +176,7 @@ class ResultWriter:
         """Write a whole batch that one call of the dataset returned, which may be any object."""
         sink = self._sink
         if error is not None:
-            sink.write_error(batch, first, error, keys, self._state_after_error())
+            sink.write_error(batch, first, error, indices, self._state_after_error())
         elif self._fetcher.sends_state:
             sink.write_collated(batch, result, (), (first, self._fetcher.state))
         elif sink.collates or type(result) is not list or len(result) != count:
@@ -204,7 +204,7 @@ class ResultWriter:
         sink.publish_if_full(batch, self._ledger.fill_run(self._number, batch, 0, 1))
 
     def free(
-        self, position: int, key: Any, sample: Any, error: BaseException | None, cost_ns: int
+        self, position: int, index: Any, sample: Any, error: BaseException | None, cost_ns: int
     ) -> None:
         """Write a sample, or the error that it raised, into a free place."""
         ledger, sink = self._ledger, self._sink
@@ -216,7 +216,7 @@ class ResultWriter:
         if error is None:
             sink.write_run(batch, k, place, [sample])
         else:
-            sink.write_error(batch, place, error, key)
+            sink.write_error(batch, place, error, index)
         sink.publish_if_full(batch, ledger.fill(self._number, position, place))
 
     def _state_after_error(self) -> Callable[[], DatasetState] | None:
