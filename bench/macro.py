@@ -261,9 +261,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     page.add(HEAD.format(repeats=repeats))
     page.add("## Efficiency\n", report.overview(results, contenders))
-    page.add("## Goals\n", report.goals(results, contenders))
+    page.add("## Targets\n", report.goals(results, contenders))
     page.add("## Where torch is faster\n", report.losses(results, contenders))
-    page.add("## Every figure\n", *(report.details(result, contenders) for result in results))
+    page.add("## All figures\n", *(report.details(result, contenders) for result in results))
     page.finish(lambda path: draw(results, page.conditions, path))
     return 0
 

@@ -719,7 +719,7 @@ def main(arguments: list[str] | None = None) -> int:
     if comparison.notes:
         page.add("## What did not run\n")
         page.add("".join(f"* {who}: {why}\n" for who, why in comparison.notes.items()))
-    page.add("## Every figure\n", *(report.details(result, CONTENDERS) for result in results))
+    page.add("## All figures\n", *(report.details(result, CONTENDERS) for result in results))
     versions = {f"version of {name}": it for name, it in sorted(comparison.versions.items())}
     page.finish(conditions=versions)
     return 0

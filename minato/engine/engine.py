@@ -32,6 +32,7 @@ from minato.observe.stats.histograms import merged
 from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace.loop import LoopTrack
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.observe.trace.track import Track
 from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.epoch import Epoch
 from minato.scheduling.assignment import AnyWorker, Assignment, RoundRobin
@@ -97,16 +98,15 @@ class Engine:
         make_reader: type[BatchReader] | None = None,
         pin: Pin | None = None,
     ) -> None:
-        worker, pool, prefetch = plan.worker, plan.pool, plan.prefetch
+        worker, policy = plan.worker, plan.failures.policy
         self.plan = plan
         self.arena = arena
-        self._cost_history: CostHistoryStore | None = None
-        if plan.cost_history is not None:
-            self._cost_history = CostHistoryStore(plan.cost_history, worker.pipeline)
-            if history.costs is None:
-                history.costs = self._cost_history.costs()
+        self._history = history
+        self._cost_history = _cost_history(plan, history)
         state = _shared_state(plan)
+        state.active.set_count(worker.count)
         self.ledger = state.ledger
+        self.meters = [state.meters(number) for number in range(worker.count)]
         store = SharedStore(arena.segment) if worker.in_processes else LocalStore()
         context = WorkerContext(
             worker,
@@ -114,46 +114,33 @@ class Engine:
             arena.segment,
             store,
             cost_estimate=history.cost_estimate if worker.in_main_process else None,
-            policy=plan.failures.policy,
+            policy=policy,
         )
-        state.active.set_count(worker.count)
-        self.meters = [state.meters(number) for number in range(worker.count)]
-        self._costs = CostStats(worker.pipeline.transforms.names)
-        window = _window(plan)
-        policy = plan.failures.policy
-        replaces_samples = policy is not None and policy.on_error != "raise"
+        window, wait_stats = _window(plan), ConsumerWait()
         restart_policy = RestartPolicy(
-            pool.restarts, replaces_samples, OomBackoff(window) if worker.in_processes else None
+            plan.pool.restarts,
+            policy is not None and policy.on_error != "raise",
+            OomBackoff(window) if worker.in_processes else None,
         )
-        wait_stats = ConsumerWait()
         self._pool = make_pool(plan, context, state, restart_policy, wait_stats)
+        track = None if worker.tracks is None else worker.tracks.loop()
+        tracer: Tracer = NULL_TRACER if track is None else track
+        self._observers = _observers(history, track)
         reader = (make_reader or BatchReader)(self.ledger, arena, store)
-        self._observers: list[EpochLog | LoopTrack] = []
-        if history.epoch_log is not None:
-            self._observers.append(history.epoch_log)
-        tracer: Tracer = NULL_TRACER
-        if worker.tracks is not None:
-            tracer = track = worker.tracks.loop()
-            self._observers.append(LoopTrack(track))
-        self._num_prefetched = prefetch.to_device
-        copier: Copier | None = None
-        if pin is not None:
-            copier, self._num_prefetched = PinCopier(pin), 1
-        elif prefetch.device is not None:
-            copier = device_copier(prefetch.device, arena, tracer=tracer)
+        self._num_prefetched = plan.prefetch.to_device if pin is None else 1
+        copier = _copier(plan, arena, pin, tracer)
         self._prefetcher = None if copier is None else PrefetchReader(reader, self.ledger, copier)
         self._reader = self._prefetcher or reader
-        self._history = history
         self._early_start: EarlyStart | None = None
         if worker.starts_early:
             self._early_start = EarlyStart(
-                ledger=self.ledger, costs=history.cost_model, num_workers=pool.first
+                ledger=self.ledger, costs=history.cost_model, num_workers=plan.pool.first
             )
             if history.costs is not None:
                 self._early_start.mean_ns = history.costs.mean
         self._scaler: Scaler | None = None
         if history.autoscale is not None and not worker.in_main_process:
-            wait_stats.watched, times = True, [meters.total for meters in self.meters]
+            wait_stats.watched = True
             self._scaler = Scaler(
                 history.autoscale,
                 workers=self._pool,
@@ -161,7 +148,7 @@ class Engine:
                 window=window,
                 wait_stats=wait_stats,
                 ledger=self.ledger,
-                times=times,
+                times=[meters.total for meters in self.meters],
                 resized=None if self._early_start is None else self._early_start.resize,
             )
         self._dispatcher = Dispatcher(
@@ -175,13 +162,7 @@ class Engine:
                 assignment=_assignment(plan, self._reader.state),
                 early_start=self._early_start,
             ),
-            settings=DispatcherSettings(
-                timeout_s=plan.timeout_s,
-                one_epoch=not worker.in_main_process and not pool.persistent,
-                skips=policy is not None,
-                drop_short=worker.pipeline.drop_last,
-                trace_wait_as="load" if worker.in_main_process else "wait",
-            ),
+            settings=_dispatcher_settings(plan),
             wait_stats=wait_stats,
             tracer=tracer,
         )
@@ -203,6 +184,10 @@ class Engine:
         history.decision = self.slow_threshold.decision
         self.ledger.slow_ns = history.decision.threshold_ns
         self._costs_due_ns = self._started_ns + _READ_COSTS_EVERY_NS
+        self._uses_threshold = (
+            self._early_start is not None or worker.order.slow_to_newest or worker.defers
+        )
+        self._costs = CostStats(worker.pipeline.transforms.names)
         self._metrics = EngineMetrics(
             ledger=self.ledger,
             meters=self.meters,
@@ -214,14 +199,11 @@ class Engine:
             restart_policy=restart_policy,
             failures=self._failures,
         )
-        self._uses_threshold = (
-            self._early_start is not None or worker.order.slow_to_newest or worker.defers
-        )
-        self._pickles_plan = worker.in_processes and pool.context.get_start_method() != "fork"
+        self._pickles_plan = worker.in_processes and plan.pool.context.get_start_method() != "fork"
         if self._pickles_plan:
             context.write_plan(arena)
         self.afterwards: list[Callable[[], object]] = []
-        if prefetch.shares_budget:
+        if plan.prefetch.shares_budget:
             self.afterwards.append(window.release_budget)
         if worker.dataset_states is not None:
             self.afterwards.append(worker.dataset_states.keep_present)
@@ -433,6 +415,44 @@ class Engine:
     def cancel(self) -> None:
         """Cancel all batches in flight."""
         self._dispatcher.cancel_all()
+
+
+def _cost_history(plan: Plan, history: History) -> CostHistoryStore | None:
+    """The directory of the costs of earlier programs, if there is one; a new history begins with them."""
+    if plan.cost_history is None:
+        return None
+    stored = CostHistoryStore(plan.cost_history, plan.worker.pipeline)
+    if history.costs is None:
+        history.costs = stored.costs()
+    return stored
+
+
+def _observers(history: History, track: Track | None) -> list[EpochLog | LoopTrack]:
+    observers: list[EpochLog | LoopTrack] = []
+    if history.epoch_log is not None:
+        observers.append(history.epoch_log)
+    if track is not None:
+        observers.append(LoopTrack(track))
+    return observers
+
+
+def _copier(plan: Plan, arena: Arena, pin: Pin | None, tracer: Tracer) -> Copier | None:
+    """The copier of batches that are prefetched, to pinned memory or to a device."""
+    if pin is not None:
+        return PinCopier(pin)
+    device = plan.prefetch.device
+    return None if device is None else device_copier(device, arena, tracer=tracer)
+
+
+def _dispatcher_settings(plan: Plan) -> DispatcherSettings:
+    worker = plan.worker
+    return DispatcherSettings(
+        timeout_s=plan.timeout_s,
+        one_epoch=not worker.in_main_process and not plan.pool.persistent,
+        skips=plan.failures.policy is not None,
+        drop_short=worker.pipeline.drop_last,
+        trace_wait_as="load" if worker.in_main_process else "wait",
+    )
 
 
 def _shared_state(plan: Plan) -> SharedState:
