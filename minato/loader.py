@@ -66,8 +66,7 @@ if TYPE_CHECKING:  # imported by the methods that return them
     from minato.delivery.iterator import BatchIterator
     from minato.engine.factory import EngineFactory, RankSession
     from minato.engine.history import History
-    from minato.engine.inspector import Inspector
-    from minato.engine.slow_samples import SlowSamples
+    from minato.engine.inspector import Inspector, SlowSamples
     from minato.observe.report.bias import Labels
     from minato.observe.report.headroom import Headroom
     from minato.observe.report.live import Live

@@ -77,7 +77,7 @@ cdef class Ledger(Claims):
     def open_epoch(self, uint32_t epoch_slot):
         """Start an epoch: its samples take places after the last published one."""
         if epoch_slot >= MN_EPOCH_SLOTS:
-            raise IndexError(f"pass {epoch_slot} is not below {MN_EPOCH_SLOTS}")
+            raise IndexError(f"epoch slot {epoch_slot} is not below {MN_EPOCH_SLOTS}")
         mn_open_epoch(&self.ledger, epoch_slot)
 
     def has_room(self, uint64_t count):
@@ -91,15 +91,16 @@ cdef class Ledger(Claims):
 
     def publish(
         self,
-        keys,
+        indices,
         uint32_t count,
         slot,
         uint32_t epoch_slot,
         int64_t epoch,
         int64_t seed,
         bint bound,
-        uint64_t keys_offset=0,
-        uint64_t keys_nbytes=0,
+        *,
+        uint64_t indices_offset=0,
+        uint64_t indices_nbytes=0,
         int wake=INT_MAX,
         uint32_t owner=0,
         occurrences=None,
@@ -107,31 +108,38 @@ cdef class Ledger(Claims):
         """Open a batch and offer its samples to the workers; ``has_room(count)`` must hold.
 
         Args:
-            keys: ``count`` integers, or None when the keys are pickled at ``keys_offset``.
+            indices: One integer for each sample, or None where they are pickled at ``indices_offset``.
             slot: ``(start, cursor, end)``: arena offsets of the batch's slot and of its first free byte.
+            epoch_slot: Slot of the epoch in the ledger.
+            epoch: Number of the epoch.
+            seed: From which the randomness of the samples starts.
+            bound: Whether each sample has its own place in this batch.
+            indices_offset: Arena offset of pickled indices, in bytes.
+            indices_nbytes: Their size.
             wake: How many sleeping workers to wake.
             owner: Number + 1 of the one worker that may claim these samples, if they are bound; 0: any may.
-            occurrences: How often each key came before in the epoch; None: none did.
+            occurrences: How often each index came before in the epoch; None: none did.
 
         Returns:
             The number of the batch's record, valid until ``retire``.
 
         Raises:
-            ValueError: There is no room, or the number of keys is not ``count``.
+            ValueError: There is no room, or the number of indices is not ``count``.
         """
         cdef mn_batch_fields fields
         cdef uint32_t index, i
         cdef uint64_t tail = mn_tail(&self.ledger)
         if epoch_slot >= MN_EPOCH_SLOTS:
-            raise IndexError(f"pass {epoch_slot} is not below {MN_EPOCH_SLOTS}")
+            raise IndexError(f"epoch slot {epoch_slot} is not below {MN_EPOCH_SLOTS}")
         if not self.has_room(count):
             raise ValueError(f"there is no room for a batch of {count} samples")
-        for values in (keys, occurrences):
+        for values in (indices, occurrences):
             if values is not None and len(values) != count:
-                raise ValueError(f"{len(values)} keys are not those of a batch of {count} samples")
+                raise ValueError(f"{len(values)} indices are not those of a batch of {count} samples")
         fields.count, fields.epoch_slot, fields.owner, fields.bound = count, epoch_slot, owner, bound
         fields.slot, fields.cursor, fields.slot_end = slot
-        fields.keys, fields.keys_nbytes, fields.epoch, fields.seed = keys_offset, keys_nbytes, epoch, seed
+        fields.keys, fields.keys_nbytes = indices_offset, indices_nbytes
+        fields.epoch, fields.seed = epoch, seed
         index = mn_vacant(&self.ledger)
         mn_prepare(&self.ledger, index, &fields)
         for i in range(count):
@@ -139,7 +147,7 @@ cdef class Ledger(Claims):
                 &self.ledger,
                 index,
                 tail + i,
-                0 if keys is None else keys[i],
+                0 if indices is None else indices[i],
                 0 if occurrences is None else occurrences[i],
                 bound,
             )

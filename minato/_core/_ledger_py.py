@@ -65,15 +65,16 @@ class Ledger(Claims):
 
     def publish(
         self,
-        keys: Sequence[int] | None,
+        indices: Sequence[int] | None,
         count: int,
         slot: tuple[int, int, int],
         epoch_slot: int,
         epoch: int,
         seed: int,
         bound: bool,
-        keys_offset: int = 0,
-        keys_nbytes: int = 0,
+        *,
+        indices_offset: int = 0,
+        indices_nbytes: int = 0,
         wake: int = 2**31 - 1,
         owner: int = 0,
         occurrences: Sequence[int] | None = None,
@@ -81,25 +82,31 @@ class Ledger(Claims):
         """Open a batch and offer its samples to the workers; ``has_room(count)`` must hold.
 
         Args:
-            keys: ``count`` integers, or None when the keys are pickled at ``keys_offset``.
+            indices: One integer for each sample, or None where they are pickled at ``indices_offset``.
             slot: ``(start, cursor, end)``: arena offsets of the batch's slot and of its first free byte.
+            epoch_slot: Slot of the epoch in the ledger.
+            epoch: Number of the epoch.
+            seed: From which the randomness of the samples starts.
+            bound: Whether each sample has its own place in this batch.
+            indices_offset: Arena offset of pickled indices, in bytes.
+            indices_nbytes: Their size.
             wake: How many sleeping workers to wake.
             owner: Number + 1 of the one worker that may claim these samples, if they are bound; 0: any may.
-            occurrences: How often each key came before in the epoch; None: none did.
+            occurrences: How often each index came before in the epoch; None: none did.
 
         Returns:
             The number of the batch's record, valid until ``retire``.
 
         Raises:
-            ValueError: There is no room, or the number of keys is not ``count``.
+            ValueError: There is no room, or the number of indices is not ``count``.
         """
         with self._locked():
             if not self.has_room(count):
                 raise ValueError(f"there is no room for a batch of {count} samples")
-            for values in (keys, occurrences):
+            for values in (indices, occurrences):
                 if values is not None and len(values) != count:
                     raise ValueError(
-                        f"{len(values)} keys are not those of a batch of {count} samples"
+                        f"{len(values)} indices are not those of a batch of {count} samples"
                     )
             states = self._batches["state"].tolist()
             index = next(i for i, state in enumerate(states) if state & 15 == VACANT)
@@ -109,14 +116,14 @@ class Ledger(Claims):
                 own = seq + 1
                 self._positions[seq & self._mask] = (
                     FREE | own if bound else FREE, BOUND | own if bound else own, 0, 0,
-                    0 if keys is None else keys[k], 0, seq, index,
+                    0 if indices is None else indices[k], 0, seq, index,
                     0 if occurrences is None else occurrences[k],
                 )  # fmt: skip
             generation = (int(self._batches[index]["state"]) >> 16) + 1
             start, cursor, end = slot
             self._batches[index] = (
                 generation << 16 | OPEN, tail, count, epoch_slot, start, cursor, 0, 0, 0, 0, 0,
-                keys_offset, keys_nbytes, epoch, seed, bound, owner, end,
+                indices_offset, indices_nbytes, epoch, seed, bound, owner, end,
             )  # fmt: skip
             self._live[index] = tail
             self._epoch_slots[epoch_slot]["limit"] = tail + count

@@ -88,21 +88,21 @@ class BlobWriter:
         self._ledger.attach(place, offset | kind, nbytes)
 
     def attach_error(
-        self, batch: int, place: int, error: BaseException, key: Any, state: GetState | None
+        self, batch: int, place: int, error: BaseException, index: Any, state: GetState | None
     ) -> None:
         """Attach the exception of a sample, with the state of the dataset after it if there is one."""
         if isinstance(error, StopIteration):
-            source = "a batch" if key is None else f"the sample with index {key!r}"
+            source = "a batch" if index is None else f"the sample with index {index!r}"
             error = not_the_end(source, error)
         described = self._describe_error(error)
         if state is not None:
             with suppress(Exception):  # without the state if it cannot be pickled
                 offset, nbytes = self._put_state(
-                    batch, state, lambda state: SampleError(described, key, state), ERROR_BLOB
+                    batch, state, lambda state: SampleError(described, index, state), ERROR_BLOB
                 )
                 self._ledger.attach(place, offset | ERROR_BLOB, nbytes)
                 return
-        self.attach(batch, place, SampleError(described, key), ERROR_BLOB)
+        self.attach(batch, place, SampleError(described, index), ERROR_BLOB)
 
     def attach_state(self, batch: int, place: int, state: GetState) -> None:
         """Attach the state of the dataset after a batch to a place of the batch that has no sample."""

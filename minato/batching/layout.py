@@ -1,4 +1,4 @@
-"""The layout of a batch in memory, by the rules of torch's ``default_collate``."""
+"""The layout of a batch in memory, by the rules of torch's ``default_collate``, and how its workers share it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import functools
 import io
 import math
 import pickle
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import torch
 
 from minato._core.copy import Packer
+from minato._core.ledger import Ledger
 from minato._core.sample_spec import flatten
+from minato._core.segment import Segment
+from minato.batching.pinned_slots import Slot
 from minato.batching.sample_spec import (
     CHANNELS_NDIMS,
     NUMPY_DTYPES,
@@ -23,8 +28,9 @@ from minato.batching.sample_spec import (
     name_of,
     rules_hold,
 )
+from minato.batching.serialization import damaged
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "LayoutRecord", "read_layout", "share_layout"]
 
 Buffer: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
@@ -33,6 +39,11 @@ _ALIGNMENT_BYTES = 64
 _KEPT_LAYOUTS = 256
 _KEPT_BATCH_SIZES = 64
 """A loader needs one or two of each, unless shapes or batch sizes vary."""
+
+_HEAD = struct.Struct("<QQQ")
+"""Offset of the fields, number of samples that they are for, bytes of the layout, which follows the checksums."""
+_CHECKSUMS = struct.Struct("<II")
+"""Of the head, and of the layout."""
 
 _NUMBER_DTYPES = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
 
@@ -294,3 +305,54 @@ def _restored(spec: Spec, items: Iterator[Buffer], texts: Iterator[str | bytes])
         case (tag, _):
             return next(items).view(name_of(_NUMBER_DTYPES[tag]))[0].item()
     raise AssertionError(spec)
+
+
+class LayoutRecord(NamedTuple):
+    """The layout of a batch, and where its fields are.
+
+    Attributes:
+        fields: Arena offset of the fields, in bytes.
+        num_samples: Number of samples that they are for.
+        layout: The layout.
+    """
+
+    fields: int
+    num_samples: int
+    layout: Layout
+
+
+def share_layout(
+    ledger: Ledger, segment: Segment, batch: int, record: LayoutRecord
+) -> LayoutRecord:
+    """Offer a layout for a batch; returns the one that all workers use, which is the first that was offered."""
+    data = record.layout.to_bytes()
+    head = _HEAD.pack(record.fields, record.num_samples, len(data))
+    data = head + _CHECKSUMS.pack(crc32(head), crc32(data)) + data
+    offset = ledger.allocate(batch, len(data))
+    segment.write(offset, data)
+    first = ledger.publish_layout(batch, offset)
+    return record if first == offset else read_layout(segment, first)
+
+
+def read_layout(segment: Segment, offset: int, slot: Slot | None = None) -> LayoutRecord:
+    """Read the layout of a batch at an arena offset.
+
+    Args:
+        slot: The slot in which the fields must lie; None if the caller does not know it.
+
+    Raises:
+        DamagedError: The record is not the one that was written.
+    """
+    head = segment.read(offset, _HEAD.size + _CHECKSUMS.size)
+    # The size of the layout is used only if its checksum is right.
+    if len(head) == _HEAD.size + _CHECKSUMS.size:
+        fields, count, nbytes = _HEAD.unpack_from(head)
+        of_head, of_data = _CHECKSUMS.unpack_from(head, _HEAD.size)
+        if crc32(head[: _HEAD.size]) == of_head:
+            data = segment.read(offset + len(head), nbytes)
+            if crc32(data) == of_data:
+                layout = Layout.from_bytes(data)
+                end = fields + layout.fields_nbytes(count)
+                if slot is None or slot.start <= fields <= end <= slot.end:
+                    return LayoutRecord(fields, count, layout)
+    raise damaged("the layout of a batch")

@@ -16,7 +16,7 @@ from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._support.exceptions import not_the_end
 from minato.batching.blobs import BlobWriter, GetState, Unsendable, WriterSettings
-from minato.batching.layout_record import read_layout
+from minato.batching.layout import read_layout
 from minato.batching.sample_error import SampleError
 from minato.batching.serialization import Store, damaged, stored_indices
 from minato.observe.trace.tracer import NULL_TRACER, Tracer

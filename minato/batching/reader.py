@@ -17,8 +17,7 @@ from minato._core.codes import (
 )
 from minato._core.ledger import Ledger
 from minato.batching.arena import Arena, Slot
-from minato.batching.layout import Layout
-from minato.batching.layout_record import read_layout
+from minato.batching.layout import Layout, read_layout
 from minato.batching.sample_error import raise_sample_error, slot_overflow_error
 from minato.batching.serialization import Store, damaged
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from minato._compat import ExceptionWrapper
@@ -11,7 +12,7 @@ from minato.batching.pinned_slots import Slot
 from minato.batching.serialization import damaged
 from minato.errors import add_note
 
-__all__ = ["SampleError", "raise_sample_error", "slot_overflow_error"]
+__all__ = ["SampleError", "raise_sample_error", "slot_overflow_error", "wrapped"]
 
 
 class SampleError:
@@ -64,3 +65,25 @@ def raise_sample_error(error: Any) -> NoReturn:
 def slot_overflow_error(slot: Slot) -> SampleError:
     """Return the error of a batch whose slot has no room left, not even for an error."""
     return SampleError(MemoryError(slot_overflow(slot.end - slot.start)))
+
+
+def wrapped(worker: str, in_process: bool = False) -> Callable[[BaseException], ExceptionWrapper]:
+    """Return a function that puts an exception into torch's wrapper, so that text and traceback read as torch's.
+
+    Args:
+        worker: Kind and number of the worker, in torch's words: ``worker process 3``.
+        in_process: The worker is a process of its own. Then a Ctrl-C ends it instead of travelling.
+    """
+
+    def wrap(error: BaseException) -> ExceptionWrapper:
+        if in_process and isinstance(error, KeyboardInterrupt):
+            raise error
+        if in_process and not isinstance(error, Exception):
+            # Raised in the training loop it would end the program, a generator or a task, and not report a bad sample.
+            ended = RuntimeError(f"{type(error).__name__} was raised, as if to end the worker")
+            ended.__cause__, error = error, ended
+        return ExceptionWrapper(
+            (type(error), error, error.__traceback__), where=f"in DataLoader {worker}"
+        )
+
+    return wrap

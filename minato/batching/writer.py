@@ -13,8 +13,7 @@ from minato._core.copy import Packer
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato.batching.blobs import BlobWriter, GetState, WriterSettings
-from minato.batching.layout import Layout
-from minato.batching.layout_record import LayoutRecord, read_layout, share_layout
+from minato.batching.layout import Layout, LayoutRecord, read_layout, share_layout
 from minato.batching.publish import BatchPublisher, RunAgain
 from minato.batching.serialization import DamagedError, Store
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
@@ -162,16 +161,16 @@ class BatchWriter:
         batch: int,
         place: int,
         error: BaseException,
-        key: Any,
+        index: Any,
         state: GetState | None = None,
     ) -> None:
         """Write the exception of a sample at its place; the caller then fills the place.
 
         Args:
-            key: The sample's index in the dataset; None for a batch.
+            index: The sample's index in the dataset; None for a batch.
             state: Returns the state of the worker's dataset; None without one.
         """
-        self._blobs.attach_error(batch, place, error, key, state)
+        self._blobs.attach_error(batch, place, error, index, state)
 
     def write_collated(
         self,

@@ -41,10 +41,10 @@ from minato.scheduling.cost_model import EarlyStart
 from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_threshold import SlowThreshold
-from minato.scheduling.wait_stats import ConsumerWait
+from minato.scheduling.waiting import ConsumerWait
+from minato.workers.autoscale import PolledPool, Scaler
 from minato.workers.current_sample import CurrentSample, read_current_sample
 from minato.workers.error_policy import FailureCount
-from minato.workers.scaler import PolledPool, Scaler
 from minato.workers.signals import exiting
 from minato.workers.supervision import OomBackoff, RestartPolicy
 

@@ -134,7 +134,7 @@ class EngineFactory:
         epoch, state = position.open(whole.sampling, done=done, persists=persists)
         if session is not None:
             own = None if resumes is None else resumes[1]
-            from minato.sampling.rank_progress import RankProgress
+            from minato.sampling.completed import RankProgress
 
             epoch.progress.part = RankProgress(len(spec.sampling.index_sampler), own)
         if spec.keeps_dataset_states:

@@ -11,9 +11,9 @@ from minato.engine.spec import LoaderSpec
 from minato.observe.stats.epoch_log import EpochLog
 from minato.scheduling.cost_model import CostModel
 from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
+from minato.workers.autoscale import AutoscaleState
 from minato.workers.current_sample import CurrentSample
 from minato.workers.runner import CostEstimate
-from minato.workers.scaler import AutoscaleState
 
 __all__ = ["History", "RunningEngine"]
 

@@ -14,10 +14,10 @@ from minato.observe.stats.slowest import SlowSample
 from minato.observe.stats.snapshot import LoaderSnapshot, Metrics, WorkerActivity
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
-from minato.scheduling.wait_stats import ConsumerWait
+from minato.scheduling.waiting import ConsumerWait
 from minato.workers.active_workers import ActiveWorkers
-from minato.workers.cpu_time import CpuUsage
 from minato.workers.error_policy import FailureCount
+from minato.workers.pool import CpuUsage
 from minato.workers.supervision import RestartPolicy
 
 __all__ = ["EngineMetrics"]

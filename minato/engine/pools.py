@@ -7,16 +7,15 @@ from collections.abc import Callable
 from typing import cast
 
 from minato._system import available_cores
+from minato.batching.sample_error import wrapped
 from minato.batching.serialization import LocalStore
 from minato.batching.writer import BatchWriter
 from minato.engine.plan import Plan
 from minato.engine.shared_state import SharedState
-from minato.engine.worker_context import WorkerContext
-from minato.engine.worker_main import initialise, restore, run_worker_process
-from minato.scheduling.wait_stats import ConsumerWait
+from minato.engine.worker_context import WorkerContext, initialise, restore, run_worker_process
+from minato.scheduling.waiting import ConsumerWait
 from minato.transforms import rng_memory
 from minato.workers.current_sample import has_begun, read_current_work
-from minato.workers.exceptions import wrapped
 from minato.workers.local_pools import InlinePool, ThreadPool
 from minato.workers.pool import WorkerPool
 from minato.workers.process_pool import ProcessPool, ProcessSettings, announced
@@ -104,6 +103,7 @@ def make_pool(
     if work.method == "ray":
         from minato.ray.actor import ActorSpec
         from minato.ray.pool import ActorGroup, ActorPool
+        from minato.ray.reads import ActorReads
 
         spec = ActorSpec(
             work.pipeline.dataset,
@@ -118,9 +118,8 @@ def make_pool(
             if not activated(number, consumer_lives):
                 return None
             wrap = wrapped(f"Ray actor {number}")
-            return context.worker(
-                number, state, wrap, None, Exception, actor=group.start_actor(number)
-            )
+            reads = functools.partial(ActorReads, *group.start_actor(number))
+            return context.worker(number, state, wrap, None, Exception, remote_reads=reads)
 
         return ActorPool(
             group,

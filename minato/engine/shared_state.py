@@ -9,7 +9,7 @@ from minato._core.segment import Segment
 from minato._core.wait import EventCount
 from minato.observe.stats.costs import Meters
 from minato.workers.active_workers import ActiveWorkers
-from minato.workers.read_limit import SharedReadLimit
+from minato.workers.concurrent import SharedReadLimit
 
 __all__ = ["SharedLayout", "SharedState"]
 

@@ -1,4 +1,7 @@
-"""The context that travels to a worker, and the construction of the worker from it."""
+"""The context that travels to a worker, the worker made of it, and the main function of a worker process.
+
+It imports only what a worker needs: spawned processes import it again.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from minato._compat import ExceptionWrapper
+from minato._core.clock import now_ns
+from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
+from minato._support.exceptions import not_the_end
 from minato.batching.arena import Arena
+from minato.batching.sample_error import wrapped
 from minato.batching.serialization import Store, stored_indices
 from minato.batching.writer import BatchWriter, WriterSettings
 from minato.engine.plan import WorkerPlan
 from minato.engine.shared_state import SharedLayout, SharedState
 from minato.errors import NotPicklableError
+from minato.observe.stats.costs import Meters
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.sampling.dataset_state import DatasetState
 from minato.transforms.compose import Transforms
@@ -24,16 +32,16 @@ from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 from minato.workers.concurrent import ConcurrentFetch, ConcurrentWorker
 from minato.workers.deferral import Deferral
-from minato.workers.error_policy import FailureHandler
+from minato.workers.error_policy import FailureHandler, SampleRetry
 from minato.workers.fetch import Fetcher, StreamFetcher
+from minato.workers.process_pool import enter_worker_process, parent_watch
 from minato.workers.reads import Reads, reads_of
-from minato.workers.retry import SampleRetry
 from minato.workers.runner import CostEstimate, Runner, RunnerSettings
 from minato.workers.sample_timeout import StackFile
 from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker, WorkerSettings, WorkQueue
 
-__all__ = ["WorkerContext"]
+__all__ = ["WorkerContext", "initialise", "restore", "run_worker_process"]
 
 
 @dataclass
@@ -117,7 +125,7 @@ class WorkerContext:
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
         failure: BaseException | None,
         catches: type[BaseException],
-        actor: tuple[Any, Callable[[], None], Callable[[], bool]] | None = None,
+        remote_reads: Callable[[Any, Meters], Reads] | None = None,
     ) -> Worker:
         """Make worker ``number``.
 
@@ -125,12 +133,12 @@ class WorkerContext:
             describe_error: Returns the exception that ``next()`` raises for one that is being handled.
             failure: The error of ``worker_init_fn``, or None.
             catches: Exceptions of samples and ``collate_fn`` that do not end the worker.
-            actor: A Ray actor that runs the samples, and functions that end it and return whether it is connected.
+            remote_reads: Makes reads that return complete samples of another machine, from lease words and meters.
         """
         plan, pipeline, in_main_process = self.plan, self.plan.pipeline, self.plan.in_main_process
         ledger = state.ledger
         # Concurrent reads share the dataset's generators.
-        at_once = plan.fetching.at_once and actor is None
+        at_once = plan.fetching.at_once and remote_reads is None
         roots = {"dataset": None if at_once else pipeline.dataset, **pipeline.transforms.by_name}
 
         def make_randomness(seed: int) -> SampleRandomness:
@@ -145,11 +153,9 @@ class WorkerContext:
         lease, meters = ledger.lease_words(number), state.meters(number)
         dataset, transforms = pipeline.dataset, pipeline.transforms
         reads: Reads | None = None
-        if actor is not None:
-            from minato.ray.reads import ActorReads
-
-            reads = dataset = ActorReads(*actor, lease, meters)
-            transforms = Transforms()  # the actor runs the transforms
+        if remote_reads is not None:
+            reads = dataset = remote_reads(lease, meters)
+            transforms = Transforms()  # they run on the other machine
         active_workers = state.active
         tracer = plan.tracer(number)
         fetcher: Fetcher | StreamFetcher
@@ -238,3 +244,50 @@ class WorkerContext:
             sample_retry=sample_retry,
             tracer=tracer,
         )
+
+
+def run_worker_process(number: int, context: WorkerContext) -> None:
+    """Run as worker ``number`` until nothing is left to do, or the training process ends."""
+    parent_lives = parent_watch()
+    plan = context.plan
+    try:
+        enter_worker_process(number, plan.count, plan.base_seed, plan.pipeline.dataset)
+        if context.stacks is not None:
+            context.stacks.listen()
+        state = SharedState.attach(context.layout)
+        ledger = state.ledger
+        if not state.active.wait_until_active(
+            number, lambda: ledger.stopping or ledger.draining, parent_lives
+        ):
+            return
+        lease = ledger.lease_words(number)
+        if plan.init_fn is not None:
+            lease[1], lease[2] = now_ns(), STARTING
+        failure = initialise(plan, number)
+        lease[2] = -1
+        wrap = wrapped(f"worker process {number}", in_process=True)
+        worker = context.worker(number, state, wrap, failure, BaseException)
+        worker.loop(parent_lives)
+        worker.close()
+    except KeyboardInterrupt:
+        pass  # the training process was interrupted too, and reports it
+
+
+def initialise(plan: WorkerPlan, number: int) -> Exception | None:
+    """Prepare worker ``number``; returns its error, which becomes that of its first sample."""
+    try:
+        if plan.init_fn is not None:
+            plan.init_fn(number)
+        restore(plan, number)
+    except StopIteration as stop:
+        return not_the_end("worker_init_fn", stop)
+    except Exception as error:
+        return error
+    return None
+
+
+def restore(plan: WorkerPlan, number: int) -> None:
+    """Load the state of this worker's copy of the dataset at the end of an earlier epoch."""
+    state = None if plan.dataset_states is None else plan.dataset_states.each[number].dataset
+    if state is not None:
+        plan.pipeline.dataset.load_state_dict(state)

@@ -14,9 +14,8 @@ from typing import Any
 from minato._core.arrivals import Arrivals, sum_of_hashes
 from minato.errors import CoverageError
 from minato.observe.stats.lateness import Lateness
-from minato.sampling.completed import NOTHING, BatchPart, Completed, Tally, merged
+from minato.sampling.completed import NOTHING, BatchPart, Completed, RankProgress, Tally, merged
 from minato.sampling.occurrences import Again, keys_of
-from minato.sampling.rank_progress import RankProgress
 from minato.sampling.replay import OrderRecord
 
 __all__ = ["Coverage", "Progress", "index_hash", "remaining_batches"]

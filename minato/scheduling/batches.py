@@ -5,13 +5,40 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from minato._core.ledger import Ledger
 from minato.sampling.coverage import Progress
-from minato.scheduling.protocols import IndexStore, Slots
 
-__all__ = ["BatchStorage", "OpenBatch", "OpenEpoch", "RetiringBatches", "offset_in_slot"]
+__all__ = [
+    "BatchStorage",
+    "IndexStore",
+    "OpenBatch",
+    "OpenEpoch",
+    "RetiringBatches",
+    "Slots",
+    "offset_in_slot",
+]
+
+
+class Slots(Protocol):
+    """Provides slots for batches; ``minato.batching.arena`` implements it."""
+
+    def acquire(self) -> Any:
+        """Return a free slot, with its ``start`` and ``end`` in the arena."""
+
+    def release(self, slot: Any, used_bytes: int = 0) -> None:
+        """Return a slot to the free ones."""
+
+
+class IndexStore(Protocol):
+    """Stores indices that are no integers; ``minato.batching.serialization`` implements it."""
+
+    def put(self, allocate: Callable[[int], int], value: Any) -> tuple[int, int]:
+        """Store the indices of a batch; returns their offset and size in bytes."""
+
+    def drop(self, offset: int) -> None:
+        """Forget the indices at an offset."""
 
 
 @dataclass(frozen=True)

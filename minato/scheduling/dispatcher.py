@@ -27,8 +27,7 @@ from minato.scheduling.batches import (
 from minato.scheduling.cost_model import EarlyStart
 from minato.scheduling.orders import Order
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.scheduling.protocols import Pool
-from minato.scheduling.wait_stats import ConsumerWait
+from minato.scheduling.waiting import ConsumerWait, Pool
 
 __all__ = ["Dispatcher", "DispatcherSettings", "Schedule"]
 
@@ -447,9 +446,8 @@ class Dispatcher:
         """Write a batch to the ledger, where workers find it."""
         opened_ns = self._tracer.now()
         self._lacks_samples = False
-        count = (
-            len(indices) or 1
-        )  # an empty batch has a place too, for the result of collate_fn([])
+        # An empty batch has a place too, for the result of collate_fn([]).
+        count = len(indices) or 1
         fits_ledger, occurrences = self._ledger.can_hold(indices), None
         if not fits_ledger:
             indices, occurrences = unmarked(indices)
@@ -466,18 +464,19 @@ class Dispatcher:
                 raise
         slot, epoch = self._storage.slots.acquire(), self._epoch
         record = self._ledger.publish(
-            indices if fits_ledger else None,
-            count,
-            (slot.start, slot.start, slot.end),
-            epoch.slot,
-            epoch.number,
-            epoch.seed,
-            self._order.keeps_places,
-            offset,
-            nbytes,
-            _ALL_WORKERS if owner else count,  # a batch with an owner must wake that very worker
-            owner,
-            occurrences,
+            indices=indices if fits_ledger else None,
+            count=count,
+            slot=(slot.start, slot.start, slot.end),
+            epoch_slot=epoch.slot,
+            epoch=epoch.number,
+            seed=epoch.seed,
+            bound=self._order.keeps_places,
+            indices_offset=offset,
+            indices_nbytes=nbytes,
+            # A batch with an owner must wake that very worker.
+            wake=_ALL_WORKERS if owner else count,
+            owner=owner,
+            occurrences=occurrences,
         )
         if epoch.start is None:
             epoch.start = self._ledger.describe(record)[1]

@@ -19,10 +19,9 @@ from minato.engine.engine import Engine
 from minato.engine.history import History
 from minato.engine.spec import LoaderSpec
 from minato.options import Options, StartingWorkers
-from minato.sampling.completed import Completed, Tally
+from minato.sampling.completed import Completed, Tally, merged_ranks
 from minato.sampling.distributed import InterleavedRanks, RankSampler, ranked
 from minato.sampling.epoch import Epoch
-from minato.sampling.rank_progress import merged_ranks
 from minato.sampling.state import is_stateful
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.descriptors import DescriptorReader

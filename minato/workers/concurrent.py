@@ -1,29 +1,128 @@
-"""A worker with several reads in flight (``fetch_concurrency``)."""
+"""Several reads in flight in each worker (``fetch_concurrency``): their limit, second requests, and the worker."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from minato._core.clock import now_ns
+from minato._core.histogram import Histogram
+from minato._core.wait import SharedWords
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.options import FetchOptions
 from minato.transforms.compose import Transforms
+from minato.workers.error_policy import SampleRetry
 from minato.workers.fetch import Fetcher, StreamFetcher
-from minato.workers.hedging import Hedging
-from minato.workers.read_limit import SharedReadLimit
 from minato.workers.reads import Read, Reads
-from minato.workers.retry import SampleRetry
+from minato.workers.results import Sink
 from minato.workers.runner import Runner
-from minato.workers.sink import Sink
 from minato.workers.worker import Worker, WorkerSettings, WorkQueue
 
-__all__ = ["ConcurrentFetch", "ConcurrentWorker"]
+__all__ = ["ConcurrentFetch", "ConcurrentWorker", "Hedging", "SharedReadLimit"]
 
 _ALL_SAMPLES = 1 << 31
 _PATIENCE_S = 1.0
 """The longest wait for a read between two checks whether the loader shuts down."""
+_LEAST_READS = 20
+"""Reads that must have finished before a read counts as a straggler."""
+_LEAST_NS = 1_000_000
+"""A second request for a faster read saves nothing."""
+_MOST_SAVED = 2.0
+"""Second requests that may accumulate in a time without stragglers, so that congestion causes no burst of them."""
+
+
+class SharedReadLimit:
+    """A limit that all workers share. Each worker may always have one read in flight; the rest is shared.
+
+    Args:
+        buffer: Writable memory that every party maps; zeros mean that no read is in flight.
+        offset: Where the ``nbytes(workers)`` start; a multiple of 8.
+        workers: Largest number of workers.
+        most: Largest number of reads in flight in all of them; None: no limit.
+    """
+
+    def __init__(self, buffer: Any, offset: int, workers: int, most: int | None) -> None:
+        self._in_flight = SharedWords(buffer, offset, workers)
+        self._workers = range(workers)
+        self.unlimited = most is None
+        self._shared = 0 if most is None else max(most - workers, 0)
+
+    @staticmethod
+    def nbytes(workers: int) -> int:
+        """Bytes for this number of workers: whole cache lines."""
+        return -(-SharedWords.nbytes(workers) // 64) * 64
+
+    def begin(self, number: int) -> None:
+        """Reset the count of worker ``number``, which starts: the reads of a predecessor are lost."""
+        self._in_flight.store(number, 0)
+
+    def take(self, number: int, wanted: int) -> int:
+        """Return how many of ``wanted`` reads worker ``number`` may start; they count as in flight."""
+        in_flight = self._in_flight
+        own = in_flight.load(number)
+        # Store first, then read: of two workers that take at the same time, at least one sees what both have taken.
+        in_flight.store(number, own + wanted)
+        if self.unlimited:
+            return wanted
+        excess = sum(max(in_flight.load(one) - 1, 0) for one in self._workers) - self._shared
+        back = min(max(excess, 0), wanted - (own == 0))
+        if back:
+            in_flight.store(number, own + wanted - back)
+        return wanted - back
+
+    def give_back(self, number: int, count: int = 1) -> None:
+        """Count ``count`` reads of worker ``number`` as finished."""
+        self._in_flight.store(number, self._in_flight.load(number) - count)
+
+
+class Hedging:
+    """Finds stragglers among the reads of one worker, each at most once.
+
+    Under congestion every read is a straggler. Beyond the expected share, only one read at a time is hedged.
+
+    Args:
+        percentile: Between 0 and 100; a read that takes longer than this one of all reads is a straggler.
+    """
+
+    def __init__(self, percentile: float) -> None:
+        self._quantile = percentile / 100
+        self._durations = Histogram()
+        self._allowed = 0.0
+        self._limit_ns = 0
+        self._pending = 0
+
+    def note(self, duration_ns: int) -> None:
+        """Record the duration of a read."""
+        self._durations.record(duration_ns)
+        self._allowed = min(self._allowed + 1 - self._quantile, _MOST_SAVED)
+        if self._durations.count >= _LEAST_READS:
+            self._limit_ns = max(self._durations.percentile(self._quantile), _LEAST_NS)
+
+    def straggler(self, in_flight: Iterable[Read], now_ns: int) -> tuple[Read | None, float | None]:
+        """The read to hedge now, if there is one; otherwise after how many seconds there may be one.
+
+        The caller that hedges it calls ``on_hedge``.
+        """
+        if not self._limit_ns or (self._allowed < 1 and self._pending):
+            return None, None
+        late = (read for read in in_flight if read.started_ns and not read.duration_ns)
+        waiting = (read for read in late if read.attempts == 1)
+        oldest = min(waiting, key=lambda read: read.started_ns, default=None)
+        if oldest is None:
+            return None, None
+        remaining_ns = oldest.started_ns + self._limit_ns - now_ns
+        return (oldest, None) if remaining_ns <= 0 else (None, remaining_ns / 1e9)
+
+    def on_hedge(self) -> None:
+        """Count a second request."""
+        self._allowed = max(self._allowed - 1, 0.0)
+        self._pending += 1
+
+    def on_answer(self) -> None:
+        """Count the answer to a second request."""
+        self._pending -= 1
 
 
 @dataclass(eq=False)
@@ -43,7 +142,7 @@ class _Lease:
     bound: bool
     epoch: int
     seed: int
-    keys: list[Any]
+    indices: list[Any]
     held: list[Any] | None
     missing: int
 
@@ -201,20 +300,20 @@ class ConcurrentWorker(Worker):
             self._sink.publish_collated(batch)
             return
         _, first, size, bound, epoch, seed, *_ = self._ledger.describe(batch)
-        keys = list(self._read_indices(batch, k, count))
-        if not keys:  # an empty batch has a place, too
+        indices = list(self._read_indices(batch, k, count))
+        if not indices:  # an empty batch has a place, too
             assert isinstance(self._fetcher, Fetcher)
             self._runner.enter(seed)
-            self._run_list(self._fetcher, list, batch, first, count, epoch, keys)
+            self._run_list(self._fetcher, list, batch, first, count, epoch, indices)
             return
         if not self._in_flight:
             self._end(0, now_ns())
         held = [None] * count if whole and bound and count == size else None
-        lease = _Lease(batch, first, k, bound, epoch, seed, keys, held, count)
+        lease = _Lease(batch, first, k, bound, epoch, seed, indices, held, count)
         bound_to = seed if self._seeds else None
         occurrences = self._ledger.occurrences(first + k, count) or [0] * count
-        for i, (key, occurrence) in enumerate(zip(keys, occurrences, strict=True)):
-            read = Read(key, epoch, bound_to, (lease, i), occurrence=occurrence)
+        for i, (index, occurrence) in enumerate(zip(indices, occurrences, strict=True)):
+            read = Read(index, epoch, bound_to, (lease, i), occurrence=occurrence)
             self._in_flight[read] = first + k + i
             self._claimed.append(read)
         self._show_oldest()  # before the user's code runs, which may end the process
@@ -305,7 +404,7 @@ class ConcurrentWorker(Worker):
         raised = next((i for i, sample in enumerate(held) if type(sample) is _Raised), len(held))
         error = held[raised].error if raised < len(held) else None
         self._results.bound(
-            lease.batch, lease.first, 0, lease.keys, held[:raised], error, whole=True
+            lease.batch, lease.first, 0, lease.indices, held[:raised], error, whole=True
         )
 
     def _transformed(self, read: Read) -> Any:

@@ -72,7 +72,7 @@ def indices_of(
 ) -> str:
     """The indices of the samples in a batch that is about to be collated, for a message: the first few."""
     _, first, count, bound, *_ = ledger.describe(batch)
-    keys = []
+    indices = []
     for position in range(first, first + count) if bound else ledger.occupants(batch):
         if position < 0:
             continue  # the place is free
@@ -80,11 +80,11 @@ def indices_of(
         if (
             0 <= k < ledger.describe(own)[2]
         ):  # otherwise its own batch was yielded, and the record is in use again
-            keys.append(read_indices(own, k, 1)[0])
-    if not keys:
+            indices.append(read_indices(own, k, 1)[0])
+    if not indices:
         return "indices that are no longer known"
-    more = f" and {len(keys) - _MOST_LISTED} more" if len(keys) > _MOST_LISTED else ""
-    return f"indices {', '.join(map(repr, keys[:_MOST_LISTED]))}{more}"
+    more = f" and {len(indices) - _MOST_LISTED} more" if len(indices) > _MOST_LISTED else ""
+    return f"indices {', '.join(map(repr, indices[:_MOST_LISTED]))}{more}"
 
 
 def read_current_sample(
@@ -96,7 +96,7 @@ def read_current_sample(
     """The sample that worker ``number`` runs, or ran when it died; None: none.
 
     Args:
-        read_indices: ``(batch, k, count) -> keys`` of samples k … k+count-1.
+        read_indices: ``(batch, k, count) -> indices`` of samples k … k+count-1.
         names: Of the transforms.
     """
     position, started_ns, step = ledger.lease(number)
@@ -106,10 +106,10 @@ def read_current_sample(
     _, _, count, _, epoch, seed, *_ = ledger.describe(batch)
     if not 0 <= k < count:
         return None  # it has completed its last sample, and the batch was yielded
-    key = read_indices(batch, k, 1)[0]
+    index = read_indices(batch, k, 1)[0]
     name = names[step] if 0 <= step < len(names) else None
     (occurrence,) = ledger.occurrences(position, 1) or (0,)
-    return CurrentSample(position, key, epoch, seed, name, started_ns, occurrence)
+    return CurrentSample(position, index, epoch, seed, name, started_ns, occurrence)
 
 
 def read_current_work(

@@ -14,13 +14,18 @@ from dataclasses import dataclass
 from enum import Enum
 from multiprocessing import reduction
 from types import NoneType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from minato._support.counters import Counters
 from minato._support.files import anonymous_log, open_lines
 from minato.errors import ErrorBudgetError, MinatoWarning
 
-__all__ = ["SKIP", "FailureCount", "FailureHandler", "FailureLog", "SampleFailure"]
+if TYPE_CHECKING:  # minato.SKIP needs none of these
+    from minato.transforms.compose import Transforms
+    from minato.workers.fetch import Fetcher
+    from minato.workers.runner import Runner
+
+__all__ = ["SKIP", "FailureCount", "FailureHandler", "FailureLog", "SampleFailure", "SampleRetry"]
 
 _LEAST = 100
 """An epoch of unknown length counts as at least this many samples where ``max_failures`` is a share."""
@@ -248,6 +253,61 @@ class FailureHandler:
     def recovered(self, failure: SampleFailure) -> None:
         """Record that a retry has succeeded."""
         self.log.append(failure.record("recovered"))
+
+
+class SampleRetry:
+    """Applies a policy to the failures of one worker.
+
+    Args:
+        worker: Its number.
+        lease: Its lease words, the third of which names the transform that ran.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        *,
+        policy: FailureHandler,
+        runner: Runner,
+        fetcher: Fetcher,
+        transforms: Transforms,
+        lease: Any,
+    ) -> None:
+        self._worker = worker
+        self._policy = policy
+        self._runner = runner
+        self._fetcher = fetcher
+        self._transforms = transforms
+        self._lease = lease
+
+    def settle(
+        self, position: int, epoch: int, index: Any, error: BaseException
+    ) -> tuple[Any, BaseException | None]:
+        """The outcome of a sample that raised: a sample or SKIP, and None; or None and the error."""
+        if not isinstance(error, Exception):
+            return None, error
+        policy, runner = self._policy, self._runner
+        occurrence = runner.occurrence(position)
+        failure = self._failure(epoch, index, error, 1, occurrence)
+        for attempt in range(1, policy.retries + 1):
+            samples, again = runner.run(position, epoch, [index], self._fetcher.single)
+            if again is None:
+                policy.recovered(failure)
+                return samples[0], None
+            failure = self._failure(epoch, index, again, attempt + 1, occurrence)
+        try:
+            return policy.settle(failure)
+        except BaseException as raised:  # by on_error; settle handles an Exception itself
+            return None, raised
+
+    def _failure(
+        self, epoch: int, index: Any, error: BaseException, attempts: int, occurrence: int
+    ) -> SampleFailure:
+        step = self._transforms.failed_step(error)
+        if step is None and self._lease[2] >= 0:
+            step = self._transforms.names[self._lease[2]]
+        seed, worker = self._runner.seed, self._worker
+        return SampleFailure(index, epoch, seed, worker, attempts, error, step, occurrence)
 
 
 class FailureCount:

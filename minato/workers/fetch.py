@@ -19,9 +19,9 @@ class Fetcher:
     """Loads samples from a map-style dataset and runs the transforms on them.
 
     Args:
-        dataset: Indexed by the sampler's keys; its ``__getitems__`` is used where it has one and batches are collated
-            from lists of keys.
-        batched: Whether keys come in lists, as with ``batch_size`` or a ``batch_sampler``.
+        dataset: Has the samples; its ``__getitems__`` is used where it has one and batches are collated from lists of
+            indices.
+        batched: Whether indices come in lists, as with ``batch_size`` or a ``batch_sampler``.
         keeps_state: Whether the dataset's state goes with each batch.
     """
 
@@ -30,7 +30,7 @@ class Fetcher:
     ) -> None:
         self._dataset = dataset
         self._run = transforms.run if transforms.steps else None
-        get = functools.partial(operator.getitem, dataset)  # dataset[key] without a frame
+        get = functools.partial(operator.getitem, dataset)  # dataset[index] without a frame
         self.one: Callable[[Any], Any] = self._transformed if transforms.steps else get
         """Loads the sample of an index and runs the transforms."""
         self.takes_lists = batched and bool(getattr(dataset, "__getitems__", None))
@@ -45,11 +45,11 @@ class Fetcher:
         """The dataset's state."""
         return DatasetState(dataset=self._dataset.state_dict())
 
-    def _transformed(self, key: Any) -> Any:
+    def _transformed(self, index: Any) -> Any:
         assert self._run is not None
-        return self._run(self._dataset[key])
+        return self._run(self._dataset[index])
 
-    def each(self, keys: list[Any]) -> Callable[[Any], Any]:
+    def each(self, indices: list[Any]) -> Callable[[Any], Any]:
         """A function that returns these samples one by one; with ``__getitems__`` its first call loads all."""
         if not self.takes_lists:
             return self.one
@@ -58,10 +58,10 @@ class Fetcher:
         def deal(_: Any) -> Any:
             nonlocal samples
             if samples is None:
-                fetched = self.many(keys)
-                if len(fetched) != len(keys):
+                fetched = self.many(indices)
+                if len(fetched) != len(indices):
                     raise ValueError(
-                        f"__getitems__ returned {len(fetched)} samples for {len(keys)} keys: with order='arrival' "
+                        f"__getitems__ returned {len(fetched)} samples for {len(indices)} keys: with order='arrival' "
                         "and 'fast_first' it must return one for each (use order='batch')"
                     )
                 samples = iter(fetched)
@@ -69,13 +69,13 @@ class Fetcher:
 
         return deal
 
-    def single(self, key: Any) -> Any:
+    def single(self, index: Any) -> Any:
         """The sample of one index, by a call of its own."""
-        return self.each([key])(key)
+        return self.each([index])(index)
 
-    def many(self, keys: Any) -> Any:
+    def many(self, indices: Any) -> Any:
         """What the dataset returns for the indices of a batch, normally the list of samples, transformed."""
-        samples = self._dataset.__getitems__(keys)
+        samples = self._dataset.__getitems__(indices)
         return samples if self._run is None else [self._run(sample) for sample in samples]
 
 

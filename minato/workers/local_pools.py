@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 
 from minato._core.wait import EventCount
 from minato.observe.trace.tracer import in_profile
-from minato.workers.cpu_time import CpuUsage, thread_usage
+from minato.workers.pool import CpuUsage, thread_usage
 from minato.workers.worker import Worker
 
 __all__ = ["InlinePool", "ThreadPool"]

@@ -35,7 +35,7 @@ from minato._compat import (
 from minato._core.limits import explaining_limits
 from minato._core.wait import EventCount
 from minato.observe.trace.tracer import in_profile
-from minato.workers.cpu_time import CpuUsage, process_usage
+from minato.workers.pool import CpuUsage, process_usage
 from minato.workers.sample_timeout import SampleWatchdog
 from minato.workers.signals import exiting, raise_kept, signals_deferred
 from minato.workers.supervision import UNREADABLE, ExitWatch, StartedProcesses, exit_code

@@ -1,18 +1,70 @@
-"""Writes the results of a worker's samples: into their places, or as whole batches."""
+"""The results of a worker's samples: into their places, or as whole batches; the writer as a worker sees it."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from minato._core.ledger import Ledger
 from minato.sampling.dataset_state import DatasetState
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher
-from minato.workers.sink import Sink
 
-__all__ = ["ResultWriter"]
+__all__ = ["ResultWriter", "Sink"]
+
+
+class Sink(Protocol):
+    """The writer of a worker's results, as the worker sees it; ``minato.batching.writer`` implements it.
+
+    ``state`` is the state of the worker's copy of the dataset after these samples, if it has one.
+    """
+
+    collates: bool
+    run_again: Callable[[], Callable[[int], list[Any]] | None]
+
+    @property
+    def has_unsendable(self) -> bool:
+        """Whether a sample could not be pickled for another worker."""
+
+    def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
+        """Write samples to consecutive places, the first of which belongs to sample k of the batch."""
+
+    def write_batch(
+        self, batch: int, samples: list[Any], state: tuple[int, Callable[[], Any]] | None = None
+    ) -> None:
+        """Build a whole batch that has one place, of any number of samples."""
+
+    def write_error(
+        self,
+        batch: int,
+        place: int,
+        error: BaseException,
+        index: Any,
+        state: Callable[[], Any] | None = None,
+    ) -> None:
+        """Write the error of a sample to its place."""
+
+    def write_end(self, batch: int, place: int, state: Callable[[], Any] | None) -> None:
+        """Write that the worker's stream has ended."""
+
+    def write_collated(
+        self,
+        batch: int,
+        samples: list[Any],
+        skipped: Sequence[int] = (),
+        state: tuple[int, Callable[[], Any]] | None = None,
+    ) -> None:
+        """Collate the samples of a batch, without the skipped ones."""
+
+    def write_skipped(self, batch: int, skipped: Sequence[int]) -> None:
+        """Write that all samples of a batch are skipped."""
+
+    def publish_if_full(self, batch: int, outcome: int) -> None:
+        """Complete a batch if the ledger's ``outcome`` of filling a place says that it is full."""
+
+    def publish_collated(self, batch: int) -> None:
+        """Collate a full batch whose worker died."""
 
 
 class ResultWriter:
@@ -47,7 +99,7 @@ class ResultWriter:
         batch: int,
         position: int,
         k: int,
-        keys: list[Any],
+        indices: list[Any],
         samples: list[Any],
         error: BaseException | None,
         whole: bool,
@@ -58,10 +110,10 @@ class ResultWriter:
             # The batch is lost, as with torch, which does not run the samples after a bad one either. The place of the
             # error is filled before the others, which then need no data.
             failed, state = len(samples), self._state_after_error()
-            sink.write_error(batch, position + failed, error, keys[failed], state)
+            sink.write_error(batch, position + failed, error, indices[failed], state)
             sink.publish_if_full(batch, ledger.fill_run(self._number, batch, k + failed, 1))
             self._fill(batch, position, k, samples)
-            rest = len(keys) - failed - 1
+            rest = len(indices) - failed - 1
             if rest:
                 sink.publish_if_full(
                     batch, ledger.fill_run(self._number, batch, k + failed + 1, rest)
@@ -76,7 +128,7 @@ class ResultWriter:
             return
         if not in_one:
             sink.write_run(batch, k, position, samples)
-        sink.publish_if_full(batch, ledger.fill_run(self._number, batch, k, len(keys)))
+        sink.publish_if_full(batch, ledger.fill_run(self._number, batch, k, len(indices)))
 
     def _collated(self, batch: int, position: int, samples: list[Any], has_skipped: bool) -> None:
         """Write the result of a whole batch, without the samples that were skipped."""
@@ -116,7 +168,7 @@ class ResultWriter:
         self,
         batch: int,
         first: int,
-        keys: Sequence[Any],
+        indices: Sequence[Any],
         count: int,
         result: Any,
         error: BaseException | None,
@@ -124,7 +176,7 @@ class ResultWriter:
         """Write a whole batch that one call of the dataset returned, which may be any object."""
         sink = self._sink
         if error is not None:
-            sink.write_error(batch, first, error, keys, self._state_after_error())
+            sink.write_error(batch, first, error, indices, self._state_after_error())
         elif self._fetcher.sends_state:
             sink.write_collated(batch, result, (), (first, self._fetcher.state))
         elif sink.collates or type(result) is not list or len(result) != count:
@@ -152,7 +204,7 @@ class ResultWriter:
         sink.publish_if_full(batch, self._ledger.fill_run(self._number, batch, 0, 1))
 
     def free(
-        self, position: int, key: Any, sample: Any, error: BaseException | None, cost_ns: int
+        self, position: int, index: Any, sample: Any, error: BaseException | None, cost_ns: int
     ) -> None:
         """Write a sample, or the error that it raised, into a free place."""
         ledger, sink = self._ledger, self._sink
@@ -164,7 +216,7 @@ class ResultWriter:
         if error is None:
             sink.write_run(batch, k, place, [sample])
         else:
-            sink.write_error(batch, place, error, key)
+            sink.write_error(batch, place, error, index)
         sink.publish_if_full(batch, ledger.fill(self._number, position, place))
 
     def _state_after_error(self) -> Callable[[], DatasetState] | None:

@@ -1,4 +1,4 @@
-"""Running samples: their randomness, their costs, and the stages of those that are measured."""
+"""Running samples: their randomness, costs and slices in a trace, and the stages of those that are measured."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 from minato._core.run import run_samples
 from minato.observe.stats.costs import Meters
 from minato.observe.stats.slowest import UNKNOWN
-from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.observe.trace.tracer import NULL_TRACER, REPEATED, SAMPLE, Tracer
 from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness, index_word
 from minato.workers.deferral import DeferredSample
-from minato.workers.recording import recorded, recorded_batch
 from minato.workers.staged_runner import StageRunner
 
 __all__ = ["CostEstimate", "Runner", "RunnerSettings"]
@@ -153,11 +152,11 @@ class Runner:
             if self._stage_runner is not None:
                 self._stage_runner.capture = self._randomness.capture
 
-    def transformed(self, key: Any, value: Any, read_ns: int, transforms: Transforms) -> Any:
+    def transformed(self, index: Any, value: Any, read_ns: int, transforms: Transforms) -> Any:
         """The sample of an index whose value was read in another thread in ``read_ns``."""
         if self._stage_runner is None:
             return transforms.run(value)
-        return self._stage_runner.transformed(key, value, read_ns, thread_time_ns())
+        return self._stage_runner.transformed(index, value, read_ns, thread_time_ns())
 
     def set_generators_used(self, count: int) -> None:
         """Set how many generators the current sample has got from minato in another thread."""
@@ -165,7 +164,7 @@ class Runner:
             self._randomness.asked = count
 
     def run_steps(
-        self, position: int, epoch: int, keys: list[Any], plain: Fetch, slow_ns: int
+        self, position: int, epoch: int, indices: list[Any], plain: Fetch, slow_ns: int
     ) -> tuple[list[Any], BaseException | None]:
         """Run samples until one raises, stage by stage where that costs little, or where one may be deferred.
 
@@ -179,22 +178,22 @@ class Runner:
         """
         stage_runner = self._stage_runner
         if stage_runner is None:
-            return self.run(position, epoch, keys, plain)
+            return self.run(position, epoch, indices, plain)
         # Samples that may run again are not deferred. The lease names the transform that runs all the same.
-        stage_runner.slow_ns = 0 if self._reruns(len(keys)) else slow_ns
+        stage_runner.slow_ns = 0 if self._reruns(len(indices)) else slow_ns
         self._runs += 1
         mean_ns, worth_ns = self.cost_estimate.mean_ns, self._worth_measuring_ns
         if mean_ns >= worth_ns:
-            return self.run(position, epoch, keys, stage_runner.measured)
+            return self.run(position, epoch, indices, stage_runner.measured)
         fetch = stage_runner.straight if slow_ns else plain
         every = _MEASURE_OFTEN if mean_ns * _EXPENSIVE >= worth_ns else _MEASURE_EVERY
-        return self.run(position, epoch, keys, fetch, self._runs % every == 0)
+        return self.run(position, epoch, indices, fetch, self._runs % every == 0)
 
     def run(
         self,
         position: int,
         epoch: int,
-        keys: list[Any],
+        indices: list[Any],
         fetch: Fetch,
         probes: bool = False,
         batch_size: int = 0,
@@ -205,30 +204,30 @@ class Runner:
         Args:
             fetch: Runs a sample.
             probes: Measure the stages of the last one.
-            batch_size: The only key stands for all samples of a batch, which are this many; 0: each key is one sample.
+            batch_size: The only index stands for all samples of a batch, this many; 0: each index is one sample.
             repeats: For the trace: the samples have run before.
         """
         self._reset()
-        if len(keys) > len(self.durations):
-            self.durations = array("q", bytes(8 * len(keys)))
+        if len(indices) > len(self.durations):
+            self.durations = array("q", bytes(8 * len(indices)))
         if self._failure is not None:
             return [], self._failure
         if self._tracer.enabled:
             if batch_size:
-                fetch = recorded_batch(fetch, self._tracer, batch_size, epoch)
+                fetch = _recorded_batch(fetch, self._tracer, batch_size, epoch)
             else:
-                fetch = recorded(fetch, self._tracer, self._lease, epoch, repeats=repeats)
+                fetch = _recorded(fetch, self._tracer, self._lease, epoch, repeats=repeats)
         randomness, cost_estimate = self._randomness, self.cost_estimate
 
         def binder() -> Bind:
-            return self._binder(position, len(keys), batch_size)
+            return self._binder(position, len(indices), batch_size)
 
         def run(bind: Bind | None) -> tuple[list[Any], BaseException | None]:
-            return self._run(position, epoch, keys, fetch, probes, bind)
+            return self._run(position, epoch, indices, fetch, probes, bind)
 
         if randomness is None:
             samples, error = run(None)
-        elif cost_estimate.draws is False and self._are_cheap(len(keys)):
+        elif cost_estimate.draws is False and self._are_cheap(len(indices)):
             # Binding costs as much as these samples, and earlier ones did not draw. If one draws after all, these few
             # run again, bound, and all later ones are bound.
             randomness.mark()
@@ -239,9 +238,9 @@ class Runner:
                 self._reset()
                 with self._guard(randomness):
                     samples, error = run(binder())
-        elif cost_estimate.draws is None and len(keys) == 1:
+        elif cost_estimate.draws is None and len(indices) == 1:
             with self._guard(randomness):
-                binder()(epoch, keys[0])
+                binder()(epoch, indices[0])
                 randomness.mark(unbind=False)
                 samples, error = run(None)
                 cost_estimate.watched += 1
@@ -259,7 +258,7 @@ class Runner:
         else:
             with self._guard(randomness):
                 samples, error = run(binder())
-        self._record(samples, keys, epoch)
+        self._record(samples, indices, epoch)
         return samples, error
 
     def occurrence(self, position: int) -> int:
@@ -277,7 +276,7 @@ class Runner:
         if batch_size:
             found = [index_word(tuple(found))]
         following = iter(found)
-        return lambda epoch, key: randomness.bind(epoch, key, next(following))
+        return lambda epoch, index: randomness.bind(epoch, index, next(following))
 
     def _are_cheap(self, count: int) -> bool:
         return self.longest_ns < _WORTH_BINDING_NS and count >= _WORTH_WATCHING
@@ -303,7 +302,7 @@ class Runner:
         self._reset()
         fetch: Fetch = stage_runner.resume
         if self._tracer.enabled:
-            fetch = recorded(fetch, self._tracer, self._lease, epoch)
+            fetch = _recorded(fetch, self._tracer, self._lease, epoch)
         samples, error = run_samples(
             fetch,
             [deferred],
@@ -322,7 +321,7 @@ class Runner:
         self,
         position: int,
         epoch: int,
-        keys: list[Any],
+        indices: list[Any],
         fetch: Fetch,
         probes: bool,
         bind: Bind | None,
@@ -330,16 +329,16 @@ class Runner:
         stage_runner, durations = self._stage_runner, self.durations
         if stage_runner is None or not probes:
             return run_samples(
-                fetch, keys, position, self._lease, durations, bind, epoch, self._catches
+                fetch, indices, position, self._lease, durations, bind, epoch, self._catches
             )
         samples, error = run_samples(
-            fetch, keys[:-1], position, self._lease, durations, bind, epoch, self._catches
+            fetch, indices[:-1], position, self._lease, durations, bind, epoch, self._catches
         )
         if error is None:
             first = len(samples)
             last, error = run_samples(
                 stage_runner.measured,
-                keys[-1:],
+                indices[-1:],
                 position + first,
                 self._lease,
                 memoryview(durations)[first:],
@@ -350,7 +349,7 @@ class Runner:
             samples += last
         return samples, error
 
-    def _record(self, samples: list[Any], keys: list[Any], epoch: int) -> None:
+    def _record(self, samples: list[Any], indices: list[Any], epoch: int) -> None:
         """Record what complete samples have cost."""
         durations, total, slowest = self.durations, self._total, self._slowest
         if self.ahead_ns:
@@ -365,9 +364,9 @@ class Runner:
                 if type(sample) is not DeferredSample:
                     total.record(durations[i])
         if self._tracks_slowest and self.longest_ns > slowest.floor_ns:
-            self._note_slowest(samples, keys, epoch)
+            self._note_slowest(samples, indices, epoch)
 
-    def _note_slowest(self, samples: list[Any], keys: list[Any], epoch: int) -> None:
+    def _note_slowest(self, samples: list[Any], indices: list[Any], epoch: int) -> None:
         """Keep those that are slower than the slowest so far."""
         durations, slowest = self.durations, self._slowest
         # If some were measured, they are the last ones.
@@ -377,7 +376,7 @@ class Runner:
                 continue
             stage, stage_ns = stages.pop() if stages else (UNKNOWN, 0)
             if durations[i] > slowest.floor_ns:
-                slowest.offer(keys[i], epoch, durations[i], stage, stage_ns)
+                slowest.offer(indices[i], epoch, durations[i], stage, stage_ns)
 
     def _reset(self) -> None:
         """Reset what belongs to the samples of an earlier run."""
@@ -388,3 +387,45 @@ class Runner:
 
     def _guard(self, randomness: SampleRandomness) -> AbstractContextManager[None]:
         return randomness.saved() if self.in_main_process else nullcontext()
+
+
+def _recorded(
+    fetch: Fetch, tracer: Tracer, lease: Any, epoch: int, *, repeats: bool = False
+) -> Fetch:
+    """Return a function like ``fetch`` that also records each sample.
+
+    Args:
+        fetch: Runs the sample of an index, or resumes a deferred one.
+        lease: The worker's lease words.
+        repeats: The samples have run before, and the earlier results count.
+    """
+
+    def fetched(index: Any) -> Any:
+        begin_ns, position = tracer.now(), lease[0]
+        args = {"index": index.key if type(index) is DeferredSample else index, "epoch": epoch}
+        try:
+            sample = fetch(index)
+        except BaseException as error:
+            args["error"] = type(error).__name__
+            tracer.sample(position, f"{SAMPLE} (failed)", begin_ns, args)
+            raise
+        name = REPEATED if repeats else SAMPLE
+        if type(sample) is DeferredSample:
+            name = f"{SAMPLE} (deferred)"
+        tracer.sample(position, name, begin_ns, args)
+        return sample
+
+    return fetched
+
+
+def _recorded_batch(fetch: Fetch, tracer: Tracer, batch_size: int, epoch: int) -> Fetch:
+    """Return a function like ``fetch``, which loads a whole batch, that also records it."""
+
+    def fetched(index: Any) -> Any:
+        begin_ns = tracer.now()
+        samples = fetch(index)
+        count = len(samples) if isinstance(samples, list) else batch_size
+        tracer.slice(f"{SAMPLE}s", begin_ns, args={"count": count, "epoch": epoch})
+        return samples
+
+    return fetched

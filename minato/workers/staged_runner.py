@@ -22,7 +22,7 @@ class StageRunner:
     """Runs samples stage by stage, so that it can time the stages and defer a slow sample.
 
     Args:
-        dataset: Indexed by the sampler's keys.
+        dataset: Has the samples, by index.
         lease: The worker's lease words; the third always names the stage that runs, -1 being the dataset's.
         meters: Receive the times of the stages of measured samples.
         deferral: Decides which slow samples are deferred; None: none is.
@@ -56,21 +56,21 @@ class StageRunner:
         self.capture: Callable[[], object] | None = None
         """Saves the randomness of the current sample; None while it is not bound to samples."""
 
-    def straight(self, key: Any) -> Any:
+    def straight(self, index: Any) -> Any:
         """The sample of an index, not measured; a DeferredSample if it was deferred."""
-        value = self._dataset[key]
-        return self._transform(key, value, 0, 0, None, self._is_slow())
+        value = self._dataset[index]
+        return self._transform(index, value, 0, 0, None, self._is_slow())
 
-    def measured(self, key: Any) -> Any:
+    def measured(self, index: Any) -> Any:
         """The sample of an index, measured; a DeferredSample if it was deferred."""
         cpu_ns, begin_ns = thread_time_ns(), now_ns()
-        value = self._dataset[key]
+        value = self._dataset[index]
         end_ns = now_ns()
         if self._tracer.enabled:
             self._tracer.slice("dataset", begin_ns, end_ns)
-        return self.transformed(key, value, end_ns - begin_ns, cpu_ns)
+        return self.transformed(index, value, end_ns - begin_ns, cpu_ns)
 
-    def transformed(self, key: Any, value: Any, dataset_ns: int, cpu_ns: int) -> Any:
+    def transformed(self, index: Any, value: Any, dataset_ns: int, cpu_ns: int) -> Any:
         """The sample of an index whose read took ``dataset_ns``, measured; a DeferredSample if it was deferred.
 
         Args:
@@ -79,7 +79,7 @@ class StageRunner:
         self._meters.dataset.record(dataset_ns)
         self._meters.size.record(nbytes_of(value))
         self._longest = -1, dataset_ns
-        return self._transform(key, value, 0, 0, cpu_ns, self._is_slow())
+        return self._transform(index, value, 0, 0, cpu_ns, self._is_slow())
 
     def resume(self, sample: DeferredSample) -> Any:
         """Resume a deferred sample, for at least one transform; a DeferredSample if it is deferred again."""
@@ -94,7 +94,7 @@ class StageRunner:
         return self.slow_ns > 0 and now_ns() - self._lease[1] >= self.slow_ns
 
     def _transform(
-        self, key: Any, value: Any, step: int, active_ns: int, cpu_ns: int | None, is_slow: bool
+        self, index: Any, value: Any, step: int, active_ns: int, cpu_ns: int | None, is_slow: bool
     ) -> Any:
         """Run the transforms from ``step`` on, or those until the sample is deferred.
 
@@ -110,7 +110,7 @@ class StageRunner:
             deadline_ns = max(self._lease[1] + self.slow_ns - active_ns, 1)
         while step < num_steps:
             if is_slow and deferral is not None and deferral.allows(self._lease[0] - 1):
-                return self._defer(deferral, key, value, step, active_ns, cpu_ns)
+                return self._defer(deferral, index, value, step, active_ns, cpu_ns)
             # Past its deadline a sample runs one transform at a time.
             first, is_slow = step, True
             if cpu_ns is None:
@@ -142,7 +142,7 @@ class StageRunner:
     def _defer(
         self,
         deferral: Deferral,
-        key: Any,
+        index: Any,
         value: Any,
         step: int,
         active_ns: int,
@@ -151,7 +151,7 @@ class StageRunner:
         now = now_ns()
         sample = DeferredSample(
             position=self._lease[0] - 1,
-            key=key,
+            key=index,
             value=value,
             step=step,
             randomness=None if self.capture is None else self.capture(),

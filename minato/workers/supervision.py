@@ -32,8 +32,8 @@ from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.current_sample import Collation, CurrentSample
 from minato.workers.error_policy import SKIP, FailureHandler, SampleFailure
+from minato.workers.results import Sink
 from minato.workers.sample_timeout import SampleWatchdog
-from minato.workers.sink import Sink
 
 __all__ = [
     "UNREADABLE",

@@ -15,11 +15,10 @@ from minato._core.wait import EventCount
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.deferral import Deferral, DeferredSample
+from minato.workers.error_policy import SampleRetry
 from minato.workers.fetch import Fetcher, StreamFetcher
-from minato.workers.results import ResultWriter
-from minato.workers.retry import SampleRetry
+from minato.workers.results import ResultWriter, Sink
 from minato.workers.runner import Runner
-from minato.workers.sink import Sink
 
 __all__ = ["WorkQueue", "Worker", "WorkerSettings"]
 
@@ -209,20 +208,20 @@ class Worker:
             self._resume_all()  # deferred samples of the last epoch go before the next epoch
         started, deferred = now_ns(), self._num_deferred()
         given = self._read_indices(batch, k, count)
-        keys = list(given)
+        indices = list(given)
         self._runner.enter(seed)
         whole = bound and count == size
         fetcher = self._fetcher
         if isinstance(fetcher, StreamFetcher):
-            self._run_stream(fetcher, batch, first, (epoch, epoch_slot), keys[0])
-        elif whole and (fetcher.takes_lists or not keys):
+            self._run_stream(fetcher, batch, first, (epoch, epoch_slot), indices[0])
+        elif whole and (fetcher.takes_lists or not indices):
             fetch = fetcher.many if fetcher.takes_lists else list
             self._run_list(fetcher, fetch, batch, first, count, epoch, given)
         elif bound:
-            samples, error = self._run_retrying(fetcher, first + k, epoch, keys)
-            self._results.bound(batch, first + k, k, keys, samples, error, whole)
+            samples, error = self._run_retrying(fetcher, first + k, epoch, indices)
+            self._results.bound(batch, first + k, k, indices, samples, error, whole)
         else:
-            self._run_unbound(fetcher, first + k, epoch, keys)
+            self._run_unbound(fetcher, first + k, epoch, indices)
         busy_ns = self._end(count - (self._num_deferred() - deferred), started)
         self._runner.observe(busy_ns / count)
         return True
@@ -252,7 +251,7 @@ class Worker:
         deferred = None if self._deferral is None else self._deferral.take()
         if deferred is None:
             return False
-        started, position, key = now_ns(), deferred.position, deferred.key
+        started, position, index = now_ns(), deferred.position, deferred.key
         batch, _ = self._ledger.locate(position)
         _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
         self._runner.enter(seed)
@@ -261,42 +260,42 @@ class Worker:
         cost_ns = self._runner.durations[0]
         is_deferred = error is None and type(samples[0]) is DeferredSample
         if error is not None:
-            self._write_failed(position, epoch, key, error, cost_ns)
+            self._write_failed(position, epoch, index, error, cost_ns)
         elif not is_deferred:
-            self._results.free(position, key, samples[0], None, cost_ns)
+            self._results.free(position, index, samples[0], None, cost_ns)
         self._end(int(not is_deferred), started)
         return True
 
     def _run(
-        self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
+        self, fetcher: Fetcher, position: int, epoch: int, indices: list[Any]
     ) -> tuple[list[Any], BaseException | None]:
         """Run samples until one raises; returns them, a DeferredSample in place of a deferred one, and the error."""
         if fetcher.takes_lists:
-            return self._runner.run(position, epoch, keys, fetcher.each(keys))
+            return self._runner.run(position, epoch, indices, fetcher.each(indices))
         slow_ns = 0 if self._deferral is None else self._ledger.slow_ns
         runner = self._runner
-        samples, error = runner.run_steps(position, epoch, keys, fetcher.one, slow_ns)
+        samples, error = runner.run_steps(position, epoch, indices, fetcher.one, slow_ns)
         is_expensive = runner.cost_estimate.mean_ns >= _WORTH_NOTING_NS
         if is_expensive or 0 < self._ledger.slow_ns < runner.longest_ns:
             self._ledger.note_costs(position, runner.durations, len(samples))
         return samples, error
 
     def _run_singly(
-        self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
+        self, fetcher: Fetcher, position: int, epoch: int, indices: list[Any]
     ) -> tuple[list[Any], BaseException | None]:
         """``_run``, but with one call of the dataset for each sample."""
         if fetcher.takes_lists:
-            return self._runner.run(position, epoch, keys, fetcher.single)
-        return self._run(fetcher, position, epoch, keys)
+            return self._runner.run(position, epoch, indices, fetcher.single)
+        return self._run(fetcher, position, epoch, indices)
 
     def _run_again(self, batch: int) -> list[Any]:
         """Run all samples of a batch in this worker, because other workers ran some that cannot be sent here."""
         _, first, size, _, epoch, seed, *_ = self._ledger.describe(batch)
         assert isinstance(self._fetcher, Fetcher)
-        keys = list(self._read_indices(batch, 0, size))
+        indices = list(self._read_indices(batch, 0, size))
         self._runner.enter(seed)
-        each = self._fetcher.each(keys)
-        samples, error = self._runner.run(first, epoch, keys, each, repeats=True)
+        each = self._fetcher.each(indices)
+        samples, error = self._runner.run(first, epoch, indices, each, repeats=True)
         if error is not None:
             raise error
         return samples
@@ -310,21 +309,21 @@ class Worker:
         return 1 if cost_estimate.draws is None else int(self._run_ns / cost_estimate.mean_ns) or 1
 
     def _run_retrying(
-        self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]
+        self, fetcher: Fetcher, position: int, epoch: int, indices: list[Any]
     ) -> tuple[list[Any], BaseException | None]:
         """Run samples until one raises for good; SKIP stands for those that are skipped."""
-        samples, error = self._run(fetcher, position, epoch, keys)
+        samples, error = self._run(fetcher, position, epoch, indices)
         if self._sample_retry is None:
             return samples, error
         if error is not None and fetcher.takes_lists:
             # One call for all of them failed: single calls find the sample that raises.
-            samples, error = self._run_singly(fetcher, position, epoch, keys)
+            samples, error = self._run_singly(fetcher, position, epoch, indices)
         while error is not None:
             i = len(samples)
-            sample, error = self._sample_retry.settle(position + i, epoch, keys[i], error)
+            sample, error = self._sample_retry.settle(position + i, epoch, indices[i], error)
             if error is None:
                 i += 1
-                rest, error = self._run_singly(fetcher, position + i, epoch, keys[i:])
+                rest, error = self._run_singly(fetcher, position + i, epoch, indices[i:])
                 samples = [*samples, sample, *rest]
             else:
                 break
@@ -338,16 +337,16 @@ class Worker:
         first: int,
         count: int,
         epoch: int,
-        keys: Sequence[Any],
+        indices: Sequence[Any],
     ) -> None:
         """Run a whole or an empty batch by one call of the dataset, which may return any object."""
-        results, error = self._runner.run(first, epoch, [keys], fetch, batch_size=count)
-        if error is not None and self._sample_retry is not None and keys:
-            single = list(keys)
+        results, error = self._runner.run(first, epoch, [indices], fetch, batch_size=count)
+        if error is not None and self._sample_retry is not None and indices:
+            single = list(indices)
             samples, error = self._run_retrying(fetcher, first, epoch, single)
             self._results.bound(batch, first, 0, single, samples, error, True)
             return
-        self._results.listed(batch, first, keys, count, results[0] if results else None, error)
+        self._results.listed(batch, first, indices, count, results[0] if results else None, error)
 
     def _run_stream(
         self, stream: StreamFetcher, batch: int, first: int, epoch: object, wanted: int
@@ -361,32 +360,32 @@ class Worker:
         batches, error = self._runner.run(first, 0, [wanted], fetch, batch_size=wanted)
         self._results.streamed(stream, batch, first, batches[0] if batches else [], error)
 
-    def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, keys: list[Any]) -> None:
+    def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, indices: list[Any]) -> None:
         """Run samples that may go to any batch; those after one that raised are run, too."""
-        samples, error = self._run(fetcher, position, epoch, keys)
-        if error is not None and fetcher.takes_lists and len(keys) > 1:
+        samples, error = self._run(fetcher, position, epoch, indices)
+        if error is not None and fetcher.takes_lists and len(indices) > 1:
             # One call for all of them failed: single calls find the sample that raises.
-            samples, error = self._run_singly(fetcher, position, epoch, keys)
+            samples, error = self._run_singly(fetcher, position, epoch, indices)
         while True:
             done = len(samples)
             for i, sample in enumerate(samples):
                 if type(sample) is not DeferredSample:
                     cost_ns = self._runner.durations[i]
-                    self._results.free(position + i, keys[i], sample, None, cost_ns)
+                    self._results.free(position + i, indices[i], sample, None, cost_ns)
             if error is not None:
                 cost_ns = self._runner.durations[done]
-                self._write_failed(position + done, epoch, keys[done], error, cost_ns)
+                self._write_failed(position + done, epoch, indices[done], error, cost_ns)
                 done += 1
-            keys, position = keys[done:], position + done
-            if not keys:
+            indices, position = indices[done:], position + done
+            if not indices:
                 return
-            samples, error = self._run_singly(fetcher, position, epoch, keys)
+            samples, error = self._run_singly(fetcher, position, epoch, indices)
 
     def _write_failed(
-        self, position: int, epoch: int, key: Any, error: BaseException | None, cost_ns: int
+        self, position: int, epoch: int, index: Any, error: BaseException | None, cost_ns: int
     ) -> None:
         """Write the outcome of a sample that raised."""
         sample, remaining = None, error
         if error is not None and self._sample_retry is not None:
-            sample, remaining = self._sample_retry.settle(position, epoch, key, error)
-        self._results.free(position, key, sample, remaining, cost_ns)
+            sample, remaining = self._sample_retry.settle(position, epoch, index, error)
+        self._results.free(position, index, sample, remaining, cost_ns)

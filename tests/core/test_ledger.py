@@ -160,7 +160,7 @@ def test_a_run_ends_where_somebody_else_is_at_work(desk: Desk) -> None:
 
 def test_samples_with_an_owner_are_claimed_by_nobody_else(desk: Desk) -> None:
     def publish(owner: int) -> int:
-        return desk.ledger.publish([0, 1], 2, SLOT, 0, 0, 0, True, 0, 0, 9, owner)
+        return desk.ledger.publish([0, 1], 2, SLOT, 0, 0, 0, True, wake=9, owner=owner)
 
     of_1, of_any, of_0 = publish(2), publish(0), publish(1)
     assert desk.claim(2, 9) == (of_any, 0, 2)
@@ -208,7 +208,9 @@ def test_a_worker_learns_what_it_has_claimed(desk: Desk) -> None:
     assert desk.ledger.describe(batch) == (1, 2, 3, False, -4, -5, 0, 0, 0)
     assert desk.ledger.keys(batch, 0, 3) == [-1, 2**63 - 1, -(2**63)]
     assert desk.ledger.keys(batch, 1, 1) == [2**63 - 1]
-    pickled = desk.ledger.publish(None, 2, SLOT, 3, 1, 2, True, 4096, 77, 0)
+    pickled = desk.ledger.publish(
+        None, 2, SLOT, 3, 1, 2, True, indices_offset=4096, indices_nbytes=77, wake=0
+    )
     assert desk.ledger.describe(pickled) == (1, 5, 2, True, 1, 2, 4096, 77, 3)
 
 
@@ -287,7 +289,7 @@ def test_bytes_of_samples_that_do_not_fit_the_layout(desk: Desk) -> None:
 
 
 def test_costs_without_integer_keys_are_not_told(desk: Desk) -> None:
-    batch = desk.ledger.publish(None, 1, SLOT, 0, 0, 0, True, 128, 10)
+    batch = desk.ledger.publish(None, 1, SLOT, 0, 0, 0, True, indices_offset=128, indices_nbytes=10)
     desk.claim(0)
     desk.ledger.note_costs(0, array.array("q", [500]), 1)
     desk.fill(0, 0)

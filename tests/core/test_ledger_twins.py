@@ -70,10 +70,10 @@ class Twins(RuleBasedStateMachine):
         for index in range(PASSES):
             self.both("open_epoch", index)
 
-    def both(self, method: str, *arguments: Any) -> Any:
+    def both(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of both ledgers; their common answer."""
-        pure, compiled = (getattr(desk.ledger, method)(*arguments) for desk in self.desks)
-        assert pure == compiled, (method, arguments)
+        pure, compiled = (getattr(desk.ledger, method)(*arguments, **named) for desk in self.desks)
+        assert pure == compiled, (method, arguments, named)
         return pure
 
     def batch_of(self, position: int) -> Open:
@@ -94,7 +94,8 @@ class Twins(RuleBasedStateMachine):
             return
         keys = list(range(self.next_key, self.next_key + count))
         owner = owner if bound else 0
-        record = self.both("publish", keys, count, SLOT, index, 1, 2, bound, 0, 0, 99, owner)
+        fields = (keys, count, SLOT, index, 1, 2, bound)
+        record = self.both("publish", *fields, wake=99, owner=owner)
         first = self.both("describe", record)[1]
         assert first == self.next_key
         self.next_key += count

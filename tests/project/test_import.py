@@ -225,7 +225,7 @@ def test_no_more_is_imported_than_is_used(tmp_path: Path) -> None:
     seen = json.loads(run_python(str(program), PYTHONPATH=str(PACKAGE.parent)))
     assert "minato.loader" in seen["import"]
     assert "minato.engine.engine" in seen["epoch, fork"]
-    assert "minato.engine.worker_main" in seen["spawned worker"]
+    assert "minato.engine.worker_context" in seen["spawned worker"]
     ours = [name for name in seen["import"] if name.partition(".")[0] == "minato"]
     assert len(ours) <= MOST_MODULES, ours
     for moment, modules in seen.items():

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from minato import CostBatchSampler, DataLoader
-from minato.sampling.completed import Completed
+from minato.sampling.completed import Completed, RankProgress, merged_ranks
 from minato.sampling.coverage import Progress, remaining_batches
-from minato.sampling.rank_progress import RankProgress, merged_ranks
 from minato.shared_pool import session
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Filled, Numbers, flat, indices
 from tests.delivery.recorder import Recorder

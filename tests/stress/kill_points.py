@@ -37,9 +37,9 @@ from torch.utils.data import Dataset, IterableDataset
 import minato
 import minato.engine.engine
 from minato._core.ledger import Ledger
+from minato.batching.sample_error import wrapped
 from minato.engine.shared_state import SharedState
-from minato.workers.cpu_time import thread_usage
-from minato.workers.exceptions import wrapped
+from minato.workers.pool import thread_usage
 from minato.workers.worker import Worker
 from tests.stress.bare import fork
 from tests.stress.ledger_steps import UNTRACEABLE

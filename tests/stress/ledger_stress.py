@@ -319,8 +319,10 @@ class Consumer:
             keys = list(range(self.next_key, self.next_key + count))
             self.next_key += count
             number = len(current.opened)
-            arguments = (current.index, 0, 0, current.bound, 0, 0, self.draw.choice([count, 1]))
-            record = self.ledger.publish(keys, count, SLOT, *arguments)
+            arguments = (current.index, 0, 0, current.bound)
+            record = self.ledger.publish(
+                keys, count, SLOT, *arguments, wake=self.draw.choice([count, 1])
+            )
             batch = Batch(record, self.ledger.describe(record)[1], keys, number)
             for position, key in enumerate(keys, batch.first):
                 self.home[position] = key, number

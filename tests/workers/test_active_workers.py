@@ -12,7 +12,7 @@ from minato._core.wait import EVENT_COUNT_NBYTES, EventCount
 from minato._system import machine_usage
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.active_workers import ActiveWorkers
-from minato.workers.cpu_time import process_usage, thread_usage
+from minato.workers.pool import process_usage, thread_usage
 from tests.datasets import wait_until
 
 

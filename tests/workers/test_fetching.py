@@ -14,8 +14,7 @@ import torch
 import minato
 from minato import FetchOptions
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.workers.hedging import Hedging
-from minato.workers.read_limit import SharedReadLimit
+from minato.workers.concurrent import Hedging, SharedReadLimit
 from minato.workers.reads import Read
 from tests.datasets import Journal, Numbers
 

@@ -16,8 +16,8 @@ import torch
 
 from minato._core.segment import Segment
 from minato._core.wait import EVENT_COUNT_NBYTES, EventCount
+from minato.batching.sample_error import wrapped
 from minato.workers import supervision
-from minato.workers.exceptions import wrapped
 from minato.workers.local_pools import InlinePool, ThreadPool
 from minato.workers.process_pool import ProcessPool, ProcessSettings, parent_watch
 

@@ -15,7 +15,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from minato import AutoScale, DataLoader, PaperController
-from minato.workers import scaler
+from minato.workers import autoscale
 from minato.workers.autoscale import CONTROLLERS, ControllerState
 from tests.datasets import Numbers, Sleepy, flat, indices, worker_number
 
@@ -37,9 +37,9 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 state, workers=min(next(following), settings.most)
             ),
         )
-        monkeypatch.setattr(scaler, "_LOOK_NS", 2_000_000)
-        monkeypatch.setattr(scaler, "_PERIOD_NS", 4_000_000)
-        monkeypatch.setattr(scaler, "_PERIOD_SAMPLES", 0)
+        monkeypatch.setattr(autoscale, "_LOOK_NS", 2_000_000)
+        monkeypatch.setattr(autoscale, "_PERIOD_NS", 4_000_000)
+        monkeypatch.setattr(autoscale, "_PERIOD_SAMPLES", 0)
 
     return force
 

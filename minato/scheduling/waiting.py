@@ -1,12 +1,23 @@
-"""How long the training loop waits for batches."""
+"""The training loop waits for batches: for the pool of workers, and how long."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from minato._core.clock import now_ns
 
-__all__ = ["ConsumerWait"]
+__all__ = ["ConsumerWait", "Pool"]
+
+
+class Pool(Protocol):
+    """The workers, as the dispatcher sees them."""
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Sleep, or work, until the count of ready events exceeds ``seen`` or the time is over."""
+
+    def check(self) -> None:
+        """Raise if a worker died and is not replaced."""
 
 
 @dataclass
