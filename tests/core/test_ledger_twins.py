@@ -178,7 +178,7 @@ class Twins(RuleBasedStateMachine):
             self.hands[worker].collating.append(record)
             return
         _, first, *_ = self.both("describe", record)
-        assert self.both("keys", record, k, count) == list(range(first + k, first + k + count))
+        assert self.both("indices", record, k, count) == list(range(first + k, first + k + count))
         held = {position for hand in self.hands for position in hand.positions}
         run = range(first + k, first + k + count)
         assert not held.intersection(run)
