@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.sources import servers
 
@@ -30,6 +31,10 @@ EXIT_LIMIT_S = 60.0
 
 LIBRARY_THREADS = {"event_loop"}
 """Threads that a library keeps for the whole process: cassandra-driver's."""
+
+# On a busy machine any example may take long.
+settings.register_profile("minato", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("minato")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

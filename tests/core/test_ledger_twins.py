@@ -303,7 +303,6 @@ def test_random_operations(twins: tuple[ModuleType, ModuleType]) -> None:
         settings=settings(
             max_examples=60,
             stateful_step_count=60,
-            deadline=None,
             suppress_health_check=[HealthCheck.too_slow],
         ),
     )
