@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -152,6 +153,8 @@ def _processes() -> set[int]:
         getattr(resource_tracker._resource_tracker, "_pid", None),
         getattr(forkserver._forkserver, "_forkserver_pid", None),
     }
+    if (ours := sys.modules.get("minato.workers.fork_server")) is not None:
+        helpers.add(ours.server_pid())
     found: set[int] = set()
     parents = [os.getpid()]
     while parents:
