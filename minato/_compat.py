@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import thread as executor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import context, spawn
+from multiprocessing import context, forkserver, spawn
 from multiprocessing import process as process_module
 from operator import attrgetter
 from pathlib import Path
@@ -303,8 +303,6 @@ def importing_main() -> Iterator[None]:
 
 def user_preload() -> list[str]:
     """The modules of ``multiprocessing.set_forkserver_preload``."""
-    from multiprocessing import forkserver
-
     server = getattr(forkserver, "_forkserver", None)
     return [name for name in getattr(server, "_preload_modules", ()) if name != "__main__"]
 

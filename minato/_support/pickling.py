@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import logging
 import pickle
 import sys
 import warnings
@@ -25,6 +26,8 @@ from minato._compat import (
 from minato.errors import NotPicklableError
 
 __all__ = ["Purpose", "SidePickler", "advise", "check_picklable", "dumps"]
+
+_log = logging.getLogger("minato")
 
 Purpose: TypeAlias = Literal["sample", "result", "process"]
 """The purpose of a pickle; see :class:`SidePickler`."""
@@ -83,8 +86,8 @@ class SidePickler(pickle.Pickler):
         buffers: Receives the buffers, in the order of ``pickle.loads(buffers=…)``.
         purpose: ``"sample"``: everything arrives as it is. ``"result"``: arrays arrive as from torch's workers,
             writable and in native byte order. ``"process"``: the other side is being started; it must share
-            tensors that are in shared memory, so they are refused, and does not know what an interactive session
-            or the ``__main__`` of a package has defined.
+            tensors that are in shared memory, so they are refused, and cannot import local classes and functions,
+            nor what an interactive session or the ``__main__`` of a package has defined: cloudpickle carries them.
     """
 
     def __init__(
@@ -174,15 +177,27 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _stays_behind(value: Any) -> bool:
-    """Tell whether something is defined in a main module that no new process imports (a notebook's)."""
-    if not isinstance(value, (type, FunctionType)) or value.__module__ != "__main__":
+    """Whether no new process can import a class or function: it has no name there, or its main module is left out."""
+    if not isinstance(value, (type, FunctionType)) or value.__module__ in ("builtins", None):
+        return False
+    if not _has_name(value):
+        return True
+    if value.__module__ != "__main__":
         return False
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is None:
         return getattr(main, "__file__", None) is None
-    # multiprocessing omits the main module of ``python -m package``.
+    # multiprocessing leaves out what ``python -m package`` has run.
     return bool(spec.name.rpartition(".")[2] == "__main__")
+
+
+def _has_name(value: Any) -> bool:
+    """Whether the module of a class or function has it under its name: a lambda or a local class has none."""
+    found: Any = sys.modules.get(value.__module__)
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value
 
 
 def _by_value(value: Any) -> Any:
@@ -190,10 +205,15 @@ def _by_value(value: Any) -> Any:
         cloudpickle = importlib.import_module("cloudpickle")
     except ImportError:
         raise NotPicklableError(
-            f"{value.__qualname__} is defined in the __main__ of an interactive session or of a package, which workers "
-            "that are not forked cannot import: install cloudpickle, move it to a module, or use "
-            "multiprocessing_context='fork'"
+            f"{value.__qualname__} is local, a lambda, or defined in the __main__ of an interactive session or of a "
+            "package, which workers that are not forked cannot import: install cloudpickle, move it to the top level "
+            "of a module, or use multiprocessing_context='fork'"
         ) from None
+    _log.info(
+        "%s.%s goes to the workers by cloudpickle, because they cannot import it",
+        value.__module__,
+        value.__qualname__,
+    )
     return _define, (cloudpickle.dumps(value),)
 
 

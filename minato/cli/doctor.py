@@ -357,11 +357,11 @@ def _dev_shm() -> Finding:
 
 def _start_method() -> Finding:
     method = multiprocessing.get_context().get_start_method()
-    if method == "fork":
+    if method != "spawn":
         return Finding("start method", "ok", method)
     remedy = (
-        "use persistent_workers=True; or multiprocessing_context='fork' if the program has no threads at that time: "
-        "each worker imports the program again"
+        "use multiprocessing_context='forkserver', or persistent_workers=True: each spawned worker imports the program "
+        "again"
     )
     return Finding("start method", "note", method, remedy)
 

@@ -134,7 +134,13 @@ def make_pool(
     if work.seeds_samples:
         rng_memory.probe_generators()
     pipeline = work.pipeline
-    used = (pipeline.dataset, pipeline.collate_fn, work.init_fn, *pipeline.transforms.steps)
+    used = (
+        run_worker_process,
+        pipeline.dataset,
+        pipeline.collate_fn,
+        work.init_fn,
+        *pipeline.transforms.steps,
+    )
     processes = fork_server_context(plan.pool.context, used)
     is_forked = processes is not plan.pool.context or processes.get_start_method() == "fork"
     settings = ProcessSettings(

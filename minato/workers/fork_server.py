@@ -1,7 +1,7 @@
 """A fork server of minato's own: worker processes are forked from a process that has imported what they need.
 
 The server of :mod:`multiprocessing` has imported almost nothing, so that each of its children imports torch, minato and
-the main module anew, which takes a core for a second or two. This one imports them once, and a worker starts within
+the main module again, which takes a core for a second or two. This one imports them once, and a worker starts within
 milliseconds. It is started with the first worker, serves all loaders of the process, and ends with it.
 """
 
@@ -19,6 +19,8 @@ from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from minato._compat import importing_main, set_popen_of_spawning, user_preload
 
@@ -52,7 +54,6 @@ class _Server(forkserver.ForkServer):
             super().ensure_running()
         finally:
             os.environ.pop(_PRELOAD, None)
-
 
     @property
     def pid(self) -> int | None:
@@ -111,7 +112,7 @@ def fork_server_context(context: BaseContext, used: Iterable[Any]) -> BaseContex
 
     Args:
         context: The loader's.
-        used: Objects whose modules the workers need: dataset, transforms, functions.
+        used: Objects whose modules the workers need: their main function, dataset, transforms.
     """
     if type(context) is not ForkServerContext or os.environ.get(_VARIABLE) == "0":
         return context
@@ -132,8 +133,6 @@ def preload() -> None:
     wanted = json.loads(text)
     preparation = wanted["preparation"]
     spawn.prepare({name: value for name, value in preparation.items() if "_main_" not in name})
-    import minato.engine.worker_context  # noqa: F401
-
     threads = _num_threads()
     try:
         with importing_main():
@@ -150,7 +149,7 @@ def preload() -> None:
         cause = "it started threads or initialised a device"
     # Threads do not survive a fork, but the locks do that they held: start again without the main module.
     _log.warning(
-        "the fork server cannot import the main module, so each worker imports it anew: %s. Put what the script does "
+        "the fork server cannot import the main module, so each worker imports it again: %s. Put what the script does "
         "under if __name__ == '__main__'",
         cause,
     )
@@ -164,8 +163,6 @@ def _num_threads() -> int:
 
 
 def _has_device() -> bool:
-    import torch
-
     return bool(torch.cuda.is_initialized())
 
 

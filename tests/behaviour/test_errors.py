@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import multiprocessing
 import os
 import re
@@ -456,13 +458,14 @@ class Holder(Numbers):
         self.__dict__.update(attributes)
 
 
+LOCKED = functools.partial(print, threading.RLock())
 UNPICKLABLE = {
-    "dataset.transform": {"dataset": Holder(transform=lambda x: x)},
+    "dataset.transform": {"dataset": Holder(transform=LOCKED)},
     "dataset.files['a'][1]": {"dataset": Holder(files={"a": [1, open(os.devnull, "rb")]})},  # noqa: SIM115
     "dataset.inner.lock": {"dataset": Holder(inner=Holder(lock=threading.RLock()))},
-    "collate_fn": {"collate_fn": lambda samples: samples},
-    "worker_init_fn": {"worker_init_fn": lambda worker: None},
-    "transforms[1]": {"transforms": [abs, lambda x: x]},
+    "collate_fn": {"collate_fn": LOCKED},
+    "worker_init_fn": {"worker_init_fn": LOCKED},
+    "transforms[1]": {"transforms": [abs, LOCKED]},
 }
 
 
@@ -479,6 +482,29 @@ def test_what_cannot_be_pickled_is_named(context: str, where: str) -> None:
     assert isinstance(caught.value, TypeError)
     assert "worker_init_fn" in str(caught.value)
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("cloudpickle"), reason="needs cloudpickle")
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_lambdas_and_local_classes_go_by_cloudpickle(
+    context: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    added = 5
+
+    class Local(Holder):
+        pass
+
+    loader = DataLoader(
+        Local(transform=lambda x: x + added),
+        2,
+        num_workers=1,
+        multiprocessing_context=context,
+        transforms=[lambda x: x + added],
+        collate_fn=lambda samples: [int(sample) for sample in samples],
+    )
+    with caplog.at_level("INFO", "minato"):
+        assert list(loader) == [[5, 6], [7, 8]]
+    assert "<locals>.Local goes to the workers by cloudpickle" in caplog.text
 
 
 def test_what_cannot_be_pickled_is_no_obstacle_for_forked_workers() -> None:

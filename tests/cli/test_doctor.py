@@ -200,8 +200,8 @@ def test_a_start_method_that_is_slow_is_a_note(monkeypatch: pytest.MonkeyPatch) 
             lambda method=method: multiprocessing.context._concrete_contexts[method],
         )
         finding = found("start method")
-        assert finding.state == ("ok" if method == "fork" else "note")
-        assert ("persistent_workers" in finding.remedy) == (method != "fork")
+        assert finding.state == ("note" if method == "spawn" else "ok")
+        assert ("forkserver" in finding.remedy) == (method == "spawn")
 
 
 def test_what_the_compiled_core_contains_is_no_limit_of_its_own(

@@ -286,9 +286,9 @@ def test_classes_of_a_package_that_is_run(tmp_path: Path) -> None:
 def test_classes_of_an_interactive_session_without_cloudpickle(tmp_path: Path) -> None:
     said, _ = outcome("-c", copied(tmp_path, "module.py"), "spawn", "without-cloudpickle")
     assert said == (
-        "NotPicklableError Samples is defined in the __main__ of an interactive session or of a package, which "
-        "workers that are not forked cannot import: install cloudpickle, move it to a module, or use "
-        "multiprocessing_context='fork'\n"
+        "NotPicklableError Samples is local, a lambda, or defined in the __main__ of an interactive session or of a "
+        "package, which workers that are not forked cannot import: install cloudpickle, move it to the top level of a "
+        "module, or use multiprocessing_context='fork'\n"
     )
 
 

@@ -397,10 +397,8 @@ class Holding(Numbers):
 
 
 HELD: dict[str, Callable[[], Any]] = {
-    "lambda": lambda: lambda: None,
     "lock": threading.Lock,
     "generator": lambda: (number for number in range(3)),
-    "local class": lambda: type("Local", (), {})(),
 }
 
 
