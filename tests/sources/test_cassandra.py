@@ -1,10 +1,10 @@
-"""The Cassandra source, through the real driver, against a stub of a node; the contract suite has the rest."""
+"""The Cassandra source on a real node, and on a ring that loses one; the contract suite has the rest."""
 
 from __future__ import annotations
 
 import ssl
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import pytest
 from minato.sources.base import MissingKey, SourceError
 from minato.sources.retry import Retry
 from tests.sources import servers
+from tests.sources.kinds import Kind
+from tests.sources.servers import Settings
 
 pytest.importorskip("cassandra")
 
@@ -24,10 +26,12 @@ from minato.sources.cassandra import Cassandra
 NO_RETRY = Retry(attempts=1)
 
 
-def filled(settings: dict[str, Any]) -> Cassandra:
+def filled(settings: Settings) -> Cassandra:
     """A source over a table of its own, with three rows."""
     source = Cassandra(table="shop.goods", key="name", **settings)
     cluster, session = source.connect()
+    session.execute("DROP KEYSPACE IF EXISTS shop")
+    session.execute(f"CREATE KEYSPACE shop WITH replication = {replicated(1)}")
     session.execute(
         'CREATE TABLE "shop"."goods" (name text PRIMARY KEY, price double, size bigint)'
     )
@@ -40,15 +44,18 @@ def filled(settings: dict[str, Any]) -> Cassandra:
     return source
 
 
+def replicated(times: int) -> str:
+    return f"{{'class': 'SimpleStrategy', 'replication_factor': {times}}}"
+
+
 @pytest.fixture
-def settings(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    stub, settings = servers.cassandra_stub(tmp_path)
-    stub.start()
-    yield settings
-    stub.stop()
+def settings(kind_named: Callable[[str], Kind]) -> Settings:
+    """Of the node that all tests share."""
+    settings: Settings = kind_named("cassandra").source()._settings.values()
+    return {"hosts": ["127.0.0.1"], **settings}
 
 
-def test_columns_are_chosen_and_keys_sorted(settings: dict[str, Any]) -> None:
+def test_columns_are_chosen_and_keys_sorted(settings: Settings) -> None:
     source = filled(settings)
     assert source.keys == ["bolt", "nut", "saw"]
     assert source[0] == {"price": 0.5, "size": None}
@@ -58,26 +65,26 @@ def test_columns_are_chosen_and_keys_sorted(settings: dict[str, Any]) -> None:
     some.close()
 
 
-def test_the_missing_one_of_a_batch_is_named(settings: dict[str, Any]) -> None:
+def test_the_missing_one_of_a_batch_is_named(settings: Settings) -> None:
     source = filled(settings).subset(["saw", "file", "nut"])
     with pytest.raises(MissingKey, match="has no key 'file'"):
         source.__getitems__([0, 1, 2])
     source.close()
 
 
-def test_a_changed_schema_is_told_with_the_key(settings: dict[str, Any]) -> None:
+def test_a_changed_schema_is_told_with_the_key(settings: Settings) -> None:
     filled(settings).close()
     source = Cassandra(table="shop.goods", key="name", columns=["price"], **settings)
     assert source.get("nut") == {"price": 0.25}
     cluster, session = source.connect()
-    session.execute('ALTER TABLE "shop"."goods" DROP COLUMN price')
+    session.execute('ALTER TABLE "shop"."goods" DROP price')
     cluster.shutdown()
     with pytest.raises(SourceError, match="cannot read key 'saw'.*price"):
         source.get("saw")
     source.close()
 
 
-def test_a_wrong_role_is_refused_without_further_tries(settings: dict[str, Any]) -> None:
+def test_a_wrong_role_is_refused_without_further_tries(settings: Settings) -> None:
     source = Cassandra(table="shop.goods", **{**settings, "username": "somebody"})
     with pytest.raises(SourceError, match="AuthenticationFailed") as raised:
         source.get("nut")
@@ -89,32 +96,29 @@ def over_tls(hosts: list[str], certificate: Path, **settings: Any) -> Cluster:
     return Cluster(hosts, ssl_context=ssl.create_default_context(cafile=certificate), **settings)
 
 
+@pytest.mark.slow
 def test_tls_by_a_cluster_of_ones_own(tmp_path: Path) -> None:
-    names = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    certificate = tmp_path / "certificate.pem"
     openssl = [servers.program("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes"]
-    openssl += [
-        "-subj",
-        "/CN=stub",
-        "-addext",
-        "subjectAltName=IP:127.0.0.1",
-        "-out",
-        names[0],
-        "-keyout",
-        names[1],
-    ]
+    openssl += ["-subj", "/CN=node", "-addext", "subjectAltName=IP:127.0.0.1"]
+    openssl += ["-out", certificate, "-keyout", tmp_path / "key.pem"]
     subprocess.run(openssl, check=True, capture_output=True)
-    stub, settings = servers.cassandra_stub(tmp_path, *map(str, names))
-    stub.start()
+    both = tmp_path / "both.pem"
+    both.write_text((tmp_path / "key.pem").read_text() + certificate.read_text())
     try:
-        read_over_tls(settings, names[0])
+        node, settings = servers.cassandra_server(tmp_path, certificate=both)
+    except servers.Missing as error:
+        pytest.skip(f"cassandra: {error}")
+    node.start()
+    try:
+        context = ssl.create_default_context(cafile=certificate)
+        servers.make_role(settings, ssl_context=context)
+        plain = Cassandra(table="shop.goods", connect_timeout=0.5, retry=NO_RETRY, **settings)
+        with pytest.raises(SourceError, match="cannot read key 'nut'"):
+            plain.get("nut")
+        secure = partial(over_tls, certificate=certificate)
+        source = filled({**settings, "make_cluster": secure})
+        assert source.get("nut")["price"] == 0.25
+        source.close()
     finally:
-        stub.stop()
-
-
-def read_over_tls(settings: dict[str, Any], certificate: Path) -> None:
-    plain = Cassandra(table="shop.goods", connect_timeout=0.5, retry=NO_RETRY, **settings)
-    with pytest.raises(SourceError, match="cannot read key 'nut'"):
-        plain.get("nut")
-    source = filled({**settings, "make_cluster": partial(over_tls, certificate=certificate)})
-    assert source.get("nut")["price"] == 0.25
-    source.close()
+        node.kill()
