@@ -7,7 +7,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cassandra import AuthenticationFailed, OperationTimedOut, Timeout, Unavailable
+from cassandra import (
+    AuthenticationFailed,
+    OperationTimedOut,
+    ProtocolVersion,
+    Timeout,
+    Unavailable,
+)
 from cassandra.auth import PlainTextAuthProvider
 from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, NoHostAvailable
 from cassandra.concurrent import execute_concurrent_with_args
@@ -107,6 +113,9 @@ class Cassandra(KeyedSource):
         if username is not None:
             settings["auth_provider"] = PlainTextAuthProvider(username, password)
         cluster = self._make_cluster(self._hosts, **settings)
+        if self._make_cluster is Cluster and "protocol_version" not in settings:
+            # The driver would first try two of DataStax Enterprise; it still goes to lower ones by itself.
+            cluster.protocol_version = ProtocolVersion.V5
         cluster.connection_class = _receives_more(cluster.connection_class)
         try:
             session = cluster.connect()

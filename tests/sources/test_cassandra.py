@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import re
 import ssl
 import subprocess
+import sys
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+import minato
 from minato.sources.base import MissingKey, SourceError
 from minato.sources.retry import Retry
 from tests.sources import servers
-from tests.sources.kinds import Kind
+from tests.sources.kinds import RETRY, Kind
 from tests.sources.servers import Settings
 
 pytest.importorskip("cassandra")
 
+from cassandra import ConsistencyLevel
 from cassandra.cluster import Cluster
 
 from minato.sources.cassandra import Cassandra
 
+ROOT = Path(minato.__file__).parents[1]
 NO_RETRY = Retry(attempts=1)
 
 
@@ -122,3 +131,141 @@ def test_tls_by_a_cluster_of_ones_own(tmp_path: Path) -> None:
         source.close()
     finally:
         node.kill()
+
+
+COUNT = 400
+
+
+def numbered(settings: Settings, table: str, times: int, **more: Any) -> Cassandra:
+    """A source over a table whose rows are numbers, each stored so often."""
+    source = Cassandra(table=table, keys=range(COUNT), **more, **settings)
+    cluster, session = source.connect()
+    keyspace = table.partition(".")[0]
+    session.execute(
+        f"CREATE KEYSPACE IF NOT EXISTS {keyspace} WITH replication = {replicated(times)}"
+    )
+    session.execute(f"CREATE TABLE {table} (id bigint PRIMARY KEY, label bigint)")
+    insert = session.prepare(f"INSERT INTO {table} (id, label) VALUES (?, ?)")
+    insert.consistency_level = ConsistencyLevel.ALL
+    for index in range(COUNT):
+        session.execute(insert, (index, index))
+    cluster.shutdown()
+    return source
+
+
+def longest_pause_s(source: Cassandra, fetch_concurrency: int, lose: Callable[[], None]) -> float:
+    """Go through one epoch, and lose a node in the middle of it; check that every sample comes."""
+    loader = minato.DataLoader(
+        source, batch_size=8, num_workers=2, fetch_concurrency=fetch_concurrency
+    )
+    found, pauses_s = [], []
+    asked = time.monotonic()
+    for number, batch in enumerate(loader):
+        pauses_s.append(time.monotonic() - asked)
+        found += batch["label"].tolist()
+        if number == 10:
+            lose()
+        time.sleep(0.02)  # that some of the epoch is left to read without the node
+        asked = time.monotonic()
+    assert found == list(range(COUNT))
+    return max(pauses_s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fetch_concurrency", [1, 8])
+def test_a_node_killed_and_started_again_in_mid_epoch_loses_nothing(
+    fetch_concurrency: int, settings: Settings, kind_named: Callable[[str], Kind]
+) -> None:
+    node = kind_named("cassandra").server
+    assert node is not None
+    source = numbered(settings, f"minato.killed_{fetch_concurrency}", 1, retry=RETRY)
+
+    def lose() -> None:
+        node.kill()
+        node.start()
+
+    longest_pause_s(source, fetch_concurrency, lose)
+    assert source.retries > 0
+    source.close()
+
+
+REQUEST_S = 10.0
+"""The driver's time limit of a request."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_ring_that_loses_a_node_in_mid_epoch_goes_on(tmp_path: Path) -> None:
+    try:
+        nodes, settings = servers.cassandra_ring(tmp_path, [f"127.0.0.{n}" for n in (1, 2, 3)])
+    except servers.Missing as error:
+        pytest.skip(f"cassandra: {error}")
+    with ExitStack() as stack:
+        for node in nodes:
+            stack.callback(node.kill)
+            node.start()
+        source = numbered(settings, "ring.numbers", 2)
+        stack.callback(source.close)
+        for fetch_concurrency in (1, 8):
+            pause_s = longest_pause_s(source, fetch_concurrency, nodes[2].kill)
+            assert pause_s < REQUEST_S
+            nodes[2].start()
+
+
+MANY = 100_000
+PROGRAM = f"""
+class Rows:
+    def __len__(self):
+        return {MANY}
+    def __getitem__(self, index):
+        return {{"label": index, "data": b"%d" % index}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_many_rows_are_ingested_though_the_first_try_is_killed(
+    tmp_path: Path, settings: Settings
+) -> None:
+    (tmp_path / "rows.py").write_text(PROGRAM)
+    place = f"cassandra://{settings['username']}@127.0.0.1:{settings['port']}"
+    arguments = [sys.executable, "-m", "minato", "ingest", "rows.py:Rows", place]
+    arguments += ["--table", "minato.many", "--password-env", "THE_SECRET", "--workers", "2"]
+    arguments += ["--chunk", "1000", "--journal", "journal"]
+    given: Any = {
+        "cwd": tmp_path,
+        "env": {**os.environ, "PYTHONPATH": str(ROOT), "THE_SECRET": servers.PASSWORD},
+    }
+    journal = tmp_path / "journal"
+    with (tmp_path / "log").open("w") as log:
+        first = subprocess.Popen(arguments, stdout=log, stderr=log, **given)
+        while not journal.exists() or len(journal.read_text().splitlines()) < 20:
+            assert first.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        first.kill()
+        first.wait()
+    again = subprocess.run([*arguments, "--verify"], capture_output=True, text=True, **given)
+    assert again.returncode == 0, again.stderr
+    chunks = len(journal.read_text().splitlines()) - 1
+    assert chunks == MANY // 1000
+    written = int(re.search(r"(\d+) written by this run", again.stdout)[1])  # type: ignore[index]
+    assert 0 < written <= MANY - 19_000
+    assert f"{MANY} verified" in again.stdout
+    source = Cassandra(table="minato.many", **settings)
+    assert source.keys == list(range(MANY))
+    source.close()
+
+
+def test_a_server_ends_with_the_tests(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, sys, time; from tests.sources.servers import Server; "
+        f"server = Server('sleep', pathlib.Path({str(tmp_path)!r}), ['sleep', '600'], lambda: None); "
+        "server.start(); print(server.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as tests:
+        assert tests.stdout is not None
+        server = psutil.Process(int(tests.stdout.readline()))
+        tests.kill()
+    server.wait(10)
