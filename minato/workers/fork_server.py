@@ -53,7 +53,6 @@ class _Server(forkserver.ForkServer):
         finally:
             os.environ.pop(_PRELOAD, None)
 
-
     @property
     def pid(self) -> int | None:
         """The server's pid; None before its first start."""
