@@ -88,7 +88,7 @@ def _checked(sample: Any, index: int) -> Any:
 
 
 class _OneByOne(Dataset[Any]):
-    """The same rows for a loader that shall ask for each by itself."""
+    """The same rows for a loader that asks for each by itself."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows

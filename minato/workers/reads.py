@@ -379,7 +379,7 @@ def reads_of(dataset: Any, limit: int) -> Reads:
     Args:
         dataset: With ``__begin__(key, done)``, which begins to read and returns True, or False if it cannot. Then
             ``done`` is called once, in any thread: with a function that returns the sample, or with None if
-            ``dataset[key]`` shall read it. With ``async def __aget__(key)``, coroutines; otherwise ``dataset[key]`` in
+            ``dataset[key]`` must read it. With ``async def __aget__(key)``, coroutines; otherwise ``dataset[key]`` in
             threads.
     """
     get = functools.partial(operator.getitem, dataset)
