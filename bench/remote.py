@@ -1,4 +1,4 @@
-"""Loaders on objects behind a slow network: rates, gaps between batches, slow start, and a cache on disk."""
+"""Loaders on objects and on rows of Cassandra behind a slow network: rates, slow start, and a cache on disk."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import redis
 import torch
 from torch.utils.data import Dataset
 
 import minato
-from bench.harness import record, report
+from bench.harness import cassandra_node, record, report
 from bench.harness.datasets import Ideal
 from bench.harness.loaders import (
     MINATO,
@@ -30,6 +29,7 @@ from bench.harness.loaders import (
 from bench.harness.network import Link, Proxy
 from bench.harness.suite import Row, measure
 from bench.harness.trial import Consumer, Run, WrongDeliveryError
+from bench.workloads.payload import stored_object
 from minato.caching import DiskCache
 from minato.sources.redis import Redis
 
@@ -42,13 +42,14 @@ _START_S = 10.0
 HEAD = """\
 # Data from far away
 
-Written by `python -m bench.remote`. Objects of {kilobytes} kB in a Redis server behind a TCP proxy that holds every
-byte back for half of the round-trip time in each direction. {workers} worker processes, batches of {batch}, a consumer
-that takes every batch at once. Each object is one request, as with an object store. Whole epochs, start of the workers
-included; loaders take turns; every sample is checked. Figures are medians of {repeats} runs (least and greatest in
-brackets). *Ideal*: the most reads that a loader of the table has in flight, divided by the round trip, or the link's
-bandwidth if that is less. Client, proxy and server share the cores of one machine, which limits what can be reached at
-the lowest latency. `minato` and `torch` alone are the defaults: one read at a time in each worker.
+Written by `python -m bench.remote --rows objects`. Objects of {kilobytes} kB in a Redis server behind a TCP proxy
+that holds every byte back for half of the round-trip time in each direction. {workers} worker processes, batches of
+{batch}, a consumer that takes every batch at once. Each object is one request, as with an object store. Whole epochs,
+start of the workers included; loaders take turns; every sample is checked. Figures are medians of {repeats} runs
+(least and greatest in brackets). *Ideal*: the most reads that a loader of the table has in flight, divided by the
+round trip, or the link's bandwidth if that is less. Client, proxy and server share the cores of one machine, which
+limits what can be reached at the lowest latency. `minato` and `torch` alone are the defaults: one read at a time in
+each worker.
 """
 CAPPED = """\
 The worst connections have four times the round trip of the best ones, and each rises and falls by half within three
@@ -114,18 +115,10 @@ class Objects(Dataset[Any]):
         return torch.frombuffer(bytearray(stored), dtype=torch.uint8), index
 
     def content(self, index: int) -> Any:
-        return torch.frombuffer(bytearray(stored_object(index)), dtype=torch.uint8), index
+        return torch.frombuffer(bytearray(stored_object(index, NBYTES)), dtype=torch.uint8), index
 
     def ideal(self, batch_size: int, workers: int) -> Ideal:
         return Ideal(self.ideal_s * len(self))
-
-
-_NOISE = np.random.default_rng(1).bytes(NBYTES)
-
-
-def stored_object(index: int) -> bytes:
-    """The content of an object; it begins with its index."""
-    return index.to_bytes(8, "little") + _NOISE[8:]
 
 
 @contextmanager
@@ -153,7 +146,7 @@ def store(folder: Path, count: int = COUNT) -> Iterator[str]:
                 time.sleep(0.02)
         for first in range(0, count, 100):
             some = range(first, min(first + 100, count))
-            client.mset({f"{index:06d}": stored_object(index) for index in some})
+            client.mset({f"{index:06d}": stored_object(index, NBYTES) for index in some})
         client.close()
         yield path
     finally:
@@ -233,16 +226,12 @@ def _run(
     return Run(contender, work, arguments, Consumer(step))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    options = report.parser("bench.remote", __doc__ or "", 3).parse_args(arguments)
-    repeats = report.repeats_of(options)
-    page = report.Page("remote", options.out or (None if options.short else record.PAGES))
+def _objects(page: report.Page, repeats: int, short: bool) -> None:
     page.add(
         HEAD.format(kilobytes=NBYTES // 1000, workers=WORKERS, batch=BATCH_SIZE, repeats=repeats)
     )
     with tempfile.TemporaryDirectory() as name, store(Path(name)) as socket:
-        lab = Lab(socket, page, repeats, options.short)
+        lab = Lab(socket, page, repeats, short)
         page.add("## Equal connections, no cap\n")
         for (label, rtt_s), count in zip(RTT_S.items(), (COUNT, 1000, 400), strict=True):
             lab.compare(f"Round trip {label}", Link(rtt_s), count, LOADERS)
@@ -269,7 +258,29 @@ def main(arguments: list[str] | None = None) -> int:
             "## Epochs with a cache on disk\n",
             report.table([*head, "first / second", "hit rate"], caches),
         )
-    page.finish()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    known = ["objects", "cassandra"]
+    options = report.parser("bench.remote", __doc__ or "", 3, known).parse_args(arguments)
+    repeats = report.repeats_of(options)
+    out = options.out or (None if options.short else record.PAGES)
+    if "objects" in options.rows:
+        page = report.Page("remote", out)
+        _objects(page, repeats, options.short)
+        page.finish()
+    if "cassandra" in options.rows:
+        try:
+            cassandra_node.home()
+        except cassandra_node.NotInstalled as error:
+            print(f"the rows of Cassandra are left out: {error}")
+        else:
+            from bench import rows  # late: it needs the driver
+
+            page = report.Page("cassandra", out)
+            rows.compare(page, repeats, options.short)
+            page.finish()
     return 0
 
 

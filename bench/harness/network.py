@@ -41,7 +41,7 @@ class Link:
 class _Shared:
     """What all connections of one proxy share."""
 
-    def __init__(self, link: Link, upstream: str, requests: Any) -> None:
+    def __init__(self, link: Link, upstream: str | int, requests: Any) -> None:
         self.link = link
         self.upstream = upstream
         self.requests = requests
@@ -122,10 +122,16 @@ class _Client(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self._to_client.connect(transport)
         loop = asyncio.get_running_loop()
-        opening = loop.create_unix_connection(
-            lambda: _Upstream(self._to_server, self._to_client), self._shared.upstream
-        )
-        self._connecting = loop.create_task(opening)
+        self._connecting = loop.create_task(self._open(loop, self._shared.upstream))
+
+    async def _open(self, loop: asyncio.AbstractEventLoop, upstream: str | int) -> None:
+        def made() -> _Upstream:
+            return _Upstream(self._to_server, self._to_client)
+
+        if isinstance(upstream, str):
+            await loop.create_unix_connection(made, upstream)
+        else:
+            await loop.create_connection(made, "127.0.0.1", upstream)
 
     def data_received(self, data: bytes) -> None:
         self._shared.requests.value += data.count(_REQUEST)
@@ -142,10 +148,10 @@ class Proxy:
         port: Where it listens on loopback.
 
     Args:
-        upstream: Path of the server's socket.
+        upstream: Path of the server's socket, or its port on loopback.
     """
 
-    def __init__(self, link: Link, upstream: str) -> None:
+    def __init__(self, link: Link, upstream: str | int) -> None:
         self._requests = _CONTEXT.Value("q", 0, lock=False)
         self._arguments = link, upstream, self._requests
         self.port = 0
@@ -169,7 +175,7 @@ class Proxy:
         self._process.join()
 
 
-def _run(link: Link, upstream: str, requests: Any, tell: Connection) -> None:
+def _run(link: Link, upstream: str | int, requests: Any, tell: Connection) -> None:
     async def serve() -> None:
         shared = _Shared(link, upstream, requests)
         server = await asyncio.get_running_loop().create_server(

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cassandra import AuthenticationFailed, OperationTimedOut, Timeout, Unavailable
+from cassandra import (
+    AuthenticationFailed,
+    OperationTimedOut,
+    ProtocolVersion,
+    Timeout,
+    Unavailable,
+)
 from cassandra.auth import PlainTextAuthProvider
 from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, NoHostAvailable
 from cassandra.concurrent import execute_concurrent_with_args
-from cassandra.connection import ConnectionException
+from cassandra.connection import Connection, ConnectionException
 from cassandra.policies import ExponentialReconnectionPolicy
 from cassandra.query import dict_factory
 
@@ -26,6 +33,10 @@ _IN_FLIGHT = 256
 """Most requests of a batch that are in flight; they share one or two connections per node."""
 
 
+_RECEIVED_BYTES = 1 << 18
+"""Most bytes of one receive call; the driver's 4096 make 15 calls of a row of 60 kB, each of which releases the GIL."""
+
+
 class _Session(NamedTuple):
     """A session that reads; all threads share it."""
 
@@ -38,7 +49,7 @@ class Cassandra(KeyedSource):
     """Rows of a table by their primary key, one column; a sample is a dict of the columns, in one read.
 
     One prepared statement serves all reads. The keys of a batch are requested concurrently; with ``fetch_concurrency``
-    the reads of a worker are coroutines that the driver's callbacks wake.
+    the driver's own thread receives the rows of a worker's reads, and the worker decodes them.
 
     Args:
         hosts: Hosts of the cluster.
@@ -102,6 +113,10 @@ class Cassandra(KeyedSource):
         if username is not None:
             settings["auth_provider"] = PlainTextAuthProvider(username, password)
         cluster = self._make_cluster(self._hosts, **settings)
+        if self._make_cluster is Cluster and "protocol_version" not in settings:
+            # The driver would first try two of DataStax Enterprise; it still goes to lower ones by itself.
+            cluster.protocol_version = ProtocolVersion.V5
+        cluster.connection_class = _receives_more(cluster.connection_class)
         try:
             session = cluster.connect()
         except BaseException as error:
@@ -160,6 +175,31 @@ class Cassandra(KeyedSource):
         )
         return [list(found) if arrived else None for arrived, found in results]
 
+    def __begin__(self, index: int, done: Callable[[Callable[[], Any] | None], None]) -> bool:
+        """Begin to read a sample; False without a session, which ``source[index]`` opens.
+
+        Args:
+            done: Called once, by the driver's thread: with a function that returns the sample, or with None after an
+                error; ``source[index]`` then tries again.
+        """
+        opened = self._sessions.opened()
+        if opened is None:
+            return False
+        key = self.keys[index]
+
+        def failed(error: BaseException) -> None:
+            if isinstance(error, self.transient):
+                self.counters.add(retries=1)
+            done(None)
+
+        opened.session.execute_async(opened.select, (key,)).add_callbacks(
+            lambda rows: done(functools.partial(self._completed, key, rows)), failed
+        )
+        return True
+
+    def _completed(self, key: Any, rows: list[Any]) -> Any:
+        return self._decoded(key, self.attempt(f"key {key!r}", lambda: self._sample(key, rows)))
+
     async def __aget__(self, index: int) -> Any:
         """``source[index]`` as a coroutine."""
         key = self.keys[index]
@@ -201,6 +241,13 @@ class Cassandra(KeyedSource):
         _, session, _ = self._opened()
         rows = session.execute(f"SELECT {quoted_column(self.key)} FROM {quoted(self.table)}")
         return sorted(row[self.key] for row in rows)
+
+
+@functools.cache
+def _receives_more(connection: type[Connection]) -> type[Connection]:
+    """The driver's class of connections, with a larger buffer."""
+    size = max(connection.in_buffer_size, _RECEIVED_BYTES)
+    return type(connection.__name__, (connection,), {"in_buffer_size": size})
 
 
 def _close(session: _Session) -> None:

@@ -66,6 +66,12 @@ class Connections(Generic[T]):
             raise
         self._give_back(connection)
 
+    def opened(self) -> T | None:
+        """The connection that all threads share, if this process has opened it; never waits."""
+        if self._owner != os.getpid():
+            return None
+        return next(iter(self._idle), None)
+
     def _take(self) -> T:
         if self._owner != os.getpid():
             _inherited.append(self._idle)

@@ -1,4 +1,4 @@
-"""Reads in flight: several samples of one dataset at once, in threads or as coroutines."""
+"""Reads in flight: several samples of one dataset at once, in threads, as coroutines, or by a library of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ from typing import Any, Protocol
 from minato._core.clock import now_ns
 from minato.transforms.rng import SampleRandomness
 
-__all__ = ["CoroutineReads", "FinishedReads", "Read", "Reads", "ThreadReads", "reads_of"]
+__all__ = [
+    "BegunReads",
+    "CoroutineReads",
+    "FinishedReads",
+    "Read",
+    "Reads",
+    "ThreadReads",
+    "reads_of",
+]
+
+Begin = Callable[[Any, Callable[[Callable[[], Any] | None], None]], bool]
+"""``__begin__`` of a dataset: ``(index, done) -> whether it has begun``; see :func:`reads_of`."""
 
 _GRACE_S = 2.0
 """How long a shutdown waits for reads in flight; the threads end with the process."""
@@ -34,6 +45,7 @@ class Read:
         "again_for",
         "asked",
         "attempts",
+        "complete",
         "duration_ns",
         "epoch",
         "error",
@@ -63,6 +75,8 @@ class Read:
         self.again_for = again_for
         self.attempts = 1
         """Requests for this sample in flight; two if it is hedged."""
+        self.complete: Callable[[], Any] | None = None
+        """Makes the value of what has arrived, in the worker's thread; None if ``value`` is there."""
         self.value: Any = None
         self.error: BaseException | None = None
         self.started_ns = 0
@@ -157,6 +171,10 @@ class ThreadReads(FinishedReads):
     def submit(self, read: Read) -> None:
         """Start a read; reads beyond the limit wait in a queue."""
         self.outstanding += 1
+        self._ask(read)
+
+    def _ask(self, read: Read) -> None:
+        """Let a thread read; there are as many threads as there may be reads."""
         self._asked.put(read)
         if len(self._threads) < min(self.limit, self.outstanding):
             name = f"minato-read-{len(self._threads)}"
@@ -182,6 +200,79 @@ class ThreadReads(FinishedReads):
         deadline_ns = now_ns() + int(_GRACE_S * 1e9)
         for thread in self._threads:
             thread.join(max(deadline_ns - now_ns(), 0) / 1e9)
+
+
+class BegunReads(ThreadReads):
+    """``dataset.__begin__(key, done)``, whose library reads without a thread for each read.
+
+    The library's thread only notes that a read has finished, and begins the next one: no thread of ours stands between
+    the library and the worker, which makes the value itself. What cannot begin, or has failed, ``dataset[key]`` reads
+    in a thread, where it may wait and try again.
+    """
+
+    def __init__(self, begin: Begin, get: Callable[[Any], Any], limit: int) -> None:
+        super().__init__(get, limit)
+        self._begin = begin
+        self._free = limit
+        self._queued: deque[Read] = deque()
+        self._lock = threading.Lock()
+
+    def submit(self, read: Read) -> None:
+        """Start a read; reads beyond the limit wait in a queue."""
+        self.outstanding += 1
+        with self._lock:
+            if not self._free:
+                self._queued.append(read)
+                return
+            self._free -= 1
+        self._start(read)
+
+    def _start(self, read: Read) -> None:
+        read.started_ns = now_ns()
+        try:
+            begun = self._begin(read.key, functools.partial(self._arrive, read))
+        except Exception:  # of which dataset[key] tells, or which it overcomes
+            begun = False
+        if not begun:
+            self._ask(read)
+
+    def _ask(self, read: Read) -> None:
+        with self._lock:  # a thread of the library may be here, too
+            super()._ask(read)
+
+    def _arrive(self, read: Read, complete: Callable[[], Any] | None) -> None:
+        if complete is None:
+            self._ask(read)
+        else:
+            read.complete = complete
+            self._finish(read)
+
+    def _finish(self, read: Read) -> None:
+        super()._finish(read)
+        with self._lock:
+            if not self._queued or self._closed:
+                self._free += 1
+                return
+            following = self._queued.popleft()
+        self._start(following)
+
+    def finished(self) -> Read | None:
+        """Return the next read that has finished, in the order in which they finish; None if there is none."""
+        read = super().finished()
+        if read is not None and read.complete is not None:
+            self._make_value(read, read.complete)
+        return read
+
+    def _make_value(self, read: Read, complete: Callable[[], Any]) -> None:
+        began_ns = now_ns()
+        try:
+            randomness = read.bound()
+            read.value = complete()
+            read.asked = randomness.asked if randomness else 0
+        except BaseException as error:  # the worker decides whether it ends the worker
+            read.error = error
+        read.complete = None
+        read.duration_ns += now_ns() - began_ns
 
 
 class CoroutineReads(FinishedReads):
@@ -286,9 +377,16 @@ def reads_of(dataset: Any, limit: int) -> Reads:
     """Return the kind of reads that the dataset supports.
 
     Args:
-        dataset: With ``async def __aget__(key)``, coroutines; otherwise ``dataset[key]`` in threads.
+        dataset: With ``__begin__(key, done)``, which begins to read and returns True, or False if it cannot. Then
+            ``done`` is called once, in any thread: with a function that returns the sample, or with None if
+            ``dataset[key]`` must read it. With ``async def __aget__(key)``, coroutines; otherwise ``dataset[key]`` in
+            threads.
     """
+    get = functools.partial(operator.getitem, dataset)
+    begin: Begin | None = getattr(dataset, "__begin__", None)
+    if begin is not None:
+        return BegunReads(begin, get, limit)
     aget = getattr(dataset, "__aget__", None)
     if aget is not None:
         return CoroutineReads(aget, limit)
-    return ThreadReads(functools.partial(operator.getitem, dataset), limit)
+    return ThreadReads(get, limit)

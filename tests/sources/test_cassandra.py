@@ -1,33 +1,46 @@
-"""The Cassandra source, through the real driver, against a stub of a node; the contract suite has the rest."""
+"""The Cassandra source on a real node, and on a ring that loses one; the contract suite has the rest."""
 
 from __future__ import annotations
 
+import os
+import re
 import ssl
 import subprocess
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+import minato
 from minato.sources.base import MissingKey, SourceError
 from minato.sources.retry import Retry
 from tests.sources import servers
+from tests.sources.kinds import RETRY, Kind
+from tests.sources.servers import Settings
 
 pytest.importorskip("cassandra")
 
+from cassandra import ConsistencyLevel
 from cassandra.cluster import Cluster
 
 from minato.sources.cassandra import Cassandra
 
+ROOT = Path(minato.__file__).parents[1]
 NO_RETRY = Retry(attempts=1)
 
 
-def filled(settings: dict[str, Any]) -> Cassandra:
+def filled(settings: Settings) -> Cassandra:
     """A source over a table of its own, with three rows."""
     source = Cassandra(table="shop.goods", key="name", **settings)
     cluster, session = source.connect()
+    session.execute("DROP KEYSPACE IF EXISTS shop")
+    session.execute(f"CREATE KEYSPACE shop WITH replication = {replicated(1)}")
     session.execute(
         'CREATE TABLE "shop"."goods" (name text PRIMARY KEY, price double, size bigint)'
     )
@@ -40,15 +53,18 @@ def filled(settings: dict[str, Any]) -> Cassandra:
     return source
 
 
+def replicated(times: int) -> str:
+    return f"{{'class': 'SimpleStrategy', 'replication_factor': {times}}}"
+
+
 @pytest.fixture
-def settings(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    stub, settings = servers.cassandra_stub(tmp_path)
-    stub.start()
-    yield settings
-    stub.stop()
+def settings(kind_named: Callable[[str], Kind]) -> Settings:
+    """Of the node that all tests share."""
+    settings: Settings = kind_named("cassandra").source()._settings.values()
+    return {"hosts": ["127.0.0.1"], **settings}
 
 
-def test_columns_are_chosen_and_keys_sorted(settings: dict[str, Any]) -> None:
+def test_columns_are_chosen_and_keys_sorted(settings: Settings) -> None:
     source = filled(settings)
     assert source.keys == ["bolt", "nut", "saw"]
     assert source[0] == {"price": 0.5, "size": None}
@@ -58,26 +74,26 @@ def test_columns_are_chosen_and_keys_sorted(settings: dict[str, Any]) -> None:
     some.close()
 
 
-def test_the_missing_one_of_a_batch_is_named(settings: dict[str, Any]) -> None:
+def test_the_missing_one_of_a_batch_is_named(settings: Settings) -> None:
     source = filled(settings).subset(["saw", "file", "nut"])
     with pytest.raises(MissingKey, match="has no key 'file'"):
         source.__getitems__([0, 1, 2])
     source.close()
 
 
-def test_a_changed_schema_is_told_with_the_key(settings: dict[str, Any]) -> None:
+def test_a_changed_schema_is_told_with_the_key(settings: Settings) -> None:
     filled(settings).close()
     source = Cassandra(table="shop.goods", key="name", columns=["price"], **settings)
     assert source.get("nut") == {"price": 0.25}
     cluster, session = source.connect()
-    session.execute('ALTER TABLE "shop"."goods" DROP COLUMN price')
+    session.execute('ALTER TABLE "shop"."goods" DROP price')
     cluster.shutdown()
     with pytest.raises(SourceError, match="cannot read key 'saw'.*price"):
         source.get("saw")
     source.close()
 
 
-def test_a_wrong_role_is_refused_without_further_tries(settings: dict[str, Any]) -> None:
+def test_a_wrong_role_is_refused_without_further_tries(settings: Settings) -> None:
     source = Cassandra(table="shop.goods", **{**settings, "username": "somebody"})
     with pytest.raises(SourceError, match="AuthenticationFailed") as raised:
         source.get("nut")
@@ -89,32 +105,167 @@ def over_tls(hosts: list[str], certificate: Path, **settings: Any) -> Cluster:
     return Cluster(hosts, ssl_context=ssl.create_default_context(cafile=certificate), **settings)
 
 
+@pytest.mark.slow
 def test_tls_by_a_cluster_of_ones_own(tmp_path: Path) -> None:
-    names = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    certificate = tmp_path / "certificate.pem"
     openssl = [servers.program("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes"]
-    openssl += [
-        "-subj",
-        "/CN=stub",
-        "-addext",
-        "subjectAltName=IP:127.0.0.1",
-        "-out",
-        names[0],
-        "-keyout",
-        names[1],
-    ]
+    openssl += ["-subj", "/CN=node", "-addext", "subjectAltName=IP:127.0.0.1"]
+    openssl += ["-out", certificate, "-keyout", tmp_path / "key.pem"]
     subprocess.run(openssl, check=True, capture_output=True)
-    stub, settings = servers.cassandra_stub(tmp_path, *map(str, names))
-    stub.start()
+    both = tmp_path / "both.pem"
+    both.write_text((tmp_path / "key.pem").read_text() + certificate.read_text())
     try:
-        read_over_tls(settings, names[0])
+        node, settings = servers.cassandra_server(tmp_path, certificate=both)
+    except servers.Missing as error:
+        pytest.skip(f"cassandra: {error}")
+    node.start()
+    try:
+        context = ssl.create_default_context(cafile=certificate)
+        servers.make_role(settings, ssl_context=context)
+        plain = Cassandra(table="shop.goods", connect_timeout=0.5, retry=NO_RETRY, **settings)
+        with pytest.raises(SourceError, match="cannot read key 'nut'"):
+            plain.get("nut")
+        secure = partial(over_tls, certificate=certificate)
+        source = filled({**settings, "make_cluster": secure})
+        assert source.get("nut")["price"] == 0.25
+        source.close()
     finally:
-        stub.stop()
+        node.kill()
 
 
-def read_over_tls(settings: dict[str, Any], certificate: Path) -> None:
-    plain = Cassandra(table="shop.goods", connect_timeout=0.5, retry=NO_RETRY, **settings)
-    with pytest.raises(SourceError, match="cannot read key 'nut'"):
-        plain.get("nut")
-    source = filled({**settings, "make_cluster": partial(over_tls, certificate=certificate)})
-    assert source.get("nut")["price"] == 0.25
+COUNT = 400
+
+
+def numbered(settings: Settings, table: str, times: int, **more: Any) -> Cassandra:
+    """A source over a table whose rows are numbers, each stored so often."""
+    source = Cassandra(table=table, keys=range(COUNT), **more, **settings)
+    cluster, session = source.connect()
+    keyspace = table.partition(".")[0]
+    session.execute(
+        f"CREATE KEYSPACE IF NOT EXISTS {keyspace} WITH replication = {replicated(times)}"
+    )
+    session.execute(f"CREATE TABLE {table} (id bigint PRIMARY KEY, label bigint)")
+    insert = session.prepare(f"INSERT INTO {table} (id, label) VALUES (?, ?)")
+    insert.consistency_level = ConsistencyLevel.ALL
+    for index in range(COUNT):
+        session.execute(insert, (index, index))
+    cluster.shutdown()
+    return source
+
+
+def longest_pause_s(source: Cassandra, fetch_concurrency: int, lose: Callable[[], None]) -> float:
+    """Go through one epoch, and lose a node in the middle of it; check that every sample comes."""
+    loader = minato.DataLoader(
+        source, batch_size=8, num_workers=2, fetch_concurrency=fetch_concurrency
+    )
+    found, pauses_s = [], []
+    asked = time.monotonic()
+    for number, batch in enumerate(loader):
+        pauses_s.append(time.monotonic() - asked)
+        found += batch["label"].tolist()
+        if number == 10:
+            lose()
+        time.sleep(0.02)  # that some of the epoch is left to read without the node
+        asked = time.monotonic()
+    assert found == list(range(COUNT))
+    return max(pauses_s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fetch_concurrency", [1, 8])
+def test_a_node_killed_and_started_again_in_mid_epoch_loses_nothing(
+    fetch_concurrency: int, settings: Settings, kind_named: Callable[[str], Kind]
+) -> None:
+    node = kind_named("cassandra").server
+    assert node is not None
+    source = numbered(settings, f"minato.killed_{fetch_concurrency}", 1, retry=RETRY)
+
+    def lose() -> None:
+        node.kill()
+        node.start()
+
+    longest_pause_s(source, fetch_concurrency, lose)
+    assert source.retries > 0
     source.close()
+
+
+REQUEST_S = 10.0
+"""The driver's time limit of a request."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_ring_that_loses_a_node_in_mid_epoch_goes_on(tmp_path: Path) -> None:
+    try:
+        nodes, settings = servers.cassandra_ring(tmp_path, [f"127.0.0.{n}" for n in (1, 2, 3)])
+    except servers.Missing as error:
+        pytest.skip(f"cassandra: {error}")
+    with ExitStack() as stack:
+        for node in nodes:
+            stack.callback(node.kill)
+            node.start()
+        source = numbered(settings, "ring.numbers", 2)
+        stack.callback(source.close)
+        for fetch_concurrency in (1, 8):
+            pause_s = longest_pause_s(source, fetch_concurrency, nodes[2].kill)
+            assert pause_s < REQUEST_S
+            nodes[2].start()
+
+
+MANY = 100_000
+PROGRAM = f"""
+class Rows:
+    def __len__(self):
+        return {MANY}
+    def __getitem__(self, index):
+        return {{"label": index, "data": b"%d" % index}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_many_rows_are_ingested_though_the_first_try_is_killed(
+    tmp_path: Path, settings: Settings
+) -> None:
+    (tmp_path / "rows.py").write_text(PROGRAM)
+    place = f"cassandra://{settings['username']}@127.0.0.1:{settings['port']}"
+    arguments = [sys.executable, "-m", "minato", "ingest", "rows.py:Rows", place]
+    arguments += ["--table", "minato.many", "--password-env", "THE_SECRET", "--workers", "2"]
+    arguments += ["--chunk", "1000", "--journal", "journal"]
+    given: Any = {
+        "cwd": tmp_path,
+        "env": {**os.environ, "PYTHONPATH": str(ROOT), "THE_SECRET": servers.PASSWORD},
+    }
+    journal = tmp_path / "journal"
+    with (tmp_path / "log").open("w") as log:
+        first = subprocess.Popen(arguments, stdout=log, stderr=log, **given)
+        while not journal.exists() or len(journal.read_text().splitlines()) < 20:
+            assert first.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        first.kill()
+        first.wait()
+    again = subprocess.run([*arguments, "--verify"], capture_output=True, text=True, **given)
+    assert again.returncode == 0, again.stderr
+    chunks = len(journal.read_text().splitlines()) - 1
+    assert chunks == MANY // 1000
+    written = int(re.search(r"(\d+) written by this run", again.stdout)[1])  # type: ignore[index]
+    assert 0 < written <= MANY - 19_000
+    assert f"{MANY} verified" in again.stdout
+    source = Cassandra(table="minato.many", **settings)
+    assert source.keys == list(range(MANY))
+    source.close()
+
+
+def test_a_server_ends_with_the_tests(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, sys, time; from tests.sources.servers import Server; "
+        f"server = Server('sleep', pathlib.Path({str(tmp_path)!r}), ['sleep', '600'], lambda: None); "
+        "server.start(); print(server.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as tests:
+        assert tests.stdout is not None
+        server = psutil.Process(int(tests.stdout.readline()))
+        tests.kill()
+    server.wait(10)

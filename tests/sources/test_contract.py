@@ -20,9 +20,13 @@ from minato.sources.retry import Retry
 from tests.sources import servers
 from tests.sources.kinds import COUNT, KINDS, Kind, features
 
-SERVED = ["redis", "postgres", "cassandra_stub", "s3"]
+SERVED = ["redis", "postgres", "cassandra", "s3"]
+STARTS_SLOWLY = pytest.param("cassandra", marks=pytest.mark.slow)
 every_kind = pytest.mark.parametrize("kind", KINDS, indirect=True)
 every_served_kind = pytest.mark.parametrize("kind", SERVED, indirect=True)
+every_restarted_kind = pytest.mark.parametrize(
+    "kind", ["redis", "postgres", STARTS_SLOWLY, "s3"], indirect=True
+)
 
 
 def check(batches: list[Any], expected: list[int]) -> None:
@@ -208,7 +212,7 @@ def test_secrets_do_not_show(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Non
     refused.close()
 
 
-@every_served_kind
+@every_restarted_kind
 @pytest.mark.parametrize("fetch_concurrency", [1, 4])
 def test_a_restart_of_the_server_in_mid_epoch_loses_nothing(
     kind: Kind, fetch_concurrency: int
@@ -232,7 +236,7 @@ def test_a_restart_of_the_server_in_mid_epoch_loses_nothing(
     source.close()
 
 
-@every_served_kind
+@every_restarted_kind
 def test_who_cannot_be_reached_is_named_with_the_key(kind: Kind) -> None:
     assert kind.server is not None
     source = kind.source([kind.key(4)], retry=Retry(attempts=3, first_s=0.01))

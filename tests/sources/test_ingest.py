@@ -123,11 +123,11 @@ def postgres(_: Path, kind_named: Callable[[str], Kind]) -> Target:
     return Target(store, lambda: Postgres("", "ingested", decode=decoded, **settings))
 
 
-def cassandra_stub(_: Path, kind_named: Callable[[str], Kind]) -> Target:
+def cassandra(_: Path, kind_named: Callable[[str], Kind]) -> Target:
     from minato.sources.cassandra import Cassandra
     from minato.sources.ingest.tables import CassandraStore
 
-    settings = kind_named("cassandra_stub").source()._settings.values()
+    settings = kind_named("cassandra").source()._settings.values()
     place = ["127.0.0.1"], "minato.ingested"
     store = CassandraStore(*place, **settings)
     return Target(store, lambda: Cassandra(*place, decode=decoded, **settings))
@@ -147,7 +147,7 @@ def s3(_: Path, kind_named: Callable[[str], Kind]) -> Target:
 
 PASSWORD = {"password": servers.PASSWORD}
 TARGETS = {make.__name__: make for make in (sqlite, lmdb, parquet, files, tar)}
-TARGETS |= {make.__name__: make for make in (redis, postgres, cassandra_stub, s3)}
+TARGETS |= {make.__name__: make for make in (redis, postgres, cassandra, s3)}
 
 
 @pytest.fixture(params=TARGETS)

@@ -1,0 +1,218 @@
+"""Rows of a real Cassandra node behind a slow network: the driver alone, torch and minato, first and later epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from cassandra import ConsistencyLevel
+from cassandra.concurrent import execute_concurrent_with_args
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, default_collate
+
+from bench.harness import cassandra_node, report
+from bench.harness.datasets import Ideal
+from bench.harness.loaders import (
+    MINATO,
+    MINATO_ANY_ORDER,
+    Contender,
+    minato_loader,
+    named,
+)
+from bench.harness.network import Link, Proxy
+from bench.harness.suite import Row, RowResult, measure
+from bench.harness.trial import WrongDeliveryError
+from bench.workloads.payload import stored_object
+from minato.sources.cassandra import Cassandra
+
+NBYTES, COUNT = 60_000, 2000
+BATCH_SIZE, WORKERS, READS, EPOCHS = 32, 4, 16, 3
+RTT_S = {"0 ms": 0.0, "20 ms": 0.02, "150 ms": 0.15}
+COUNTS = (COUNT, 1000, 400)
+_TABLE = "bench.rows"
+HEAD = """\
+# Rows of Cassandra
+
+Written by `python -m bench.remote --rows cassandra`. Rows of {kilobytes} kB in one node of Cassandra behind a TCP proxy
+that holds every byte back for half of the round-trip time in each direction. {workers} worker processes that live for
+{epochs} epochs, batches of {batch}, a consumer that takes every batch at once. Loaders take turns; every sample is
+checked. The first epoch has the start of the workers and their sessions in it. Rows per second: medians of {repeats}
+runs (least and greatest in brackets). *Driver*: one process requests each batch with `execute_concurrent_with_args` and
+collates it, without a loader. Client, proxy and node share the cores of one machine, which limits what can be reached
+at the lowest latency. `minato` and `torch, __getitems__` request the rows of a batch together.
+"""
+
+
+class Rows(Dataset[Any]):
+    """``(uint8 tensor, index)`` by rows of the table.
+
+    Args:
+        port: Of the node, or of a proxy before it.
+        count: Samples.
+        rtt_s: Round trip to the node.
+    """
+
+    def __init__(self, port: int, count: int, rtt_s: float) -> None:
+        self.source = Cassandra(["127.0.0.1"], _TABLE, keys=range(count), decode=_sample, port=port)
+        self.rtt_s = rtt_s
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        return _checked(self.source[index], index)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return list(map(_checked, self.source.__getitems__(indices), indices))
+
+    def __begin__(self, index: int, done: Any) -> bool:
+        return self.source.__begin__(index, done)  # finish() of a run checks what came
+
+    def content(self, index: int) -> Any:
+        return torch.frombuffer(bytearray(stored_object(index, NBYTES)), dtype=torch.uint8), index
+
+    def ideal(self, batch_size: int, workers: int) -> Ideal:
+        return Ideal(self.rtt_s / (WORKERS * READS) * len(self))
+
+
+def _sample(row: dict[str, Any]) -> Any:
+    data = row["data"]
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8), int.from_bytes(data[:8], "little")
+
+
+def _checked(sample: Any, index: int) -> Any:
+    if sample[1] != index:
+        raise WrongDeliveryError(f"another row came for {index}")
+    return sample
+
+
+class _OneByOne(Dataset[Any]):
+    """The same rows for a loader that asks for each by itself."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+class _Driver:
+    """The driver without a loader."""
+
+    def __init__(self, rows: Rows, batch_size: int) -> None:
+        self._count, self._batch_size = len(rows), batch_size
+        self._cluster, self._session = rows.source.connect()
+        self._select = self._session.prepare(f"SELECT data FROM {_TABLE} WHERE id = ?")
+
+    def __iter__(self) -> Iterator[Any]:
+        for first in range(0, self._count, self._batch_size):
+            keys = [(key,) for key in range(first, min(first + self._batch_size, self._count))]
+            found = execute_concurrent_with_args(
+                self._session, self._select, keys, self._batch_size, results_generator=True
+            )
+            yield default_collate([_sample(rows.one()) for _, rows in found])
+
+    def __del__(self) -> None:
+        self._cluster.shutdown()
+
+
+def _driver(work: Any, arguments: dict[str, Any], seed: int) -> Any:
+    return _Driver(work, arguments["batch_size"])
+
+
+def _torch(work: Any, arguments: dict[str, Any], seed: int) -> Any:
+    return TorchLoader(work, **arguments)
+
+
+def _torch_one_by_one(work: Any, arguments: dict[str, Any], seed: int) -> Any:
+    return TorchLoader(_OneByOne(work), **arguments)
+
+
+_MANY: dict[str, Any] = {"fetch_concurrency": READS}
+LOADERS = named(
+    Contender("driver", "driver", _driver, keeps_order=True),
+    Contender("torch-one-by-one", "torch, row by row", _torch_one_by_one, keeps_order=True),
+    Contender("torch", "torch, `__getitems__`", _torch, keeps_order=True),
+    MINATO,
+    MINATO_ANY_ORDER,
+    Contender("minato-reads", f"minato, {READS} reads", minato_loader(**_MANY), keeps_order=True),
+    Contender(
+        "minato-reads-any-order",
+        f"minato, {READS} reads, in_order=False",
+        minato_loader(**_MANY, in_order=False),
+        keeps_order=False,
+    ),
+)
+
+
+def fill(port: int) -> None:
+    """Write the rows into a new node."""
+    cluster, session = Cassandra(["127.0.0.1"], _TABLE, keys=[], port=port).connect()
+    try:
+        session.execute(
+            "CREATE KEYSPACE bench WITH replication = "
+            "{'class': 'SimpleStrategy', 'replication_factor': 1}"
+        )
+        session.execute(f"CREATE TABLE {_TABLE} (id bigint PRIMARY KEY, data blob)")
+        insert = session.prepare(f"INSERT INTO {_TABLE} (id, data) VALUES (?, ?)")
+        insert.consistency_level = ConsistencyLevel.ALL
+        rows = [(key, stored_object(key, NBYTES)) for key in range(COUNT)]
+        execute_concurrent_with_args(session, insert, rows, READS)
+    finally:
+        cluster.shutdown()
+
+
+def compare(page: report.Page, repeats: int, short: bool) -> None:
+    """Measure all loaders behind each link.
+
+    Raises:
+        NotInstalled: There is no Java or no Cassandra; the message says how to name it.
+    """
+    page.add(
+        HEAD.format(
+            kilobytes=NBYTES // 1000,
+            workers=WORKERS,
+            epochs=EPOCHS,
+            batch=BATCH_SIZE,
+            repeats=repeats,
+        )
+    )
+    with cassandra_node.running() as node:
+        fill(node.port)
+        for (label, rtt_s), count in zip(RTT_S.items(), COUNTS, strict=True):
+            with Proxy(Link(rtt_s), node.port) as proxy:
+                row = Row(
+                    name=f"Round trip {label}",
+                    title="",
+                    make=lambda samples, port=proxy.port, rtt=rtt_s: Rows(port, samples, rtt),  # type: ignore[misc]
+                    samples=2 * BATCH_SIZE if short else count,
+                    short_samples=0,
+                    batch_size=BATCH_SIZE,
+                    workers=WORKERS,
+                    epochs=EPOCHS,
+                    persistent=True,
+                    loaders=tuple(LOADERS),
+                    unit="samples/s",
+                )
+                (result,) = measure([row], LOADERS, repeats, page.say)
+            page.add(f"## {row.name}, {row.samples} rows\n", _table(result))
+
+
+def _table(result: RowResult) -> str:
+    lines = []
+    count = result.row.samples
+    later = {
+        name: [count / trial.epoch_s(skips_first_epoch=True) for trial in trials]
+        for name, trials in result.trials.items()
+    }
+    for name, trials in result.trials.items():
+        first = [count / trial.epochs_s[0] for trial in trials]
+        ratios = [a / b for a, b in zip(later[name], later["torch"], strict=True)]
+        cells = report.spread_text(first, 0), report.spread_text(later[name], 0)
+        lines.append([LOADERS[name].label, *cells, report.spread_text(ratios, 2)])
+    head = ["loader", "first epoch", "later epochs", "× torch, `__getitems__`, later epochs"]
+    return report.table(head, lines)
