@@ -86,13 +86,13 @@ def compare(samples: int = _SAMPLES) -> Iterator[_Run]:
     """Run one epoch with each loader, on the same dataset and with the same number of workers."""
     dataset = SleepingSamples(_costs_s(samples))
     arguments: dict[str, Any] = {"batch_size": _BATCH, "num_workers": _WORKERS}
-    loaders = {
-        "torch": lambda: TorchDataLoader(dataset, **arguments),
-        "torch, in_order=False": lambda: TorchDataLoader(dataset, in_order=False, **arguments),
-        "minato": lambda: DataLoader(dataset, **arguments),
+    loaders: dict[str, TorchDataLoader[int]] = {
+        "torch": TorchDataLoader(dataset, **arguments),
+        "torch, in_order=False": TorchDataLoader(dataset, in_order=False, **arguments),
+        "minato": DataLoader(dataset, **arguments),
     }
-    for name, make in loaders.items():
-        yield _timed(name, make(), samples)
+    for name, loader in loaders.items():
+        yield _timed(name, loader, samples)
 
 
 def _ideal_s(samples: int) -> float:
