@@ -56,6 +56,7 @@ ifneq ($(strip $(foreach name,$(COMPILED),$(if $(wildcard minato/_core/$(name).*
 endif
 $(BUILT): $(ENVIRONMENT) $(CORE)
 	$(PY) setup.py --quiet build_ext --inplace
+	@$(PY) -m compileall -qq minato  # as pip does when it installs a wheel
 	@touch $@
 
 # A process that has imported large libraries forks slowly, and most tests fork.

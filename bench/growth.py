@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -45,9 +46,10 @@ the workers, or one copy of all bytes if that takes longer. Figures are medians 
 and maximum in brackets.
 """
 MEMORY = """\
-MiB (proportional set size) that an epoch of 2048 samples takes at most in the training process and its 4 workers,
-beyond what was there before; batches of 32, and a consumer that takes 5 ms for each. minato's is largely memory that it
-keeps for the next batches, already in place: of as many as were in flight, and of four more.
+MiB that an epoch of 2048 samples takes at most in the training process and its 4 workers, beyond what was there before;
+batches of 32, and a consumer that takes 5 ms for each. Each page counts once. Shared memory counts as long as a process
+holds it: torch's batches on their way to the training process are in no process's resident set. minato's memory is
+largely that of batches: of as many as were in flight, and of four more, which it keeps for the next ones.
 """
 
 
@@ -176,19 +178,19 @@ def first_batch(loader: str, workers: str, method: str) -> float:
 
 
 def memory(loader: str, workers: str, nbytes: str) -> float:
-    """MiB that an epoch takes at most, in this process and its workers (PSS), beyond what was there before."""
+    """MiB that an epoch takes at most, in this process and its workers, beyond what was there before."""
     import psutil
 
     arguments = {"batch_size": 32, "num_workers": int(workers)}
     made = CONTENDERS[loader].build(Vectors(2048, int(nbytes)), arguments, 0)
     this = psutil.Process()
-    before, over = pss(this), threading.Event()
+    before, over = memory_used(this), threading.Event()
     peak = 0
 
     def look() -> None:
         nonlocal peak
         while not over.wait(_LOOK_EVERY_S):
-            peak = max(peak, pss(this))
+            peak = max(peak, memory_used(this))
 
     iterator = iter(made)  # forks before there is a thread
     watcher = threading.Thread(target=look)
@@ -204,17 +206,36 @@ def memory(loader: str, workers: str, nbytes: str) -> float:
     return (peak - before) / 2**20
 
 
-def pss(process: Any) -> int:
-    """Memory of a process and its children, in bytes; shared pages are counted once."""
+def memory_used(process: Any) -> int:
+    """Memory of a process and its children, in bytes, each page counted once.
+
+    torch's batches on their way to the training process are files in shared memory that no process maps, so they are in
+    no process's resident or proportional set. They count here by the descriptors that hold them.
+    """
     import psutil
 
-    total = 0
+    private, shared = 0, {}
     for one in (process, *process.children(recursive=True)):
         try:
-            total += one.memory_full_info().pss
-        except psutil.Error:  # it has just ended
+            private += _private(one.pid)
+            for folder in ("fd", "map_files"):
+                for entry in Path(f"/proc/{one.pid}/{folder}").iterdir():
+                    target = os.readlink(entry)
+                    if target.startswith(("/memfd:", "/dev/shm/")):
+                        status = entry.stat()
+                        shared[status.st_dev, status.st_ino] = 512 * status.st_blocks
+        except (OSError, psutil.Error):  # it has just ended
             continue
-    return total
+    return private + sum(shared.values())
+
+
+def _private(pid: int) -> int:
+    """Proportional set size of a process without shared memory, in bytes."""
+    fields = dict(
+        line.split(":", 1)
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    )
+    return 1024 * sum(int(fields[name].split()[0]) for name in ("Pss_Anon", "Pss_File"))
 
 
 FRESH: dict[str, Callable[..., float]] = {"first_batch": first_batch, "memory": memory}

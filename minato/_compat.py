@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import thread as executor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import context
+from multiprocessing import context, spawn
 from multiprocessing import process as process_module
 from operator import attrgetter
 from pathlib import Path
@@ -66,6 +66,7 @@ __all__ = [
     "forget_child_processes",
     "forget_executor_threads",
     "has_cuda_context",
+    "importing_main",
     "index_sampler",
     "is_batched",
     "is_constructed",
@@ -81,11 +82,13 @@ __all__ = [
     "python_state",
     "quantized_per_channel",
     "quantized_per_tensor",
+    "set_popen_of_spawning",
     "set_signal_handlers",
     "shared_file_storage",
     "torch_modes",
     "typed_storage",
     "untyped_storage",
+    "user_preload",
     "withdraw_worker",
 ]
 
@@ -280,6 +283,30 @@ def pickling_for_a_child() -> Iterator[None]:
         yield
     finally:
         context.set_spawning_popen(None)
+
+
+def set_popen_of_spawning(popen: Any) -> None:
+    """Name the starting child for which this thread pickles, or None at the end."""
+    context.set_spawning_popen(popen)
+
+
+@contextmanager
+def importing_main() -> Iterator[None]:
+    """Import the main module as a starting child does: a start of processes there is refused by its usual error."""
+    current = cast(Any, process_module.current_process())
+    current._inheriting = True
+    try:
+        yield
+    finally:
+        del current._inheriting
+
+
+def user_preload() -> list[str]:
+    """The modules of ``multiprocessing.set_forkserver_preload``."""
+    from multiprocessing import forkserver
+
+    server = getattr(forkserver, "_forkserver", None)
+    return [name for name in getattr(server, "_preload_modules", ()) if name != "__main__"]
 
 
 # --- optional packages ----------------------------------------------------------------------
@@ -544,6 +571,23 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "finds the attribute that cannot be pickled, for the error of a worker that is not forked",
         "that error becomes an AttributeError",
         _child_can_be_faked,
+    ),
+    PrivateName(
+        "multiprocessing.process.BaseProcess._inheriting",
+        "the fork server imports the main module as a child would, with the error that names the missing guard",
+        "a script without a guard ends its workers by another error",
+        lambda: (
+            "_inheriting" in inspect.getsource(spawn.get_preparation_data)
+            or "_inheriting" in inspect.getsource(spawn)
+        ),
+    ),
+    PrivateName(
+        "multiprocessing.forkserver._forkserver._preload_modules",
+        "minato's fork server imports what set_forkserver_preload names",
+        "the workers import these modules themselves",
+        lambda: (
+            isinstance(user_preload(), list) and _has("multiprocessing.forkserver", "_forkserver")()
+        ),
     ),
     PrivateName(
         "multiprocessing.pool.ExceptionWithTraceback",

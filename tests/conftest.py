@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.sources import servers
 
@@ -30,6 +32,10 @@ EXIT_LIMIT_S = 60.0
 
 LIBRARY_THREADS = {"event_loop"}
 """Threads that a library keeps for the whole process: cassandra-driver's."""
+
+# On a busy machine any example may take long.
+settings.register_profile("minato", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("minato")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -147,6 +153,8 @@ def _processes() -> set[int]:
         getattr(resource_tracker._resource_tracker, "_pid", None),
         getattr(forkserver._forkserver, "_forkserver_pid", None),
     }
+    if (ours := sys.modules.get("minato.workers.fork_server")) is not None:
+        helpers.add(ours.server_pid())
     found: set[int] = set()
     parents = [os.getpid()]
     while parents:

@@ -1,4 +1,4 @@
-"""Which of the keys that a sampler gave have arrived, and how often each was given."""
+"""Which of the sampler's indices have arrived, and how often each was requested."""
 
 cimport cython
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_AsUnsignedLongLongMask, PyLong_CheckExact
@@ -16,28 +16,28 @@ __all__ = ["Arrivals", "Occurrences", "sum_of_hashes"]
 
 cdef enum:
     FIRST_CAPACITY = 1024
-    # What is known of a number
+    # States of a number
     SETTLED = 0
     WAITING = 1
     BLANK = 2  # the number of an empty batch
 
 
-cdef uint64_t hash_of(key, hash_other) except? 0:
+cdef uint64_t hash_of(index, hash_other) except? 0:
     cdef uint64_t number = PyLong_AsUnsignedLongLongMask(
-        key if PyLong_CheckExact(key) else hash_other(key)
+        index if PyLong_CheckExact(index) else hash_other(index)
     )
     return mn_avalanche(number + GOLDEN)
 
 
-def sum_of_hashes(keys, hash_other) -> int:
-    """The sum modulo 2**64 of the keys' hashes: the same for every order of the keys.
+def sum_of_hashes(indices, hash_other) -> int:
+    """The sum modulo 2**64 of the indices' hashes: the same for every order of the indices.
 
     Args:
-        hash_other: Returns an integer, modulo 2**64, for a key that is not an integer.
+        hash_other: Returns an integer, modulo 2**64, for an index that is not an integer.
     """
     cdef uint64_t total = 0
-    for key in keys:
-        total += hash_of(key, hash_other)
+    for index in indices:
+        total += hash_of(index, hash_other)
     return total
 
 
@@ -47,14 +47,14 @@ cdef struct Tally:
 
 @cython.final
 cdef class Arrivals:
-    """Tracks the keys of an epoch: each is requested once, and then arrives, is skipped, or is pending.
+    """Tracks the indices of an epoch: each is requested once, and then arrives, is skipped, or is pending.
 
-    Keys are numbered from 0 in the order of requests. A tally of keys is ``(count, sum of their hashes modulo 2**64)``:
-    equal tallies mean equal sets of keys, in any order. Memory is taken only for the keys from the
+    Indices are numbered from 0 in the order of requests. A tally of indices is ``(count, sum of their hashes modulo
+    2**64)``: equal tallies mean equal sets of indices, in any order. Memory is taken only for the indices from the
     first that is waited for.
 
     Args:
-        hash_other: Returns an integer, modulo 2**64, for a key that is not an integer.
+        hash_other: Returns an integer, modulo 2**64, for an index that is not an integer.
         asked, delivered, skipped: Tallies to start from.
     """
 
@@ -85,22 +85,22 @@ cdef class Arrivals:
 
     @property
     def asked(self):
-        """Tally of the requested keys."""
+        """Tally of the requested indices."""
         return self.asked_.count, self.asked_.total
 
     @property
     def delivered(self):
-        """Tally of the keys that arrived."""
+        """Tally of the indices that arrived."""
         return self.delivered_.count, self.delivered_.total
 
     @property
     def skipped(self):
-        """Tally of the keys that were given up."""
+        """Tally of the indices that were given up."""
         return self.skipped_.count, self.skipped_.total
 
     @property
     def dropped(self):
-        """Tally of the dropped keys, which are not requested again."""
+        """Tally of the dropped indices, which are not requested again."""
         return self.dropped_.count, self.dropped_.total
 
     @property
@@ -123,12 +123,12 @@ cdef class Arrivals:
             if self.states[number & self.mask] == SETTLED
         ]
 
-    def ask(self, keys) -> None:
-        """Number further keys; an empty batch takes a number too."""
+    def ask(self, indices) -> None:
+        """Number further indices; an empty batch takes a number too."""
         cdef uint64_t hashed
-        cdef Py_ssize_t count = len(keys)
-        for key in keys:
-            hashed = hash_of(key, self.hash_other)
+        cdef Py_ssize_t count = len(indices)
+        for index in indices:
+            hashed = hash_of(index, self.hash_other)
             self._append(WAITING, hashed)
             self.asked_.count += 1
             self.asked_.total += hashed
@@ -136,9 +136,9 @@ cdef class Arrivals:
             self._append(BLANK, 0)
 
     def deliver(self, list positions not None, int64_t start) -> None:
-        """Note that keys have arrived, those with the numbers ``position - start``.
+        """Note that indices have arrived, those with the numbers ``position - start``.
 
-        A key that was skipped before may still have its place in a batch: it stays skipped. Negative positions are
+        An index that was skipped before may still have its place in a batch: it stays skipped. Negative positions are
         those of nothing.
         """
         cdef int64_t number, at
@@ -154,7 +154,7 @@ cdef class Arrivals:
         self._advance()
 
     def skip(self, list positions not None, int64_t start) -> None:
-        """Mark keys that will not arrive, so that the epoch does not wait for them."""
+        """Mark indices that will not arrive, so that the epoch does not wait for them."""
         cdef int64_t number
         for position in positions:
             number = <int64_t>position - start
@@ -212,13 +212,13 @@ cdef class Arrivals:
 
 @cython.final
 cdef class Occurrences:
-    """Counts how often each key came.
+    """Counts how often each index came.
 
-    Keys below ``length`` take 4 bytes each, all others a dictionary's entry for each different one.
+    Indices below ``length`` take 4 bytes each, all others a dictionary's entry for each different one.
 
     Args:
-        length: How many keys there are, from 0 on; 0: they are not known.
-        hash_other: Returns an integer for a key that is neither an integer nor a string.
+        length: Number of indices, from 0 on; 0: unknown.
+        hash_other: Returns an integer for an index that is neither an integer nor a string.
     """
 
     cdef object hash_other
@@ -237,13 +237,13 @@ cdef class Occurrences:
     def __dealloc__(self):
         PyMem_Free(self.counts)
 
-    def count(self, keys) -> list | None:
-        """How often each of these keys came before, those before it among them included; None: none did."""
+    def count(self, indices) -> list | None:
+        """How often each of these indices came before, in this call too; None if none did."""
         cdef list found = None
         cdef Py_ssize_t i = 0
         cdef uint64_t before
-        for key in keys:
-            before = self._count(key)
+        for index in indices:
+            before = self._count(index)
             if before and found is None:
                 found = [0] * i
             if found is not None:
@@ -251,17 +251,17 @@ cdef class Occurrences:
             i += 1
         return found
 
-    cdef int64_t _count(self, key) except -1:
+    cdef int64_t _count(self, index) except -1:
         cdef int overflow = 0
-        cdef int64_t index, before
-        if not PyLong_CheckExact(key) and not PyUnicode_CheckExact(key):
-            key = self.hash_other(key)
-        if PyLong_CheckExact(key):
-            index = PyLong_AsLongLongAndOverflow(key, &overflow)
-            if not overflow and 0 <= index < self.length:
-                before = self.counts[index]
-                self.counts[index] += 1
+        cdef int64_t number, before
+        if not PyLong_CheckExact(index) and not PyUnicode_CheckExact(index):
+            index = self.hash_other(index)
+        if PyLong_CheckExact(index):
+            number = PyLong_AsLongLongAndOverflow(index, &overflow)
+            if not overflow and 0 <= number < self.length:
+                before = self.counts[number]
+                self.counts[number] += 1
                 return before
-        before = self.others.get(key, 0)
-        self.others[key] = before + 1
+        before = self.others.get(index, 0)
+        self.others[index] = before + 1
         return before

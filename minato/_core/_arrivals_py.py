@@ -1,4 +1,4 @@
-"""Which of the keys that a sampler gave have arrived, and how often each was given."""
+"""Which of the sampler's indices have arrived, and how often each was requested."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from minato._core._seeding_py import _GOLDEN, _MASK, _avalanche
 __all__ = ["Arrivals", "Occurrences", "sum_of_hashes"]
 
 
-def _hash(key: Any, hash_other: Callable[[Any], int]) -> int:
-    number = key if type(key) is int else hash_other(key)
+def _hash(index: Any, hash_other: Callable[[Any], int]) -> int:
+    number = index if type(index) is int else hash_other(index)
     return _avalanche((number & _MASK) + _GOLDEN)
 
 
-def sum_of_hashes(keys: Iterable[Any], hash_other: Callable[[Any], int]) -> int:
-    """The sum modulo 2**64 of the keys' hashes: the same for every order of the keys.
+def sum_of_hashes(indices: Iterable[Any], hash_other: Callable[[Any], int]) -> int:
+    """The sum modulo 2**64 of the indices' hashes: the same for every order of the indices.
 
     Args:
-        hash_other: Returns an integer, modulo 2**64, for a key that is not an integer.
+        hash_other: Returns an integer, modulo 2**64, for an index that is not an integer.
     """
-    return sum(_hash(key, hash_other) for key in keys) & _MASK
+    return sum(_hash(index, hash_other) for index in indices) & _MASK
 
 
 @final
 class Arrivals:
-    """Tracks the keys of an epoch: each is requested once, and then arrives, is skipped, or is pending.
+    """Tracks the indices of an epoch: each is requested once, and then arrives, is skipped, or is pending.
 
-    Keys are numbered from 0 in the order of requests. A tally of keys is ``(count, sum of their hashes modulo 2**64)``:
-    equal tallies mean equal sets of keys, in any order. Memory is taken only for the keys from the
+    Indices are numbered from 0 in the order of requests. A tally of indices is ``(count, sum of their hashes modulo
+    2**64)``: equal tallies mean equal sets of indices, in any order. Memory is taken only for the indices from the
     first that is waited for.
 
     Args:
-        hash_other: Returns an integer, modulo 2**64, for a key that is not an integer.
+        hash_other: Returns an integer, modulo 2**64, for an index that is not an integer.
         asked, delivered, skipped: Tallies to start from.
     """
 
@@ -56,22 +56,22 @@ class Arrivals:
 
     @property
     def asked(self) -> tuple[int, int]:
-        """Tally of the requested keys."""
+        """Tally of the requested indices."""
         return self._tally(0)
 
     @property
     def delivered(self) -> tuple[int, int]:
-        """Tally of the keys that arrived."""
+        """Tally of the indices that arrived."""
         return self._tally(1)
 
     @property
     def skipped(self) -> tuple[int, int]:
-        """Tally of the keys that were given up."""
+        """Tally of the indices that were given up."""
         return self._tally(2)
 
     @property
     def dropped(self) -> tuple[int, int]:
-        """Tally of the dropped keys, which are not requested again."""
+        """Tally of the dropped indices, which are not requested again."""
         return self._tally(3)
 
     @property
@@ -89,21 +89,21 @@ class Arrivals:
         """The numbers above that have arrived or were skipped, ascending."""
         return sorted(self._arrived)
 
-    def ask(self, keys: Sequence[Any]) -> None:
-        """Number further keys; an empty batch takes a number too."""
-        for key in keys:
-            hashed = _hash(key, self._hash_other)
+    def ask(self, indices: Sequence[Any]) -> None:
+        """Number further indices; an empty batch takes a number too."""
+        for index in indices:
+            hashed = _hash(index, self._hash_other)
             self._waiting[self._end] = hashed
             self._end += 1
             self._add(0, hashed)
-        if not len(keys):
+        if not len(indices):
             self._waiting[self._end] = None
             self._end += 1
 
     def deliver(self, positions: list[int], start: int) -> None:
-        """Note that keys have arrived, those with the numbers ``position - start``.
+        """Note that indices have arrived, those with the numbers ``position - start``.
 
-        A key that was skipped before may still have its place in a batch: it stays skipped. Negative positions are
+        An index that was skipped before may still have its place in a batch: it stays skipped. Negative positions are
         those of nothing.
         """
         for position in positions:
@@ -117,7 +117,7 @@ class Arrivals:
         self._advance()
 
     def skip(self, positions: list[int], start: int) -> None:
-        """Mark keys that will not arrive, so that the epoch does not wait for them."""
+        """Mark indices that will not arrive, so that the epoch does not wait for them."""
         for position in positions:
             if position - start in self._waiting:
                 self._settle(position - start, 2)
@@ -153,13 +153,13 @@ class Arrivals:
 
 @final
 class Occurrences:
-    """Counts how often each key came.
+    """Counts how often each index came.
 
-    Keys below ``length`` take 4 bytes each, all others a dictionary's entry for each different one.
+    Indices below ``length`` take 4 bytes each, all others a dictionary's entry for each different one.
 
     Args:
-        length: How many keys there are, from 0 on; 0: they are not known.
-        hash_other: Returns an integer for a key that is neither an integer nor a string.
+        length: Number of indices, from 0 on; 0: unknown.
+        hash_other: Returns an integer for an index that is neither an integer nor a string.
     """
 
     def __init__(self, length: int, hash_other: Callable[[Any], int]) -> None:
@@ -167,19 +167,19 @@ class Occurrences:
         self._counts = array("I", bytes(4 * length))
         self._others: dict[Any, int] = {}
 
-    def count(self, keys: Sequence[Any]) -> list[int] | None:
-        """How often each of these keys came before, those before it among them included; None: none did."""
+    def count(self, indices: Sequence[Any]) -> list[int] | None:
+        """How often each of these indices came before, in this call too; None if none did."""
         counts, others = self._counts, self._others
         length = len(counts)
         found = []
-        for key in keys:
-            if type(key) not in (int, str):
-                key = self._hash_other(key)
-            if type(key) is int and 0 <= key < length:
-                before = counts[key]
-                counts[key] = before + 1
+        for index in indices:
+            if type(index) not in (int, str):
+                index = self._hash_other(index)
+            if type(index) is int and 0 <= index < length:
+                before = counts[index]
+                counts[index] = before + 1
             else:
-                before = others.get(key, 0)
-                others[key] = before + 1
+                before = others.get(index, 0)
+                others[index] = before + 1
             found.append(before)
         return found if any(found) else None

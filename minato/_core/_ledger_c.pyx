@@ -138,7 +138,7 @@ cdef class Ledger(Claims):
                 raise ValueError(f"{len(values)} indices are not those of a batch of {count} samples")
         fields.count, fields.epoch_slot, fields.owner, fields.bound = count, epoch_slot, owner, bound
         fields.slot, fields.cursor, fields.slot_end = slot
-        fields.keys, fields.keys_nbytes = indices_offset, indices_nbytes
+        fields.indices, fields.indices_nbytes = indices_offset, indices_nbytes
         fields.epoch, fields.seed = epoch, seed
         index = mn_vacant(&self.ledger)
         mn_prepare(&self.ledger, index, &fields)

@@ -168,7 +168,7 @@ cdef class Records:
         """What a worker must know of a batch.
 
         Returns:
-            ``(generation, first, count, bound, epoch, seed, keys_offset, keys_nbytes, epoch_slot)``; first is the
+            ``(generation, first, count, bound, epoch, seed, indices_offset, indices_nbytes, epoch_slot)``; first is the
             position of its sample 0, and generation changes with each use of the record.
         """
         cdef mn_batch *record = self.batch_at(batch)
@@ -179,35 +179,35 @@ cdef class Records:
             mn_load_relaxed_u32(&record.bound) != 0,
             <int64_t>mn_load_relaxed_u64(&record.epoch),
             <int64_t>mn_load_relaxed_u64(&record.seed),
-            mn_load_relaxed_u64(&record.keys),
-            mn_load_relaxed_u64(&record.keys_nbytes),
+            mn_load_relaxed_u64(&record.indices),
+            mn_load_relaxed_u64(&record.indices_nbytes),
             mn_load_relaxed_u32(&record.epoch_slot),
         )
 
     @staticmethod
-    def can_hold(keys):
-        """Whether keys can stand here as they are: some of them, in a list, integers of 64 bits and no other type."""
+    def can_hold(indices):
+        """Whether a record can hold the indices: a list, not empty, of integers of 64 bits and no other type."""
         cdef int overflow = 0
-        if type(keys) is not list:
+        if type(indices) is not list:
             return False
-        for key in <list>keys:
-            if not PyLong_CheckExact(key):
+        for index in <list>indices:
+            if not PyLong_CheckExact(index):
                 return False
-            PyLong_AsLongLongAndOverflow(key, &overflow)
+            PyLong_AsLongLongAndOverflow(index, &overflow)
             if overflow:
                 return False
-        return len(<list>keys) > 0
+        return len(<list>indices) > 0
 
-    def keys(self, uint32_t batch, uint32_t k, uint32_t count):
-        """The integer keys of samples k … k+count-1."""
+    def indices(self, uint32_t batch, uint32_t k, uint32_t count):
+        """The integer indices of samples k … k+count-1."""
         cdef uint64_t seq, first = mn_load_relaxed_u64(&self.batch_at(batch).first) + k
         return [
-            <int64_t>mn_load_relaxed_u64(&mn_at(&self.ledger, seq).key)
+            <int64_t>mn_load_relaxed_u64(&mn_at(&self.ledger, seq).index)
             for seq in range(first, first + count)
         ]
 
     def occurrences(self, uint64_t position, uint64_t count):
-        """How often the key of each of ``count`` samples from this position on came before; None: of none it did."""
+        """How often the index of each of ``count`` samples from this position on came before; None: of none it did."""
         cdef uint64_t seq
         for seq in range(position, position + count):
             if mn_load_relaxed_u32(&mn_at(&self.ledger, seq).occurrence):
@@ -278,7 +278,7 @@ cdef class Records:
         return mn_load_acquire_u64(&mn_at(&self.ledger, position).ticket) & MN_NUMBER != 0
 
     def samples(self, uint32_t batch):
-        """``(position, key, cost in ns, bytes)`` of the samples at the places of a full batch, where keys are integers.
+        """``(position, index, cost in ns, bytes)`` of the samples at the places of a full batch with integer indices.
 
         Samples whose cost is not known are left out, and those whose own batch is long gone; bytes are 0 for one that
         fits the layout.
@@ -297,13 +297,13 @@ cdef class Records:
             if (
                 mn_load_relaxed_u64(&sample.position) == seq
                 and cost_ns
-                and not mn_load_relaxed_u64(&self.batch_at(mn_load_relaxed_u32(&sample.batch)).keys)
+                and not mn_load_relaxed_u64(&self.batch_at(mn_load_relaxed_u32(&sample.batch)).indices)
             ):
                 ragged = 1 << (mn_load_relaxed_u64(&there.blob) & MN_KIND_MASK) == MN_RAGGED
                 found.append(
                     (
                         seq,
-                        <int64_t>mn_load_relaxed_u64(&sample.key),
+                        <int64_t>mn_load_relaxed_u64(&sample.index),
                         cost_ns,
                         mn_load_relaxed_u64(&there.blob_nbytes) if ragged else 0,
                     )

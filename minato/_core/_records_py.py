@@ -64,13 +64,13 @@ _BATCH = np.dtype(
     [
         ("state", "u8"), ("first", "u8"), ("count", "u4"), ("epoch_slot", "u4"), ("slot", "u8"),
         ("cursor", "u8"), ("layout", "u8"), ("flags", "u8"), ("hint", "u8"), ("result", "u8"),
-        ("result_nbytes", "u8"), ("keys", "u8"), ("keys_nbytes", "u8"), ("epoch", "i8"), ("seed", "i8"),
+        ("result_nbytes", "u8"), ("indices", "u8"), ("indices_nbytes", "u8"), ("epoch", "i8"), ("seed", "i8"),
         ("bound", "u4"), ("owner", "u4"), ("slot_end", "u8"),
     ]
 )  # fmt: skip
 _POSITION = np.dtype(
     [
-        ("ticket", "u8"), ("place", "u8"), ("blob", "u8"), ("blob_nbytes", "u8"), ("key", "i8"),
+        ("ticket", "u8"), ("place", "u8"), ("blob", "u8"), ("blob_nbytes", "u8"), ("index", "i8"),
         ("cost_ns", "u8"), ("position", "u8"), ("batch", "u4"), ("occurrence", "u4"),
     ]
 )  # fmt: skip
@@ -227,7 +227,7 @@ class Records:
         """What a worker must know of a batch.
 
         Returns:
-            ``(generation, first, count, bound, epoch, seed, keys_offset, keys_nbytes, epoch_slot)``; first is the
+            ``(generation, first, count, bound, epoch, seed, indices_offset, indices_nbytes, epoch_slot)``; first is the
             position of its sample 0, and generation changes with each use of the record.
         """
         with self._locked():
@@ -239,27 +239,28 @@ class Records:
                 bool(record["bound"]),
                 int(record["epoch"]),
                 int(record["seed"]),
-                int(record["keys"]),
-                int(record["keys_nbytes"]),
+                int(record["indices"]),
+                int(record["indices_nbytes"]),
                 int(record["epoch_slot"]),
             )
 
     @staticmethod
-    def can_hold(keys: Any) -> bool:
-        """Whether keys can stand here as they are: some of them, in a list, integers of 64 bits and no other type."""
-        integers = type(keys) is list and set(map(type, keys)) == {int}
-        return integers and min(keys) >= -_INT64 and max(keys) < _INT64
+    def can_hold(indices: Any) -> bool:
+        """Whether a record can hold the indices: a list, not empty, of integers of 64 bits and no other type."""
+        integers = type(indices) is list and set(map(type, indices)) == {int}
+        return integers and min(indices) >= -_INT64 and max(indices) < _INT64
 
-    def keys(self, batch: int, k: int, count: int) -> list[int]:
-        """The integer keys of samples k … k+count-1."""
+    def indices(self, batch: int, k: int, count: int) -> list[int]:
+        """The integer indices of samples k … k+count-1."""
         with self._locked():
             first = self._range(batch).start + k
             return [
-                int(self._positions[seq & self._mask]["key"]) for seq in range(first, first + count)
+                int(self._positions[seq & self._mask]["index"])
+                for seq in range(first, first + count)
             ]
 
     def occurrences(self, position: int, count: int) -> list[int] | None:
-        """How often the key of each of ``count`` samples from this position on came before; None: of none it did."""
+        """How often the index of each of ``count`` samples from this position on came before; None: of none it did."""
         with self._locked():
             found = [
                 int(self._positions[seq & self._mask]["occurrence"])
@@ -317,7 +318,7 @@ class Records:
             return self._ticket(position) & NUMBER != 0
 
     def samples(self, batch: int) -> list[tuple[int, int, int, int]]:
-        """``(position, key, cost in ns, bytes)`` of the samples at the places of a full batch, where keys are integers.
+        """``(position, index, cost in ns, bytes)`` of the samples at the places of a full batch with integer indices.
 
         Samples whose cost is not known are left out, and those whose own batch is long gone; bytes are 0 for one that
         fits the layout.
@@ -328,11 +329,11 @@ class Records:
                 seq = (self._place(place) & NUMBER) - 1
                 sample = self._positions[seq & self._mask]
                 known = sample["position"] == seq and sample["cost_ns"]
-                if known and not self._batches[sample["batch"]]["keys"]:
+                if known and not self._batches[sample["batch"]]["indices"]:
                     there = self._positions[place & self._mask]
                     ragged = 1 << (int(there["blob"]) & KIND_MASK) == RAGGED
                     nbytes = int(there["blob_nbytes"]) if ragged else 0
-                    found.append((seq, int(sample["key"]), int(sample["cost_ns"]), nbytes))
+                    found.append((seq, int(sample["index"]), int(sample["cost_ns"]), nbytes))
             return found
 
     def num_slow(self, batch: int) -> int:

@@ -72,11 +72,11 @@ typedef struct {
     mn_u64 place;  /* state << 62 | ticket's position + 1; while open, its own position + 1 */
     mn_u64 blob;   /* arena offset of what does not fit the layout, | kind in the low 6 bits */
     mn_u64 blob_nbytes;
-    mn_u64 key;      /* the dataset index, where keys are integers */
+    mn_u64 index;      /* the dataset index, where indices are integers */
     mn_u64 cost_ns; /* time the sample took */
     mn_u64 position; /* its own number: the ring reuses records */
     mn_u32 batch;   /* record of the batch that this position belongs to */
-    mn_u32 occurrence; /* how often its key came before in the epoch */
+    mn_u32 occurrence; /* how often its index came before in the epoch */
 } mn_position;
 
 typedef struct {
@@ -91,8 +91,8 @@ typedef struct {
     mn_u64 hint; /* generation << 32 | places before it are known to be filled */
     mn_u64 result; /* arena offset of the collated batch | kind, 0: the fields are the result */
     mn_u64 result_nbytes;
-    mn_u64 keys; /* arena offset of pickled keys, 0: the positions hold them */
-    mn_u64 keys_nbytes;
+    mn_u64 indices; /* arena offset of pickled indices, 0: the positions hold them */
+    mn_u64 indices_nbytes;
     mn_u64 epoch;
     mn_u64 seed;
     mn_u32 bound; /* 1: every sample has its own place */

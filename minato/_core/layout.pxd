@@ -68,7 +68,7 @@ cdef extern from "layout.h" nogil:
         mn_u64 place
         mn_u64 blob
         mn_u64 blob_nbytes
-        mn_u64 key
+        mn_u64 index
         mn_u64 cost_ns
         mn_u64 position
         mn_u32 batch
@@ -86,8 +86,8 @@ cdef extern from "layout.h" nogil:
         mn_u64 hint
         mn_u64 result
         mn_u64 result_nbytes
-        mn_u64 keys
-        mn_u64 keys_nbytes
+        mn_u64 indices
+        mn_u64 indices_nbytes
         mn_u64 epoch
         mn_u64 seed
         mn_u32 bound

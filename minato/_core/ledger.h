@@ -524,11 +524,11 @@ static inline uint32_t mn_vacant(const mn_ledger *ledger) {
 typedef struct {
     uint32_t count, epoch_slot, owner;
     int bound;
-    uint64_t slot, cursor, slot_end, keys, keys_nbytes;
+    uint64_t slot, cursor, slot_end, indices, indices_nbytes;
     int64_t epoch, seed;
 } mn_batch_fields;
 
-/* Fill in a vacant record; the keys of its samples follow by mn_set_sample, then mn_publish offers them. */
+/* Fill in a vacant record; the indices of its samples follow by mn_set_sample, then mn_publish offers them. */
 static inline void mn_prepare(const mn_ledger *ledger, uint32_t index, const mn_batch_fields *fields) {
     mn_batch *batch = mn_batch_at(ledger, index);
     mn_store_relaxed_u64(&batch->first, mn_tail(ledger));
@@ -542,21 +542,21 @@ static inline void mn_prepare(const mn_ledger *ledger, uint32_t index, const mn_
     mn_store_relaxed_u64(&batch->hint, 0);
     mn_store_relaxed_u64(&batch->result, 0);
     mn_store_relaxed_u64(&batch->result_nbytes, 0);
-    mn_store_relaxed_u64(&batch->keys, fields->keys);
-    mn_store_relaxed_u64(&batch->keys_nbytes, fields->keys_nbytes);
+    mn_store_relaxed_u64(&batch->indices, fields->indices);
+    mn_store_relaxed_u64(&batch->indices_nbytes, fields->indices_nbytes);
     mn_store_relaxed_u64(&batch->epoch, (uint64_t)fields->epoch);
     mn_store_relaxed_u64(&batch->seed, (uint64_t)fields->seed);
     mn_store_relaxed_u32(&batch->bound, fields->bound != 0);
     mn_store_relaxed_u32(&batch->owner, fields->owner);
 }
 
-static inline void mn_set_sample(const mn_ledger *ledger, uint32_t index, uint64_t position, int64_t key,
+static inline void mn_set_sample(const mn_ledger *ledger, uint32_t batch, uint64_t position, int64_t index,
                                  uint32_t occurrence, int bound) {
     mn_position *record = mn_at(ledger, position);
-    mn_store_relaxed_u64(&record->key, (uint64_t)key);
+    mn_store_relaxed_u64(&record->index, (uint64_t)index);
     mn_store_relaxed_u32(&record->occurrence, occurrence);
     mn_store_relaxed_u64(&record->position, position);
-    mn_store_relaxed_u32(&record->batch, index);
+    mn_store_relaxed_u32(&record->batch, batch);
     mn_store_relaxed_u64(&record->blob, 0);
     mn_store_relaxed_u64(&record->blob_nbytes, 0);
     mn_store_relaxed_u64(&record->cost_ns, 0);

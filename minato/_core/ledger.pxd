@@ -16,7 +16,7 @@ cdef extern from "ledger.h" nogil:
     ctypedef struct mn_batch_fields:
         uint32_t count, epoch_slot, owner
         bint bound
-        uint64_t slot, cursor, slot_end, keys, keys_nbytes
+        uint64_t slot, cursor, slot_end, indices, indices_nbytes
         int64_t epoch, seed
 
     size_t mn_ledger_nbytes(uint64_t num_workers, uint64_t batches, uint64_t positions)
@@ -48,7 +48,7 @@ cdef extern from "ledger.h" nogil:
     uint32_t mn_vacant(const mn_ledger *ledger)
     void mn_prepare(const mn_ledger *ledger, uint32_t index, const mn_batch_fields *fields)
     void mn_set_sample(
-        const mn_ledger *ledger, uint32_t index, uint64_t position, int64_t key, uint32_t occurrence, bint bound
+        const mn_ledger *ledger, uint32_t batch, uint64_t position, int64_t index, uint32_t occurrence, bint bound
     )
     void mn_publish(const mn_ledger *ledger, uint32_t index, int wake)
     void mn_bind_late(const mn_ledger *ledger, uint32_t old_index, uint32_t new_index)

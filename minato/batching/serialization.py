@@ -197,6 +197,6 @@ def stored_indices(ledger: Ledger, store: Store, batch: int, k: int, count: int)
     """Return the sampler's indices of samples k … k + count - 1 of a batch."""
     *_, offset, nbytes, _ = ledger.describe(batch)
     if not offset:
-        return ledger.keys(batch, k, count)
+        return ledger.indices(batch, k, count)
     indices: list[Any] = store.peek(offset, nbytes)
     return indices[k : k + count]

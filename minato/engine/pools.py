@@ -16,6 +16,7 @@ from minato.engine.worker_context import WorkerContext, initialise, restore, run
 from minato.scheduling.waiting import ConsumerWait
 from minato.transforms import rng_memory
 from minato.workers.current_sample import has_begun, read_current_work
+from minato.workers.fork_server import fork_server_context
 from minato.workers.local_pools import InlinePool, ThreadPool
 from minato.workers.pool import WorkerPool
 from minato.workers.process_pool import ProcessPool, ProcessSettings, announced
@@ -132,9 +133,12 @@ def make_pool(
         )
     if work.seeds_samples:
         rng_memory.probe_generators()
-    is_forked = plan.pool.context.get_start_method() == "fork"
+    pipeline = work.pipeline
+    used = (pipeline.dataset, pipeline.collate_fn, work.init_fn, *pipeline.transforms.steps)
+    processes = fork_server_context(plan.pool.context, used)
+    is_forked = processes is not plan.pool.context or processes.get_start_method() == "fork"
     settings = ProcessSettings(
-        context=plan.pool.context,
+        context=processes,
         num_workers=work.count,
         first=plan.pool.first,
         # A fork is fast. Other processes first import torch, which occupies a core.

@@ -15,7 +15,7 @@ from minato._core.arrivals import Arrivals, sum_of_hashes
 from minato.errors import CoverageError
 from minato.observe.stats.lateness import Lateness
 from minato.sampling.completed import NOTHING, BatchPart, Completed, RankProgress, Tally, merged
-from minato.sampling.occurrences import Again, keys_of
+from minato.sampling.occurrences import Again, indices_of
 from minato.sampling.replay import OrderRecord
 
 __all__ = ["Coverage", "Progress", "index_hash", "remaining_batches"]
@@ -74,13 +74,13 @@ class Progress:
             index_hash, self._before.expected, self._before.delivered, self._before.skipped
         )
 
-    def requested(self, keys: Any) -> Any:
+    def requested(self, indices: Any) -> Any:
         """Note the next batch of indices that the sampler yields; returns it."""
         if self.record is not None:
-            self.record.requested(keys)
-        self._arrivals.ask(keys_of(keys))
-        self.lateness.asked(len(keys) or 1)
-        return keys
+            self.record.requested(indices)
+        self._arrivals.ask(indices_of(indices))
+        self.lateness.asked(len(indices) or 1)
+        return indices
 
     def delivered(
         self,
@@ -190,29 +190,29 @@ def remaining_batches(
     keys_left: deque[Any] = deque()
     sizes: deque[int] = deque()
     ranges = deque(done.ranges)
-    count = total = number = ordinal = first_keys = largest = 0
+    count = total = number = ordinal = first_indices = largest = 0
     while ordinal < done.end or (mixes and number < done.batches):
-        keys = next(batches, None)
-        if keys is None:
+        indices = next(batches, None)
+        if indices is None:
             raise ValueError(_ANOTHER_ORDER)
-        finished, left, whole = _split(keys, ordinal, ranges)
+        finished, left, whole = _split(indices, ordinal, ranges)
         count += len(finished)
         total += sum_of_hashes(finished, index_hash)
         keys_left.extend(left)
-        largest = max(largest, len(keys))
+        largest = max(largest, len(indices))
         if number < done.batches:
-            first_keys += len(keys)
+            first_indices += len(indices)
         else:
-            sizes.append(len(keys))
+            sizes.append(len(indices))
         if not whole:
-            whole_batches.append(keys)
-        ordinal += len(keys) or 1
+            whole_batches.append(indices)
+        ordinal += len(indices) or 1
         number += 1
     if Tally.of(count, total) != done.expected:
         raise ValueError(_ANOTHER_ORDER)
     if mixes:
         # Where ranks share an epoch, its short batches may be complete while full ones remain.
-        return _rebatched(batches, keys_left, sizes, drop_last, largest, first_keys - count)
+        return _rebatched(batches, keys_left, sizes, drop_last, largest, first_indices - count)
     return itertools.chain(whole_batches, batches)
 
 
@@ -223,26 +223,26 @@ _ANOTHER_ORDER = (
 
 
 def _split(
-    keys: Any, ordinal: int, ranges: deque[tuple[int, int]]
+    indices: Any, ordinal: int, ranges: deque[tuple[int, int]]
 ) -> tuple[Sequence[Any], list[Any], bool]:
     """Split a batch into complete and remaining indices, and whether all are complete; drops ranges before it."""
     while ranges and ranges[0][1] <= ordinal:
         ranges.popleft()
     start, end = ranges[0] if ranges else (ordinal, ordinal)
-    if start <= ordinal and ordinal + (len(keys) or 1) <= end:
-        return keys, [], True
+    if start <= ordinal and ordinal + (len(indices) or 1) <= end:
+        return indices, [], True
     finished: list[Any] = []
     left: list[Any] = []
-    for at, key in enumerate(keys, ordinal):
+    for at, index in enumerate(indices, ordinal):
         while ranges and ranges[0][1] <= at:
             ranges.popleft()
-        (finished if ranges and ranges[0][0] <= at else left).append(key)
+        (finished if ranges and ranges[0][0] <= at else left).append(index)
     return finished, left, False
 
 
 def _rebatched(
     batches: Iterator[Any],
-    keys: deque[Any],
+    indices: deque[Any],
     sizes: deque[int],
     drop_last: bool,
     largest: int,
@@ -252,34 +252,34 @@ def _rebatched(
     while True:
         while sizes:
             more = min(largest - sizes[0], surplus) if surplus > 0 else 0
-            if len(keys) < sizes[0] + more:
+            if len(indices) < sizes[0] + more:
                 break
             surplus -= more
-            yield [keys.popleft() for _ in range(sizes.popleft() + more)]
+            yield [indices.popleft() for _ in range(sizes.popleft() + more)]
         drawn = next(batches, None)
         if drawn is None:
             break
-        keys.extend(drawn)
+        indices.extend(drawn)
         sizes.append(len(drawn))
-    if keys and not drop_last:
-        yield list(keys)
+    if indices and not drop_last:
+        yield list(indices)
 
 
-def index_hash(key: Any) -> int:
+def index_hash(index: Any) -> int:
     """Return an integer for an index of any type: equal integers for equal indices, in any process."""
-    if type(key) is Again:
-        key = key.key
+    if type(index) is Again:
+        index = index.index
     try:
-        return as_integer(key)  # NumPy's integers, and tensors of one integer
+        return as_integer(index)  # NumPy's integers, and tensors of one integer
     except TypeError:
         pass
-    if isinstance(key, str):
-        data = key.encode("utf-8", "surrogatepass")
-    elif isinstance(key, (tuple, list)):
-        data = b",".join(b"%d" % index_hash(part) for part in key)
+    if isinstance(index, str):
+        data = index.encode("utf-8", "surrogatepass")
+    elif isinstance(index, (tuple, list)):
+        data = b",".join(b"%d" % index_hash(part) for part in index)
     else:
         try:
-            data = pickle.dumps(key, 5)
+            data = pickle.dumps(index, 5)
         except Exception:  # counted, but not told apart from others
             return 0
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Again", "Recurring", "keys_of", "unmarked"]
+__all__ = ["Again", "Recurring", "indices_of", "unmarked"]
 
 
 class Again:
     """An index that came before in its epoch.
 
     Args:
-        key: What the sampler gave.
+        index: What the sampler gave.
         occurrence: How often it came before, at least once.
     """
 
-    __slots__ = ("key", "occurrence")
+    __slots__ = ("index", "occurrence")
 
-    def __init__(self, key: Any, occurrence: int) -> None:
-        self.key = key
+    def __init__(self, index: Any, occurrence: int) -> None:
+        self.index = index
         self.occurrence = occurrence
 
 
@@ -27,34 +27,34 @@ class Recurring:
     """A batch some of whose indices came before; as a sequence, it has an ``Again`` in the place of each of those.
 
     Args:
-        keys: The batch as the sampler gave it.
+        indices: The batch as the sampler gave it.
         occurrences: How often each of its indices came before.
     """
 
-    __slots__ = ("keys", "occurrences")
+    __slots__ = ("indices", "occurrences")
 
-    def __init__(self, keys: Any, occurrences: list[int]) -> None:
-        self.keys = keys
+    def __init__(self, indices: Any, occurrences: list[int]) -> None:
+        self.indices = indices
         self.occurrences = occurrences
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.indices)
 
     def __iter__(self) -> Iterator[Any]:
-        for key, occurrence in zip(self.keys, self.occurrences, strict=True):
-            yield Again(key, occurrence) if occurrence else key
+        for index, occurrence in zip(self.indices, self.occurrences, strict=True):
+            yield Again(index, occurrence) if occurrence else index
 
 
-def keys_of(batch: Any) -> Any:
+def indices_of(batch: Any) -> Any:
     """Return the indices of a batch as the sampler yielded it; ``Again`` stays in a batch that was cut again."""
-    return batch.keys if type(batch) is Recurring else batch
+    return batch.indices if type(batch) is Recurring else batch
 
 
 def unmarked(batch: Any) -> tuple[Any, list[int] | None]:
     """The indices of a batch, and how often each came before; None: none did."""
     if type(batch) is Recurring:
-        return batch.keys, batch.occurrences
-    found = [key.occurrence if type(key) is Again else 0 for key in batch]
+        return batch.indices, batch.occurrences
+    found = [index.occurrence if type(index) is Again else 0 for index in batch]
     if not any(found):
         return batch, None
-    return [key.key if type(key) is Again else key for key in batch], found
+    return [index.index if type(index) is Again else index for index in batch], found

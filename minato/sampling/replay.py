@@ -51,21 +51,21 @@ class OrderRecord:
             {"minato_order": _VERSION, "epoch": epoch, "seed": seed, "first_batch": first_batch}
         )
 
-    def requested(self, keys: Any) -> None:
+    def requested(self, indices: Any) -> None:
         """Number the indices of the next batch that the sampler yields.
 
         Raises:
             TypeError: An index is neither an integer nor a string.
         """
-        for key in keys:
-            self._waiting[self._requested] = _to_json(key)
+        for index in indices:
+            self._waiting[self._requested] = _to_json(index)
             self._requested += 1
-        self._requested += not len(keys)
+        self._requested += not len(indices)
 
     def delivered(self, numbers: list[int]) -> None:
         """Record a batch, given the numbers of the indices at its places."""
         found = (self._waiting.pop(number, None) for number in numbers)
-        self._write([key for key in found if key is not None])
+        self._write([index for index in found if index is not None])
         self._batches += 1
 
     def finish(self) -> None:
@@ -78,17 +78,17 @@ class OrderRecord:
         write_all(self._descriptor, data, self._path)
 
 
-def _to_json(key: Any) -> int | str | list[Any]:
-    if type(key) is Again:
-        return [_to_json(key.key), key.occurrence]
-    if isinstance(key, str):
-        return key
+def _to_json(index: Any) -> int | str | list[Any]:
+    if type(index) is Again:
+        return [_to_json(index.index), index.occurrence]
+    if isinstance(index, str):
+        return index
     try:
-        return as_integer(key)
+        return as_integer(index)
     except TypeError:
         raise TypeError(
-            f"record_order can only write indices that are integers or strings, and {key!r} is a "
-            f"{type(key).__name__}: leave record_order out, or let the sampler yield such indices"
+            f"record_order can only write indices that are integers or strings, and {index!r} is a "
+            f"{type(index).__name__}: leave record_order out, or let the sampler yield such indices"
         ) from None
 
 
@@ -104,15 +104,15 @@ def _is_batch(line: Any) -> bool:
     return isinstance(line, list) and all(map(_is_key, line))
 
 
-def _is_key(key: Any) -> bool:
-    if type(key) is list:
+def _is_key(index: Any) -> bool:
+    if type(index) is list:
         return (
-            len(key) == 2
-            and type(key[0]) in (int, str)
-            and type(key[1]) is int
-            and 0 < key[1] < 1 << 32
+            len(index) == 2
+            and type(index[0]) in (int, str)
+            and type(index[1]) is int
+            and 0 < index[1] < 1 << 32
         )
-    return type(key) in (int, str)
+    return type(index) in (int, str)
 
 
 @dataclass
@@ -216,9 +216,9 @@ class RecordedOrder:
         with self._opened() as file:
             for number, offset in enumerate(self._epochs[epoch].offsets):
                 file.seek(offset)
-                keys = _line(file.readline())
-                if not _is_batch(keys):
+                indices = _line(file.readline())
+                if not _is_batch(indices):
                     raise ValueError(
                         f"{self._path} has changed since it was opened: batch {number} of epoch {epoch} is gone"
                     )
-                yield [Again(*key) if type(key) is list else key for key in keys]
+                yield [Again(*index) if type(index) is list else index for index in indices]

@@ -174,9 +174,11 @@ class ProcessPool:
             if not self._forks:
                 try:
                     process.start()
-                except (EOFError, OSError):
+                except (EOFError, OSError) as error:
                     raise_kept()  # the signal has ended the fork server, too
-                    raise
+                    if not isinstance(error, (EOFError, ConnectionError)):
+                        raise
+                    process.start()  # the fork server was killed; this starts another
                 return
             # Python ignores what a signal's handler raises in a callback that a module has registered around forks.
             with signals_deferred():

@@ -112,7 +112,7 @@ def check_survived(name: str, early: list[Any], late: list[Any], elsewhere: bool
         assert_same(desk.batch(SAMPLES["texts"]), default_collate(SAMPLES["texts"]))
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(list(KINDS)), FAULTS, FAULTS, st.booleans())
 @example("texts", [], [("blob", k, 0, 0, 0) for k in range(5)], False)
 @example("texts", [], [("blob", k, 0, 0, 0) for k in range(5)], True)
@@ -176,7 +176,7 @@ def test_a_result_whose_kind_alone_was_overwritten_is_damaged(
 def test_random_damage_for_long(stress_s: float) -> None:
     until_s, round_ = time.monotonic() + stress_s, 0
     while time.monotonic() < until_s:
-        settings(max_examples=500, deadline=None, database=None)(
+        settings(max_examples=500, database=None)(
             seed(os.getpid() + round_)(
                 given(st.sampled_from(list(KINDS)), FAULTS, FAULTS, st.booleans())(check_survived)
             )

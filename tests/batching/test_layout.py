@@ -623,7 +623,7 @@ TEMPLATES = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(template=TEMPLATES, n=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
 def test_random_structures(template: Any, n: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -435,7 +435,7 @@ LOG_PARTS = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(parts=LOG_PARTS)
 def test_a_log_with_torn_and_foreign_lines_gives_every_whole_record(parts: list[Any]) -> None:
     check_log(parts)

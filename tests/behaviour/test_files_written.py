@@ -186,7 +186,7 @@ def lines_of(parts: list[Any]) -> bytes:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(parts=st.lists(LINE | st.binary(max_size=20), max_size=8))
 @example(parts=[b"[" * 100_000 + b"\n"])
 @example(
@@ -265,7 +265,7 @@ JOURNAL_PART = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(parts=st.lists(JOURNAL_PART, max_size=6), headed=st.booleans())
 @example(parts=[b"[" * 100_000 + b"\n"], headed=True)
 @example(parts=[[True, 1, []]], headed=True)

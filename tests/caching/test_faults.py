@@ -238,7 +238,7 @@ ENTRIES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(entry=ENTRIES, cut=st.integers(0, 200))
 def test_any_entry_gives_a_sample_or_none(
     tmp_path_factory: pytest.TempPathFactory, entry: Any, cut: int

@@ -191,7 +191,7 @@ def test_unclaimed_counts_what_is_left(desk: Desk) -> None:
 def test_plain_integers_can_stand_in_the_ledger(desk: Desk, keys: list[int]) -> None:
     assert desk.ledger.can_hold(keys)
     batch = desk.ledger.publish(keys, len(keys), SLOT, 0, 0, 0, True)
-    assert desk.ledger.keys(batch, 0, len(keys)) == keys
+    assert desk.ledger.indices(batch, 0, len(keys)) == keys
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,8 @@ def test_a_worker_learns_what_it_has_claimed(desk: Desk) -> None:
     desk.publish(2)
     batch = desk.ledger.publish([-1, 2**63 - 1, -(2**63)], 3, SLOT, 0, -4, -5, False)
     assert desk.ledger.describe(batch) == (1, 2, 3, False, -4, -5, 0, 0, 0)
-    assert desk.ledger.keys(batch, 0, 3) == [-1, 2**63 - 1, -(2**63)]
-    assert desk.ledger.keys(batch, 1, 1) == [2**63 - 1]
+    assert desk.ledger.indices(batch, 0, 3) == [-1, 2**63 - 1, -(2**63)]
+    assert desk.ledger.indices(batch, 1, 1) == [2**63 - 1]
     pickled = desk.ledger.publish(
         None, 2, SLOT, 3, 1, 2, True, indices_offset=4096, indices_nbytes=77, wake=0
     )

@@ -178,7 +178,7 @@ class Twins(RuleBasedStateMachine):
             self.hands[worker].collating.append(record)
             return
         _, first, *_ = self.both("describe", record)
-        assert self.both("keys", record, k, count) == list(range(first + k, first + k + count))
+        assert self.both("indices", record, k, count) == list(range(first + k, first + k + count))
         held = {position for hand in self.hands for position in hand.positions}
         run = range(first + k, first + k + count)
         assert not held.intersection(run)
@@ -303,7 +303,6 @@ def test_random_operations(twins: tuple[ModuleType, ModuleType]) -> None:
         settings=settings(
             max_examples=60,
             stateful_step_count=60,
-            deadline=None,
             suppress_health_check=[HealthCheck.too_slow],
         ),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 TWIN = "steps"
@@ -32,7 +32,6 @@ class Recorder:
         return step
 
 
-@settings(deadline=None)  # its steps take time, and on a busy machine much more
 @given(
     durations_us=st.lists(st.integers(0, 60), max_size=6),
     allowances_us=st.lists(st.integers(-5, 150), max_size=8),

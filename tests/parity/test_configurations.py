@@ -40,7 +40,6 @@ def check(
     @hypothesis.seed(1)
     @settings(
         max_examples=4 * number,
-        deadline=None,
         database=None,
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),

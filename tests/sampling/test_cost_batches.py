@@ -34,7 +34,7 @@ def flat(ranks: list[list[list[int]]]) -> list[int]:
     return [index for batches in ranks for batch in batches for index in batch]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     costs=st.lists(st.integers(0, 50), max_size=80),
     ranks=st.integers(1, 5),

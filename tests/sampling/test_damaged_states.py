@@ -104,7 +104,7 @@ def check(state: Any) -> None:
     assert each.state_dict()["finished"]
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_damage_is_named(data: st.DataObject) -> None:
     damage(data)

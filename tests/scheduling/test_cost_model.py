@@ -34,7 +34,7 @@ def claimed(bench: Bench) -> list[int]:
     """Indices in the order in which one worker claims them."""
     found = []
     while (lease := bench.ledger.claim(0, 1)) is not None:
-        found += bench.ledger.keys(lease[0], lease[1], 1)
+        found += bench.ledger.indices(lease[0], lease[1], 1)
     return found
 
 

@@ -190,7 +190,7 @@ def test_a_known_profile_saves_the_warm_up():
     assert second.decision.threshold_ns == pytest.approx(first.decision.threshold_ns / 10, rel=0.05)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     costs=st.lists(st.integers(0, 2**40), min_size=1, max_size=600),
     percentile=st.floats(0.01, 0.99),

@@ -141,7 +141,7 @@ def test_what_is_no_message_is_a_value_error(decode: Callable[[bytes], Any], dat
     assert decode(encoded(message)) == message
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.one_of(anything(from_ranks).map(framed), streams), max_size=6),
     st.lists(st.sampled_from([1, 2, 7, 100, 5000]), min_size=1, max_size=5),
@@ -246,7 +246,7 @@ HOSTILE: list[list[Any]] = [
 ]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(sent_by_hosts, st.booleans())
 def test_a_rank_survives_its_host(sent: list[Any], lets_in: bool) -> None:
     check_link(sent, lets_in)
@@ -355,7 +355,7 @@ sent_by_ranks = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(sent_by_ranks, st.booleans())
 def test_a_host_survives_its_ranks(sent: list[Any], in_turn: bool) -> None:
     check_hub(sent, in_turn)
@@ -368,7 +368,7 @@ def test_a_host_and_its_ranks_for_long(stress_s: float) -> None:
     while time.monotonic() < until_s:
         number += 1
         for check, sent in ((check_hub, sent_by_ranks), (check_link, sent_by_hosts)):
-            run = settings(max_examples=100, deadline=None, database=None)(
+            run = settings(max_examples=100, database=None)(
                 seed(number)(given(sent, st.booleans())(check))
             )
             run()

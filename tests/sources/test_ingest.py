@@ -495,7 +495,7 @@ def test_an_archive_that_unpacks_to_too_much_is_refused() -> None:
     assert decoded(to.getvalue())["mask"].nbytes == 100 << 20
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     start=st.sampled_from([b"PK\x03\x04", b"\x93NUMPY", b"\x93NUMPY\x01\x00", b""]),
     rest=st.binary(max_size=60),

@@ -66,7 +66,7 @@ def test_classes_can_be_weighted() -> None:
     assert Counter(map(class_of, alone["train"])) == {"rare": 80}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     entities=st.lists(st.integers(0, 12), min_size=1, max_size=120),
     classes=st.integers(1, 4),

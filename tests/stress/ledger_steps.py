@@ -185,7 +185,7 @@ class World:
                 self.collate(batch)
                 continue
             first = self.ledger.describe(batch)[1]
-            keys = self.ledger.keys(batch, k, count)
+            keys = self.ledger.indices(batch, k, count)
             if self.scene.bound and self.scene.max_run > 1:
                 self.together(worker, batch, first, k, keys, pause)
                 continue

@@ -94,7 +94,7 @@ class Worker:
             self.collate(batch)
             return
         _, first, size, bound, *_ = self.ledger.describe(batch)
-        keys = self.ledger.keys(batch, k, count)
+        keys = self.ledger.indices(batch, k, count)
         if bound and self.draw.random() < 0.7:
             self.deliver(batch, first, k, keys, whole=count == size)
             return

@@ -73,9 +73,7 @@ def test_any_content_is_used_or_refused(
     until, tried = time.monotonic() + stress_s, 0
     content, check = fuzz(tmp_path)
 
-    @settings(
-        max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), database=None
-    )
+    @settings(max_examples=200, suppress_health_check=list(HealthCheck), database=None)
     @given(content)
     def some(one: Any) -> None:
         nonlocal tried

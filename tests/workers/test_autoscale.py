@@ -201,7 +201,7 @@ def test_idle_workers_of_a_waiting_consumer_are_no_reason_to_grow():
     assert corrected(ControllerState(4), behind_a_straggler, LIMITS).workers == 4
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     periods=st.lists(
         st.builds(Measurement, shares, shares, shares, shares, shares, st.floats(0, 1e6)),

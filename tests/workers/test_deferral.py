@@ -307,7 +307,7 @@ def has_deferred(worker: Worker) -> int:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     steps=st.lists(st.sampled_from(TRANSFORMS), min_size=1, max_size=4),
     seed=st.integers(0, 10**6),
@@ -365,7 +365,7 @@ def test_a_worker_defers_a_sample_and_completes_it_later() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     steps=st.lists(st.sampled_from(TRANSFORMS), min_size=2, max_size=4),
     seed=st.integers(0, 10**6),

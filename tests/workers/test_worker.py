@@ -111,7 +111,7 @@ class Setting:
             offset = ledger.describe(batch)[6]
             if offset:
                 return list(self.bench.indices.kept[offset][k : k + count])
-            return list(ledger.keys(batch, k, count))
+            return list(ledger.indices(batch, k, count))
 
         lease, fetcher = ledger.lease_words(0), Fetcher(dataset, Transforms(), batched=True)
         stage_runner = (

@@ -47,7 +47,7 @@ def test_where_nothing_can_be_said(values: list[int], groups: str) -> None:
     assert rank_spread(values, list(groups)) == (0.0, 0.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(-100, 100), min_size=2, max_size=50))
 def test_rank_correlation_is_that_of_the_ranks(drawn: list[int]) -> None:
     other = [value**3 for value in drawn]

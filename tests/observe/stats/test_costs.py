@@ -147,7 +147,7 @@ def test_a_dataset_without_a_length_has_a_fingerprint_too():
 values = st.lists(st.integers(0, 2**48), max_size=200)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(values, values)
 def test_words_keep_a_histogram(first, second):
     recorded = histogram(*first)
@@ -156,7 +156,7 @@ def test_words_keep_a_histogram(first, second):
     assert to_words(merged([kept, histogram(*second)])) == to_words(histogram(*first, *second))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 31), min_size=1, max_size=200), st.integers(0, 32))
 def test_the_share_above_is_exact_where_buckets_are(drawn, limit):
     exact = sum(value > limit for value in drawn) / len(drawn)
@@ -198,7 +198,7 @@ HISTORIES = st.fixed_dictionaries(
 ).map(json.dumps) | st.binary(max_size=50)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(content=HISTORIES)
 @example(content=b"[" * 100_000)
 @example(content=b'{"format": ' + b"9" * 5000)

@@ -1,0 +1,159 @@
+"""Workers of the start method ``forkserver`` come from minato's own fork server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from minato import DataLoader
+from minato.workers.fork_server import server_pid
+
+LIMIT_S = 60.0
+
+
+class Processes(Dataset[Any]):
+    """Each sample is the pid of its worker, the parent's, and whether torch was there before the worker began."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[int, int, int]:
+        time.sleep(0.005)
+        return index, os.getpid(), os.getppid()
+
+
+def load(**arguments: Any) -> list[tuple[int, int, int]]:
+    loader = DataLoader(
+        Processes(), batch_size=4, num_workers=2, multiprocessing_context="forkserver", **arguments
+    )
+    return [tuple(sample) for batch in loader for sample in torch.stack(batch, 1).tolist()]
+
+
+def run(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env={**os.environ, **environment},
+    )
+
+
+SCRIPT = """\
+import os
+import sys
+import torch
+from minato import DataLoader
+{top}
+print("imported as", __name__, flush=True)
+
+class Pids(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return index, os.getppid()
+
+if __name__ == "__main__":
+    for _ in range(2):
+        loader = DataLoader(Pids(), batch_size=2, num_workers=2, multiprocessing_context="forkserver")
+        got = list(loader)
+        assert sorted(i for batch in got for i in batch[0].tolist()) == list(range(24))
+    print("parents", sorted({{pid for batch in got for pid in batch[1].tolist()}}), flush=True)
+"""
+
+
+def write(path: Path, top: str = "") -> Path:
+    script = path / "script.py"
+    script.write_text(SCRIPT.format(top=top))
+    return script
+
+
+def test_all_workers_of_all_loaders_come_from_one_server() -> None:
+    first, second = load(), load()
+    assert [index for index, *_ in first] == [index for index, *_ in second] == list(range(24))
+    assert {parent for *_, parent in first + second} == {server_pid()}
+    assert not {pid for _, pid, _ in first} & {pid for _, pid, _ in second}
+
+
+def test_the_main_module_is_imported_once(tmp_path: Path) -> None:
+    ended = run(write(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("imported as __mp_main__") == 1
+    assert "fork server" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("top", "cause"),
+    [
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()", "threads"),
+        ("if __name__ != '__main__' and 'multiprocessing.forkserver' in sys.orig_argv[-1] and not"
+         " torch.utils.data.get_worker_info() and os.getppid() == int(os.environ['PARENT']): raise KeyError('no key')",
+         "KeyError: 'no key'"),
+    ],
+)  # fmt: skip
+def test_a_main_module_that_cannot_be_imported_there_is_left_to_the_workers(
+    tmp_path: Path, top: str, cause: str
+) -> None:
+    top = f"if __name__ == '__main__':\n    os.environ['PARENT'] = str(os.getpid())\n{top}"
+    ended = run(write(tmp_path, top))
+    assert ended.returncode == 0, ended.stderr
+    assert cause in ended.stderr
+    assert "imported as __mp_main__" in ended.stdout
+    assert "parents [" in ended.stdout
+
+
+def test_a_script_without_a_guard_is_refused_as_by_multiprocessing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from minato import DataLoader\n"
+        "next(iter(DataLoader([1, 2], num_workers=1, multiprocessing_context='forkserver')))\n"
+    )
+    ended = run(script)
+    assert ended.returncode == 1
+    assert "__name__ == '__main__'" in ended.stderr
+    assert "freeze_support" in ended.stderr
+
+
+def test_the_variable_leaves_multiprocessings_own_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINATO_FORK_SERVER", "0")
+    assert server_pid() not in {parent for *_, parent in load()}
+
+
+def test_a_killed_server_is_started_again() -> None:
+    load()
+    killed = server_pid()
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    assert [index for index, *_ in load()] == list(range(24))
+    assert server_pid() not in (None, killed)
+
+
+def test_server_and_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    script = write(tmp_path)
+    text = script.read_text().replace(
+        "        got = list(loader)",
+        "        iterator = iter(loader); next(iterator); print('ready', flush=True); input()",
+    )
+    script.write_text(text)
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        while "ready" not in (line := program.stdout.readline()):
+            assert line, "the program has ended"
+        descendants = psutil.Process(program.pid).children(recursive=True)
+        assert len(descendants) >= 3
+        program.kill()
+    _, alive = psutil.wait_procs(descendants, timeout=LIMIT_S / 2)
+    assert not alive
