@@ -28,19 +28,19 @@ install: $(INSTALLED) build  ## create .venv: pinned packages, minato compiled a
 define install
 	@$(PYTHON) -c 'import sys; sys.exit("constraints.txt is for Python 3.11: set PYTHON" if sys.version_info < (3, 11) else 0)'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) setuptools Cython numpy
-	MINATO_NO_EXTENSIONS=1 $(INSTALL) --no-build-isolation --editable '.[$(1)]'
+	$(INSTALL) 'pip>=25.1' setuptools Cython numpy
+	MINATO_NO_EXTENSIONS=1 $(INSTALL) --no-build-isolation --editable $(1)
 	$(INSTALL) --no-deps nilearn
 endef
 
 # Bytecode by all cores at once; some packages carry files that are no Python of this version.
 $(INSTALLED): setup.py pyproject.toml constraints.txt
-	$(call install,all-dev)
+	$(call install,'.[all]' --group all-dev)
 	@$(PY) -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 $(DEMO_INSTALLED): setup.py pyproject.toml constraints.txt
-	$(call install,demo)
+	$(call install,. --group demo)
 	@touch $@
 
 # 'make demo' alone makes do with the packages of the demo, where not all are installed.

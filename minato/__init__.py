@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from minato import _other_distribution  # noqa: F401  # first: it refuses a mixture of two projects
 from minato._core import implementation
 from minato._version import __version__
 from minato.errors import (

@@ -171,6 +171,12 @@ def user_threads() -> int:
     return count
 
 
+def environment(variable: str) -> str | None:
+    """The value of an environment variable; None if it is unset, empty or 0."""
+    value = os.environ.get(variable, "")
+    return None if value in ("", "0") else value
+
+
 def local_ranks() -> int:
     """Number of this job's processes on this node, from the launcher's variables; 1 without them."""
     for variable in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):

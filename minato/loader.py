@@ -20,9 +20,11 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    get_worker_info,
 )
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
+from minato import _other_distribution  # noqa: F401  # minato/__init__.py may be another project's
 from minato._compat import (
     TorchIterator,
     index_sampler,
@@ -31,6 +33,7 @@ from minato._compat import (
     is_iterable,
 )
 from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
+from minato._system import environment
 from minato.engine.spec import LoaderSpec, WorkerSpec
 from minato.errors import MinatoWarning
 from minato.options import (
@@ -188,6 +191,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             from minato.observe.trace.track import Trace
 
             recorder = Trace(os.fspath(trace), options.name)
+        elif environment("MINATO_TRACE") and get_worker_info() is None:
+            from minato.observe.trace.track import trace_of_environment
+
+            recorder = trace_of_environment(options.name)
         if options.errors.log_path is not None:
             FailureLog.check(options.errors.log_path)
         from minato.engine.factory import EngineFactory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import math
 import mmap
@@ -177,6 +178,7 @@ def _private_names() -> Iterator[Finding]:
 def machine() -> list[Finding]:
     """The limits of the machine or container, each with a remedy where it limits minato."""
     return [
+        _distribution(),
         *_versions(),
         _kernel(),
         _cores(),
@@ -192,6 +194,20 @@ def machine() -> list[Finding]:
         _dev_shm(),
         _start_method(),
     ]
+
+
+def _distribution() -> Finding:
+    """Whether another project with the same import name is installed anywhere on the path."""
+    try:
+        other = importlib.metadata.version("minato")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("distribution", "ok", f"minatoloader {__version__}, imported as minato")
+    return Finding(
+        "distribution",
+        "limit",
+        f"another project, minato {other} of PyPI, is installed too and has the same import name",
+        "uninstall both (pip uninstall minato minatoloader), then install minatoloader",
+    )
 
 
 def _versions() -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """The command line: ``minato profile`` names the bottleneck of a loader, ``minato ingest`` fills a store.
 
+``minato run`` runs a training script with minato in place of torch's loader, ``minato demo`` compares the two, and
 ``minato doctor`` reports what limits minato on this machine.
 """
 
@@ -26,7 +27,7 @@ from minato._support.files import open_lines, write_atomically
 from minato._support.loader_class import TorchDataLoader
 from minato._support.text import printable
 from minato._version import __version__
-from minato.cli import doctor
+from minato.cli import demo, doctor, run
 from minato.loader import DataLoader
 from minato.observe.report import html, text
 from minato.observe.report.report import Report
@@ -50,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0; 1 after a failure, or if ``minato doctor`` finds a limit; 2 for invalid arguments.
     """
     options = _parser().parse_args(arguments)
+    if options.is_script:  # its exceptions and exit status are those of the script
+        options.run(options)
+        return 0
     try:
         status: int | None = options.run(options)
         sys.stdout.flush()
@@ -85,7 +89,10 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="minato", description="A data loader for PyTorch.")
     parser.add_argument("--version", action="version", version=_version())
+    parser.set_defaults(is_script=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    demo.add_to(commands)
+    run.add_to(commands)
     profile = commands.add_parser(
         "profile", help="run a loader, torch's or minato's, and name its bottleneck"
     )

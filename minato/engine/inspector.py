@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import get_worker_info
 
-from minato._system import available_cores, local_rank
+from minato._system import available_cores, environment, local_rank
 from minato.engine.factory import RankSession
 from minato.engine.history import History
 from minato.engine.spec import LoaderSpec
@@ -25,11 +25,15 @@ from minato.transforms.rng import SampleRandomness
 if TYPE_CHECKING:  # each method imports its own view: most loaders need none of them
     from minato.observe.monitor.machine import MachineMonitor
     from minato.observe.report.bias import Labels
+    from minato.observe.report.figures import Setup
     from minato.observe.report.live import Live
     from minato.observe.report.report import Report
     from minato.observe.stats.epoch_log import EpochLog
 
 __all__ = ["Inspector", "RunningSample", "SlowSamples"]
+
+_AT_EXIT = "minato.observe.report.at_exit"
+"""Imported only where reports at the end of the process are wanted."""
 
 
 class Inspector:
@@ -71,17 +75,22 @@ class Inspector:
 
     def report(self, labels: Labels | None) -> Report:
         """See ``DataLoader.report``."""
-        from minato.observe.report.figures import Setup
         from minato.observe.report.report import report_of
 
         epoch_log = self._measured()
+        return report_of(self._setup(), self._spec.transforms.names, epoch_log, labels)
+
+    def _setup(self) -> Setup:
+        """What a report says about the loader itself."""
+        from minato.observe.report.figures import Setup
+
         spec = self._spec if self._session is None else self._session.pooled(self._spec)
         workers, options = spec.workers, spec.options
         bounded = workers.count > 0 and workers.bounds_prefetch
         may_fetch_more = not (
             spec.sampling.streams or options.compat == "torch" or options.worker_kind == "ray"
         )
-        setup = Setup(
+        return Setup(
             num_workers=workers.count,
             worker_method=options.worker_kind,
             order=options.order,
@@ -95,7 +104,6 @@ class Inspector:
             cores=available_cores(whole_node=options.shared_pool is not None),
             name=options.name,
         )
-        return report_of(setup, spec.transforms.names, epoch_log, labels)
 
     def live(self) -> Live:
         """See ``DataLoader.live``."""
@@ -124,12 +132,13 @@ class Inspector:
         return next((each.url for each in observers if isinstance(each, LoaderMetrics)), None)
 
     def open_views(self) -> None:
-        """Open the live view and the metrics endpoint that options or environment request, in the main process."""
+        """Open what options or environment request in the main process: live view, metrics endpoint, last report."""
         if self._history.epoch_log is None or get_worker_info() is not None:
             return
+        self._keep_for_exit(self._history.epoch_log)
         self._watch_machine(self._history.epoch_log)
         rank = local_rank()
-        if _environment("MINATO_LIVE") and rank == 0:
+        if environment("MINATO_LIVE") and rank == 0:
             from minato.observe.report.live import Live
 
             if not any(
@@ -137,12 +146,25 @@ class Inspector:
             ):
                 self.live()
         address, variable = self._spec.options.metrics, "MINATO_METRICS_PORT"
-        if address is None and (text := _environment(variable)) is not None:
+        if address is None and (text := environment(variable)) is not None:
             address = metrics_address(text, variable)
         if address is not None and self.metrics_url is None:
             self._serve_metrics(address, rank)
         if address is not None or self._spec.options.stats == "gpu":
             self.watch_gpus()
+
+    def _keep_for_exit(self, epoch_log: EpochLog) -> None:
+        """Have a report printed or written when the process ends, if ``minato run`` or the environment asks for it."""
+        path = environment("MINATO_REPORT")
+        if path is None and _AT_EXIT not in sys.modules:
+            return
+        if self._session is not None and not self._session.hosts:
+            return
+        from minato.observe.report import at_exit
+
+        if path is not None:
+            at_exit.write_at_exit(path)
+        at_exit.keep(self._setup(), self._spec.transforms.names, epoch_log)
 
     def _watch_machine(self, epoch_log: EpochLog) -> MachineMonitor:
         """Start to record the use of the machine."""
@@ -218,12 +240,6 @@ class Inspector:
                 randomness.bind(epoch, index, occurrence)
                 sample = fetcher.single(index)
             return sample
-
-
-def _environment(variable: str) -> str | None:
-    """The value of an environment variable; None if it is unset, empty or 0."""
-    value = os.environ.get(variable, "")
-    return None if value in ("", "0") else value
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import json
 import mmap
 import multiprocessing
@@ -55,6 +56,21 @@ def sound_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def found(name: str) -> Finding:
     (finding,) = [each for each in (*doctor.fast_paths(), *doctor.machine()) if each.name == name]
     return finding
+
+
+@pytest.mark.parametrize("other", [None, "0.12.3"])
+def test_another_distribution_of_this_import_name(
+    monkeypatch: pytest.MonkeyPatch, other: str | None
+) -> None:
+    def version(name: str) -> str:
+        if name != "minato" or other is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return other
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    finding = found("distribution")
+    assert finding.state == ("ok" if other is None else "limit")
+    assert ("0.12.3" in finding.value) == (other is not None)
 
 
 def with_limit(name: str, soft: int) -> Callable[[pytest.MonkeyPatch], None]:

@@ -243,3 +243,35 @@ def test_public_names_are_imported_on_demand() -> None:
         "print(hasattr(minato, 'no_such_name'))"
     )
     assert names.splitlines() == ["", "DiskCache minato.sources True", "False"]
+
+
+OTHER = "class Minato:\n    pass\n"
+"""Like the other project's package: its ``__init__.py`` does not know ours."""
+
+
+@pytest.mark.parametrize("later", ["minato", "minatoloader"])
+@pytest.mark.parametrize("module", ["minato", "minato.loader", "minato.cli.main"])
+def test_the_other_project_of_this_name_is_refused(tmp_path: Path, later: str, module: str) -> None:
+    """PyPI's minato, installed into the same directory: ours to refuse, where a module of ours is imported at all."""
+    package = tmp_path / "minato"
+    package.mkdir()
+    for path in PACKAGE.iterdir():
+        (package / path.name).symlink_to(path)
+    (package / "minato.py").write_text(OTHER)
+    if later == "minato":
+        (package / "__init__.py").unlink()
+        (package / "__init__.py").write_text("from minato.minato import Minato\n")
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    theirs = later == "minato" and module == "minato"
+    assert (done.returncode == 0) == theirs
+    if not theirs:
+        *_, error = done.stderr.splitlines()
+        assert error.startswith(f"ImportError: {package} holds the files of two projects")
+        assert "pip uninstall minato minatoloader" in error

@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import json
 import os
+import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any
 
 from minato._core.clock import now_ns
 from minato._support.files import open_lines, open_regular, write_all
+from minato._system import environment, local_rank
+from minato.errors import MinatoWarning
 from minato.observe.trace.tracer import REPEATED, SAMPLE, Args
 
-__all__ = ["LIMIT_BYTES", "EventFile", "Trace", "Track", "Tracks"]
+__all__ = ["LIMIT_BYTES", "EventFile", "Trace", "Track", "Tracks", "trace_of_environment"]
 
 LIMIT_BYTES = 256 << 20
 """Size limit of a trace: about half a million samples with three transforms, which the viewer opens easily."""
@@ -66,6 +70,34 @@ class Trace:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_taken": set()}
+
+
+_numbers = itertools.count(1)
+_MOST_TRACES = 16
+"""A program may make a loader for each epoch; later ones are not recorded."""
+
+
+def trace_of_environment(name: str) -> Trace | None:
+    """The trace that ``MINATO_TRACE`` asks for, in a file for each loader of this process.
+
+    The second loader writes ``NAME-2.json``, local rank 1 ``NAME.rank1.json``. A file that cannot be written, or has
+    other content, is a warning.
+
+    Args:
+        name: Of the loader.
+    """
+    given = environment("MINATO_TRACE")
+    if given is None or (number := next(_numbers)) > _MOST_TRACES:
+        return None
+    stem, suffix = os.path.splitext(given)
+    rank = local_rank()
+    path = f"{stem}{f'-{number}' if number > 1 else ''}{f'.rank{rank}' if rank else ''}{suffix}"
+    try:
+        return Trace(path, name)
+    except (OSError, ValueError) as error:
+        words = f"a loader is not traced: MINATO_TRACE={given!r}: {error}"
+        warnings.warn(words, MinatoWarning, stacklevel=3)
+        return None
 
 
 @dataclass(frozen=True)
