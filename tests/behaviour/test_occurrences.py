@@ -279,4 +279,4 @@ def test_samplers_that_may_repeat_are_counted(sampler: Any) -> None:
     first, second = counted(iter([[1], [1, 2]]), sampler, 5, index_hash)
     assert first == [1]
     again, other = second
-    assert (again.key, again.occurrence, other) == (1, 1, 2)
+    assert (again.index, again.occurrence, other) == (1, 1, 2)

@@ -64,7 +64,7 @@ static int run(uint32_t worker, uint32_t index, uint64_t k, uint32_t count, uint
     mn_batch *batch = &ledger.batches[index];
     uint64_t first = mn_load_relaxed_u64(&batch->first) + k;
     int bound = mn_load_relaxed_u32(&batch->bound) != 0;
-    uint64_t key = mn_load_relaxed_u64(&mn_at(&ledger, first)->key);
+    uint64_t key = mn_load_relaxed_u64(&mn_at(&ledger, first)->index);
     CHECK(key == first);
     CHECK(mn_allocate(&ledger, index, 1) != UINT64_MAX);
     if (bound && collates) {

@@ -25,7 +25,7 @@ def test_samples_whose_own_batch_is_gone_are_left_out_of_a_message(form: str) ->
     for position in (2, 3, 0, 1):
         place, _, _ = ledger.reserve(0, position)
         ledger.fill(0, position, place)
-    assert indices_of(ledger, ledger.keys, second) == "indices 10, 11"
+    assert indices_of(ledger, ledger.indices, second) == "indices 10, 11"
     ledger.retire(first)
     assert ledger.publish([14, 15], 2, slot, 0, 0, 0, False) == first
-    assert indices_of(ledger, ledger.keys, second) == "indices that are no longer known"
+    assert indices_of(ledger, ledger.indices, second) == "indices that are no longer known"

@@ -271,7 +271,7 @@ class Case:
             queue=WorkQueue(
                 ledger,
                 EventCount(self.bench.segment.array, ledger.work_events_offset),
-                ledger.keys,
+                ledger.indices,
             ),
             fetcher=Fetcher(Keyed(), chain, batched=True),
             runner=runner,

@@ -201,12 +201,16 @@ def test_a_sample_that_was_deferred_is_told_once(order: str, tmp_path: Path) -> 
 
 
 def test_samples_that_are_run_again_are_told_as_such(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    run(DataLoader(DrawsLate(2000), 250, seed=1, trace=path, shuffle=False))
-    events = read(path)
-    check_nesting(events)
-    assert samples(events) == once(1, 2000)
-    assert samples(events, "sample (repeated)")
+    # Only cheap samples are run before it is known whether they draw: on a busy machine they may not look cheap.
+    for attempt in range(10):
+        path = tmp_path / f"run-{attempt}.json"
+        run(DataLoader(DrawsLate(2000), 250, seed=1, trace=path, shuffle=False))
+        events = read(path)
+        check_nesting(events)
+        assert samples(events) == once(1, 2000)
+        if samples(events, "sample (repeated)"):
+            return
+    pytest.fail("no sample was run again")
 
 
 def test_samples_that_run_again_to_be_collated_count_once(tmp_path: Path) -> None:
