@@ -64,6 +64,15 @@ class _Server(forkserver.ForkServer):
 _server = _Server()
 
 
+def _forget_parents_server() -> None:
+    # A process can only wait for its own children: a forked child of the program starts a server of its own.
+    global _server
+    _server = _Server()
+
+
+os.register_at_fork(after_in_child=_forget_parents_server)
+
+
 def server_pid() -> int | None:
     """The pid of the fork server; None if no worker was started with it."""
     return _server.pid
@@ -154,7 +163,8 @@ def preload() -> None:
         cause,
     )
     kept = {name: value for name, value in preparation.items() if "_main_" not in name}
-    os.environ[_PRELOAD] = json.dumps({"modules": [], "preparation": kept})
+    own = [name for name in wanted["modules"] if name.startswith("minato.")]
+    os.environ[_PRELOAD] = json.dumps({"modules": own, "preparation": kept})
     os.execv(sys.executable, sys.orig_argv)
 
 

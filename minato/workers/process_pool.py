@@ -54,6 +54,8 @@ _STOPPED_S = 1.0
 """A sleep that exceeds its timeout by more than this means that the whole process was stopped (SIGSTOP, Ctrl-Z)."""
 _ARRIVAL_S = 2.0
 """A worker that has not begun after this time does not wait for a core, and further workers start."""
+_STARTS = 20
+"""Attempts to start a process while its fork server ends."""
 _LOOK_S = 0.02
 """Interval between two checks whether a starting worker has begun."""
 
@@ -171,18 +173,22 @@ class ProcessPool:
 
     def _launch(self, process: BaseProcess) -> None:
         with explaining_limits("start a worker process"):
-            if not self._forks:
+            if self._forks:
+                # Python ignores what a signal's handler raises in a callback that is registered around forks.
+                with signals_deferred():
+                    process.start()
+                return
+            for left in reversed(range(_STARTS)):
                 try:
                     process.start()
                 except (EOFError, OSError) as error:
                     raise_kept()  # the signal has ended the fork server, too
-                    if not isinstance(error, (EOFError, ConnectionError)):
+                    if not left or not isinstance(error, (EOFError, ConnectionError)):
                         raise
-                    process.start()  # the fork server was killed; this starts another
-                return
-            # Python ignores what a signal's handler raises in a callback that a module has registered around forks.
-            with signals_deferred():
-                process.start()
+                    # The fork server was killed. Once the kernel has ended it, the next start makes another.
+                    time.sleep(_LOOK_S)
+                else:
+                    return
 
     def _watch_all(self) -> None:
         # After all starts, not between them, because it starts a thread.

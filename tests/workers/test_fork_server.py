@@ -139,6 +139,15 @@ def test_a_killed_server_is_started_again() -> None:
     assert server_pid() not in (None, killed)
 
 
+def test_a_forked_child_of_the_program_starts_its_own() -> None:
+    load()
+    pid = os.fork()
+    if pid == 0:
+        complete = [index for index, *_ in load()] == list(range(24))
+        os._exit(0 if complete else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_server_and_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     script = write(tmp_path)
     text = script.read_text().replace(
