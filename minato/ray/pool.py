@@ -11,6 +11,7 @@ from typing import Any
 
 from minato._compat import kill_actor
 from minato._core.wait import EventCount
+from minato._support.threads import start_thread
 from minato.ray.actor import ActorSpec, SampleServer
 from minato.ray.reads import ActorLost
 from minato.workers.local_pools import ThreadPool
@@ -135,7 +136,7 @@ class ActorPool(ThreadPool):
             self._recover(number, lost.pid, lost.loss)
             del self._lost[number]
             self.threads[number] = self._make(number)
-            self.threads[number].start()
+            start_thread(self.threads[number])
         super().check()
 
     def _gone(self) -> list[int]:

@@ -15,8 +15,9 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from multiprocessing import context as contexts
 from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
-from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
+from multiprocessing.context import BaseContext, ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +107,14 @@ def _close_all(*descriptors: int) -> None:
         os.close(descriptor)
 
 
-class _WorkerProcess(ForkServerProcess):
+class ForkServerProcess(contexts.ForkServerProcess):  # the name that datasets see
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802  # the name that multiprocessing calls
         return _Popen(process_obj)
 
 
 class _Context(ForkServerContext):
-    Process = _WorkerProcess
+    Process = ForkServerProcess
 
 
 def fork_server_context(context: BaseContext, used: Iterable[Any]) -> BaseContext:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
 from minato._core.wait import EventCount
+from minato._support.threads import start_thread
 from minato.observe.trace.tracer import in_profile
 from minato.workers.pool import CpuUsage, thread_usage
 from minato.workers.worker import Worker
@@ -57,7 +58,7 @@ class ThreadPool:
     def start(self, enough: Callable[[], object] | None = None) -> None:
         """Start all threads, without a call of ``enough``: threads start fast."""
         for thread in self.threads:
-            thread.start()
+            start_thread(thread)
 
     def grow(self, count: int) -> None:
         """Do nothing: all threads run already."""

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from minato._core.clock import now_ns
+from minato._support.threads import start_thread
 from minato.transforms.rng import SampleRandomness
 
 __all__ = [
@@ -179,7 +180,7 @@ class ThreadReads(FinishedReads):
         if len(self._threads) < min(self.limit, self.outstanding):
             name = f"minato-read-{len(self._threads)}"
             self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-            self._threads[-1].start()
+            start_thread(self._threads[-1])
 
     def _run(self) -> None:
         while (read := self._asked.get()) is not None and not self._closed:
@@ -293,7 +294,7 @@ class CoroutineReads(FinishedReads):
             self._thread = threading.Thread(
                 target=self._run, args=(self._loop,), name="minato-reads", daemon=True
             )
-            self._thread.start()
+            start_thread(self._thread)
         self.outstanding += 1
         self._loop.call_soon_threadsafe(self._begin, self._loop, read)
 

@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
+from minato._support.threads import start_thread
 from minato._system import memory_kills, memory_limit_bytes
 from minato.errors import MinatoWarning, WorkerDiedError
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
@@ -118,7 +119,7 @@ class ExitWatch:
         self._woken, self._wake = connection.Pipe(duplex=False)
         self._thread = threading.Thread(target=self._run, name="minato-exits", daemon=True)
         try:
-            self._thread.start()
+            start_thread(self._thread)
         except RuntimeError:  # the limit of threads is reached
             self._thread = None
             raise
