@@ -376,7 +376,7 @@ def test_private_memory_of_forked_workers_does_not_grow() -> None:
     count = 200_000
     found = {}
     for name, items in (("plain", Words(count)), ("shared", minato.share(Words(count)))):
-        before, after = DataLoader(items, 1, num_workers=1, collate_fn=first)
+        _, before, after, _ = DataLoader(items, 1, num_workers=1, collate_fn=first)
         found[name] = after - before
     assert found["plain"] > 10 << 20
     assert found["shared"] < 2 << 20
