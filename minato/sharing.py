@@ -1,9 +1,8 @@
 """Datasets whose Python objects lie in memory that all workers share.
 
-A forked worker shares the memory of the training process until one of them writes to it, and whoever reads a Python
-object writes its reference count: a dataset that keeps a list of paths is copied into every worker, page by page.
-Workers that are not forked get a copy each from the start. :func:`share` lays such lists once into memory without
-reference counts.
+A forked worker shares the memory of the training process until one of them writes to it, and reading a Python object
+writes its reference count: a dataset that keeps a list of paths is copied into every worker, page by page. Workers that
+are not forked get a copy each from the start. :func:`share` lays such lists once into memory without reference counts.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Column:
         self._kind: str = kind
         self._length: int = length
         self._keys: tuple[Any, ...] = keys
-        self._children = tuple(Column(child, memory) for child in children)
+        self._fields = tuple(Column(child, memory) for child in children)
         self._data = memory[start:]
         self._offsets = memory[:0].view(np.int64)
         if kind in _DTYPES:
@@ -67,13 +67,13 @@ class Column:
         if kind in _DTYPES:
             return self._data[i].item()
         if kind == "tuple":
-            return tuple(child._get(i) for child in self._children)
+            return tuple(child._get(i) for child in self._fields)
         if kind == "dict":
-            values = (child._get(i) for child in self._children)
+            values = (child._get(i) for child in self._fields)
             return dict(zip(self._keys, values, strict=True))
         begin, end = self._offsets[i : i + 2].tolist()
         if kind == "list":
-            return [self._children[0]._get(j) for j in range(begin, end)]
+            return [self._fields[0]._get(j) for j in range(begin, end)]
         data = self._data[begin:end].tobytes()
         if kind == "str":
             return data.decode("utf-8", "surrogatepass")
