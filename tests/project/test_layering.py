@@ -40,6 +40,7 @@ OPTIONAL = {
     "matplotlib",
     "nilearn",
     "obstore",
+    "pandas",
     "psutil",
     "pyarrow",
     "pynvml",
