@@ -64,8 +64,9 @@ class EngineMetrics:
         if self.failures is not None:
             self.failures.look()
             counts.update(self.failures.totals)
-        counts |= Counter(
-            self.quick_counts(),
+        for name, count in self.quick_counts().items():
+            counts[name] = count
+        counts.update(
             slept_ns=self.wait_stats.waited_ns,
             ran_ns=self.usage.ran_ns,
             queued_ns=self.usage.queued_ns,

@@ -10,13 +10,60 @@ from opentelemetry import metrics
 
 from minato._version import __version__
 from minato.integrations.logged import MeasuredLoader
+from minato.observe.stats.catalog import CATALOG, Metric
 
 __all__ = ["observe"]
 
-_UNITS = {"s": "s", "bytes": "By", "share": "1"}
+_UNITS = {"s": "s", "bytes": "By", "share": "1", "epoch": "1"}
 """In UCUM, as OpenTelemetry demands; things that are counted stand in braces."""
-_WORDS = {"seconds", "bytes", "ratio", "total"}
-"""The unit and the kind of an instrument are not in its name."""
-
 _observed: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
-"""Loaders by provider, because a second instrument of the same name is an error."""
+"""Loaders by provider: a provider accepts each name of an instrument once."""
+
+
+def observe(loader: MeasuredLoader, meter_provider: metrics.MeterProvider | None = None) -> None:
+    """Have OpenTelemetry read the metrics of a loader whenever it exports.
+
+    Counters become observable counters, gauges observable gauges, with the names ``minato.batches``,
+    ``minato.wait_seconds`` and so on; an exporter to Prometheus appends ``_total``. Their attribute ``loader`` is
+    ``loader.name``: give the loaders of a process different names. The loader is held weakly.
+
+    Args:
+        meter_provider: None: the global one. Set it before.
+
+    Raises:
+        ValueError: The loader was made with ``stats=False``.
+    """
+    loader.metrics()  # raises where nothing is measured: a callback could not
+    provider = metrics.get_meter_provider() if meter_provider is None else meter_provider
+    loaders = _observed.get(provider)
+    if loaders is None:
+        loaders = _observed[provider] = weakref.WeakSet()
+        _make_instruments(provider.get_meter("minato", __version__), loaders)
+    loaders.add(loader)
+
+
+def _make_instruments(meter: metrics.Meter, loaders: weakref.WeakSet[Any]) -> None:
+    for metric in CATALOG:
+        if not metric.exported:
+            continue
+        make = (
+            meter.create_observable_counter
+            if metric.kind == "counter"
+            else meter.create_observable_gauge
+        )
+        make(
+            f"minato.{metric.name.removesuffix('_total')}",
+            [_reader(metric, loaders)],
+            unit=_UNITS.get(metric.unit, f"{{{metric.unit}}}"),
+            description=metric.meaning,
+        )
+
+
+def _reader(
+    metric: Metric, loaders: weakref.WeakSet[Any]
+) -> Callable[[metrics.CallbackOptions], Iterator[metrics.Observation]]:
+    def read(options: metrics.CallbackOptions) -> Iterator[metrics.Observation]:
+        for loader in list(loaders):
+            yield metrics.Observation(loader.metrics()[metric.name], {"loader": loader.name})
+
+    return read

@@ -101,7 +101,9 @@ def allowed(part: str) -> set[str] | None:
         return {"shared_pool", *STAGES, "engine", "observe", "_core", *COMMON}
     if part == "_support":
         return COMMON
-    if part in ("caching", "integrations", "sources"):
+    if part == "integrations":
+        return {part, "observe", *COMMON}
+    if part in ("caching", "sources"):
         return {part, *COMMON}
     return {*COMMON}
 
