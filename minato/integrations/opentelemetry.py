@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
-
-from opentelemetry import metrics
+from typing import TYPE_CHECKING, Any
 
 from minato._version import __version__
 from minato.integrations.logged import MeasuredLoader
 from minato.observe.stats.catalog import CATALOG, Metric
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import CallbackOptions, Meter, MeterProvider, Observation
 
 __all__ = ["observe"]
 
@@ -20,7 +21,7 @@ _observed: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKe
 """Loaders by provider: a provider accepts each name of an instrument once."""
 
 
-def observe(loader: MeasuredLoader, meter_provider: metrics.MeterProvider | None = None) -> None:
+def observe(loader: MeasuredLoader, meter_provider: MeterProvider | None = None) -> None:
     """Have OpenTelemetry read the metrics of a loader whenever it exports.
 
     Counters become observable counters, gauges observable gauges, with the names ``minato.batches``,
@@ -31,8 +32,15 @@ def observe(loader: MeasuredLoader, meter_provider: metrics.MeterProvider | None
         meter_provider: None: the global one. Set it before.
 
     Raises:
+        ImportError: OpenTelemetry is not installed.
         ValueError: The loader was made with ``stats=False``.
     """
+    try:
+        from opentelemetry import metrics
+    except ImportError as error:
+        raise ImportError(
+            'observe() needs OpenTelemetry: pip install "minatoloader[otel]" opentelemetry-sdk'
+        ) from error
     loader.metrics()  # raises where nothing is measured: a callback could not
     provider = metrics.get_meter_provider() if meter_provider is None else meter_provider
     loaders = _observed.get(provider)
@@ -42,7 +50,7 @@ def observe(loader: MeasuredLoader, meter_provider: metrics.MeterProvider | None
     loaders.add(loader)
 
 
-def _make_instruments(meter: metrics.Meter, loaders: weakref.WeakSet[Any]) -> None:
+def _make_instruments(meter: Meter, loaders: weakref.WeakSet[Any]) -> None:
     for metric in CATALOG:
         if not metric.exported:
             continue
@@ -61,9 +69,11 @@ def _make_instruments(meter: metrics.Meter, loaders: weakref.WeakSet[Any]) -> No
 
 def _reader(
     metric: Metric, loaders: weakref.WeakSet[Any]
-) -> Callable[[metrics.CallbackOptions], Iterator[metrics.Observation]]:
-    def read(options: metrics.CallbackOptions) -> Iterator[metrics.Observation]:
+) -> Callable[[CallbackOptions], Iterator[Observation]]:
+    from opentelemetry.metrics import Observation
+
+    def read(options: CallbackOptions) -> Iterator[Observation]:
         for loader in list(loaders):
-            yield metrics.Observation(loader.metrics()[metric.name], {"loader": loader.name})
+            yield Observation(loader.metrics()[metric.name], {"loader": loader.name})
 
     return read

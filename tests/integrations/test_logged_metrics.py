@@ -205,3 +205,11 @@ def test_opentelemetry_refuses_a_loader_that_measures_nothing() -> None:
 
     with pytest.raises(ValueError, match="stats=False"):
         observe(loader_of(stats=False))
+
+
+def test_opentelemetry_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minato.integrations.opentelemetry import observe
+
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(ImportError, match=r'pip install "minatoloader\[otel\]"'):
+        observe(loader_of())
