@@ -371,6 +371,19 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         return self._inspector().report(labels)
 
     @made_only
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges of this loader now, for loggers: numbers by name, always with the same names.
+
+        Counters, whose names end with ``_total``, are sums over all epochs. Gauges are about the current epoch, or the
+        last one between two; number of workers and batches are those after a recent batch. A call takes microseconds,
+        and any thread may make it. The reference lists the names and their units.
+
+        Raises:
+            ValueError: The loader was made with ``stats=False``, or other ranks' shared pool has its workers.
+        """
+        return self._inspector().metrics()
+
+    @made_only
     def live(self) -> Live:
         """Show the progress of each epoch from now on: a panel below what the program prints, four times a second.
 

@@ -812,7 +812,7 @@ class Options:
     )
     metrics: tuple[str, int] | None = option(
         None,
-        "Port of 127.0.0.1, or host and port, that serves [figures for Prometheus](report.md#prometheus) from the "
+        "Port of 127.0.0.1, or host and port, that serves [metrics for Prometheus](metrics.md#prometheus) from the "
         "first iteration on; 0: any free port, shown by `metrics_url`.",
         values='0 to 65535, `"host:port"`',
         check=_metrics,

@@ -116,8 +116,14 @@ class Inspector:
     def _stages(self) -> list[str]:
         return ["dataset", *self._spec.transforms.names]
 
-    def _measured(self) -> EpochLog:
-        self._refuse_attached("a report")
+    def metrics(self) -> dict[str, float]:
+        """See ``DataLoader.metrics``."""
+        from minato.observe.stats.catalog import values_of
+
+        return values_of(self._measured("metrics()"))
+
+    def _measured(self, method: str = "a report") -> EpochLog:
+        self._refuse_attached(method)
         if self._history.epoch_log is None:
             raise ValueError("stats=False: nothing was measured; leave it out to have a report")
         return self._history.epoch_log

@@ -60,19 +60,17 @@ class EngineMetrics:
     def metrics(self) -> Metrics:
         """All counters and histograms now."""
         self.costs.update(self.meters)
-        worked = [self.ledger.activity(worker) for worker in range(len(self.meters))]
-        counts = Counter(
-            slept_ns=self.wait_stats.waited_ns,
-            deaths=self.restart_policy.total,
-            ran_ns=self.usage.ran_ns,
-            queued_ns=self.usage.queued_ns,
-            busy_ns=sum(busy_ns for _, busy_ns, _ in worked),
-            idle_ns=sum(idle_ns for _, _, idle_ns in worked),
-        )
+        counts: Counter[str] = Counter()
         if self.failures is not None:
             self.failures.look()
             counts.update(self.failures.totals)
-            counts["retries"] = self.failures.retries
+        for name, count in self.quick_counts().items():
+            counts[name] = count
+        counts.update(
+            slept_ns=self.wait_stats.waited_ns,
+            ran_ns=self.usage.ran_ns,
+            queued_ns=self.usage.queued_ns,
+        )
         return Metrics(counts, self.costs.run)
 
     def snapshot(self, in_flight: int, ready: int) -> LoaderSnapshot:
@@ -104,6 +102,21 @@ class EngineMetrics:
                 for stage in stages
             ),
         )
+
+    def quick_counts(self) -> dict[str, int]:
+        """Times of all workers, deaths, and failures as of the latest batch; any thread may call it."""
+        activity, failures = self.ledger.activity, self.failures
+        busy_ns = idle_ns = 0
+        for worker in range(len(self.meters)):
+            _, busy, idle = activity(worker)
+            busy_ns, idle_ns = busy_ns + busy, idle_ns + idle
+        return {
+            "busy_ns": busy_ns,
+            "idle_ns": idle_ns,
+            "deaths": self.restart_policy.total,
+            "retries": 0 if failures is None else failures.retries,
+            "skipped": 0 if failures is None else failures.totals["skipped"],
+        }
 
     def slowest(self) -> list[SlowSample]:
         """The slowest samples of each worker."""

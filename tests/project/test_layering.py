@@ -40,6 +40,8 @@ OPTIONAL = {
     "matplotlib",
     "nilearn",
     "obstore",
+    "opentelemetry",
+    "pandas",
     "psutil",
     "pyarrow",
     "pynvml",
@@ -110,7 +112,9 @@ def allowed(part: str) -> set[str] | None:
         return {"shared_pool", *STAGES, "engine", "observe", "_core", *COMMON}
     if part in ("_support", "sharing"):
         return {"_core", *COMMON}
-    if part in ("caching", "integrations", "sources"):
+    if part == "integrations":
+        return {part, "observe", *COMMON}
+    if part in ("caching", "sources"):
         return {part, *COMMON}
     return {*COMMON}
 

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from minato.observe.monitor.nvml_process import INTERVAL_S
+from minato.observe.stats.catalog import CATALOG, values_of
 from minato.observe.stats.epoch_log import EpochLog
-from minato.observe.stats.snapshot import EpochSnapshot
 
 __all__ = ["LoaderMetrics", "text_of"]
 
 _FAMILIES = {
-    "minato_epoch": ("gauge", "Number of the current epoch."),
-    "minato_batches_total": ("counter", "Batches returned to the training loop."),
-    "minato_samples_total": ("counter", "Samples in the returned batches."),
-    "minato_batch_bytes_total": ("counter", "Bytes in the returned batches."),
-    "minato_wait_seconds_total": ("counter", "Time that the training loop waited for batches."),
-    "minato_epoch_seconds_total": ("counter", "Duration of all epochs."),
-    "minato_workers": ("gauge", "Active workers."),
-    "minato_ready_batches": ("gauge", "Batches that are ready."),
-    "minato_prefetch_window_batches": ("gauge", "Largest number of batches in flight."),
-    "minato_worker_busy_seconds_total": ("counter", "Time that workers processed samples."),
-    "minato_worker_idle_seconds_total": ("counter", "Time that workers were idle."),
+    **{f"minato_{each.name}": (each.kind, each.meaning) for each in CATALOG if each.exported},
     "minato_stage_seconds_total": ("counter", "Time in a stage, for the samples that were timed."),
     "minato_stage_samples_total": ("counter", "Samples that were timed in a stage."),
     "minato_gpu_observed_seconds_total": ("counter", "Time that a GPU was monitored."),
@@ -59,42 +48,25 @@ class LoaderMetrics:
             name = f"{name} {next(_numbers)}"
         self.name: str = name
         self._stages = stages
-        self._past: Counter[str] = Counter()
         self.url: str | None = None
         _exporters.add(self)
         log.observers.append(self)
 
     def started(self) -> None:
-        """Nothing to do: each request takes a snapshot of the log."""
+        """Nothing to do: each request reads the log."""
 
     def ended(self) -> None:
-        """Add the epoch that has ended."""
-        record = self._log.past[-1]
-        counts = record.metrics.counts
-        for name in ("batches", "samples", "bytes"):
-            self._past[name] += counts[name]
-        self._past["waited_ns"] += counts["start_ns"] + record.waits.total
-        self._past["wall_ns"] += counts["wall_ns"]
+        """Nothing to do."""
 
     def series(self) -> Iterator[tuple[str, str, float]]:
         """Name, labels and value of each time series; between two epochs only totals over epochs."""
-        past, snapshot = self._past, self._log.snapshot()
-        now = snapshot or EpochSnapshot()
+        values, now = values_of(self._log), self._log.snapshot()
         loader = _labels(loader=self.name)
-        yield "minato_batches_total", loader, past["batches"] + now.batches
-        yield "minato_samples_total", loader, past["samples"] + now.samples
-        yield "minato_batch_bytes_total", loader, past["bytes"] + now.nbytes
-        yield "minato_wait_seconds_total", loader, (past["waited_ns"] + now.waited_ns) / 1e9
-        yield "minato_epoch_seconds_total", loader, (past["wall_ns"] + now.at_ns) / 1e9
-        if snapshot is None:
+        for metric in CATALOG:
+            if metric.exported and (now is not None or metric.kind == "counter"):
+                yield f"minato_{metric.name}", loader, values[metric.name]
+        if now is None:
             return
-        yield "minato_epoch", loader, now.epoch
-        if now.loader is not None:
-            yield "minato_workers", loader, now.loader.workers
-            yield "minato_ready_batches", loader, now.loader.ready
-            yield "minato_prefetch_window_batches", loader, now.loader.limit
-        yield "minato_worker_busy_seconds_total", loader, now.activity.busy_ns / 1e9
-        yield "minato_worker_idle_seconds_total", loader, now.activity.idle_ns / 1e9
         for stage, (count, total_ns) in zip(self._stages, now.activity.stages, strict=True):
             labels = _labels(loader=self.name, stage=stage)
             yield "minato_stage_seconds_total", labels, total_ns / 1e9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -20,13 +20,23 @@ from minato.observe.stats.snapshot import (
     WorkerActivity,
 )
 
-__all__ = ["EpochLog", "EpochRecord", "EpochState", "MetricsSource", "Timeline", "TimelineEntry"]
+__all__ = [
+    "EpochLog",
+    "EpochRecord",
+    "EpochState",
+    "LogTotals",
+    "MetricsSource",
+    "Timeline",
+    "TimelineEntry",
+]
 
 _KEPT_EPOCHS = 64
 """Finished epochs that are kept one by one; the run is the sum of all."""
 _FIRST_INTERVAL_NS = 20_000_000
 _MOST_POINTS = 256
 """When a timeline has this many points, every second one is dropped and the interval doubles."""
+_QUICK = ("busy_ns", "idle_ns", "deaths", "retries", "skipped")
+"""Counts of a source that cost little to read."""
 
 
 class _Count(Protocol):
@@ -91,6 +101,9 @@ class MetricsSource(Protocol):
 
     def activity(self) -> WorkerActivity:
         """The time of the workers; callable in any thread."""
+
+    def quick_counts(self) -> Mapping[str, int]:
+        """The counts that cost little to read: a subset of those of ``metrics()``; callable in any thread."""
 
     @property
     def held_by_budget(self) -> bool:
@@ -161,6 +174,30 @@ class EpochRecord:
     finished: bool = False
 
 
+_NO_LOADER = LoaderSnapshot(0, 0, 0, 0, 0, 0)
+
+
+class LogTotals(NamedTuple):
+    """Totals over all epochs, and the newest epoch so far.
+
+    Attributes:
+        counts: Totals, the newest epoch included: ``batches``, ``samples``, ``bytes``, ``waited_ns``, ``wall_ns``,
+            ``busy_ns``, ``idle_ns``, ``deaths``, ``retries``, ``skipped``.
+        epoch: Number of the newest epoch.
+        wall_ns: Its duration so far.
+        waited_ns: Time in ``next()`` and ``iter()`` in it.
+        samples: Samples returned in it.
+        loader: The loader after a recent batch of it.
+    """
+
+    counts: Mapping[str, int]
+    epoch: int = 0
+    wall_ns: int = 0
+    waited_ns: int = 0
+    samples: int = 0
+    loader: LoaderSnapshot = _NO_LOADER
+
+
 class EpochLog:
     """Follows a loader through its epochs; one per loader, for all of its iterators.
 
@@ -188,6 +225,10 @@ class EpochLog:
         self._loader: LoaderSnapshot | None = None
         self._snapshot_wanted = False
         self._current: EpochRecord | None = None
+        self._ended = LogTotals(
+            dict.fromkeys(("batches", "samples", "bytes", "wall_ns", "waited_ns", *_QUICK), 0)
+        )
+        self._newest_ended: EpochRecord | None = None
         self._progress: EpochState | None = None
         self._source: MetricsSource | None = None
         self._before = Metrics()
@@ -200,12 +241,12 @@ class EpochLog:
         self._source, self._progress = source, progress
         progress.lateness.reservoir = self.reservoir
         self._before, _ = self._metrics(source)
-        self._current = EpochRecord(epoch)
         self._samples = self._bytes = self._pinned_ns = 0
         self._snapshot_wanted = bool(self.observers)
         self._length = progress.length() if self._snapshot_wanted else None
         self._loader = None
         self._began_ns = self._entered_ns = self._left_ns = now_ns()
+        self._current = EpochRecord(epoch)  # last: other threads read the rest if it is there
 
     def started(self) -> None:
         """The workers of the epoch have started."""
@@ -265,7 +306,9 @@ class EpochLog:
         """
         if self._current is None or (source is not None and source is not self._source):
             return
-        record, self._current = self._updated(), None
+        record = self._updated()
+        self._ended = self._with(record, record.metrics.counts)
+        self._newest_ended, self._current = record, None
         if len(self.past) == self.past.maxlen:
             self.forgotten += self.past[0].metrics
         self.past.append(record)
@@ -293,6 +336,43 @@ class EpochLog:
             activity=source.activity(),
             machine=self.machine(),
         )
+
+    def totals(self) -> LogTotals:
+        """Totals over all epochs, and the newest one; changes nothing, so any thread may call it.
+
+        It takes microseconds, however many samples there were.
+        """
+        while True:
+            ended, record, source, before = self._ended, self._current, self._source, self._before
+            if record is None or source is None or record is self._newest_ended:
+                found = ended
+            else:
+                start = before.counts
+                counts = {n: count - start[n] for n, count in source.quick_counts().items()}
+                found = self._with(record, counts)
+            self._snapshot_wanted = True
+            if ended is self._ended:  # else an epoch has ended meanwhile
+                return found
+
+    def _with(self, record: EpochRecord, counts: Mapping[str, int]) -> LogTotals:
+        """Totals over the epochs that have ended, and one more, with the present call of ``next()``."""
+        entered_ns, left_ns = self._entered_ns, self._left_ns
+        wall_ns, waited_ns = record.wall_ns, record.start_ns + record.waits.total
+        if entered_ns > left_ns:
+            now = now_ns()
+            wall_ns = max(wall_ns, now - self._began_ns)
+            waited_ns += max(now - entered_ns, 0)
+        total = dict(self._ended.counts)
+        for name in _QUICK:
+            total[name] += counts.get(name, 0)
+        total["batches"] += record.waits.count
+        total["samples"] += self._samples
+        total["bytes"] += self._bytes
+        total["wall_ns"] += wall_ns
+        total["waited_ns"] += waited_ns
+        points = record.timeline.points
+        loader = self._loader or (points[-1].loader if points else _NO_LOADER)
+        return LogTotals(total, record.epoch, wall_ns, waited_ns, self._samples, loader)
 
     def records(self) -> list[EpochRecord]:
         """All epochs that are kept, the current one last."""

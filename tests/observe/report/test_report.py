@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import sys
 import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -329,3 +330,23 @@ def test_large_batches_count_in_bytes() -> None:
     report = run(DataLoader(Filled(20, 1000), 5, num_workers=1))
     assert report.run.throughput.nbytes >= 20 * np.dtype(np.float32).itemsize * 1000
     assert report.run.prefetch_window.memory_bytes > 0
+
+
+def test_a_table_of_pandas() -> None:
+    pytest.importorskip("pandas")
+    loader = DataLoader(Numbers(12), 2, transforms=[stall_at_5])
+    for _ in range(2):
+        list(loader)
+    report = loader.report()
+    table = report.to_pandas()
+    assert list(table.index) == ["epoch 0", "epoch 1", "run"]
+    assert list(table["throughput.samples"]) == [12, 12, 24]
+    assert table.loc["run", "waiting.share"] == report.run.waiting.share
+    assert table.loc["run", "stages.dataset.count"] == report.run.stages[0].count
+    assert not [name for name in table.columns if name.endswith(".name")]
+
+
+def test_a_table_without_pandas_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"to_pandas\(\) needs pandas: pip install pandas"):
+        DataLoader(Numbers(12), 2).report().to_pandas()

@@ -37,6 +37,9 @@ class MetricsSource:
     def activity(self) -> WorkerActivity:
         return WorkerActivity(self.busy_ns)
 
+    def quick_counts(self) -> dict[str, int]:
+        return {"busy_ns": self.busy_ns}
+
     def skipped(self) -> list[int]:
         return [5]
 

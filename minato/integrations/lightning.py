@@ -1,0 +1,64 @@
+"""A callback of Lightning that logs the metrics of the training's loaders."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from minato.errors import MinatoWarning
+from minato.integrations.logged import loaders_in, metrics_of
+
+# A trainer accepts callbacks of its own package; the program has imported one of the two before.
+if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+    from pytorch_lightning.callbacks import Callback
+else:
+    from lightning.pytorch.callbacks import Callback
+
+__all__ = ["MetricsCallback"]
+
+
+class MetricsCallback(Callback):  # type: ignore[misc]  # untyped here: pyproject.toml
+    """Gives ``loader.metrics()`` of the training loaders to all loggers of the trainer.
+
+    It logs every ``log_every_n_steps`` of the trainer and at the end of each epoch, in global rank 0, with
+    ``trainer.global_step`` as the step.
+
+    Args:
+        prefix: Stands before each name. Of several loaders, the number and name of each follow it.
+    """
+
+    def __init__(self, prefix: str = "minato/") -> None:
+        super().__init__()
+        self._prefix = prefix
+        self._logged_at = -1
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Warn if there is nothing to log."""
+        self._logged_at = -1
+        found = trainer.train_dataloader
+        if trainer.is_global_zero and not any(loaders_in(found)):
+            warnings.warn(
+                f"MetricsCallback logs nothing, because the training uses no minato.DataLoader but a "
+                f"{type(found).__name__}: pass one to fit()",
+                MinatoWarning,
+                stacklevel=2,
+            )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *more: Any) -> None:
+        """Log after every ``log_every_n_steps`` steps."""
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            self._log(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log the whole epoch."""
+        self._log(trainer)
+
+    def _log(self, trainer: Any) -> None:
+        step = trainer.global_step
+        if not trainer.is_global_zero or not trainer.loggers or step == self._logged_at:
+            return  # once a step, also if several batches make one
+        self._logged_at = step
+        values = metrics_of(trainer.train_dataloader, self._prefix)
+        for logger in trainer.loggers if values else ():
+            logger.log_metrics(values, step=step)

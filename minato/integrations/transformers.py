@@ -1,0 +1,48 @@
+"""A callback of the Hugging Face Trainer that logs the metrics of its training loader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from minato.integrations.logged import metrics_of
+
+__all__ = ["MetricsCallback", "log_metrics"]
+
+
+class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # untyped here: pyproject.toml
+    """Adds ``loader.metrics()`` of the training loader to what the Trainer logs, in the process of rank 0.
+
+    It must come before the callbacks that report logs: use ``log_metrics``, not ``Trainer(callbacks=...)``.
+
+    Args:
+        prefix: Stands before each name.
+    """
+
+    def __init__(self, prefix: str = "minato/") -> None:
+        self._prefix = prefix
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any
+    ) -> None:
+        """Add the metrics, except to the logs of an evaluation."""
+        if logs is None or not state.is_world_process_zero:
+            return
+        if any(name.startswith(("eval_", "test_", "predict_")) for name in logs):
+            return
+        values = metrics_of(more.get("train_dataloader"), self._prefix)
+        logs.update(values)
+        if values and state.log_history:
+            state.log_history[-1].update(values)
+
+
+def log_metrics(trainer: Any, prefix: str = "minato/") -> None:
+    """Have a ``transformers.Trainer`` log the metrics of its training loader with its other logs.
+
+    They appear in ``trainer.state.log_history`` and in all of ``report_to``, every ``logging_steps``.
+
+    Args:
+        prefix: Stands before each name.
+    """
+    trainer.callback_handler.callbacks.insert(0, MetricsCallback(prefix))

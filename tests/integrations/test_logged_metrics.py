@@ -1,0 +1,215 @@
+"""The metrics of loaders in the logs of trainers and of OpenTelemetry, with the real packages."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import minato
+from minato.integrations.logged import loaders_in, metrics_of
+from tests.datasets import Numbers
+from tests.integrations.models import Indexed
+from tests.subprocesses import TIMEOUT_S
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, of many kinds; ours are looked for
+
+
+def loader_of(name: str = "train", **options: Any) -> minato.DataLoader[Any]:
+    return minato.DataLoader(Indexed(20), 2, name=name, **options)
+
+
+def test_loaders_are_found_in_collections() -> None:
+    one, other = loader_of("one"), loader_of("other")
+    plain = torch.utils.data.DataLoader(Numbers(2))
+    assert list(loaders_in({"a": one, "b": [plain, (other,)]})) == [one, other]
+    assert list(metrics_of(one, "m/")) == [f"m/{name}" for name in one.metrics()]
+    assert "m/0 one/epoch" in metrics_of([one, other], "m/")
+    assert "m/1 other/epoch" in metrics_of([one, other], "m/")
+    assert metrics_of(plain, "m/") == metrics_of(None, "m/") == {}
+
+
+def lightning_trainer(**options: Any) -> Any:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers.logger import Logger
+
+    class Kept(Logger):
+        name, version = "kept", 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            self.rows.append((step, metrics))
+
+        def log_hyperparams(self, *arguments: Any, **more: Any) -> None:
+            """Nothing is kept of these."""
+
+    logger = Kept()
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=logger,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=2,
+        log_every_n_steps=4,
+        **options,
+    )
+    return trainer, logger
+
+
+def test_lightning() -> None:
+    pytest.importorskip("lightning.pytorch", "2.4")
+    from minato.integrations.lightning import MetricsCallback
+    from tests.integrations.test_lightning import Module
+
+    trainer, logger = lightning_trainer(callbacks=[MetricsCallback()])
+    trainer.fit(Module(), loader_of(num_workers=1))
+    ours = [(step, row) for step, row in logger.rows if "minato/batches_total" in row]
+    assert [step for step, _ in ours] == [4, 8, 10, 12, 16, 20]
+    assert [row["minato/epoch"] for _, row in ours] == [0, 0, 0, 1, 1, 1]
+    assert [row["minato/batches_total"] for _, row in ours] == [4, 8, 10, 12, 16, 20]
+    assert 0 < ours[-1][1]["minato/wait_ratio"] <= 1
+
+
+def test_lightning_without_our_loader() -> None:
+    pytest.importorskip("lightning.pytorch", "2.4")
+    from minato.integrations.lightning import MetricsCallback
+    from tests.integrations.test_lightning import Module
+
+    trainer, logger = lightning_trainer(callbacks=[MetricsCallback()])
+    with pytest.warns(minato.MinatoWarning, match="uses no minato.DataLoader but a DataLoader"):
+        trainer.fit(Module(), torch.utils.data.DataLoader(Indexed(8), 4))
+    assert not [row for _, row in logger.rows if any("minato" in name for name in row)]
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_lightning_under_both_names(package: str) -> None:
+    pytest.importorskip(package)
+    program = (
+        f"import {package} as pl\n"
+        "from minato.integrations.lightning import MetricsCallback\n"
+        "assert issubclass(MetricsCallback, pl.Callback)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(minato.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_hugging_face_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", "1.0")
+    transformers = pytest.importorskip("transformers", "5.0")
+    from minato.integrations.transformers import log_metrics
+    from tests.integrations.test_transformers import Noted, Ours
+
+    reported: list[dict[str, Any]] = []
+
+    class Reporter(transformers.TrainerCallback):
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any
+        ) -> None:
+            reported.append(dict(logs))
+
+    trainer = Ours(
+        Noted(),
+        transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            per_device_train_batch_size=4,
+            num_train_epochs=2,
+            logging_steps=2,
+            eval_strategy="epoch",
+            save_strategy="no",
+        ),
+        data_collator=torch.utils.data.default_collate,
+        train_dataset=Indexed(20),
+        eval_dataset=Indexed(8),
+        callbacks=[Reporter()],
+    )
+    log_metrics(trainer)
+    trainer.train()
+    assert reported == [
+        {name: value for name, value in each.items() if name != "step"}
+        for each in trainer.state.log_history
+    ]
+    ours = [each for each in reported if "minato/epoch" in each]
+    assert {name for each in ours for name in each if name.startswith("eval_")} == set()
+    assert any("eval_runtime" in each for each in reported)
+    steps = [each["minato/batches_total"] for each in ours if "loss" in each]
+    # Accelerate fetches one batch ahead of the step.
+    assert all(step <= seen <= step + 1 for step, seen in zip((2, 4, 6, 8, 10), steps, strict=True))
+
+
+def test_opentelemetry() -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.metrics")
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    from minato.integrations.opentelemetry import observe
+
+    reader = InMemoryMetricReader()
+    provider = sdk.MeterProvider([reader])
+
+    def read() -> dict[str, Any]:
+        data = reader.get_metrics_data()
+        if data is None:
+            return {}
+        (resource,) = data.resource_metrics
+        (scope,) = resource.scope_metrics
+        assert scope.scope.name == "minato"
+        names = [each.name for each in scope.metrics]
+        assert len(set(names)) == len(names)
+        return {each.name: each for each in scope.metrics}
+
+    loaders = [loader_of("train"), loader_of("valid")]
+    for loader in loaders:
+        observe(loader, provider)
+        observe(loader, provider)  # no second time
+    list(loaders[0])
+    found = read()
+    points = {
+        point.attributes["loader"]: point.value
+        for point in found["minato.samples"].data.data_points
+    }
+    assert points == {"train": 20, "valid": 0}
+    assert found["minato.samples"].data.is_monotonic
+    assert found["minato.samples"].unit == "{samples}"
+    assert (found["minato.wait_seconds"].unit, found["minato.wait_ratio"].unit) == ("s", "1")
+    assert found["minato.in_flight_batches"].unit == "{batches}"
+    assert not [name for name in found if name.endswith("_total")]
+    del loader
+    loaders.clear()
+    gc.collect()
+    assert not [each for each in read().values() if each.data.data_points]
+    provider.shutdown()
+
+
+def test_opentelemetry_refuses_a_loader_that_measures_nothing() -> None:
+    pytest.importorskip("opentelemetry.sdk.metrics")
+    from minato.integrations.opentelemetry import observe
+
+    with pytest.raises(ValueError, match="stats=False"):
+        observe(loader_of(stats=False))
+
+
+def test_opentelemetry_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minato.integrations.opentelemetry import observe
+
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(ImportError, match=r'pip install "minatoloader\[otel\]"'):
+        observe(loader_of())
