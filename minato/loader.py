@@ -235,6 +235,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = Unbound(self.prefetch_factor)
         self._history = self._fresh_history()
+        if self.num_workers > 0 and options.worker_kind == "process" and session is None:
+            from minato.workers.fork_server import start_early
+
+            used = (dataset, self.collate_fn, worker_init_fn, *self._transforms.steps)
+            start_early(self.multiprocessing_context, used)
         _log.debug("%r is made", self)
 
     @classmethod

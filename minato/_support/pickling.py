@@ -24,6 +24,7 @@ from minato._compat import (
     untyped_storage,
 )
 from minato._core.read_only import shared_base
+from minato._support.main_module import defined_under_guard
 from minato.errors import NotPicklableError
 
 __all__ = ["Purpose", "SidePickler", "advise", "check_picklable", "dumps"]
@@ -88,7 +89,8 @@ class SidePickler(pickle.Pickler):
         purpose: ``"sample"``: everything arrives as it is. ``"result"``: arrays arrive as from torch's workers,
             writable and in native byte order. ``"process"``: the other side is being started; it must share
             tensors that are in shared memory, so they are refused, and cannot import local classes and functions,
-            nor what an interactive session or the ``__main__`` of a package has defined: cloudpickle carries them.
+            nor what an interactive session, the ``__main__`` of a package, or a script under its guard has defined:
+            cloudpickle carries them.
     """
 
     def __init__(
@@ -191,10 +193,14 @@ def _stays_behind(value: Any) -> bool:
         return False
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
-    if spec is None:
-        return getattr(main, "__file__", None) is None
     # multiprocessing leaves out what ``python -m package`` has run.
-    return bool(spec.name.rpartition(".")[2] == "__main__")
+    if (
+        spec.name.rpartition(".")[2] == "__main__"
+        if spec
+        else getattr(main, "__file__", None) is None
+    ):
+        return True
+    return defined_under_guard(value)
 
 
 def _has_name(value: Any) -> bool:
@@ -219,7 +225,18 @@ def _by_value(value: Any) -> Any:
         value.__module__,
         value.__qualname__,
     )
-    return _define, (cloudpickle.dumps(value),)
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]  # an optional package's class
+        def reducer_override(self, part: Any) -> Any:
+            # cloudpickle would copy all of the main module, also classes that the worker has, and compares.
+            of_main = isinstance(part, (type, FunctionType)) and part.__module__ == "__main__"
+            if of_main and not _stays_behind(part):
+                return part.__qualname__
+            return super().reducer_override(part)
+
+    file = io.BytesIO()
+    Pickler(file, protocol=5).dump(value)
+    return _define, (file.getvalue(),)
 
 
 def _define(data: bytes) -> Any:

@@ -135,7 +135,6 @@ def make_pool(
         rng_memory.probe_generators()
     pipeline = work.pipeline
     used = (
-        run_worker_process,
         pipeline.dataset,
         pipeline.collate_fn,
         work.init_fn,

@@ -2,21 +2,33 @@
 
 The server of :mod:`multiprocessing` has imported almost nothing, so that each of its children imports torch, minato and
 the main module again, which takes a core for a second or two. This one imports them once, and a worker starts within
-milliseconds. It is started with the first worker, serves all loaders of the process, and ends with it.
+milliseconds. It is started when the first loader is built, or with the first worker where that is not safe, serves all
+loaders of the process, and ends with it.
 """
 
 from __future__ import annotations
 
+import gc
+import inspect
 import io
 import json
 import logging
 import multiprocessing
 import os
+import signal
 import sys
+import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing import context as contexts
-from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
+from multiprocessing import (
+    forkserver,
+    popen_forkserver,
+    reduction,
+    resource_tracker,
+    spawn,
+    util,
+)
 from multiprocessing.context import BaseContext, ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -24,8 +36,9 @@ from typing import Any
 import torch
 
 from minato._compat import importing_main, set_popen_of_spawning, user_preload
+from minato._support.main_module import is_guarded
 
-__all__ = ["fork_server_context", "preload", "server_pid"]
+__all__ = ["fork_server_context", "preload", "server_pid", "start_early"]
 
 _log = logging.getLogger("minato")
 
@@ -33,6 +46,10 @@ _VARIABLE = "MINATO_FORK_SERVER"
 """``0`` in the environment of the training process: multiprocessing's own server is used."""
 _PRELOAD = "_MINATO_PRELOAD"
 """In the environment of the server alone: what it imports, as JSON."""
+_WORKER = "minato.engine.worker_context"
+"""The module with the main function of the workers."""
+_FORK_SAFE = {"jemalloc_bg_thd"}
+"""Threads, by the kernel's name, that their library (pyarrow's jemalloc) starts again in a forked child."""
 
 
 class _Server(forkserver.ForkServer):
@@ -42,7 +59,7 @@ class _Server(forkserver.ForkServer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.modules: list[str] = []
+        self.modules: list[str] = [_WORKER]
         self.set_forkserver_preload([__name__])
 
     def ensure_running(self) -> None:
@@ -50,10 +67,14 @@ class _Server(forkserver.ForkServer):
         preparation = spawn.get_preparation_data("minato fork server")
         del preparation["authkey"]  # each child gets it with its own preparation
         wanted = {"modules": [*user_preload(), *self.modules], "preparation": preparation}
+        resource_tracker.ensure_running()  # its start unblocks the signal
         os.environ[_PRELOAD] = json.dumps(wanted, default=str)
+        # Ctrl-C goes to all processes of the terminal. The server ignores it once it serves; until then it is blocked.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             super().ensure_running()
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.environ.pop(_PRELOAD, None)
 
     @property
@@ -89,7 +110,7 @@ class _Popen(popen_forkserver.Popen):
         data = io.BytesIO()
         set_popen_of_spawning(self)
         try:
-            reduction.dump(preparation, data)
+            reduction.dump(_Preparation(preparation), data)
             reduction.dump(process_obj, data)
         finally:
             set_popen_of_spawning(None)
@@ -100,6 +121,23 @@ class _Popen(popen_forkserver.Popen):
         with open(write_end, "wb") as pipe:
             pipe.write(data.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)
+
+
+class _Preparation:
+    """Arrives as what a child prepares itself with, and gives it this process's environment instead of the server's."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self._data = data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _in_environment, (self._data, dict(os.environ))
+
+
+def _in_environment(data: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    return data
 
 
 def _close_all(*descriptors: int) -> None:
@@ -124,10 +162,56 @@ def fork_server_context(context: BaseContext, used: Iterable[Any]) -> BaseContex
         context: The loader's.
         used: Objects whose modules the workers need: their main function, dataset, transforms.
     """
-    if type(context) is not ForkServerContext or os.environ.get(_VARIABLE) == "0":
+    if not _serves(context):
         return context
-    _server.modules = sorted({*_server.modules, *filter(None, map(_module_of, used))})
+    _name_modules(used)
     return _Context()
+
+
+def start_early(context: BaseContext | None, used: Iterable[Any]) -> None:
+    """Start the server, without waiting for it, while the program still prepares its training.
+
+    Does nothing where the workers do not come from the server, or where an import of the main module in another process
+    may not be safe: outside of ``if __name__ == "__main__"``.
+
+    Args:
+        context: The loader's; None: the default one, which this call does not fix.
+        used: As in :func:`fork_server_context`.
+    """
+    if not _serves(context) or multiprocessing.current_process().daemon or not _main_is_safe():
+        return
+    _name_modules(used)
+    # RuntimeError: a child is importing the main module. Other errors are raised when the iteration starts.
+    with suppress(RuntimeError, OSError):
+        _server.ensure_running()
+
+
+def _serves(context: BaseContext | None) -> bool:
+    if os.environ.get(_VARIABLE) == "0":
+        return False
+    if context is not None:
+        return type(context) is ForkServerContext
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    return (chosen or multiprocessing.get_all_start_methods()[0]) == "forkserver"
+
+
+def _main_is_safe() -> bool:
+    """Whether the running statement of the main module is its guard, or no child imports the main module."""
+    main = sys.modules["__main__"]
+    if main.__name__ == "__mp_main__":  # this child has imported it
+        return True
+    if not any("_main_" in name for name in spawn.get_preparation_data("")):
+        return True
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals is vars(main):
+            return is_guarded(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return False
+
+
+def _name_modules(used: Iterable[Any]) -> None:
+    _server.modules = sorted({*_server.modules, *filter(None, map(_module_of, used))})
 
 
 def _module_of(value: Any) -> str | None:
@@ -140,10 +224,18 @@ def preload() -> None:
     text = os.environ.pop(_PRELOAD, None)
     if text is None or not any("multiprocessing.forkserver" in each for each in sys.orig_argv):
         return
-    wanted = json.loads(text)
+    _import(json.loads(text))
+    gc.freeze()  # the collector of a child would write to every object, and so copy the pages that it shares
+    # A Ctrl-C that came meanwhile is dropped; from here on the server ignores it.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, handler)
+
+
+def _import(wanted: dict[str, Any]) -> None:
     preparation = wanted["preparation"]
     spawn.prepare({name: value for name, value in preparation.items() if "_main_" not in name})
-    threads = _num_threads()
+    before = _threads()
     try:
         with importing_main():
             spawn.prepare(preparation)
@@ -154,9 +246,12 @@ def preload() -> None:
         told = str(error).strip().splitlines()
         cause = f"it raised {type(error).__name__}: {told[0] if told else 'no message'}"
     else:
-        if _num_threads() <= threads and not _has_device():
+        if _has_device():
+            cause = "it initialised a device"
+        elif (_threads() - before) and (_left_by_a_fork() - before):
+            cause = "it started threads"
+        else:
             return
-        cause = "it started threads or initialised a device"
     # Threads do not survive a fork, but the locks do that they held: start again without the main module.
     _log.warning(
         "the fork server cannot import the main module, so each worker imports it again: %s. Put what the script does "
@@ -169,8 +264,25 @@ def preload() -> None:
     os.execv(sys.executable, sys.orig_argv)
 
 
-def _num_threads() -> int:
-    return sum(1 for _ in Path("/proc/self/task").iterdir())
+def _threads() -> set[int]:
+    """The threads of this process, by the kernel's numbers, without those that are safe."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            if (task / "comm").read_text().strip() not in _FORK_SAFE:
+                found.add(int(task.name))
+    return found
+
+
+def _left_by_a_fork() -> set[int]:
+    """The threads that remain after a fork: OpenBLAS, which NumPy and SciPy bring, ends its own before each."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CPython 3.12 warns of forks where threads run
+        pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return _threads()
 
 
 def _has_device() -> bool:

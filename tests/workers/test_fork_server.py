@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from minato import DataLoader
+from minato import DataLoader, MinatoWarning
 from minato.workers.fork_server import server_pid
 
 LIMIT_S = 60.0
@@ -166,3 +166,97 @@ def test_server_and_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
         program.kill()
     _, alive = psutil.wait_procs(descendants, timeout=LIMIT_S / 2)
     assert not alive
+
+
+BUILDING = """\
+import os
+import signal
+import sys
+import torch
+from minato import DataLoader
+from minato.workers.fork_server import server_pid
+
+class Environment(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return os.getppid(), int(os.environ.get("SET_LATER", 0)), int("SET_BEFORE" in os.environ)
+
+def build():
+    os.environ["SET_BEFORE"] = "1"
+    loader = DataLoader(
+        Environment(), num_workers=1, multiprocessing_context="forkserver"
+    )
+    print("server" if server_pid() else "none", flush=True)
+    return loader
+
+"""
+ITERATING = """\
+    early = server_pid()
+    os.environ["SET_LATER"] = "3"
+    del os.environ["SET_BEFORE"]
+    {during}
+    assert {{tuple(map(int, batch)) for batch in loader}} == {{(server_pid(), 3, 0)}}
+    assert server_pid() == early or early is None
+    print("complete")
+"""
+
+
+@pytest.mark.parametrize(
+    ("building", "early"),
+    [
+        (
+            'if __name__ == "__main__":\n    # A comment.\n    loader = (\n        build()\n)\n',
+            True,
+        ),
+        (
+            'loader = build() if __name__ == "__main__" else None\nif __name__ == "__main__":\n',
+            False,
+        ),
+        (
+            'if __name__ != "__mp_main__":\n    loader = build()\nif __name__ == "__main__":\n',
+            False,
+        ),
+    ],
+    ids=["guarded", "top-level", "other-condition"],
+)
+def test_the_server_starts_with_the_loader_where_an_import_of_the_script_is_safe(
+    tmp_path: Path, building: str, early: bool
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BUILDING + building + ITERATING.format(during=""))
+    ended = run(script)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["server" if early else "none", "complete"]
+
+
+def test_ctrl_c_while_the_server_imports_leaves_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    during = "os.kill(early, signal.SIGINT)"
+    guarded = 'if __name__ == "__main__":\n    loader = build()\n'
+    script.write_text(BUILDING + guarded + ITERATING.format(during=during))
+    ended = run(script)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["server", "complete"]
+    assert not ended.stderr
+
+
+def test_threads_that_end_before_a_fork_leave_the_main_module_to_the_server(tmp_path: Path) -> None:
+    pytest.importorskip("scipy.linalg")
+    ended = run(write(tmp_path, "import scipy.linalg"))
+    assert ended.returncode == 0, ended.stderr
+    assert "fork server" not in ended.stderr
+
+
+def test_a_killed_worker_is_replaced_from_the_server() -> None:
+    loader = DataLoader(
+        Processes(), batch_size=1, num_workers=2, multiprocessing_context="forkserver"
+    )
+    iterator = iter(loader)
+    pids = [int(next(iterator)[1]) for _ in range(3)]
+    os.kill(pids[-1], signal.SIGKILL)
+    with pytest.warns(MinatoWarning, match="Another worker takes its place"):
+        rest = [tuple(map(int, batch)) for batch in iterator]
+    assert len(rest) == 21
+    assert {parent for *_, parent in rest} == {server_pid()}
