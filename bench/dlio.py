@@ -224,7 +224,7 @@ def measure(
     used: dict[str, str] = {}
     epochs = 2 if options.short else EPOCHS
     for row in options.rows:
-        workload = _sized(WORKLOADS[row], options.short)
+        workload = sized(WORKLOADS[row], options.short)
         cells |= {(row, name): Cell([], []) for name in options.loaders}
         with tempfile.TemporaryDirectory() as folder:
             given = [row, folder, str(epochs), *(["--short"] if options.short else [])]
@@ -250,7 +250,8 @@ def measure(
     return cells, used
 
 
-def _sized(workload: Workload, short: bool) -> Workload:
+def sized(workload: Workload, short: bool) -> Workload:
+    """The workload, of a tenth of its files in a smoke run."""
     if not short:
         return workload
     files = max(workload.files // 10, 2)
@@ -285,7 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.trial:
         name, row, folder, epochs = options.trial
-        trial(name, _sized(WORKLOADS[row], options.short), Path(folder), int(epochs))
+        trial(name, sized(WORKLOADS[row], options.short), Path(folder), int(epochs))
         return 0
     page = report.Page("dlio", options.out)
     try:

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("psutil")
 
-from bench import hyperloader
+from bench import dlio, hyperloader
 from bench.harness import environments
 from bench.workloads.feeds import FEEDS, Plain
 
@@ -77,3 +77,34 @@ def test_a_program_that_fails_keeps_its_readings(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(environments.TrialFailedError, match="No module named bench.nothing"):
         environments.run_in(python, "bench.nothing", [], 60)
     assert environments.versions(("torch", "no-such-package")) == {"torch": torch.__version__}
+
+
+def test_settings_of_dlio_name_the_files_and_the_prefetch(tmp_path: Path) -> None:
+    for workload in dlio.WORKLOADS.values():
+        settings = workload.settings(tmp_path, 2, 8)
+        assert settings["reader"]["prefetch_size"] == 8
+        assert settings["dataset"]["data_folder"] == str(tmp_path / "data")
+        assert workload.files * workload.per_file >= 3 * workload.batch_size
+        short = dlio.sized(workload, short=True)
+        assert short.files * short.per_file >= 3 * short.batch_size
+        assert short.files * short.per_file <= workload.files * workload.per_file
+
+
+def test_a_run_of_dlio_with_too_few_steps_has_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = dlio.sized(dlio.WORKLOADS["cosmoflow"], short=True).files
+    steps = {"files": [], "torch": [whole, whole], "minato-patch": [whole, whole - 1]}
+
+    def run_in(python: Path, module: str, arguments: list[str], limit_s: float) -> list[Any]:
+        assert arguments[2] == "cosmoflow"
+        return [{"used": [90.0, 80.0], "rate": 1.0, "steps": steps[arguments[1]], "versions": {}}]
+
+    monkeypatch.setattr(dlio, "interpreter", lambda *given: Path(sys.executable))
+    monkeypatch.setattr(dlio, "run_in", run_in)
+    loaders = "torch,minato-patch"
+    arguments = ["--short", "--rows", "cosmoflow", "--loaders", loaders, "--out", str(tmp_path)]
+    assert dlio.main(arguments) == 0
+    page = (tmp_path / "dlio.md").read_text()
+    assert "| 85.0 | failed |" in page
+    assert f"minato.patch(), prefetch_size=2: steps [{whole}, {whole - 1}]" in page
