@@ -34,6 +34,7 @@ from minato.workers.error_policy import SKIP, SampleFailure
 if TYPE_CHECKING:
     from minato.batching.padding import PadCollate, pad_stack
     from minato.patching import patch, unpatch
+    from minato.sharing import SharedDict, SharedList, share
 
 __all__ = [
     "SKIP",
@@ -52,6 +53,8 @@ __all__ = [
     "RayWorkers",
     "SampleFailure",
     "SampleTimeoutError",
+    "SharedDict",
+    "SharedList",
     "SharedPool",
     "StragglerPolicy",
     "WorkerDiedError",
@@ -61,14 +64,18 @@ __all__ = [
     "pad_stack",
     "patch",
     "python_rng",
+    "share",
     "torch_rng",
     "unpatch",
 ]
 
 _ELSEWHERE = {
     "PadCollate": "minato.batching.padding",
+    "SharedDict": "minato.sharing",
+    "SharedList": "minato.sharing",
     "pad_stack": "minato.batching.padding",
     "patch": "minato.patching",
+    "share": "minato.sharing",
     "unpatch": "minato.patching",
 }
 _PACKAGES = ("caching", "ingest", "sources")

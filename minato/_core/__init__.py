@@ -16,6 +16,7 @@ DUAL_MODULES = (
     "arrivals",
     "claims",
     "clock",
+    "column",
     "copy",
     "histogram",
     "ledger",

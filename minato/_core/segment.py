@@ -10,7 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from multiprocessing import reduction
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -49,8 +49,10 @@ def _shared(nbytes: int) -> tuple[int, mmap.mmap]:
         raise
 
 
-def _map(descriptor: int, nbytes: int) -> mmap.mmap:
-    return _undumped(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NO_RESERVE))
+def _map(descriptor: int, nbytes: int, read_only: bool = False) -> mmap.mmap:
+    protection = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
+    flags = mmap.MAP_SHARED | _NO_RESERVE
+    return _undumped(mmap.mmap(descriptor, nbytes, flags=flags, prot=protection))
 
 
 def _undumped(memory: mmap.mmap) -> mmap.mmap:
@@ -120,6 +122,26 @@ class Segment:
             descriptor, memory = mapped(size)
         return descriptor, memory
 
+    @classmethod
+    def filled(cls, write: Callable[[BinaryIO], object]) -> Segment:
+        """A segment with what a function writes to a file, which nobody can change afterwards.
+
+        Raises:
+            OSError: There is no memory left, or no descriptor; says which limit was met.
+        """
+        with explaining_limits("share a dataset's memory"):
+            descriptor = _anonymous_file(0)
+            segment = cls.__new__(cls)
+            try:
+                with open(descriptor, "wb", closefd=False) as file:
+                    write(file)
+                    nbytes = file.tell()
+                segment._map_received(descriptor, nbytes, read_only=True)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        return segment
+
     def _adopt(self, descriptor: int, memory: mmap.mmap) -> None:
         self._memory = memory
         self.descriptor = descriptor
@@ -130,6 +152,11 @@ class Segment:
             weakref.finalize(self, os.close, descriptor)
         _mapped[:] = [reference for reference in _mapped if reference() is not None]
         _mapped.append(weakref.ref(memory))
+
+    @property
+    def mapping(self) -> mmap.mmap:
+        """The memory itself."""
+        return self._memory
 
     @staticmethod
     def num_living() -> int:
@@ -161,10 +188,14 @@ class Segment:
             self._memory.madvise(getattr(mmap, advice), start, end - start)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"descriptor": reduction.DupFd(self.descriptor), "nbytes": self.nbytes}
+        return {
+            "descriptor": reduction.DupFd(self.descriptor),
+            "nbytes": self.nbytes,
+            "read_only": not self.array.flags.writeable,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._map_received(state["descriptor"].detach(), state["nbytes"])
+        self._map_received(state["descriptor"].detach(), state["nbytes"], state["read_only"])
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int) -> Segment:
@@ -184,5 +215,5 @@ class Segment:
             raise
         return segment
 
-    def _map_received(self, descriptor: int, nbytes: int) -> None:
-        self._adopt(descriptor, _map(descriptor, nbytes))
+    def _map_received(self, descriptor: int, nbytes: int, read_only: bool = False) -> None:
+        self._adopt(descriptor, _map(descriptor, nbytes, read_only))

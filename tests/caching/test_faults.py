@@ -64,7 +64,9 @@ def test_training_goes_on_without_the_disk(fault: Any, num_workers: int, tmp_pat
             # An open cache gives what it has; SQLite cannot be opened again without any room.
             assert report.hits > 0 or num_workers > 0
             whole = {path.stat().st_size for path in disk.path.glob("cache/samples/**/*.val")}
-            assert len(whole) == 1, "a part of an entry is left"
+            assert len(whole) <= 1, "a part of an entry is left"
+            # The databases of several workers may fill the disk before there is an entry.
+            assert whole or num_workers > 0
         cache.close()
 
 

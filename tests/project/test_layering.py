@@ -5,8 +5,8 @@ everything. A stage knows the stages before it, ``_core``, and the statistics an
 stage. ``engine`` wires the stages, and knows nothing above it; only ``loader``, ``patching``, the package itself and
 the command line may import everything. ``ray`` is another kind of worker; ``shared_pool`` serves batches of an engine
 to other processes. ``caching``, ``integrations`` and ``sources`` know no stage; of these, only ``sources.ingest`` uses
-the loader. Imports stand at the top of a module, but for the few parts that load others of minato when they are first
-used, and for the packages of extras.
+the loader. ``sharing`` and ``_support`` know ``_core``. Imports stand at the top of a module, but for the few parts
+that load others of minato when they are first used, and for the packages of extras.
 """
 
 from __future__ import annotations
@@ -89,7 +89,17 @@ def allowed(part: str) -> set[str] | None:
     if part == "_core":
         return {"_core", "_compat"}
     if part == "engine":
-        return {"engine", *STAGES, "caching", "ray", "options", "observe", "_core", *COMMON}
+        return {
+            "engine",
+            *STAGES,
+            "caching",
+            "ray",
+            "options",
+            "sharing",
+            "observe",
+            "_core",
+            *COMMON,
+        }
     if part == "observe":
         return {"observe", "_core", *COMMON}
     if part in STAGES:
@@ -98,8 +108,8 @@ def allowed(part: str) -> set[str] | None:
         return {"ray", "workers", "transforms", "observe", "_core", *COMMON}
     if part == "shared_pool":
         return {"shared_pool", *STAGES, "engine", "observe", "_core", *COMMON}
-    if part == "_support":
-        return COMMON
+    if part in ("_support", "sharing"):
+        return {"_core", *COMMON}
     if part in ("caching", "integrations", "sources"):
         return {part, *COMMON}
     return {*COMMON}

@@ -1,0 +1,222 @@
+"""Memory of workers that read Python objects, as they are and shared; what an access costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset
+
+from bench.growth import memory_used
+from bench.harness import record, report
+
+WORKERS = 8
+SAMPLES = 2048
+EPOCHS = (1, 3)
+_LIMIT_S = 600.0
+HEAD = """\
+# Datasets of Python objects
+
+Written by `python -m bench.sharing`.
+
+{workers} workers read all of a dataset's objects in each epoch: {count:,} paths (strings of 62 characters) or
+{records:,} records (dictionaries of five fields). Every sample reads a part of them that is spread over the whole, and
+checks it. Each line runs in a program of its own. Medians of {repeats} repeats, with the minimum and maximum in
+brackets.
+
+## Memory
+
+MiB of the training process and its workers together, each page counted once, after an epoch, beyond what the program
+had before it made the dataset. *Objects* is what the dataset takes in the training process before there are workers;
+less is impossible for a loader that leaves the objects as they are.
+"""
+ACCESS = """\
+## Access
+
+Nanoseconds to read one item at a random place, {count:,} items. A list returns the object that it holds; a shared list
+makes a new one.
+"""
+
+
+def path(i: int) -> str:
+    """A path as in a folder of images."""
+    return f"/data/imagenet/train/n{i % 1000:08d}/n{i % 1000:08d}_{i:08d}.JPEG"
+
+
+def annotation(i: int) -> dict[str, Any]:
+    """A record as in a file of annotations."""
+    return {"id": i, "file": f"{i:012d}.jpg", "width": 640, "area": i / 7, "crowd": i % 3 == 0}
+
+
+KINDS: dict[str, Callable[[int], Any]] = {"paths": path, "records": annotation}
+
+
+class Objects(Dataset[int]):
+    """Sample ``k`` reads every ``SAMPLES``-th object from the ``k``-th on; returns ``k``."""
+
+    def __init__(self, kind: str, count: int) -> None:
+        self.make = KINDS[kind]
+        self.objects = [self.make(i) for i in range(count)]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        objects = self.objects
+        for i in range(index, len(objects), SAMPLES):
+            objects[i]
+        last = len(objects) - 1 - (len(objects) - 1 - index) % SAMPLES
+        if objects[last] != self.make(last):
+            raise RuntimeError(f"item {last} is wrong")
+        return index
+
+
+def count_of(kind: str, short: bool) -> int:
+    """Number of objects: about half a gigabyte of them, or little."""
+    if short:
+        return 20_000
+    return 4_000_000 if kind == "paths" else 1_500_000
+
+
+LOADERS = {
+    "torch": "torch",
+    "torch-shared": "torch, `minato.share(dataset)`",
+    "minato": "minato",
+    "minato-shared": "minato, `minato.share(dataset)`",
+}
+
+
+def memory(name: str, kind: str, method: str, count: str) -> dict[str, float]:
+    """MiB of objects and after epochs, and the seconds of an epoch; runs in a process of its own."""
+    import minato
+
+    this = psutil.Process()
+    before = memory_used(this)
+    dataset = Objects(kind, int(count))
+    found = {"objects": (memory_used(this) - before) / 2**20}
+    if name.endswith("shared"):
+        begun = time.perf_counter()
+        minato.share(dataset)
+        found["share_s"] = time.perf_counter() - begun
+    cls: Any = TorchLoader if name.startswith("torch") else minato.DataLoader
+    loader = cls(
+        dataset,
+        16,
+        shuffle=True,
+        num_workers=WORKERS,
+        persistent_workers=True,
+        multiprocessing_context=method,
+    )
+    for epoch in range(1, EPOCHS[-1] + 1):
+        begun = time.perf_counter()
+        seen = sorted(index for batch in loader for index in batch.tolist())
+        found["epoch_s"] = time.perf_counter() - begun
+        if seen != list(range(SAMPLES)):
+            raise RuntimeError(f"{name}: not each sample once")
+        if epoch in EPOCHS:
+            found[f"after_{epoch}"] = (memory_used(this) - before) / 2**20
+    return found
+
+
+def fresh(case: Sequence[str]) -> dict[str, float]:
+    """Measure one case in a process of its own."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "bench.sharing", "--fresh", *case],
+        cwd=record.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+    )
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(case)} failed:\n{ended.stderr}")
+    found: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def memory_table(kind: str, methods: Sequence[str], count: int, repeats: int) -> str:
+    """Loaders, one a line, for each start method."""
+    lines = []
+    for method in methods:
+        for name, label in LOADERS.items():
+            runs = [fresh([name, kind, method, str(count)]) for _ in range(repeats)]
+            columns = ["objects", *(f"after_{epoch}" for epoch in EPOCHS)]
+            cells = [report.spread_text([run[each] for run in runs], 0) for each in columns]
+            seconds = report.spread_text([run["epoch_s"] for run in runs], 2)
+            lines.append([method, label, *cells, seconds])
+    head = ["start method", "loader", "objects", *(f"after epoch {each}" for each in EPOCHS)]
+    return report.table([*head, f"s, epoch {EPOCHS[-1]}"], lines)
+
+
+def access_table(count: int, repeats: int) -> str:
+    """Reading single items of lists and dictionaries."""
+    import minato
+
+    kinds: dict[str, list[Any]] = {
+        "`int`": list(range(count)),
+        "`float`": [i / 3 for i in range(count)],
+        "`str`": [path(i) for i in range(count)],
+        "`(str, int)`": [(path(i), i % 1000) for i in range(count)],
+        "`dict` of five fields": [annotation(i) for i in range(count)],
+        "`dict` with a missing field": [
+            {**annotation(i), **({"note": "x"} if i % 2 else {})} for i in range(count)
+        ],
+    }
+    places = random.Random(0).choices(range(count), k=min(count, 200_000))
+    lines = []
+    for kind, items in kinds.items():
+        lines.append(_access_line(f"list of {kind}", items, minato.share(items), places, repeats))
+    table = {path(i): i for i in range(count)}
+    keys = [path(i) for i in places]
+    lines.append(_access_line("dict, `str` to `int`", table, minato.share(table), keys, repeats))
+    return report.table(["", "as it is", "shared", "ratio"], lines)
+
+
+def _access_line(
+    name: str, plain: Any, shared: Any, places: Sequence[Any], repeats: int
+) -> list[str]:
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(max(repeats, 3)):
+        for items, found in zip((plain, shared), times, strict=True):
+            begun = time.perf_counter()
+            for place in places:
+                items[place]
+            found.append((time.perf_counter() - begun) / len(places) * 1e9)
+    ratios = [theirs / ours for ours, theirs in zip(*times, strict=True)]
+    return [name, *(report.spread_text(each, 0) for each in times), report.spread_text(ratios, 1)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    parser = report.parser("bench.sharing", __doc__ or "", 3)
+    parser.add_argument("--fresh", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.fresh:
+        print(json.dumps(memory(*options.fresh)))
+        return 0
+    repeats = report.repeats_of(options)
+    page = report.Page("sharing", options.out or (None if options.short else record.PAGES))
+    counts = {kind: count_of(kind, options.short) for kind in KINDS}
+    page.add(
+        HEAD.format(
+            workers=WORKERS, count=counts["paths"], records=counts["records"], repeats=repeats
+        )
+    )
+    for kind in KINDS:
+        methods = ["fork"] if options.short or kind == "records" else ["fork", "forkserver"]
+        page.add(f"### {kind.capitalize()}\n", memory_table(kind, methods, counts[kind], repeats))
+    count = 20_000 if options.short else 1_000_000
+    page.add(ACCESS.format(count=count), access_table(count, repeats))
+    page.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    report.program(main)

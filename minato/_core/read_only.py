@@ -1,0 +1,113 @@
+"""Memory that is written once, and read by all processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import get_spawning_popen
+from typing import Any, BinaryIO, ClassVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from minato._core.segment import Segment
+
+__all__ = ["ReadOnlyMemory", "SharedArray", "shared_base", "view_of"]
+
+
+class ReadOnlyMemory:
+    """What a function has written.
+
+    A process that is being started maps the same memory. Other pickles hold the content; with Ray a node has it once.
+
+    Attributes:
+        buffer: The memory, as an object with the buffer protocol.
+        array: shape (nbytes,), uint8, read-only.
+    """
+
+    _sent: list[ReadOnlyMemory] | None = None
+    """Those that were pickled by name; None: they are pickled whole."""
+    _known: ClassVar[WeakValueDictionary[bytes, ReadOnlyMemory]] = WeakValueDictionary()
+
+    def __init__(self, content: Segment | Any, name: bytes | None = None) -> None:
+        self._segment = content if isinstance(content, Segment) else None
+        self._name = name or os.urandom(16)
+        # Not an array, in which NumPy would see the base of all views.
+        self.buffer: Any = content.mapping if isinstance(content, Segment) else content
+        self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self.buffer, np.uint8)
+        self._known[self._name] = self
+
+    @classmethod
+    def written_by(cls, write: Callable[[BinaryIO], object]) -> ReadOnlyMemory:
+        """Memory with what a function writes to a file, at least one byte.
+
+        Raises:
+            OSError: There is no memory left, or no descriptor; says which limit was met.
+        """
+        return cls(Segment.filled(write))
+
+    @classmethod
+    @contextmanager
+    def sent_separately(cls) -> Iterator[list[ReadOnlyMemory]]:
+        """Pickle names in place of memory; yields a list of the memory, which must be unpickled before.
+
+        So one pickle serves many processes, each of which receives the memory as it starts.
+        """
+        cls._sent = []
+        try:
+            yield cls._sent
+        finally:
+            cls._sent = None
+
+    @classmethod
+    def _named(cls, name: bytes) -> ReadOnlyMemory:
+        return cls._known[name]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if self._segment is not None:
+            if self._sent is not None:
+                self._sent.append(self)
+                return ReadOnlyMemory._named, (self._name,)
+            if get_spawning_popen() is not None:
+                return ReadOnlyMemory, (self._segment, self._name)
+        return ReadOnlyMemory, (
+            pickle.PickleBuffer(self.array) if protocol >= 5 else self.array.tobytes(),
+        )
+
+
+class SharedArray(np.ndarray[Any, Any]):
+    """The base of plain arrays that view a :class:`ReadOnlyMemory`."""
+
+    memory: ReadOnlyMemory
+
+    def reduce_view(self, view: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+        """How a process that is being started makes a view of the same memory."""
+        start = (
+            view.__array_interface__["data"][0] - self.memory.array.__array_interface__["data"][0]
+        )
+        return view_of, (self.memory, view.dtype, start, view.shape, view.strides)
+
+
+def view_of(
+    memory: ReadOnlyMemory,
+    dtype: np.dtype[Any],
+    start: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None = None,
+) -> np.ndarray[Any, Any]:
+    """A plain array that views memory from byte ``start`` on."""
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    base = SharedArray(shape, dtype, memory.buffer, start, strides)
+    base.memory = memory
+    return np.asarray(base)
+
+
+def shared_base(array: np.ndarray[Any, Any]) -> SharedArray | None:
+    """The base of an array that views shared memory; None for other arrays."""
+    base: Any = array
+    while type(base) is np.ndarray:
+        base = base.base
+    return base if isinstance(base, SharedArray) else None

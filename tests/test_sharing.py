@@ -1,0 +1,449 @@
+"""Datasets in memory that all workers share."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import pickle
+import threading
+import warnings
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+import minato
+from minato import DataLoader, SharedDict, SharedList
+from minato._core.segment import Segment
+from minato.engine import copied_objects
+
+N = 2000
+
+
+class Color(Enum):
+    RED = 1
+
+
+class Unequal:
+    """Compares by identity."""
+
+
+@dataclass
+class Box:
+    x: int
+    y: float
+
+
+class Files(Dataset[Any]):
+    """What datasets keep: paths, labels, annotations."""
+
+    def __init__(self) -> None:
+        self.paths = [f"folder/ü{i}.jpg" for i in range(N)]
+        self.samples = [(path, i % 7) for i, path in enumerate(self.paths)]
+        self.imgs = self.samples
+        self.boxes = {path: [i, i + 1] for i, path in enumerate(self.paths)}
+        self.classes = ["a", "b"]
+        self.features = np.arange(N * 16, dtype=np.float32).reshape(N, 16)
+        self.weights = torch.arange(N)
+        self.name = "x" * 5000
+        self.parts: Any = {"train": list(range(N)), "few": [1, 2]}
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        path, label = self.samples[index]
+        assert path == self.paths[index]
+        assert self.boxes[path] == [index, index + 1]
+        return label, self.features[index].copy(), self.parts["train"][index], os.getpid()
+
+
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+)
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    items=st.lists(values, max_size=30) | st.lists(st.text()) | st.lists(st.lists(st.integers()))
+)
+def test_lists_come_back_equal(items: list[Any]) -> None:
+    shared = SharedList(items)
+    assert [*shared] == items == shared[:]
+    assert [*map(type, shared)] == [*map(type, items)]
+    assert shared == items
+    assert pickle.loads(pickle.dumps(shared)) == items
+
+
+keys = st.recursive(
+    st.none() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.tuples(inner, inner),
+    max_leaves=4,
+)
+
+
+@given(items=st.dictionaries(keys, values, max_size=30), other=keys)
+def test_dictionaries_come_back_equal(items: dict[Any, Any], other: Any) -> None:
+    shared = SharedDict(items)
+    assert dict(shared) == items == dict(shared.items())
+    assert [*shared] == [*items]
+    assert [*shared.values()] == [*items.values()]
+    assert all(shared[key] == items[key] for key in items)
+    assert (other in shared) == (other in items)
+    assert shared.get(other, 7) == items.get(other, 7)
+    assert pickle.loads(pickle.dumps(shared)) == items
+
+
+def test_equal_keys_of_other_types_are_found() -> None:
+    shared = SharedDict({1: "one", 2.0: "two", (3, "x"): "three", "1": "text", b"1": "bytes"})
+    assert shared[True] == shared[1.0] == shared[np.int64(1)] == "one"
+    assert shared[2] == "two"
+    assert shared[3.0, "x"] == "three"
+    assert shared["1"] == "text"
+    assert shared[b"1"] == "bytes"
+    for key in ("2", (3,), Path("x"), Color.RED):
+        with pytest.raises(KeyError):
+            shared[key]
+    with pytest.raises(TypeError, match="unhashable"):
+        shared[[1]]  # type: ignore[index]
+
+
+def test_keys_with_equal_hashes() -> None:
+    # crc32 of "plumless" and "buckeroo" is the same.
+    assert dict(SharedDict({"plumless": 1, "buckeroo": 2})) == {"plumless": 1, "buckeroo": 2}
+
+
+def test_objects_that_compare_by_value() -> None:
+    items = [Box(1, 2.0), Path("a"), Color.RED, np.arange(3), torch.arange(4), int, range(3), {4}]
+    shared = SharedList(items)
+    assert shared == items
+    assert shared[2] is Color.RED
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ([1, Unequal()], r"SharedList\[1\], a Unequal, cannot be shared.*equals only itself"),
+        ([{"a": Unequal()}], r"SharedList\[0\]\['a'\], a Unequal, cannot be shared"),
+        ([threading.Lock()], r"SharedList\[0\], a lock, cannot be shared: "),
+        ([("a", lambda: 1)], r"SharedList\[0\]\[1\], a function, cannot be shared"),
+        ([[1, 2], [3, Unequal()]], r"SharedList\[1\]\[1\], a Unequal, cannot be shared"),
+    ],
+)
+def test_items_that_cannot_be_shared_are_named(items: list[Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        SharedList(items)
+
+
+def test_keys_and_values_that_cannot_be_shared_are_named() -> None:
+    with pytest.raises(TypeError, match=r"its key <Color.RED: 1> is a Color; keys can be"):
+        SharedDict({Color.RED: 1})
+    with pytest.raises(TypeError, match=r"SharedDict\['k'\], a Unequal, cannot be shared"):
+        SharedDict({"k": Unequal(), "j": 1})
+
+
+def test_changes_raise() -> None:
+    items: Any = minato.share([1, 2, 3])
+    table: Any = minato.share({"a": 1})
+    for change in (
+        lambda: items.append(4),
+        lambda: items.__setitem__(0, 1),
+        lambda: items.sort(),
+        lambda: items.__iadd__([1]),
+        lambda: items.clear(),
+    ):
+        with pytest.raises(TypeError, match="SharedList cannot be changed"):
+            change()
+    for change in (
+        lambda: table.__setitem__("a", 2),
+        lambda: table.pop("a"),
+        lambda: table.update(b=2),
+        lambda: table.__delitem__("a"),
+    ):
+        with pytest.raises(TypeError, match="SharedDict cannot be changed"):
+            change()
+    array = minato.share(np.arange(5))
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+
+
+def test_a_shared_list_is_a_sequence() -> None:
+    items = SharedList(["b", "a", "b"])
+    assert items.index("a") == 1
+    assert items.count("b") == 2
+    assert "a" in items
+    assert [*reversed(items)] == ["b", "a", "b"]
+    assert items + ["c"] == ["b", "a", "b", "c"] == [*"ba"] + SharedList(["b", "c"])
+    assert items == ("b", "a", "b")
+    assert items != ["b"]
+    assert items != "bab"
+    assert copy.deepcopy(items) is items
+    assert np.asarray(SharedList([1, 2])).tolist() == [1, 2]
+    assert repr(items) == "SharedList(3 items: 'b', 'a', 'b')"
+    assert repr(SharedDict({"a": 1})) == "SharedDict(1 items: 'a')"
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(items)
+
+
+def test_the_large_parts_of_a_dataset_are_shared() -> None:
+    dataset, plain = Files(), Files()
+    dataset.parts["sub"] = [Subset(Files(), range(3))]
+    assert minato.share(dataset) is dataset
+    assert isinstance(dataset.paths, SharedList)
+    assert dataset.samples is dataset.imgs
+    assert isinstance(dataset.boxes, SharedDict)
+    assert isinstance(dataset.parts["train"], SharedList)
+    assert isinstance(dataset.parts["sub"][0].dataset.paths, SharedList)
+    assert type(dataset.features) is np.ndarray
+    for name in ("paths", "samples", "boxes"):
+        assert getattr(dataset, name) == getattr(plain, name)
+    assert np.array_equal(dataset.features, plain.features)
+    for name in ("classes", "name"):
+        assert type(getattr(dataset, name)) is type(getattr(plain, name))
+    assert type(dataset.parts["few"]) is list
+    again = dataset.paths
+    assert minato.share(dataset).paths is again
+
+
+def test_datasets_of_datasets() -> None:
+    first = Files()
+    minato.share(ConcatDataset([first, Subset(first, list(range(N)))]))
+    assert isinstance(first.paths, SharedList)
+
+
+def test_nothing_changes_if_a_part_cannot_be_shared() -> None:
+    dataset = Files()
+    dataset.parts["bad"] = [*range(N), Unequal()]
+    with pytest.raises(TypeError, match=r"dataset\.parts\['bad'\]\[2000\], a Unequal"):
+        minato.share(dataset)
+    assert type(dataset.paths) is list
+    assert type(dataset.parts["train"]) is list
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (set(range(N)), "set of 2000 items"),
+        (defaultdict(int, enumerate(range(N))), "defaultdict of 2000 items"),
+        (OrderedDict(enumerate(range(N))), "OrderedDict of 2000 items"),
+        (np.array([None] * 20000), "ndarray of object"),
+    ],
+)
+def test_other_containers_are_named(value: Any, named: str) -> None:
+    dataset = Files()
+    dataset.parts = value
+    with pytest.raises(TypeError, match=rf"dataset\.parts is a {named}, which cannot be shared"):
+        minato.share(dataset)
+    assert type(dataset.paths) is list
+
+
+@pytest.mark.parametrize("value", [5, "text", None, Files, object()])
+def test_what_has_nothing_to_share_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="has nothing to share: pass a dataset"):
+        minato.share(value)
+
+
+METHODS = ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_see_the_same_memory(method: str) -> None:
+    dataset = minato.share(Files())
+    loader = DataLoader(dataset, 100, num_workers=2, multiprocessing_context=method)
+    labels, features, numbers, pids = zip(*loader, strict=True)
+    assert torch.cat(labels).tolist() == [i % 7 for i in range(N)]
+    assert torch.equal(torch.cat(features), torch.from_numpy(dataset.features.copy()))
+    assert torch.cat(numbers).tolist() == list(range(N))
+    assert os.getpid() not in torch.cat(pids)
+
+
+class Inodes(Dataset[int]):
+    """Whether the worker maps the memory of the parent, for each kind of container."""
+
+    def __init__(self) -> None:
+        self.words = [str(i) for i in range(N)]
+        self.array = np.arange(1 << 17)
+        self.view = np.zeros(0)
+        self.table = {str(i): i for i in range(N)}
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        return [sorted(set(map(inode_of, addresses(self))))]
+
+
+def addresses(dataset: Inodes) -> list[int]:
+    words: Any = dataset.words
+    table: Any = dataset.table
+    return [
+        words._memory.array.ctypes.data,
+        table._memory.array.ctypes.data,
+        dataset.array.ctypes.data,
+        dataset.view.ctypes.data,
+    ]
+
+
+def inode_of(address: int) -> str:
+    """The file that is mapped at an address, by its number."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= address < end:
+            return line.split()[4]
+    raise AssertionError(hex(address))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_worker_has_a_copy(method: str) -> None:
+    dataset = minato.share(Inodes())
+    dataset.view = dataset.array[5:50:3]
+    own = [sorted(set(map(inode_of, addresses(dataset))))]
+    assert len(own[0]) == 1
+    loader = DataLoader(
+        dataset, None, num_workers=1, multiprocessing_context=method, collate_fn=lambda item: item
+    )
+    assert [*loader] == [own]
+
+
+def test_the_memory_is_freed_with_its_last_user() -> None:
+    before, descriptors = Segment.num_living(), psutil.Process().num_fds()
+    shared = minato.share({"paths": ["x"] * N, "more": list(range(N))})
+    words = shared["paths"]
+    assert Segment.num_living() == before + 1
+    memory = weakref.ref(shared._memory)
+    del shared
+    assert words == ["x"] * N
+    del words
+    assert memory() is None
+    assert Segment.num_living() == before
+    assert psutil.Process().num_fds() == descriptors
+
+
+def test_an_array_keeps_the_memory() -> None:
+    before = Segment.num_living()
+    row = minato.share(np.arange(1000).reshape(10, 100))[3]
+    assert type(row) is np.ndarray
+    assert row.tolist() == list(range(300, 400))
+    assert Segment.num_living() == before + 1
+    assert pickle.loads(pickle.dumps(row)).tolist() == row.tolist()
+    del row
+    assert Segment.num_living() == before
+
+
+def test_without_workers_that_see_it_a_pickle_holds_the_content(tmp_path: Path) -> None:
+    torch.save(minato.share(Files()), tmp_path / "dataset.pt")
+    found = torch.load(tmp_path / "dataset.pt", weights_only=False)
+    assert found.samples == Files().samples
+    assert found.boxes == Files().boxes
+    assert np.array_equal(found.features, Files().features)
+
+
+def read_in_child(shared: Any, connection: Any) -> None:
+    connection.send([*shared[:3], len(shared)])
+
+
+def test_a_process_of_multiprocessing_maps_it_too() -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=read_in_child, args=(SharedList([*"abcde"]), theirs))
+    process.start()
+    assert ours.poll(60)
+    assert ours.recv() == ["a", "b", "c", 5]
+    process.join(60)
+
+
+def test_private_memory_of_forked_workers_does_not_grow() -> None:
+    count = 200_000
+    found = {}
+    for name, items in (("plain", Words(count)), ("shared", minato.share(Words(count)))):
+        _, before, after, _ = DataLoader(items, 1, num_workers=1, collate_fn=first)
+        found[name] = after - before
+    assert found["plain"] > 10 << 20
+    assert found["shared"] < 2 << 20
+
+
+def first(samples: list[int]) -> int:
+    return samples[0]
+
+
+class Words(Dataset[int]):
+    """Reads all of its words in its third sample; returns the private memory of the process."""
+
+    def __init__(self, count: int) -> None:
+        self.words = [f"a word that is number {i}" for i in range(count)]
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            for word in self.words:
+                assert word
+        maps = psutil.Process().memory_maps()
+        return sum(part.private_dirty for part in maps if part.path in ("[anon]", "[heap]"))
+
+
+def test_a_dataset_may_be_frozen() -> None:
+    @dataclass(frozen=True)
+    class Frozen:
+        words: Any
+        function: Callable[[int], int]
+
+    frozen = minato.share(Frozen([str(i) for i in range(N)], lambda i: i))
+    assert isinstance(frozen.words, SharedList)
+
+
+class TestWarning:
+    """Where forked workers copy a dataset's objects, a warning says what to do, once."""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(copied_objects, "_LEAST_NBYTES", 8 << 20)
+        monkeypatch.setattr(copied_objects, "_AFTER_BATCHES", (3,))
+        monkeypatch.setattr(copied_objects.CopiedObjects, "warned", False)
+
+    def test_it_names_the_attribute_once(self) -> None:
+        words = Words(400_000)
+        with pytest.warns(minato.MinatoWarning) as found:
+            list(DataLoader(words, 1, num_workers=1))
+        text = str(found[0].message)
+        assert "dataset.words holds 400000 Python objects" in text
+        assert "dataset = minato.share(dataset)" in text
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", minato.MinatoWarning)
+            list(DataLoader(words, 1, num_workers=1))
+
+    @pytest.mark.parametrize("method", ["fork", "thread"])
+    def test_not_where_nothing_is_copied(self, method: str) -> None:
+        words: Any = minato.share(Words(400_000)) if method == "fork" else Words(400_000)
+        options: Any = {"workers": "thread"} if method == "thread" else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", minato.MinatoWarning)
+            assert len(list(DataLoader(words, 1, num_workers=1, **options))) == 4
+
+    def test_not_where_little_is_read(self) -> None:
+        unread: Any = Files()
+        unread.unread = [f"a word that is number {i}" for i in range(400_000)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", minato.MinatoWarning)
+            list(DataLoader(unread, 100, num_workers=1))
