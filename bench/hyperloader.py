@@ -55,7 +55,7 @@ GROUPS = {
 HEAD = """\
 # hyperloader's workloads
 
-Written by `python -m bench.hyperloader --wheel PATH`. The six workloads of hyperloader's own benchmark, written anew
+Written by `python -m bench.hyperloader --wheel PATH`. The six workloads of hyperloader's own benchmark, written again
 with samples that all differ, so that a wrong one is seen. All loaders run in one environment, with {workers} workers,
 that live for all epochs, batches in order, no shuffle. The consumer compares every batch of every epoch with what it
 must hold, which costs every loader the same. Thousands of samples per second of the epochs after the first: medians of

@@ -1,4 +1,4 @@
-"""The six workloads of hyperloader's benchmark, written anew: every sample differs from every other."""
+"""The six workloads of hyperloader's benchmark, written again: every sample differs from every other."""
 
 from __future__ import annotations
 
