@@ -70,7 +70,7 @@ class Feed:
     Args:
         title: What a sample is.
         batch_size: Samples in a batch.
-        make: Its dataset, of so many samples, with files in a folder where it has any.
+        make: Its dataset, of a number of samples, with files in a folder where it has any.
         collate: Makes a batch of a list of samples.
     """
 
