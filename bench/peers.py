@@ -10,10 +10,7 @@ import argparse
 import importlib
 import importlib.metadata
 import io
-import json
 import shutil
-import subprocess
-import sys
 import tarfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -30,6 +27,7 @@ from torch.utils.dlpack import from_dlpack
 from bench import macro
 from bench.harness import record, report
 from bench.harness.datasets import Sample, SleepingWork
+from bench.harness.environments import PeerMissingError, TrialFailedError, interpreter, run_in, tell
 from bench.harness.loaders import (
     MINATO,
     MINATO_ANY_ORDER,
@@ -43,13 +41,8 @@ from bench.harness.suite import Row, RowResult, ideal_of, in_turn, run_trial
 from bench.harness.trial import Trial
 
 SHARD_FOLDER = record.ROOT / "build" / "shards"
-ENVIRONMENTS = record.ROOT / "build" / "peers"
-COMMON = ("torch==2.13.0", "numpy==2.4.6")
-"""In every environment; a peer that needs an older numpy gets it."""
 SHARD_COUNT, SHAPE = 16, (3, 64, 64)
-MARK = "TRIAL "
-"""Begins the line with the readings; peers may print others."""
-_INSTALLING_S, _TRIAL_S = 900.0, 180.0
+_TRIAL_S = 180.0
 HEAD = """\
 # Other loaders
 
@@ -559,48 +552,6 @@ PEERS = {
 CONTENDERS = {one.name: one for peer in PEERS.values() for one in peer.contenders}
 
 
-class PeerMissingError(RuntimeError):
-    """A peer cannot be installed here."""
-
-
-class TrialFailedError(RuntimeError):
-    """A peer did not get through a row; the message says why."""
-
-
-def interpreter(name: str) -> Path:
-    """The Python of a peer's environment, which is made where it is missing.
-
-    Raises:
-        PeerMissingError: pip could not install it; the message is pip's last line.
-    """
-    own = PEERS[name].requirements
-    if not own:
-        return Path(sys.executable)
-    has_numpy = any(requirement.startswith("numpy") for requirement in own)
-    requirements = (*(COMMON[:1] if has_numpy else COMMON), *own)
-    python = ENVIRONMENTS / name / "bin" / "python"
-    complete = ENVIRONMENTS / name / "complete"
-    wanted = "\n".join(requirements)
-    if complete.exists() and complete.read_text() == wanted:
-        return python
-    subprocess.run([sys.executable, "-m", "venv", "--clear", ENVIRONMENTS / name], check=True)
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    try:
-        subprocess.run(
-            [*pip, *requirements],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=_INSTALLING_S,
-        )
-    except subprocess.CalledProcessError as error:
-        raise PeerMissingError(f"{error.stderr.strip().splitlines()[-1]}") from error
-    except subprocess.TimeoutExpired as error:
-        raise PeerMissingError(f"not installed after {_INSTALLING_S:g} s") from error
-    complete.write_text(wanted)
-    return python
-
-
 def trial_in_its_environment(
     python: Path, contender: Contender, row: Row, seed: int, short: bool
 ) -> tuple[Trial, dict[str, str]]:
@@ -609,22 +560,9 @@ def trial_in_its_environment(
     Raises:
         TrialFailedError: it failed, or took too long.
     """
-    command = [str(python), "-m", "bench.peers", "--trial", contender.name, row.name, str(seed)]
-    try:
-        ended = subprocess.run(
-            [*command, *(["--short"] if short else [])],
-            cwd=record.ROOT,
-            capture_output=True,
-            text=True,
-            timeout=_TRIAL_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise TrialFailedError(f"not ready after {_TRIAL_S:g} s") from None
-    lines = [line for line in ended.stdout.splitlines() if line.startswith(MARK)]
-    if ended.returncode or not lines:
-        said = ended.stderr.strip().splitlines() or ["nothing on stderr"]
-        raise TrialFailedError(f"exit code {ended.returncode}: {said[-1][:200]}")
-    readings: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
+    arguments = ["--trial", contender.name, row.name, str(seed)]
+    said = run_in(python, "bench.peers", [*arguments, *(["--short"] if short else [])], _TRIAL_S)
+    readings: dict[str, Any] = said[-1]
     versions = readings.pop("versions")
     for name in ("epochs_s", "waits_s"):
         readings[name] = tuple(readings[name])
@@ -640,7 +578,7 @@ def trial(contender: str, row_name: str, seed: int, short: bool) -> None:
     names = [name.partition("==")[0].partition("[")[0] for name in peer.requirements]
     found = asdict(run_trial(CONTENDERS[contender], row, row.make(row.samples), seed))
     found["versions"] = {name: importlib.metadata.version(name) for name in (*names, "torch")}
-    print(MARK + json.dumps(found), flush=True)
+    tell(found)
 
 
 class Comparison:
@@ -658,7 +596,7 @@ class Comparison:
         self.notes: dict[str, str] = {}
         for peer in peers:
             try:
-                self._pythons[peer] = interpreter(peer)
+                self._pythons[peer] = interpreter(peer, PEERS[peer].requirements)
             except PeerMissingError as error:
                 self.notes[peer] = f"could not be installed: {error}"
             page.say(f"{peer}: {self.notes.get(peer, 'ready')}")

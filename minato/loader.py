@@ -263,6 +263,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         self.close()
 
     def __iter__(self) -> TorchIterator:
+        # A generator that is left early closes what it delegates to by "yield from", and with it the workers.
+        if getattr(getattr(self, "_iterator", None), "has_ended", False):
+            self._iterator = None
         iterator = super().__iter__()
         if is_made(self):
             alive = [each for each in self._open_iterators if each() is not None]

@@ -181,6 +181,11 @@ class BatchIterator(TorchIterator):
                 self._is_closed = True
                 self._shutdown_workers()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its workers are gone, so that it can deliver no further epoch."""
+        return self._source is None
+
     def pin_slots(self, locker: MemoryPinner) -> None:
         """Keep the memory of batches in place, for a device that reads from there."""
         if self._source is not None:

@@ -10,6 +10,7 @@ import torch
 import torch.utils.data
 from torch.autograd.profiler import profile
 
+from minato import DataLoader
 from minato.delivery.iterator import BatchIterator
 from tests.datasets import Numbers
 
@@ -120,3 +121,19 @@ def test_a_profiler_sees_the_range_that_torch_records(make: Callable[..., BatchI
         next(make())
     names = [event.name for event in recorded.function_events]
     assert names.count("enumerate(DataLoader)#BatchIterator.__next__") == 1
+
+
+@pytest.mark.parametrize("workers", [{}, {"workers": "thread"}])
+def test_a_generator_that_delegates_to_the_loader_may_be_left_early(workers):
+    dataset = torch.arange(40)
+    loader = DataLoader(dataset, 4, num_workers=2, persistent_workers=True, **workers)
+
+    def batches():
+        yield from loader
+
+    for _ in range(2):
+        left = batches()
+        assert next(left).tolist() == [0, 1, 2, 3]
+        left.close()  # which closes the loader's iterator as well, unlike one of torch's
+    assert [batch.tolist() for batch in batches()] == dataset.reshape(10, 4).tolist()
+    loader.close()

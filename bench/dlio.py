@@ -1,0 +1,320 @@
+"""Workloads of DLIO, scaled to a small machine: torch's loader, minato by DLIO's plug and minato by patch()."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.harness import report
+from bench.harness.environments import (
+    PeerMissingError,
+    TrialFailedError,
+    interpreter,
+    run_in,
+    tell,
+    versions,
+)
+from bench.harness.suite import Spread, in_turn
+
+REQUIREMENTS = (
+    *("h5py==3.16.0", "mpi4py==4.1.2", "mpich==5.0.2", "hydra-core==1.3.8", "omegaconf==2.3.1"),
+    *("pandas==3.1.1", "psutil==7.2.2", "pillow==13.0.0", "PyYAML==6.0.3"),
+)
+ITSELF = ("dlio-benchmark==2.0.0",)
+"""Without its requirements: they name TensorFlow and DALI, which these workloads do not use."""
+THREADS, EPOCHS = 4, 5
+_TRIAL_S = 120.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Settings of DLIO.
+
+    Args:
+        title: What it stands for.
+        file_format: Of the files.
+        files: Their number.
+        per_file: Samples in a file.
+        record: Bytes of a sample on the disk, and their standard deviation.
+        resized: Bytes of a sample in memory.
+        batch_size: Samples in a batch.
+        compute_s: What the accelerator takes for a batch.
+    """
+
+    title: str
+    file_format: str
+    files: int
+    per_file: int
+    record: tuple[int, int]
+    resized: int
+    batch_size: int
+    compute_s: float
+
+    def settings(self, folder: Path, epochs: int, prefetch: int) -> dict[str, Any]:
+        """As in a configuration file of DLIO."""
+        length, deviation = self.record
+        return {
+            "model": "scaled",
+            "framework": "pytorch",
+            "workflow": {"generate_data": False, "train": True, "checkpoint": False},
+            "dataset": {
+                "data_folder": str(folder / "data"),
+                "format": self.file_format,
+                "num_files_train": self.files,
+                "num_samples_per_file": self.per_file,
+                "record_length": length,
+                "record_length_stdev": deviation,
+                "record_length_resize": self.resized,
+                "generation_buffer_size": length * self.per_file,
+            },
+            "reader": {
+                "data_loader": "pytorch",
+                "batch_size": self.batch_size,
+                "read_threads": THREADS,
+                "file_shuffle": "seed",
+                "sample_shuffle": "seed",
+                "prefetch_size": prefetch,
+            },
+            "train": {"epochs": epochs, "computation_time": self.compute_s},
+            "output": {"folder": str(folder / "output")},
+            "metric": {"au": 0.90},
+        }
+
+
+WORKLOADS = {
+    "unet3d": Workload(
+        *("uneven files, 1/32 of DLIO's unet3d_a100", "npz", 84, 1),
+        *((4_581_269, 2_135_681), 65_536, 7, 0.020),
+    ),
+    "retinanet": Workload(
+        *("one JPEG a file, like RetinaNet's input", "jpeg", 480, 1),
+        *((300_000, 60_000), 150_528, 24, 0.080),
+    ),
+    "resnet50": Workload(
+        *("many samples a file, 1/8 of a batch of DLIO's resnet50_a100", "hdf5", 4, 300),
+        *((114_660, 0), 150_528, 50, 0.054),
+    ),
+    "cosmoflow": Workload(
+        *("one sample a batch, 1/8 of the bytes of DLIO's cosmoflow_h100", "hdf5", 256, 1),
+        *((353_560, 8_914), 0, 1, 0.0035),
+    ),
+}
+LOADERS = {
+    "torch": "torch, DLIO's prefetch_size=2",
+    "torch-deep": "torch, prefetch_size=8",
+    "minato-plug": "minato, DLIO's plug",
+    "minato-patch": "minato.patch(), prefetch_size=2",
+}
+PREFETCH = {"torch-deep": 8}
+HEAD = """\
+# DLIO's workloads
+
+Written by `python -m bench.dlio`. DLIO {version} generates files and runs its own training loop, in which the
+accelerator is a sleep; this page changes its settings alone. *Accelerator utilisation* is DLIO's figure: the share of
+an epoch, but for its first batch, that the accelerator computes. Per cent: medians of {repeats} runs (least and
+greatest), each the mean of {epochs} epochs. One process, {threads} read threads, which are worker processes. DLIO gives
+every loader an equal array in place of each sample that it reads, so content cannot be checked; the number of steps
+is. These figures are no MLPerf results: sizes, files and times are scaled to this machine, and the files lie in
+the page cache.
+
+DLIO asks for 0.90 (0.85 where its users' rules say so). `prefetch_size=2` is DLIO's default and gives torch
+`prefetch_factor=1`; 8 gives torch's own default of 2. The plug, `reader.data_loader_classname`, gets minato's default
+prefetch; with `minato.patch()` DLIO's own reader runs unchanged.
+"""
+
+
+def trial(name: str, workload: Workload, folder: Path, epochs: int) -> None:
+    """In DLIO's environment: run it once; ``files`` in place of a loader writes its files."""
+    _stand_in_for_profilers()
+    if name == "minato-patch":
+        import minato
+
+        minato.patch()
+    from dlio_benchmark.main import DLIOBenchmark
+    from dlio_benchmark.utils.utility import DLIOMPI
+    from omegaconf import OmegaConf
+
+    settings = workload.settings(folder, epochs, PREFETCH.get(name, 2))
+    if name == "files":
+        settings["workflow"] = {"generate_data": True, "train": False}
+    if name == "minato-plug":
+        settings["reader"] |= {
+            "data_loader_classname": "bench.workloads.dlio_reader.MinatoReader",
+            "data_loader_sampler": "index",
+        }
+    DLIOMPI.get_instance().initialize()
+    benchmark = DLIOBenchmark(OmegaConf.create(settings))
+    benchmark.initialize()
+    benchmark.run()
+    benchmark.finalize()
+    if name == "files":
+        tell({"files": len(list((folder / "data" / "train").iterdir()))})
+        return
+    summary = json.loads((folder / "output" / "summary.json").read_text())
+    output = json.loads((folder / "output" / "0_output.json").read_text())
+    steps = [len(output[str(epoch)]["load"]["block1"]) for epoch in range(1, epochs + 1)]
+    tell(
+        {
+            "used": summary["metric"]["train_au_percentage"],
+            "rate": statistics.mean(summary["metric"]["train_throughput_samples_per_second"]),
+            "steps": steps,
+            "versions": versions(("dlio_benchmark", "torch", "numpy", "h5py", "mpi4py")),
+        }
+    )
+
+
+class _Untraced:
+    """The marks that DLIO sets for its tracer, without one."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Untraced:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def log(self, function: Any) -> Any:
+        return function
+
+    log_init = log
+
+    def iter(self, items: Any) -> Any:
+        return items
+
+    def update(self, **named: Any) -> None:
+        pass
+
+
+def _stand_in_for_profilers() -> None:
+    """DLIO imports TensorFlow for a profiler that is off, and fails without its tracer, which is off as well."""
+    sys.modules["tensorflow"] = types.ModuleType("tensorflow")
+    logger: Any = types.ModuleType("dftracer.logger")
+    logger.dftracer, logger.dft_fn, logger.DFTRACER_ENABLE = _Untraced(), _Untraced, False
+    sys.modules["dftracer"] = types.ModuleType("dftracer")
+    sys.modules["dftracer.logger"] = logger
+
+
+@dataclass
+class Cell:
+    """The runs of one loader on one workload: mean utilisation and samples per second of each."""
+
+    used: list[float]
+    rates: list[float]
+    failed: str = ""
+
+
+Cells = dict[tuple[str, str], Cell]
+
+
+def measure(
+    python: Path, options: argparse.Namespace, page: report.Page
+) -> tuple[Cells, dict[str, str]]:
+    """All loaders on all workloads, in turn: the cells by workload and loader, and the versions in use."""
+    cells: Cells = {}
+    used: dict[str, str] = {}
+    epochs = 2 if options.short else EPOCHS
+    for row in options.rows:
+        workload = sized(WORKLOADS[row], options.short)
+        cells |= {(row, name): Cell([], []) for name in options.loaders}
+        with tempfile.TemporaryDirectory() as folder:
+            given = [row, folder, str(epochs), *(["--short"] if options.short else [])]
+            run_in(python, "bench.dlio", ["--trial", "files", *given], _TRIAL_S)
+            for repeat, name in in_turn(options.loaders, report.repeats_of(options)):
+                cell = cells[row, name]
+                if cell.failed:
+                    continue
+                try:
+                    (found,) = run_in(python, "bench.dlio", ["--trial", name, *given], _TRIAL_S)
+                except TrialFailedError as error:
+                    cell.failed = str(error)
+                    page.say(f"{row} {repeat + 1} {name}: {error}")
+                    continue
+                steps = workload.files * workload.per_file // workload.batch_size
+                if found["steps"] != [steps] * epochs:
+                    cell.failed = f"steps {found['steps']} in place of {steps} in each epoch"
+                    continue
+                cell.used.append(statistics.mean(found["used"]))
+                cell.rates.append(found["rate"])
+                used.update(found["versions"])
+                page.say(f"{row} {repeat + 1} {name}: {cell.used[-1]:.1f} % used")
+    return cells, used
+
+
+def sized(workload: Workload, short: bool) -> Workload:
+    """The workload, of a tenth of its files in a smoke run."""
+    if not short:
+        return workload
+    files = max(workload.files // 10, 2)
+    per_file = min(workload.per_file, 3 * workload.batch_size)
+    return replace(
+        workload, files=max(files, 3 * workload.batch_size // per_file), per_file=per_file
+    )
+
+
+def table(cells: Cells, rows: list[str], loaders: Mapping[str, str]) -> str:
+    """Utilisation by workload and loader."""
+    lines = []
+    for row in rows:
+        workload = WORKLOADS[row]
+        shape = f"{workload.title}; {workload.file_format}, batch {workload.batch_size}"
+        cost = f"{1e3 * workload.compute_s:g} ms a batch"
+        lines.append([row, f"{shape}, {cost}", *(_text(cells[row, name]) for name in loaders)])
+    return report.table(["row", "workload", *loaders.values()], lines)
+
+
+def _text(cell: Cell) -> str:
+    return "failed" if cell.failed else report.spread_text(Spread.of(cell.used), 1)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the comparison; returns the exit status."""
+    parser = report.parser("bench.dlio", __doc__ or "", 3, WORKLOADS)
+    parser.add_argument(
+        "--loaders", type=report.names(LOADERS), default=[*LOADERS], help=", ".join(LOADERS)
+    )
+    parser.add_argument("--trial", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.trial:
+        name, row, folder, epochs = options.trial
+        trial(name, sized(WORKLOADS[row], options.short), Path(folder), int(epochs))
+        return 0
+    page = report.Page("dlio", options.out)
+    try:
+        python = interpreter("dlio", REQUIREMENTS, ITSELF)
+    except PeerMissingError as error:
+        page.say(f"DLIO could not be installed: {error}")
+        return 1
+    cells, used = measure(python, options, page)
+    page.add(
+        HEAD.format(
+            version=ITSELF[0].partition("==")[2],
+            repeats=report.repeats_of(options),
+            epochs=2 if options.short else EPOCHS,
+            threads=THREADS,
+        )
+    )
+    page.add("## Accelerator utilisation, %\n")
+    page.add(table(cells, options.rows, {name: LOADERS[name] for name in options.loaders}))
+    failed = [
+        f"* {row}, {LOADERS[name]}: {cell.failed}\n"
+        for (row, name), cell in cells.items()
+        if cell.failed
+    ]
+    if failed:
+        page.add("## What failed\n", "".join(failed))
+    page.finish(conditions={f"version of {name}": each for name, each in used.items()})
+    return 0
+
+
+if __name__ == "__main__":
+    report.program(main)

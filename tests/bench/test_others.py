@@ -1,0 +1,110 @@
+"""The benchmarks by others run, check what comes, and write their tables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("psutil")
+
+from bench import dlio, hyperloader
+from bench.harness import environments
+from bench.workloads.feeds import FEEDS, Plain
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # whole programs
+def test_hyperloader(tmp_path, monkeypatch):
+    monkeypatch.setattr(hyperloader, "interpreter", lambda *given: Path(sys.executable))
+    wheel = tmp_path / "a.whl"
+    wheel.touch()
+    loaders = "torch,minato,minato-threads"
+    arguments = ["--short", "--rows", "fixed-text,numpy-array", "--loaders", loaders]
+    assert hyperloader.main([*arguments, "--wheel", str(wheel), "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "hyperloader.md").read_text()
+    assert "failures\n\nNone." in page
+    assert sum(line.startswith("| numpy-array | row of") for line in page.splitlines()) == 2
+
+
+def test_a_missing_wheel_is_named(capsys):
+    with pytest.raises(SystemExit):
+        hyperloader.main(["--wheel", "nowhere.whl"])
+    assert "nowhere.whl is no file; give hyperloader's wheel" in capsys.readouterr().err
+
+
+def batches() -> list[torch.Tensor]:
+    return [torch.arange(8).reshape(4, 2) + 8 * number for number in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (lambda found: found, 0),
+        (lambda found: found[:2], 4),  # lost
+        (lambda found: [*found, found[0]], 4),  # too many
+        (lambda found: [found[1], found[0], found[2]], 8),  # not in order
+        (lambda found: [found[0], found[1].double(), found[2]], 4),
+        (
+            lambda found: [found[0], found[1].clone().index_fill_(0, torch.tensor(2), 0), found[2]],
+            1,
+        ),
+    ],
+)
+def test_wrong_samples_are_counted(change: Any, wrong: int) -> None:
+    dataset = torch.arange(24).reshape(12, 2)
+    feed = FEEDS["fixed-text"]
+    stream = hyperloader.Stream("torch", feed, dataset)
+    stream.loader = change(batches())
+    assert stream.epoch(batches()) == wrong
+
+
+@pytest.mark.parametrize("name", ["images-light", "fixed-text", "varlen-text", "numpy-array"])
+def test_samples_of_a_feed_all_differ(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    dataset = Plain(FEEDS[name].make(70, tmp_path))
+    samples = [torch.as_tensor(dataset[index]).numpy().tobytes() for index in range(70)]
+    assert len(set(samples)) == len(dataset) == 70
+
+
+def test_a_program_that_fails_keeps_its_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    python = Path(sys.executable)
+    with pytest.raises(environments.TrialFailedError, match="No module named bench.nothing"):
+        environments.run_in(python, "bench.nothing", [], 60)
+    assert environments.versions(("torch", "no-such-package")) == {"torch": torch.__version__}
+
+
+def test_settings_of_dlio_name_the_files_and_the_prefetch(tmp_path: Path) -> None:
+    for workload in dlio.WORKLOADS.values():
+        settings = workload.settings(tmp_path, 2, 8)
+        assert settings["reader"]["prefetch_size"] == 8
+        assert settings["dataset"]["data_folder"] == str(tmp_path / "data")
+        assert workload.files * workload.per_file >= 3 * workload.batch_size
+        short = dlio.sized(workload, short=True)
+        assert short.files * short.per_file >= 3 * short.batch_size
+        assert short.files * short.per_file <= workload.files * workload.per_file
+
+
+def test_a_run_of_dlio_with_too_few_steps_has_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = dlio.sized(dlio.WORKLOADS["cosmoflow"], short=True).files
+    steps = {"files": [], "torch": [whole, whole], "minato-patch": [whole, whole - 1]}
+
+    def run_in(python: Path, module: str, arguments: list[str], limit_s: float) -> list[Any]:
+        assert arguments[2] == "cosmoflow"
+        return [{"used": [90.0, 80.0], "rate": 1.0, "steps": steps[arguments[1]], "versions": {}}]
+
+    monkeypatch.setattr(dlio, "interpreter", lambda *given: Path(sys.executable))
+    monkeypatch.setattr(dlio, "run_in", run_in)
+    loaders = "torch,minato-patch"
+    arguments = ["--short", "--rows", "cosmoflow", "--loaders", loaders, "--out", str(tmp_path)]
+    assert dlio.main(arguments) == 0
+    page = (tmp_path / "dlio.md").read_text()
+    assert "| 85.0 | failed |" in page
+    assert f"minato.patch(), prefetch_size=2: steps [{whole}, {whole - 1}]" in page
