@@ -62,6 +62,7 @@ __all__ = [
     "active_progress_bars",
     "announce_worker",
     "bit_generator_of",
+    "collate_in_own_memory",
     "collates_by_default",
     "forget_child_processes",
     "forget_executor_threads",
@@ -190,6 +191,36 @@ def collates_by_default() -> bool:
     False where a program has added a rule, or a version of torch has others: torch itself then builds the batches.
     """
     return bool(getattr(collate, "default_collate_fn_map", ()) == _DEFAULT_RULES)
+
+
+def collate_in_own_memory(samples: Any) -> Any:
+    """Collate as ``default_collate`` does, but in a worker into ordinary memory.
+
+    ``default_collate`` stacks a worker's tensors in shared memory whose file has a name for a moment; a worker that is
+    killed then leaves it in ``/dev/shm``. minato copies the batch once more anyway.
+    """
+    rules = getattr(collate, "default_collate_fn_map", {})
+    if not hasattr(collate, "collate") or rules.get(torch.Tensor) is not collate.collate_tensor_fn:
+        return collate.default_collate(samples)
+    return collate.collate(samples, collate_fn_map={**rules, torch.Tensor: _stack_in_own_memory})
+
+
+def _stack_in_own_memory(
+    tensors: Sequence[torch.Tensor], *, collate_fn_map: Any = None
+) -> torch.Tensor:
+    first = tensors[0]
+    in_worker = torch.utils.data.get_worker_info() is not None
+    plain = first.device.type == "cpu" and first.layout is torch.strided and not first.is_nested
+    if not in_worker or not plain:
+        collated = collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+        return cast("torch.Tensor", collated)
+    nbytes = sum(tensor.numel() for tensor in tensors) * first.element_size()
+    # Memory of NumPy's cannot be resized, like shared memory: tensors of different shapes raise the same errors.
+    memory = torch.from_numpy(np.empty(nbytes, np.uint8)).untyped_storage()
+    storage = typed_storage(memory, first.dtype)
+    # As torch does in a worker: dtype and class of the batch are those of the first tensor.
+    out = first.new(storage).resize_(len(tensors), *first.size())
+    return torch.stack(list(tensors), 0, out=out)
 
 
 def torch_modes() -> int:
@@ -490,6 +521,12 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "batches are built in shared memory only by the rules that default_collate has",
         _TORCH_BUILDS,
         collates_by_default,
+    ),
+    PrivateName(
+        "torch.utils.data._utils.collate.collate",
+        "batches that torch's rules build in a worker take no shared memory with a name",
+        "a worker killed at that moment may leave a file in /dev/shm, as with torch",
+        _has("torch.utils.data._utils.collate", "collate"),
     ),
     PrivateName(
         "torch._C._len_torch_function_stack",

@@ -17,10 +17,13 @@ import numpy as np
 import pytest
 import torch
 from torch.autograd import profiler
+from torch.utils.data import default_collate
+from torch.utils.data._utils import collate
 
 from minato import _compat
 from minato._support import counters, pickling
 from minato.batching.sample_spec import rules_hold
+from tests.datasets import assert_same
 
 PACKAGE = Path(_compat.__file__).parent
 SOURCES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
@@ -229,6 +232,78 @@ def test_shared_integers_that_torch_cannot_map(monkeypatch: pytest.MonkeyPatch) 
     numbers = counters.shared_integers(2, 3)
     assert numbers.is_shared()
     assert numbers.tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+@pytest.fixture
+def in_a_worker() -> Iterator[None]:
+    before = _compat.announce_worker(0, 1, 1, None)
+    yield
+    _compat.withdraw_worker(before)
+
+
+@pytest.mark.usefixtures("in_a_worker")
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [torch.arange(6.0).reshape(2, 3), torch.ones(2, 3)],
+        [torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)],
+        [torch.ones(2), torch.ones(2, dtype=torch.float64)],
+        [torch.rand(1, 4, 2, 2).to(memory_format=torch.channels_last)[0] for _ in range(2)],
+        [{"a": np.arange(3), "b": (1, "x", [2.5])}, {"a": np.arange(3), "b": (2, "y", [3.5])}],
+        [torch.nn.Parameter(torch.ones(2), requires_grad=False) for _ in range(2)],
+        [torch.empty(0), torch.empty(0)],
+    ],
+)
+def test_batches_in_own_memory_are_those_of_torch(samples: list[Any]) -> None:
+    expected = default_collate(samples)
+    found = _compat.collate_in_own_memory(samples)
+    assert_same(found, expected)
+    for ours, torchs in zip(_tensors(found), _tensors(expected), strict=True):
+        assert type(ours) is type(torchs)
+        assert ours.stride() == torchs.stride()
+        assert not ours.is_shared()
+
+
+@pytest.mark.usefixtures("in_a_worker")
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [torch.ones(2), torch.ones(3)],
+        [torch.ones(2), torch.ones(2), torch.ones(1)],
+        [torch.ones(2), torch.ones(2, dtype=torch.complex64)],
+        [torch.ones(2, requires_grad=True)] * 2,
+        [torch.ones(2).to_sparse()] * 2,
+        [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)] * 2,
+        [object(), object()],
+    ],
+)
+def test_errors_in_own_memory_are_those_of_torch(samples: list[Any]) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as expected:
+        default_collate(samples)
+    with pytest.raises(expected.type) as found:
+        _compat.collate_in_own_memory(samples)
+    assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.usefixtures("in_a_worker")
+@pytest.mark.parametrize("name", ["collate", "default_collate_fn_map", "collate_tensor_fn"])
+def test_own_memory_that_torch_does_not_allow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collate, "default_collate", lambda samples: "torch's")
+    if name == "collate_tensor_fn":  # a program's own rule
+        rules = {**collate.default_collate_fn_map, torch.Tensor: len}
+        monkeypatch.setattr(collate, "default_collate_fn_map", rules)
+    else:
+        monkeypatch.delattr(collate, name)
+    assert _compat.collate_in_own_memory([torch.ones(1)]) == "torch's"
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, dict)):
+        members = value.values() if isinstance(value, dict) else value
+        return [tensor for member in members for tensor in _tensors(member)]
+    return []
 
 
 @pytest.mark.parametrize("attribute", ["quantized_per_tensor", "quantized_per_channel"])

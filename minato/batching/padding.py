@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+
+from minato._compat import collate_in_own_memory
 
 __all__ = ["PadCollate", "pad_stack"]
 
@@ -84,4 +85,4 @@ class PadCollate:
         if isinstance(first, (torch.Tensor, np.ndarray)) and first.ndim:
             value = self.value.get(name, 0) if isinstance(self.value, Mapping) else self.value
             return pad_stack(samples, value, self.multiple_of)[0]
-        return default_collate(samples)
+        return collate_in_own_memory(samples)

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.utils.data import default_collate
+
+from minato._compat import collate_in_own_memory
 from minato._core.clock import now_ns
 from minato._core.codes import ERROR_BLOB, FIRST_COLLATED, SAMPLE_BLOB, SKIP_BLOB
 from minato._core.ledger import Ledger
@@ -60,6 +63,8 @@ class BatchPublisher:
         self._store = store
         self._blobs = blobs
         self._tracer = tracer
+        by_default = settings.collate_fn is default_collate
+        self._collate_fn = collate_in_own_memory if by_default else settings.collate_fn
         self._lease = ledger.lease_words(settings.worker)
         self.run_again: RunAgain = lambda: None
 
@@ -143,7 +148,7 @@ class BatchPublisher:
         settings = self._settings
         try:
             samples = gather()
-            result = settings.collate_fn(samples if settings.auto_collation else samples[0])
+            result = self._collate_fn(samples if settings.auto_collation else samples[0])
             offset, nbytes = self._blobs.put(batch, result, SAMPLE_BLOB, "result")
             return offset | SAMPLE_BLOB, nbytes
         except _NothingLeftError:
