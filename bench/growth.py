@@ -206,8 +206,11 @@ def memory(loader: str, workers: str, nbytes: str) -> float:
     return (peak - before) / 2**20
 
 
-def memory_used(process: Any) -> int:
-    """Memory of a process and its children, in bytes, each page counted once.
+def memory_used(process: Any, files: bool = True) -> int:
+    """Memory of a process and its children, in bytes, each page counted once; without ``files``, no mapped files.
+
+    Pages of mapped files, libraries mostly, are divided by all processes of the machine that map them: their part
+    changes as other programs start and end.
 
     torch's batches on their way to the training process are files in shared memory that no process maps, so they are in
     no process's resident or proportional set. They count here by the descriptors that hold them.
@@ -217,7 +220,7 @@ def memory_used(process: Any) -> int:
     private, shared = 0, {}
     for one in (process, *process.children(recursive=True)):
         try:
-            private += _private(one.pid)
+            private += _private(one.pid, files)
             for folder in ("fd", "map_files"):
                 for entry in Path(f"/proc/{one.pid}/{folder}").iterdir():
                     target = os.readlink(entry)
@@ -229,13 +232,14 @@ def memory_used(process: Any) -> int:
     return private + sum(shared.values())
 
 
-def _private(pid: int) -> int:
+def _private(pid: int, files: bool) -> int:
     """Proportional set size of a process without shared memory, in bytes."""
     fields = dict(
         line.split(":", 1)
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     )
-    return 1024 * sum(int(fields[name].split()[0]) for name in ("Pss_Anon", "Pss_File"))
+    names = ("Pss_Anon", "Pss_File") if files else ("Pss_Anon",)
+    return 1024 * sum(int(fields[name].split()[0]) for name in names)
 
 
 FRESH: dict[str, Callable[..., float]] = {"first_batch": first_batch, "memory": memory}

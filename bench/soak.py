@@ -37,9 +37,9 @@ Written by `python -m bench.soak`.
 
 Each line is a program of its own with {workers} workers, which checks that each sample comes once in each epoch. At
 {looks} moments, evenly spread over the run and in the middle of an epoch, it looks at the training process and all
-processes below it: their memory, each page counted once, their open descriptors, threads and number. The first quarter
-is warm-up and does not count. *Early* and *late* are medians of the first and of the last third of what remains; the
-growth is their difference divided by the work between them.
+processes below it: their memory, each page counted once, without mapped files; their open descriptors, threads and
+number. The first quarter is warm-up and does not count. *Early* and *late* are medians of the first and of the last
+third of what remains; the growth is their difference divided by the work between them.
 """
 
 
@@ -101,7 +101,7 @@ class Look:
 
     Args:
         work: epochs or samples so far.
-        mib: memory of all processes in MiB, each page counted once.
+        mib: memory of all processes in MiB, each page counted once, without mapped files.
         descriptors: open in all processes.
         threads: of all processes.
         processes: the training process and all below it.
@@ -128,7 +128,7 @@ def look(work: int) -> Look:
             continue
         descriptors, threads = descriptors + held[0], threads + held[1]
         processes += 1
-    return Look(work, memory_used(this) / 2**20, descriptors, threads, processes)
+    return Look(work, memory_used(this, files=False) / 2**20, descriptors, threads, processes)
 
 
 def soak(workload: Workload, method: str, order: str) -> list[Look]:
