@@ -868,7 +868,8 @@ class Options:
         _check_ray(options, torchs.is_stream)
         if options.metrics_address is not None and not options.stats:
             raise ValueError(
-                f"metrics_address={given['metrics_address']!r} contradicts stats=False, which measures nothing: leave one out"
+                f"metrics_address={given['metrics_address']!r} contradicts stats=False, which measures nothing: "
+                "leave one out"
             )
         if given["prefetch_to_device"] is not None and options.device is None:
             raise ValueError(
