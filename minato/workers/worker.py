@@ -27,7 +27,7 @@ _RUN_NS = 1_000_000
 _LONG_RUN_NS = 4_000_000
 """The same in the main process, and where a function collates batches, because samples of one worker need no copy."""
 _HANDOVERS = 10
-"""A worker runs whole batches if a sample takes less time than storing so many of them for another worker."""
+"""A worker runs whole batches if a sample takes less time than storing this number of samples for another worker."""
 _PATIENCE_S, _PATIENCE_NS = 1.0, 1_000_000_000
 """The longest time that a worker sleeps, or works, between two checks that its parent is alive."""
 _WHOLE_BATCH, _ALL_SAMPLES = 0, 1 << 31
