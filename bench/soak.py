@@ -66,7 +66,12 @@ def reading() -> dict[str, float]:
     """What this process and its children use now."""
     own = psutil.Process()
     processes = [own, *own.children(recursive=True)]
-    found = {"mib": memory_used(own, files=False) / 2**20, "descriptors": 0, "threads": 0, "processes": 0}
+    found = {
+        "mib": memory_used(own, files=False) / 2**20,
+        "descriptors": 0,
+        "threads": 0,
+        "processes": 0,
+    }
     for process in processes:
         try:
             found["descriptors"] += process.num_fds()
