@@ -336,6 +336,13 @@ class Dispatcher:
     def _is_ready(self, item: OpenBatch) -> bool:
         return bool(self._ledger.state(item.record) == READY)
 
+    def _grow(self) -> bool:
+        """Allow more batches; False if the limit stays."""
+        if not self._window.batch_bytes and self._open:
+            # The first batch of an iterator may be the slow one, with complete ones behind it.
+            self._window.expect(max(self._ledger.contents(item.record)[-1] for item in self._open))
+        return self._window.grow()
+
     def _next_ready(self) -> OpenBatch | None:
         return self._order.next_ready(self._open, self._is_ready)
 
@@ -352,7 +359,7 @@ class Dispatcher:
         """
         self._ledger.waiting = True
         try:
-            if self._is_dry or self._ledger.unclaimed() or not self._window.grow():
+            if self._is_dry or self._ledger.unclaimed() or not self._grow():
                 self._wait_stats.begin_wait()
                 stopped_s = self._sleep(deadline, seen)
                 if deadline is not None:

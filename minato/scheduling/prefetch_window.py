@@ -137,6 +137,10 @@ class PrefetchWindow:
             )
         self._batch_bytes = max(float(batch_bytes), 0.9 * self._batch_bytes)
 
+    def expect(self, batch_bytes: int) -> None:
+        """Use the size of a batch in flight as the estimate: no batch has been returned yet."""
+        self._batch_bytes = max(float(batch_bytes), self._batch_bytes)
+
     def _has_started(self, in_flight: int) -> bool:
         """Whether the slow start allows more than ``in_flight`` batches."""
         return self._slow_start is None or in_flight <= self._returned // self._slow_start

@@ -229,14 +229,15 @@ def test_sample_larger_than_the_budget_works_with_one_warning(workers: dict[str,
     assert len(caught) == 1
 
 
-def test_budget_bounds_memory_behind_a_straggler() -> None:
-    # The first batch takes long; the others would all be finished meanwhile.
+@pytest.mark.parametrize("slow", [0, 40])
+def test_budget_bounds_memory_behind_a_straggler(slow: int) -> None:
+    # One batch takes long, the very first or a later one; the others would all be finished meanwhile.
     class Large(Journal):
         """A quarter of a megabyte for each sample, a megabyte for a batch."""
 
         def __getitem__(self, index: int) -> torch.Tensor:
             number = super().__getitem__(index)
-            if number == 40:
+            if number == slow:
                 time.sleep(0.4)
             return torch.full((MEGABYTE // 16,), float(number))
 

@@ -47,6 +47,14 @@ def test_the_budget_bounds_the_window() -> None:
     assert not small.has_room(100)
 
 
+def test_the_budget_bounds_the_window_before_a_batch_is_returned() -> None:
+    window = PrefetchWindow(2, fixed=None, budget_bytes=1000)
+    window.expect(300)
+    assert not window.grow()
+    window.expect(10)  # another batch is smaller
+    assert not window.has_room(3)
+
+
 def test_the_first_batch_is_always_opened() -> None:
     window = PrefetchWindow(2, fixed=None, budget_bytes=1000)
     with pytest.warns(RuntimeWarning, match="2000 bytes.*memory_budget=1000"):
