@@ -67,6 +67,7 @@ __all__ = [
     "forget_child_processes",
     "forget_executor_threads",
     "has_cuda_context",
+    "hold_server_key",
     "importing_main",
     "index_sampler",
     "is_batched",
@@ -330,6 +331,28 @@ def importing_main() -> Iterator[None]:
         yield
     finally:
         del current._inheriting
+
+
+def hold_server_key() -> None:
+    """Write this fork server's key back to the descriptor that it came from, for the server that replaces this program.
+
+    From Python 3.14 on a fork server reads a key from a pipe when it starts, and asks its clients for it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not forkserver.main.__code__:
+        frame = frame.f_back
+    variables = {} if frame is None else frame.f_locals
+    key, descriptor = variables.get("authkey"), variables.get("authkey_r")
+    if not key or descriptor is None:
+        return
+    read_end, write_end = os.pipe()
+    os.write(write_end, key)
+    os.close(write_end)
+    if read_end == descriptor:
+        os.set_inheritable(descriptor, True)
+    else:
+        os.dup2(read_end, descriptor)
+        os.close(read_end)
 
 
 def user_preload() -> list[str]:
@@ -622,6 +645,15 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "the workers import these modules themselves",
         lambda: (
             isinstance(user_preload(), list) and _has("multiprocessing.forkserver", "_forkserver")()
+        ),
+    ),
+    PrivateName(
+        "multiprocessing.forkserver.main's authkey, authkey_r",
+        "the fork server begins again without a main module that it cannot import",
+        "such a script's loader raises an EOFError or a ConnectionError from Python 3.14 on",
+        lambda: (
+            "authkey_r" not in inspect.signature(forkserver.main).parameters
+            or "authkey" in forkserver.main.__code__.co_varnames
         ),
     ),
     PrivateName(
