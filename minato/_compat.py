@@ -64,6 +64,7 @@ __all__ = [
     "bit_generator_of",
     "collate_in_own_memory",
     "collates_by_default",
+    "duplicates_for_child",
     "forget_child_processes",
     "forget_executor_threads",
     "has_cuda_context",
@@ -306,6 +307,9 @@ class _Spawning:
     def duplicate_for_child(self, descriptor: int) -> int:
         return descriptor
 
+    def DupFd(self, descriptor: int) -> int:  # noqa: N802  # the name that multiprocessing calls
+        return descriptor
+
 
 @contextmanager
 def pickling_for_a_child() -> Iterator[None]:
@@ -315,6 +319,34 @@ def pickling_for_a_child() -> Iterator[None]:
         yield
     finally:
         context.set_spawning_popen(None)
+
+
+class _Duplicating:
+    """Stands for a child that is being started, and gives it copies of descriptors."""
+
+    def __init__(self, popen: Any, held: list[int]) -> None:
+        self.DupFd = popen.DupFd
+        self._popen = popen
+        self._held = held
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        copy = os.dup(descriptor)
+        self._held.append(copy)
+        return cast(int, self._popen.duplicate_for_child(copy))
+
+
+@contextmanager
+def duplicates_for_child(held: list[int]) -> Iterator[None]:
+    """Give the child that is being started copies of descriptors, which are added to ``held``.
+
+    Those of a temporary tensor are closed before the child has them, and ``spawn`` takes none twice.
+    """
+    popen = context.get_spawning_popen()
+    set_popen_of_spawning(_Duplicating(popen, held))
+    try:
+        yield
+    finally:
+        set_popen_of_spawning(popen)
 
 
 def set_popen_of_spawning(popen: Any) -> None:
