@@ -163,8 +163,6 @@ class SidePickler(pickle.Pickler):
 class _ChildPickler(reduction.ForkingPickler):
     """Pickles for a child that is being started: as multiprocessing does, and what no child can import by value."""
 
-    dispatch_table: MutableMapping[type, Callable[[Any], Any]]
-
     def reducer_override(self, value: Any) -> Any:
         return _by_value(value, self.dispatch_table) if _stays_behind(value) else NotImplemented
 

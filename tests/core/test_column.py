@@ -115,9 +115,7 @@ def test_items_belong_to_the_caller(twin: ModuleType) -> None:
     memory, [start, offsets] = memory_of(*strings([b"abc", b"defg"]))
     text = ("str", 2, start, offsets, (), ())
     pairs = twin.Column(("tuple", 2, 0, 0, (), (text,)), memory)
-    plain = tuple(
-        [b"defg".decode()]
-    )  # how many references a call counts depends on the version of Python
+    plain = (b"defg".decode(),)  # what getrefcount() counts depends on the version of Python
     expected = sys.getrefcount(plain), sys.getrefcount(plain[0])
     for _ in range(1000):
         item = pairs[1]
