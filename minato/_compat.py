@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 try:
     from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 
+    from torch import _utils
     from torch._utils import ExceptionWrapper
     from torch.utils.data._utils import collate, pin_memory, worker
     from torch.utils.data._utils.worker import WorkerInfo, _generate_state
@@ -202,7 +203,8 @@ def collate_in_own_memory(samples: Any) -> Any:
     killed then leaves it in ``/dev/shm``. minato copies the batch once more anyway.
     """
     rules = getattr(collate, "default_collate_fn_map", {})
-    if not hasattr(collate, "collate") or rules.get(torch.Tensor) is not collate.collate_tensor_fn:
+    known = hasattr(collate, "collate") and hasattr(_utils, "_element_size")
+    if not known or rules.get(torch.Tensor) is not collate.collate_tensor_fn:
         return collate.default_collate(samples)
     return collate.collate(samples, collate_fn_map={**rules, torch.Tensor: _stack_in_own_memory})
 
@@ -216,7 +218,8 @@ def _stack_in_own_memory(
     if not in_worker or not plain:
         collated = collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
         return cast("torch.Tensor", collated)
-    nbytes = sum(tensor.numel() for tensor in tensors) * first.element_size()
+    # Not element_size(): this raises what torch raises, for dtypes of less than a byte.
+    nbytes = sum(tensor.numel() for tensor in tensors) * _utils._element_size(first.dtype)
     # Memory of NumPy's cannot be resized, like shared memory: tensors of different shapes raise the same errors.
     memory = torch.from_numpy(np.empty(nbytes, np.uint8)).untyped_storage()
     storage = typed_storage(memory, first.dtype)
@@ -578,10 +581,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         collates_by_default,
     ),
     PrivateName(
-        "torch.utils.data._utils.collate.collate",
+        "torch.utils.data._utils.collate.collate, torch._utils._element_size",
         "batches that torch's rules build in a worker take no shared memory with a name",
         "a worker killed at that moment may leave a file in /dev/shm, as with torch",
-        _has("torch.utils.data._utils.collate", "collate"),
+        lambda: hasattr(collate, "collate") and hasattr(_utils, "_element_size"),
     ),
     PrivateName(
         "torch._C._len_torch_function_stack",

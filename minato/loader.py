@@ -144,7 +144,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         cost_history: str | os.PathLike[str] | None = None,
         stats: bool | Literal["gpu"] = True,
         trace: str | os.PathLike[str] | None = None,
-        metrics: int | str | None = None,
+        metrics_address: int | str | None = None,
         record_order: str | os.PathLike[str] | None = None,
         replay_order: str | os.PathLike[str] | None = None,
         snapshot_every_n_steps: int | None = 1,
@@ -417,7 +417,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     @property
     def metrics_url(self) -> str | None:
-        """Address of the loader's metrics; None without ``metrics``, and before the first iteration."""
+        """Address of the loader's metrics; None without ``metrics_address``, and before the first iteration."""
         return self._inspector().metrics_url
 
     @made_only

@@ -34,7 +34,7 @@ __all__ = [
     "StragglerPolicy",
     "TorchArguments",
     "Unbound",
-    "metrics_address",
+    "parse_address",
 ]
 
 IN_PLACE = "in_place"
@@ -200,8 +200,8 @@ def _device(name: str, value: Any) -> torch.device | None:
     return check_device(value)
 
 
-def metrics_address(value: int | str, name: str = "metrics") -> tuple[str, int]:
-    """Host and port of ``metrics``; without a host, only this machine can reach it."""
+def parse_address(value: int | str, name: str = "metrics_address") -> tuple[str, int]:
+    """Host and port of ``metrics_address``; without a host, only this machine can reach it."""
     host, _, port = str(value).rpartition(":")
     if isinstance(value, bool) or not port.isdigit() or int(port) > 65535:
         raise ValueError(
@@ -210,8 +210,8 @@ def metrics_address(value: int | str, name: str = "metrics") -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-def _metrics(name: str, value: Any) -> Any:
-    return value if value is None or isinstance(value, tuple) else metrics_address(value, name)
+def _metrics_address(name: str, value: Any) -> Any:
+    return value if value is None or isinstance(value, tuple) else parse_address(value, name)
 
 
 def _errors(name: str, value: Any) -> ErrorPolicy:
@@ -810,12 +810,12 @@ class Options:
         values="path",
         check=_path,
     )
-    metrics: tuple[str, int] | None = option(
+    metrics_address: tuple[str, int] | None = option(
         None,
         "Port of 127.0.0.1, or host and port, that serves [metrics for Prometheus](metrics.md#prometheus) from the "
         "first iteration on; 0: any free port, shown by `metrics_url`.",
         values='0 to 65535, `"host:port"`',
-        check=_metrics,
+        check=_metrics_address,
     )
     record_order: str | None = option(
         None,
@@ -866,9 +866,10 @@ class Options:
         _check_fetching(options, torchs.is_stream)
         _check_sharing(options, torchs.is_stream)
         _check_ray(options, torchs.is_stream)
-        if options.metrics is not None and not options.stats:
+        if options.metrics_address is not None and not options.stats:
             raise ValueError(
-                f"metrics={given['metrics']!r} contradicts stats=False, which measures nothing: leave one out"
+                f"metrics_address={given['metrics_address']!r} contradicts stats=False, which measures nothing: "
+                "leave one out"
             )
         if given["prefetch_to_device"] is not None and options.device is None:
             raise ValueError(

@@ -272,6 +272,7 @@ def test_batches_in_own_memory_are_those_of_torch(samples: list[Any]) -> None:
         [torch.ones(2), torch.ones(2), torch.ones(1)],
         [torch.ones(2), torch.ones(2, dtype=torch.complex64)],
         [torch.ones(2, requires_grad=True)] * 2,
+        [torch.ones(2, dtype=torch.uint8).view(torch.uint2)] * 2,
         [torch.ones(2).to_sparse()] * 2,
         [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)] * 2,
         [object(), object()],

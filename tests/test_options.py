@@ -211,6 +211,6 @@ def test_a_shared_pool_is_a_flag_or_its_settings() -> None:
 
 
 def test_metrics_need_stats() -> None:
-    with pytest.raises(ValueError, match="metrics=9000 contradicts stats=False"):
-        options(metrics=9000, stats=False)
-    assert options(metrics="[::1]:9000").metrics == ("::1", 9000)
+    with pytest.raises(ValueError, match="metrics_address=9000 contradicts stats=False"):
+        options(metrics_address=9000, stats=False)
+    assert options(metrics_address="[::1]:9000").metrics_address == ("::1", 9000)

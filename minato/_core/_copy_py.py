@@ -51,7 +51,8 @@ class Packer:
 
             - ``("tensor", dtype_name, shape, offset)``: a plain ``torch.Tensor`` on the CPU, dense,
               of any strides, that requires no gradient;
-            - ``("array", dtype_str, shape, offset)``: a ``numpy.ndarray`` that torch could view;
+            - ``("array", dtype_str, shape, offset)``: a ``numpy.ndarray`` or ``numpy.memmap`` that torch could
+              view;
             - ``("scalar", dtype_str, offset)``: a numpy scalar;
             - ``("float" | "int" | "bool", offset)``: stored as float64, int64 or one byte;
             - ``("text", type)``: a ``str`` or ``bytes``, which is handed back instead of written;
@@ -161,7 +162,7 @@ def _write(
             return fits and _put_tensor(x, address + offset, k)
         case ("array", dtype, shape, offset):
             return (
-                type(x) is np.ndarray
+                type(x) in (np.ndarray, np.memmap)
                 and x.dtype.num == np.dtype(dtype).num
                 and x.dtype.isnative
                 and x.shape == shape

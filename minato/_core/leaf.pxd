@@ -36,7 +36,8 @@ cdef struct Node:
     Py_ssize_t nbytes    # bytes of the item
     Py_ssize_t offset    # bytes from the region to the field
     Py_ssize_t length    # number of children; their nodes follow
-    PyObject *exact      # torch's dtype, or a type, or the keys of a dict; Packer keeps it alive
+    PyObject *exact      # torch's dtype, or a type, or the keys of a dict; Packer keeps it alive.
+                         # Of an array: another type that is taken, too
 
 
 cdef inline void run(mn_nest *nest, char *dst, const char *src, Py_ssize_t nbytes) noexcept:
@@ -68,7 +69,7 @@ cdef inline bint write_array(const Node *node, object x, char *place) except -1:
     cdef mn_nest nest
     cdef Py_ssize_t stride
     cdef int i
-    if not cnp.PyArray_CheckExact(x):
+    if not cnp.PyArray_CheckExact(x) and <PyObject *> Py_TYPE(x) is not node.exact:
         return False
     array = x
     if cnp.PyArray_TYPE(array) != node.type_num or cnp.PyArray_NDIM(array) != node.ndim:

@@ -19,7 +19,8 @@ class SpecNode(NamedTuple):
         dtype: The item's dtype, of torch for tensors and of numpy for the rest; ``None`` if the
             node writes nothing.
         offset: Bytes from the batch's region to the field.
-        exact: The type that the sample must have here; the dtype of a tensor; the keys of a dict.
+        exact: The type that the sample must have here; the dtype of a tensor; the keys of a dict;
+            of an array the type that it may have instead of ``numpy.ndarray``.
         length: Number of children.
     """
 
@@ -45,7 +46,7 @@ def flatten(spec: tuple[Any, ...]) -> list[SpecNode]:
             dtype = getattr(torch, name)
             return [SpecNode("tensor", shape, dtype, offset, dtype, 0)]
         case ("array", dtype, shape, offset):
-            return [SpecNode("array", shape, np.dtype(dtype), offset, np.ndarray, 0)]
+            return [SpecNode("array", shape, np.dtype(dtype), offset, np.memmap, 0)]
         case ("scalar", dtype, offset):
             return [SpecNode("scalar", (), np.dtype(dtype), offset, np.dtype(dtype).type, 0)]
         case ("float" | "int" | "bool" as tag, offset):

@@ -73,7 +73,7 @@ def _infer(x: Any, depth: int) -> Spec | None:
     kind = type(x)
     if kind is torch.Tensor:
         return ("tensor", name_of(x.dtype), tuple(x.shape), 0) if _is_plain_tensor(x) else None
-    if kind is np.ndarray:
+    if kind is np.ndarray or kind is np.memmap:  # rows of a mapped file
         return ("array", x.dtype.str, x.shape, 0) if _is_plain_array(x) else None
     if kind in (float, bool):
         return (kind.__name__, 0)

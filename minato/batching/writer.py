@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import default_collate
 
+from minato._core.clock import now_ns
 from minato._core.codes import MUST_COLLATE, SAMPLE_BLOB, TEXT_BLOB
 from minato._core.copy import Packer
 from minato._core.ledger import Ledger
@@ -58,6 +59,7 @@ class BatchWriter:
 
     Attributes:
         collates: Whether batches are built by calling ``collate_fn`` instead of in fields.
+        handover_ns: What it takes to store one sample for the worker that collates its batch; 0: not measured yet.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class BatchWriter:
         tracer: Tracer = NULL_TRACER,
     ) -> None:
         self.collates = settings.collate_fn is not default_collate or not settings.auto_collation
+        self.handover_ns = 0.0
         self._in_main_process = settings.in_main_process
         self._ledger = ledger
         self._segment = segment
@@ -112,8 +115,10 @@ class BatchWriter:
             self.write_error(batch, place, error, None)
         else:
             if fields is None:
+                begun_ns = now_ns()
                 for i, sample in enumerate(samples):
                     self._blobs.attach(batch, place + i, sample, SAMPLE_BLOB)
+                self._note_handover((now_ns() - begun_ns) / len(samples))
             elif len(samples) == 1 or not self._pack_run(fields, k, samples):
                 address = self._segment.address + fields.offset
                 for i, sample in enumerate(samples):
@@ -198,6 +203,11 @@ class BatchWriter:
     def publish_collated(self, batch: int) -> None:
         """Collate a full batch that another worker left, and publish it."""
         self._publisher.publish_collated(batch)
+
+    def _note_handover(self, cost_ns: float) -> None:
+        """Update the estimate; a process that had to wait for a core raises it little."""
+        known = self.handover_ns
+        self.handover_ns = min(cost_ns, known + (cost_ns - known) / 16) if known else cost_ns
 
     def _pack_all(self, batch: int, layout: Layout, samples: list[Any]) -> bool:
         count = len(samples)

@@ -16,7 +16,7 @@ from minato.engine.history import History
 from minato.engine.spec import LoaderSpec
 from minato.errors import MinatoWarning
 from minato.observe.stats.lateness import Lateness
-from minato.options import metrics_address
+from minato.options import parse_address
 from minato.sampling.coverage import Coverage
 from minato.sampling.position import Position
 from minato.transforms.owned import OwnedGenerators
@@ -151,9 +151,9 @@ class Inspector:
                 isinstance(observer, Live) for observer in self._history.epoch_log.observers
             ):
                 self.live()
-        address, variable = self._spec.options.metrics, "MINATO_METRICS_PORT"
+        address, variable = self._spec.options.metrics_address, "MINATO_METRICS_PORT"
         if address is None and (text := environment(variable)) is not None:
-            address = metrics_address(text, variable)
+            address = parse_address(text, variable)
         if address is not None and self.metrics_url is None:
             self._serve_metrics(address, rank)
         if address is not None or self._spec.options.stats == "gpu":
@@ -205,9 +205,9 @@ class Inspector:
             epoch_log.observers.remove(exported)
             text = (
                 f"the metrics of a loader cannot be served at {host}:{port}: {error.strerror}; use another port, or "
-                "metrics=0 for any that is free"
+                "metrics_address=0 for any that is free"
             )
-            if self._spec.options.metrics is not None:
+            if self._spec.options.metrics_address is not None:
                 raise OSError(error.errno, text) from None
             warnings.warn(text, MinatoWarning, stacklevel=4)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.request import pathname2url
@@ -58,6 +59,10 @@ class SQLite(TableSource):
     def _open(self) -> sqlite3.Connection:
         if not self._path.exists():
             raise FileNotFoundError(self._path)
-        url = f"file:{pathname2url(str(self._path.absolute()))}?mode=ro"
+        url = f"file:{pathname2url(str(self._path.absolute()))}?mode="
+        if Path(f"{self._path}-journal").exists():
+            # A writer may have been killed; what it left half-done is undone by the first reader that may write.
+            with closing(sqlite3.connect(url + "rw", uri=True, timeout=_BUSY_S)) as recovering:
+                recovering.execute("PRAGMA schema_version")
         # Only one thread at a time uses a connection, but not always the same one.
-        return sqlite3.connect(url, uri=True, check_same_thread=False, timeout=_BUSY_S)
+        return sqlite3.connect(url + "ro", uri=True, check_same_thread=False, timeout=_BUSY_S)

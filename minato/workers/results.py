@@ -21,6 +21,7 @@ class Sink(Protocol):
     """
 
     collates: bool
+    handover_ns: float
     run_again: Callable[[], Callable[[int], list[Any]] | None]
 
     @property

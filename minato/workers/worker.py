@@ -26,6 +26,8 @@ _RUN_NS = 1_000_000
 """Expected duration of the samples of one lease: dispatch then costs one per cent, and no worker claims too many."""
 _LONG_RUN_NS = 4_000_000
 """The same in the main process, and where a function collates batches, because samples of one worker need no copy."""
+_HANDOVERS = 10
+"""A worker runs whole batches if a sample takes less time than storing this number of samples for another worker."""
 _PATIENCE_S, _PATIENCE_NS = 1.0, 1_000_000_000
 """The longest time that a worker sleeps, or works, between two checks that its parent is alive."""
 _WHOLE_BATCH, _ALL_SAMPLES = 0, 1 << 31
@@ -115,6 +117,7 @@ class Worker:
         self._idle_since = now_ns()
         self._lacks_room = False
         self._epoch_slot = -1
+        self._bound = False
         self.endings: list[Callable[[], None]] = []
         """The functions that ``close`` calls; none refers to the worker."""
         self._tracer = tracer
@@ -203,6 +206,7 @@ class Worker:
             self._sink.publish_collated(batch)
             return True
         _, first, size, bound, epoch, seed, _, _, epoch_slot = self._ledger.describe(batch)
+        self._bound = bool(bound)
         if epoch_slot != self._epoch_slot:
             self._epoch_slot = epoch_slot
             self._resume_all()  # deferred samples of the last epoch go before the next epoch
@@ -306,6 +310,9 @@ class Worker:
         if self._whole_batches or self._sink.has_unsendable:
             return _ALL_SAMPLES
         cost_estimate = self._runner.cost_estimate
+        worth_ns = _HANDOVERS * self._sink.handover_ns
+        if self._sink.collates and self._bound and cost_estimate.mean_ns < worth_ns:
+            return _ALL_SAMPLES
         return 1 if cost_estimate.draws is None else int(self._run_ns / cost_estimate.mean_ns) or 1
 
     def _run_retrying(

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate_str_fn, default_collate_fn_map
 
+import minato
 from minato.batching import layout as layout_module
 from minato.batching import sample_spec
 from minato.batching.layout import Layout
@@ -253,7 +254,7 @@ UNSUPPORTED: dict[str, Any] = {
     "raw bytes": np.zeros(2, "V4"),
     "long double": np.zeros(2, np.longdouble),
     "ulonglong": np.zeros(2, np.ulonglong),
-    "array subclass": np.zeros(2).view(np.memmap),
+    "array subclass": np.zeros(2).view(np.recarray),
     "masked array": np.ma.masked_array([1.0]),
     "uint64 scalar": np.uint64(1),
     "long double scalar": np.longdouble(1),
@@ -287,6 +288,13 @@ UNSUPPORTED: dict[str, Any] = {
     "key that is a tuple": {(1, 2): 1},
     "function": print,
 }  # fmt: skip
+
+
+def test_rows_of_a_mapped_file_are_arrays() -> None:
+    image = images()[0]
+    assert sample_spec.describe(image.view(np.memmap)) == sample_spec.describe(image) is not None
+    loader = minato.DataLoader(image.view(np.memmap), 3, num_workers=1)
+    torch.testing.assert_close(next(iter(loader)), torch.from_numpy(image)[:3])
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)

@@ -177,6 +177,18 @@ def test_a_collate_fn_gets_the_samples(make: Callable[..., Desk]) -> None:
         assert_same(desk.batch(samples, run), total(samples))
 
 
+def test_the_cost_of_a_handover_is_measured(make: Callable[..., Desk]) -> None:
+    desk = make(total)
+    assert desk.writers[0].handover_ns == 0
+    desk.batch([np.full(3, i) for i in range(4)], 1)
+    first = desk.writers[0].handover_ns
+    assert first > 0
+    desk.writers[0]._note_handover(17 * first)  # a pause in between
+    assert desk.writers[0].handover_ns == pytest.approx(2 * first)
+    desk.writers[0]._note_handover(first / 2)
+    assert desk.writers[0].handover_ns == pytest.approx(first / 2)
+
+
 def test_a_whole_batch_is_collated_by_its_worker(make: Callable[..., Desk]) -> None:
     desk = make(total)
     batch, slot, _ = desk.open(2)

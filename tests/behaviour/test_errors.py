@@ -434,7 +434,11 @@ WRONG_FOR_MINATO: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "shared_pool": ({"shared_pool": 3}, TypeError, "shared_pool=3.*int.*SharedPool"),
     "stragglers": ({"stragglers": 90}, TypeError, "stragglers=90.*int.*StragglerPolicy"),
     "name": ({"name": 3}, TypeError, "name=3.*int.*string"),
-    "metrics": ({"metrics": "here"}, ValueError, "metrics='here'.*'0.0.0.0:9100'"),
+    "metrics_address": (
+        {"metrics_address": "here"},
+        ValueError,
+        "metrics_address='here'.*'0.0.0.0:9100'",
+    ),
     "transforms": ({"transforms": [abs, 3]}, TypeError, r"transforms\[1\] is not callable: 3"),
     "transforms-type": ({"transforms": 3}, TypeError, "transforms must be a list of callables.*3"),
 }

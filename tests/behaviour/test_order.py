@@ -320,9 +320,10 @@ def test_budget_bounds_what_is_loaded_ahead() -> None:
     for number, _ in enumerate(loader):
         time.sleep(0.005)
         ahead.append(len(dataset.begun()) // 10 - number - 1)
+        if number == 20:  # however slow the machine is
+            wait_until(lambda: len(dataset.begun()) // 10 - 21 >= 3)
     # The size of a batch is known once the first one has come.
     assert max(ahead[2:]) <= 6
-    assert max(ahead[2:]) >= 3
 
 
 class Wide(Numbers):

@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("psutil")
 
-from bench import dlio, hyperloader
+from bench import dlio, hyperloader, spdl
 from bench.harness import environments
+from bench.workloads import payloads
 from bench.workloads.feeds import FEEDS, Plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -108,3 +109,62 @@ def test_a_run_of_dlio_with_too_few_steps_has_no_figure(
     page = (tmp_path / "dlio.md").read_text()
     assert "| 85.0 | failed |" in page
     assert f"minato.patch(), prefetch_size=2: steps [{whole}, {whole - 1}]" in page
+
+
+@pytest.mark.parametrize("name", ["torch", "minato", "minato-share"])
+def test_start_up_is_measured(name: str) -> None:
+    reading = spdl.startup(name, "fork", 1, 1, 1)
+    assert reading["cold_s"] > 0
+    assert len(reading["next_s"]) == 1
+    assert (reading["share_s"] > 0) == (name == "minato-share")
+
+
+@pytest.mark.parametrize("name", ["torch", "minato", "minato-threads"])
+def test_hand_offs_are_measured(name: str) -> None:
+    assert len(spdl.handoff(name, 0, 30)["us"]) == 30
+
+
+@pytest.mark.parametrize("kind", ["bytes", "numpy", "torch"])
+@pytest.mark.parametrize("name", ["torch", "minato"])
+def test_transport_is_measured(name: str, kind: str) -> None:
+    reading = spdl.transport(name, kind, 1, 3, 2)
+    assert len(reading["rates"]) == 2
+    assert reading["peak_mb"] > 50
+
+
+def test_payloads_that_are_lost_or_cut_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = payloads.Payloads("numpy", 1 << 20, 2)
+    monkeypatch.setattr(spdl, "_transport_source", lambda name, dataset: short)
+    with pytest.raises(ValueError, match="2 payloads of 3"):
+        spdl.transport("torch", "numpy", 1, 3, 1)
+    with pytest.raises(ValueError, match="a payload of 262144 elements"):
+        spdl.transport("torch", "numpy", 2, 2, 1)
+
+
+def test_items_out_of_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spdl, "_handoff_source", lambda name, count: iter([0, 2, 1]))
+    with pytest.raises(ValueError, match="torch delivered 2 as item 1"):
+        spdl.handoff("torch", 0, 1)
+
+
+def test_a_loader_of_spdls_rows_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings: dict[str, Any] = {
+        "startup": {"cold_s": 2.0, "next_s": [1.0], "share_s": 0.5},
+        "handoff": {"us": [1.0, 2.0, 3.0]},
+        "transport": {"rates": [100.0], "cpu_s": 0.25, "peak_mb": 300.0},
+    }
+
+    def run_in(python: Path, module: str, arguments: list[str], limit_s: float) -> list[Any]:
+        if '"spdl-pool"' in arguments[2]:
+            raise environments.TrialFailedError("it is full")
+        return [{**readings[arguments[1]], "versions": {"spdl": "0.8.0"}}]
+
+    monkeypatch.setattr(spdl, "interpreter", lambda *given: Path(sys.executable))
+    monkeypatch.setattr(spdl, "run_in", run_in)
+    assert spdl.main(["--short", "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "spdl.md").read_text()
+    assert "| spawn | 1 MiB | 1 | 2.00, 1.00 | 2.00, 1.00 |" in page
+    assert "| 2 ms | 2, 3 |" in page
+    assert "| 100, 0.25 s, 300 MB | failed |" in page

@@ -229,6 +229,9 @@ FITS: dict[str, tuple[Any, Any, Any, Any]] = {
         ("tensor", "float8_e5m2", (3, 4), 64), HALF.to(torch.float8_e5m2),
         HALF.to(torch.float8_e5m2).view(torch.uint8), (),
     ),
+    "row of a mapped file": (
+        ("array", "<f4", (5, 2, 3), 64), IMAGE.view(np.memmap), IMAGE, (),
+    ),
     "uint16 tensor": (
         ("tensor", "uint16", (2,), 64), torch.tensor([1, 65535], dtype=torch.uint16),
         np.array([1, 65535], np.uint16), (),
@@ -375,7 +378,7 @@ MISFITS: dict[str, tuple[Any, Any]] = {
     "array: stride between elements": (
         FLOAT_ARRAY, np.zeros(3, dtype=[("a", "u1"), ("b", "<f4")])["b"],
     ),
-    "array: memmap": (FLOAT_ARRAY, np.zeros(3, np.float32).view(np.memmap)),
+    "array: subclass": (FLOAT_ARRAY, np.zeros(3, np.float32).view(np.recarray)),
     "array: masked": (FLOAT_ARRAY, np.ma.masked_array(np.zeros(3, np.float32))),
     "array: tensor": (FLOAT_ARRAY, torch.zeros(3)),
     "array: scalar": (("array", "<f4", (), 0), np.float32(1)),

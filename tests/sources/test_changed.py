@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +35,32 @@ def test_a_column_that_is_gone_from_sqlite(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"cannot read the list of keys.*: goods.idd"):
         len(misspelt)
     misspelt.close()
+
+
+KILLED = """
+import os, signal, sqlite3, sys
+connection = sqlite3.connect(sys.argv[1])
+connection.execute("PRAGMA cache_size = 2")  # so that changes are in the file before they are committed
+connection.executemany("UPDATE goods SET price = ? WHERE id = ?", [("x" * 1000, i) for i in range(100)])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("mode", ["delete", "wal"])
+def test_what_a_killed_writer_left_in_sqlite_is_undone(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA journal_mode = {mode}")
+    connection.execute("CREATE TABLE goods (id INTEGER PRIMARY KEY, price TEXT)")
+    with connection:
+        connection.executemany("INSERT INTO goods VALUES (?, ?)", [(i, "1") for i in range(100)])
+    connection.close()
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)])
+    assert killed.returncode == -signal.SIGKILL
+    assert Path(f"{path}-{'journal' if mode == 'delete' else 'wal'}").exists()
+    source = SQLite(path, "goods", columns=["price"])
+    assert [source.get(i) for i in range(100)] == [{"price": "1"}] * 100
+    source.close()
 
 
 def test_a_column_that_is_gone_from_postgres(kind_named: Callable[[str], Kind]) -> None:

@@ -48,7 +48,7 @@ DataLoader(
     fetch_concurrency=minato.FetchOptions(4, max_in_flight=16),
     shared_pool=minato.SharedPool("wait"),
     stragglers=minato.StragglerPolicy(after_s=0.5),
-    metrics="127.0.0.1:9000",
+    metrics_address="127.0.0.1:9000",
 )
 DataLoader(Images(), errors=minato.ErrorPolicy("skip", max_failures=0.01, log="failures.jsonl"))
 with DataLoader(Images(), num_workers="auto") as loader:

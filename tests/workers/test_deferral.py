@@ -179,6 +179,7 @@ class Sink:
 
     def __init__(self, bench: Bench) -> None:
         self.collates = self.has_unsendable = False
+        self.handover_ns = 0.0
         self.run_again: Any = None
         self.samples: dict[int, Any] = {}
         self.errors: list[tuple[Any, str]] = []

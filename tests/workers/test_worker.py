@@ -30,6 +30,7 @@ class Sink:
 
     def __init__(self, bench: Bench, collates: bool) -> None:
         self.collates = collates
+        self.handover_ns = 0.0
         self.has_unsendable = False
         self.journal: list[Any] = []
         self._ledger = bench.ledger
@@ -191,6 +192,35 @@ def test_free_samples_are_run_though_others_of_their_run_raise() -> None:
         ("error", 6, "bad 6"),
     ]
     assert setting.ready() == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("order", "handover_ns", "whole"),
+    [
+        ("strict", 2e6, True),
+        ("strict", 1e6, False),
+        ("strict", 0.0, False),
+        ("arrival", 2e6, False),
+    ],
+)
+def test_samples_that_cost_little_more_than_a_handover_are_not_handed_over(
+    order: str, handover_ns: float, whole: bool
+) -> None:
+    batches = [list(range(100 * i, 100 * i + 4)) for i in range(1, 8)]
+    setting = Setting(Bad(), batches, order, collates=True)
+    setting.sink.handover_ns = handover_ns
+    setting.runner.cost_estimate.draws = False
+    setting.runner.cost_estimate.mean_ns = (
+        1.5e7  # more than the longest run of samples that are handed over
+    )
+    setting.worker.step()  # by then the worker knows the order
+    setting.sink.journal.clear()
+    setting.runner.cost_estimate.mean_ns = 1.5e7
+    setting.worker.step()
+    setting.runner.cost_estimate.mean_ns = 1.5e7
+    setting.worker.step()
+    kinds = [entry[0] for entry in setting.sink.journal]
+    assert ("collated" in kinds) == whole
 
 
 def test_a_whole_batch_for_a_collate_fn_is_collated_at_once() -> None:

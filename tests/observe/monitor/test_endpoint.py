@@ -67,7 +67,7 @@ def reset(client: socket.socket) -> None:
 
 
 def test_a_slow_client_does_not_delay_the_end_of_a_loader() -> None:
-    loader = minato.DataLoader(Numbers(8), 2, metrics=0)
+    loader = minato.DataLoader(Numbers(8), 2, metrics_address=0)
     next(iter(loader))
     assert loader.metrics_url is not None
     with socket.create_connection(address_of(loader.metrics_url), 20) as client:
@@ -289,7 +289,7 @@ def test_whatever_is_asked_has_an_answer_or_none(asked: list[bytes]) -> None:
 @pytest.mark.stress
 def test_random_clients(stress_s: float, capfd: pytest.CaptureFixture[str]) -> None:
     """While many clients misbehave, another one has its answer within the limit, and then nothing is left."""
-    loader = minato.DataLoader(Numbers(8), 2, metrics=0)
+    loader = minato.DataLoader(Numbers(8), 2, metrics_address=0)
     batches = iter(loader)
     next(batches)
     assert loader.metrics_url is not None

@@ -243,13 +243,13 @@ def test_gpus_are_not_watched_unasked(driver: Path, measure: bool) -> None:
     assert not measure or loader.report().run.machine.gpus == 0
 
 
-@pytest.mark.parametrize("asked", ["stats", "live", "MINATO_LIVE", "metrics"])
+@pytest.mark.parametrize("asked", ["stats", "live", "MINATO_LIVE", "metrics_address"])
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_one_process_of_the_node_watches_where_somebody_reads_it(
     driver: Path, monkeypatch: pytest.MonkeyPatch, asked: str, local_rank: int
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    options: dict[str, Any] = {"stats": {"stats": "gpu"}, "metrics": {"metrics": 0}}
+    options: dict[str, Any] = {"stats": {"stats": "gpu"}, "metrics_address": {"metrics_address": 0}}
     loaders = [minato.DataLoader(Numbers(4), 2, **options.get(asked, {})) for _ in range(2)]
     if asked == "MINATO_LIVE":
         monkeypatch.setenv("MINATO_LIVE", "1")

@@ -57,7 +57,7 @@ def assert_nothing_listens(url: str) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_figures_while_it_runs_and_afterwards(num_workers: int) -> None:
-    loader = loader_of(num_workers=num_workers, metrics=0)
+    loader = loader_of(num_workers=num_workers, metrics_address=0)
     assert loader.metrics_url is None
     for epoch in range(2):
         for number, _ in enumerate(loader, 1):
@@ -105,7 +105,7 @@ def test_loaders_share_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loaders_with_the_same_name_are_numbered() -> None:
-    loaders = [loader_of(name=name, metrics=0) for name in ("train", "val", "val")]
+    loaders = [loader_of(name=name, metrics_address=0) for name in ("train", "val", "val")]
     labels = set()
     for loader in loaders:
         list(loader)
@@ -121,7 +121,7 @@ def test_each_process_of_a_launcher_has_its_own_port(monkeypatch: pytest.MonkeyP
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("LOCAL_RANK", "3")
-    loader = loader_of(metrics=f"localhost:{port - 3}")
+    loader = loader_of(metrics_address=f"localhost:{port - 3}")
     list(loader)
     assert loader.metrics_url == f"http://localhost:{port}/metrics"
 
@@ -132,7 +132,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(OSError, match=rf"127.0.0.1:{port}: .*; use another port"):
-            list(loader_of(metrics=port))
+            list(loader_of(metrics_address=port))
         monkeypatch.setenv("MINATO_METRICS_PORT", str(port))
         loader = loader_of()
         with pytest.warns(minato.MinatoWarning, match=f"127.0.0.1:{port}"):
@@ -143,18 +143,18 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("port", [-1, 65536, "host", "host:", True, 1.5])
 def test_what_is_no_port(port: Any) -> None:
     with pytest.raises(ValueError, match="is no port: give a number up to 65535"):
-        loader_of(metrics=port)
+        loader_of(metrics_address=port)
 
 
 def test_without_measuring_there_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="contradicts stats=False"):
-        loader_of(metrics=0, stats=False)
+        loader_of(metrics_address=0, stats=False)
     monkeypatch.setenv("MINATO_METRICS_PORT", "1")
     assert len(list(loader_of(stats=False))) == 6
 
 
 def test_other_requests_are_refused() -> None:
-    loader = loader_of(metrics=0)
+    loader = loader_of(metrics_address=0)
     list(loader)
     assert loader.metrics_url is not None
     with pytest.raises(urllib.error.HTTPError, match="404"):
@@ -163,7 +163,7 @@ def test_other_requests_are_refused() -> None:
 
 
 def test_a_forked_child_does_not_listen() -> None:
-    loader = loader_of(metrics=0)
+    loader = loader_of(metrics_address=0)
     list(loader)
     url = loader.metrics_url
     assert url is not None
