@@ -58,6 +58,10 @@ _ADVICE = (
 """torch's own words."""
 
 
+_KEEPS_ARRAYS = pickle.DEFAULT_PROTOCOL >= 5
+"""Whether arrays from torch's workers stay read-only, and in their byte order: from Python 3.14 on."""
+
+
 class _StorageBytes:
     """A tensor's storage while it is pickled; tensors that share one still do on the other side."""
 
@@ -101,7 +105,7 @@ class SidePickler(pickle.Pickler):
     Args:
         buffers: Receives the buffers, in the order of ``pickle.loads(buffers=…)``.
         purpose: ``"sample"``: everything arrives as it is. ``"result"``: arrays arrive as from torch's workers,
-            writable and in native byte order. ``"process"``: the other side is being started; it must share
+            before Python 3.14 writable and in native byte order. ``"process"``: the other side is being started; it must share
             tensors that are in shared memory, so they are refused, and cannot import local classes and functions,
             nor what an interactive session, the ``__main__`` of a package, or a script under its guard has defined:
             cloudpickle carries them.
@@ -123,7 +127,7 @@ class SidePickler(pickle.Pickler):
                 return _rebuild_storage, (self._shared(storage), value.dtype if typed else None)
             if isinstance(value, np.ndarray) and self._purpose == "result":
                 ordinary = value.flags.writeable and value.dtype.isnative
-                return NotImplemented if ordinary else value.__reduce_ex__(4)
+                return NotImplemented if ordinary or _KEEPS_ARRAYS else value.__reduce_ex__(4)
             if self._purpose == "process":
                 if isinstance(value, np.ndarray):
                     base = shared_base(value)
