@@ -1,0 +1,187 @@
+"""Memory, descriptors, threads and processes of long jobs: over many epochs, and over one long epoch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import psutil
+import torch
+
+from bench.growth import memory_used
+from bench.harness import record, report
+from minato import DataLoader
+
+ORDERS = ("strict", "batch", "arrival", "fast_first")
+METHODS = ("fork", "forkserver")
+ROWS = ("epochs", "samples")
+EPOCHS, SHORT_EPOCHS = 2000, 20
+EPOCH_SAMPLES, EPOCH_BATCH = 64, 8
+SAMPLES, SHORT_SAMPLES = 10_000_000, 100_000
+LONG_BATCH = 1000
+WORKERS = 2
+READINGS = 20
+WARM_UP = READINGS // 4
+"""Readings before the first that counts: by then every page that a job uses again and again has been used."""
+_LIMIT_S = 900.0
+HEAD = """\
+# Soak
+
+Written by `python -m bench.soak`. Memory is MiB of the training process and its workers together, each page counted
+once (PSS); descriptors and threads are theirs together. Each line runs in a program of its own, with {workers} workers,
+and is read {readings} times at equal distances; the first figure is that after a quarter of the run, the second that at
+its end. Every sample is counted and summed.
+"""
+TITLES = {
+    "epochs": "{count:,} epochs of {samples} samples, in batches of {batch}; the workers end with each epoch",
+    "samples": "One epoch of {count:,} samples, in batches of {batch}",
+}
+
+
+class Numbers:
+    """0, 1, 2, …
+
+    Args:
+        count: How many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def reading() -> dict[str, float]:
+    """What this process and its children use now."""
+    own = psutil.Process()
+    processes = [own, *own.children(recursive=True)]
+    found = {"mib": memory_used(own) / 2**20, "descriptors": 0, "threads": 0, "processes": 0}
+    for process in processes:
+        try:
+            found["descriptors"] += process.num_fds()
+            found["threads"] += process.num_threads()
+            found["processes"] += 1
+        except psutil.NoSuchProcess:  # it ended meanwhile
+            continue
+    return found
+
+
+def many_epochs(order: str, method: str, count: int) -> list[dict[str, float]]:
+    """Readings between short epochs, each with workers of its own."""
+    loader: Any = DataLoader(
+        Numbers(EPOCH_SAMPLES),  # type: ignore[arg-type]
+        EPOCH_BATCH,
+        order=order,  # type: ignore[arg-type]
+        shuffle=True,
+        num_workers=WORKERS,
+        multiprocessing_context=method,
+    )
+    readings = []
+    for epoch in range(1, count + 1):
+        found = torch.cat(list(loader))
+        if sorted(found.tolist()) != list(range(EPOCH_SAMPLES)):
+            raise RuntimeError(f"epoch {epoch}: not each sample once")
+        if epoch * READINGS // count > len(readings):
+            readings.append(reading())
+    return readings
+
+
+def one_long_epoch(order: str, method: str, count: int) -> list[dict[str, float]]:
+    """Readings in the middle of an epoch."""
+    loader: Any = DataLoader(
+        Numbers(count),  # type: ignore[arg-type]
+        LONG_BATCH,
+        order=order,  # type: ignore[arg-type]
+        num_workers=WORKERS,
+        multiprocessing_context=method,
+    )
+    readings, seen, total = [], 0, 0
+    for batch in loader:
+        seen += len(batch)
+        total += int(batch.sum())
+        # Not at the end, where workers leave.
+        if len(readings) < min(seen * (READINGS + 1) // count, READINGS):
+            readings.append(reading())
+    if (seen, total) != (count, count * (count - 1) // 2):
+        raise RuntimeError(f"{seen} samples of {count}, with the sum {total}")
+    return readings
+
+
+RUNS = {"epochs": many_epochs, "samples": one_long_epoch}
+
+
+def fresh(case: Sequence[str]) -> dict[str, Any]:
+    """The readings of one case, and its seconds, from a process of its own."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "bench.soak", "--fresh", *case],
+        cwd=record.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+    )
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(case)} failed:\n{ended.stderr}")
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def line(order: str, method: str, found: dict[str, Any]) -> list[str]:
+    """One line of a table: what was used at the start and at the end of the readings that count."""
+    counted = found["readings"][WARM_UP:]
+    first, last = counted[0], counted[-1]
+    most = max(one["mib"] for one in counted)
+    pairs = [
+        f"{first[key]:.0f} → {last[key]:.0f}" for key in ("descriptors", "threads", "processes")
+    ]
+    return [
+        order,
+        method,
+        f"{first['mib']:.1f} → {last['mib']:.1f}",
+        f"{most:.1f}",
+        *pairs,
+        f"{found['seconds']:.0f}",
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the soak; returns the exit status."""
+    parser = report.parser("bench.soak", __doc__ or "", 1, ROWS)
+    parser.add_argument("--fresh", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.fresh:
+        row, order, method, count = options.fresh
+        begun = time.perf_counter()
+        readings = RUNS[row](order, method, int(count))
+        print(json.dumps({"readings": readings, "seconds": time.perf_counter() - begun}))
+        return 0
+    page = report.Page("soak", options.out)
+    page.add(HEAD.format(workers=WORKERS, readings=READINGS))
+    counts = {
+        "epochs": SHORT_EPOCHS if options.short else EPOCHS,
+        "samples": SHORT_SAMPLES if options.short else SAMPLES,
+    }
+    for row in options.rows:
+        lines = []
+        for order, method in product(ORDERS, METHODS):
+            lines.append(line(order, method, fresh([row, order, method, str(counts[row])])))
+            page.say(f"{row}: {', '.join(lines[-1])}")
+        batch = EPOCH_BATCH if row == "epochs" else LONG_BATCH
+        title = TITLES[row].format(count=counts[row], samples=EPOCH_SAMPLES, batch=batch)
+        head = ["order", "start method", "memory, MiB", "most, MiB", "descriptors", "threads"]
+        page.add(f"## {title}\n", report.table([*head, "processes", "s"], lines))
+    page.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    report.program(main)

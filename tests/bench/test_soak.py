@@ -1,0 +1,56 @@
+"""The soak counts what a job uses, and finds what stays open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("psutil")
+
+from bench import soak
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+OPEN = ("descriptors", "threads", "processes")
+
+
+@pytest.mark.parametrize("order", soak.ORDERS)
+def test_epochs_leave_nothing_open(order: str) -> None:
+    readings = soak.many_epochs(order, "fork", 20)
+    assert len(readings) == soak.READINGS
+    first, last = readings[soak.WARM_UP], readings[-1]
+    assert [last[key] for key in OPEN] == [first[key] for key in OPEN]
+
+
+@pytest.mark.parametrize("order", soak.ORDERS)
+def test_a_long_epoch_opens_no_more(order: str) -> None:
+    readings = soak.one_long_epoch(order, "fork", 100_000)
+    assert len(readings) == soak.READINGS
+    first, middle = readings[soak.WARM_UP], readings[soak.READINGS // 2]
+    assert [middle[key] for key in OPEN] == [first[key] for key in OPEN]
+    assert middle["processes"] >= 1 + soak.WORKERS
+
+
+@pytest.mark.parametrize("row", soak.ROWS)
+def test_lost_samples_are_found(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lossy(soak.Numbers):
+        def __getitem__(self, index: int) -> int:
+            return max(index, 1)
+
+    monkeypatch.setattr(soak, "Numbers", Lossy)
+    with pytest.raises(RuntimeError, match="not each sample once|with the sum"):
+        soak.RUNS[row]("strict", "fork", 20 if row == "epochs" else 5000)
+
+
+def test_the_page_shows_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fresh(case: Sequence[str]) -> dict[str, Any]:
+        used = {"descriptors": 8, "threads": 2, "processes": 3}
+        return {"readings": [{"mib": 100.0 + i, **used} for i in range(20)], "seconds": 7.0}
+
+    monkeypatch.setattr(soak, "fresh", fresh)
+    assert soak.main(["--short", "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "soak.md").read_text()
+    line = "| 105.0 → 119.0 | 119.0 | 8 → 8 | 2 → 2 | 3 → 3 | 7 |"
+    assert page.count(line) == len(soak.ORDERS) * len(soak.METHODS) * len(soak.ROWS)
