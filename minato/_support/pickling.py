@@ -106,7 +106,7 @@ class SidePickler(pickle.Pickler):
         buffers: Receives the buffers, in the order of ``pickle.loads(buffers=…)``.
         purpose: ``"sample"``: everything arrives as it is. ``"result"``: arrays arrive as from torch's workers,
             before Python 3.14 writable and in native byte order. ``"process"``: the other side is being started;
-            tensors in shared memory must be shared, so they are refused; local classes and functions cannot be imported,
+            tensors in shared memory must be shared, so they are refused; no local class or function can be imported,
             nor what an interactive session, the ``__main__`` of a package, or a script under its guard has defined:
             cloudpickle carries them.
     """
