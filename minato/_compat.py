@@ -65,9 +65,11 @@ __all__ = [
     "bit_generator_of",
     "collate_in_own_memory",
     "collates_by_default",
+    "duplicates_for_child",
     "forget_child_processes",
     "forget_executor_threads",
     "has_cuda_context",
+    "hold_server_key",
     "importing_main",
     "index_sampler",
     "is_batched",
@@ -308,6 +310,9 @@ class _Spawning:
     def duplicate_for_child(self, descriptor: int) -> int:
         return descriptor
 
+    def DupFd(self, descriptor: int) -> int:  # noqa: N802  # the name that multiprocessing calls
+        return descriptor
+
 
 @contextmanager
 def pickling_for_a_child() -> Iterator[None]:
@@ -317,6 +322,34 @@ def pickling_for_a_child() -> Iterator[None]:
         yield
     finally:
         context.set_spawning_popen(None)
+
+
+class _Duplicating:
+    """Stands for a child that is being started, and gives it copies of descriptors."""
+
+    def __init__(self, popen: Any, held: list[int]) -> None:
+        self.DupFd = popen.DupFd
+        self._popen = popen
+        self._held = held
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        copy = os.dup(descriptor)
+        self._held.append(copy)
+        return cast(int, self._popen.duplicate_for_child(copy))
+
+
+@contextmanager
+def duplicates_for_child(held: list[int]) -> Iterator[None]:
+    """Give the child that is being started copies of descriptors, which are added to ``held``.
+
+    Those of a temporary tensor are closed before the child has them, and ``spawn`` takes none twice.
+    """
+    popen = context.get_spawning_popen()
+    set_popen_of_spawning(_Duplicating(popen, held))
+    try:
+        yield
+    finally:
+        set_popen_of_spawning(popen)
 
 
 def set_popen_of_spawning(popen: Any) -> None:
@@ -333,6 +366,28 @@ def importing_main() -> Iterator[None]:
         yield
     finally:
         del current._inheriting
+
+
+def hold_server_key() -> None:
+    """Write this fork server's key back to the descriptor that it came from, for the server that replaces this program.
+
+    From Python 3.14 on a fork server reads a key from a pipe when it starts, and asks its clients for it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not forkserver.main.__code__:
+        frame = frame.f_back
+    variables = {} if frame is None else frame.f_locals
+    key, descriptor = variables.get("authkey"), variables.get("authkey_r")
+    if not key or descriptor is None:
+        return
+    read_end, write_end = os.pipe()
+    os.write(write_end, key)
+    os.close(write_end)
+    if read_end == descriptor:
+        os.set_inheritable(descriptor, True)
+    else:
+        os.dup2(read_end, descriptor)
+        os.close(read_end)
 
 
 def user_preload() -> list[str]:
@@ -625,6 +680,15 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "the workers import these modules themselves",
         lambda: (
             isinstance(user_preload(), list) and _has("multiprocessing.forkserver", "_forkserver")()
+        ),
+    ),
+    PrivateName(
+        "multiprocessing.forkserver.main's authkey, authkey_r",
+        "the fork server begins again without a main module that it cannot import",
+        "such a script's loader raises an EOFError or a ConnectionError from Python 3.14 on",
+        lambda: (
+            "authkey_r" not in inspect.signature(forkserver.main).parameters
+            or "authkey" in forkserver.main.__code__.co_varnames
         ),
     ),
     PrivateName(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import random
 import threading
 import time
@@ -14,9 +13,16 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
+from minato._support.counters import shared_integers
+
 ORDERS = ("strict", "batch", "arrival", "fast_first")
 TOO_MANY_WORKERS = "ignore:This DataLoader will create:UserWarning"
 """torch's advice for machines with few cores, which the tests do not take."""
+
+
+def forked(num_workers: int) -> dict[str, Any]:
+    """Arguments of torch's loader, for data that torch pickles for no worker: from Python 3.14 on it forks none."""
+    return {"num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None}
 
 
 class Numbers(Dataset[int]):
@@ -75,14 +81,13 @@ _ROWS = 64
 
 
 class Journal(Numbers):
-    """As ``Numbers``, and counts how often each sample was begun, for threads and forked processes."""
+    """As ``Numbers``, and counts how often each sample was begun, for threads and processes."""
 
     def __init__(self, size: int, seconds: float = 0.0) -> None:
         super().__init__(size)
         self.seconds = seconds
         # A row for each thread: two may begin an index at once, for two epochs, and neither count may be lost.
-        memory = mmap.mmap(-1, _ROWS * max(size, 1))
-        self._counts = np.frombuffer(memory, np.uint8).reshape(_ROWS, -1)
+        self._counts = shared_integers(_ROWS, max(size, 1))
 
     def __getitem__(self, index: int) -> int:
         self._counts[threading.get_native_id() % _ROWS, index] += 1
@@ -91,8 +96,8 @@ class Journal(Numbers):
 
     def begun(self) -> list[int]:
         """Indices that were begun, as often as they were."""
-        counts = self._counts.sum(0)
-        return [i for i in range(self.size) for _ in range(int(counts[i]))]
+        counts = self._counts.sum(0).tolist()
+        return [i for i in range(self.size) for _ in range(counts[i])]
 
 
 class Draws(Numbers):

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import copyreg
 import importlib
 import io
 import logging
+import os
 import pickle
 import sys
 import warnings
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from multiprocessing import reduction
 from types import FunctionType
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
 
 from minato._compat import (
+    duplicates_for_child,
     pickling_for_a_child,
     quantized_per_channel,
     quantized_per_tensor,
@@ -27,7 +33,15 @@ from minato._core.read_only import shared_base
 from minato._support.main_module import defined_under_guard
 from minato.errors import NotPicklableError
 
-__all__ = ["Purpose", "SidePickler", "advise", "check_picklable", "dumps"]
+__all__ = [
+    "ForChild",
+    "Purpose",
+    "SidePickler",
+    "advise",
+    "check_picklable",
+    "dumps",
+    "holding_descriptors",
+]
 
 _log = logging.getLogger("minato")
 
@@ -42,6 +56,10 @@ _ADVICE = (
     "You can also try multiprocessing.set_start_method('fork')."
 )
 """torch's own words."""
+
+
+_KEEPS_ARRAYS = pickle.DEFAULT_PROTOCOL >= 5
+"""Whether arrays from torch's workers stay read-only, and in their byte order: from Python 3.14 on."""
 
 
 class _StorageBytes:
@@ -87,8 +105,8 @@ class SidePickler(pickle.Pickler):
     Args:
         buffers: Receives the buffers, in the order of ``pickle.loads(buffers=…)``.
         purpose: ``"sample"``: everything arrives as it is. ``"result"``: arrays arrive as from torch's workers,
-            writable and in native byte order. ``"process"``: the other side is being started; it must share
-            tensors that are in shared memory, so they are refused, and cannot import local classes and functions,
+            before Python 3.14 writable and in native byte order. ``"process"``: the other side is being started;
+            tensors in shared memory must be shared, so they are refused; no local class or function can be imported,
             nor what an interactive session, the ``__main__`` of a package, or a script under its guard has defined:
             cloudpickle carries them.
     """
@@ -109,13 +127,13 @@ class SidePickler(pickle.Pickler):
                 return _rebuild_storage, (self._shared(storage), value.dtype if typed else None)
             if isinstance(value, np.ndarray) and self._purpose == "result":
                 ordinary = value.flags.writeable and value.dtype.isnative
-                return NotImplemented if ordinary else value.__reduce_ex__(4)
+                return NotImplemented if ordinary or _KEEPS_ARRAYS else value.__reduce_ex__(4)
             if self._purpose == "process":
                 if isinstance(value, np.ndarray):
                     base = shared_base(value)
                     return NotImplemented if base is None else base.reduce_view(value)
                 if _stays_behind(value):
-                    return _by_value(value)
+                    return _by_value(value, copyreg.dispatch_table, _refuse_shared)
             return NotImplemented
         if value.requires_grad and not value.is_leaf:
             raise RuntimeError(
@@ -139,11 +157,60 @@ class SidePickler(pickle.Pickler):
 
     def _shared(self, storage: torch.UntypedStorage) -> _StorageBytes | None:
         """The object that travels in place of a storage, the same each time; None if it is empty."""
-        if self._purpose == "process" and storage.is_shared():
-            raise pickle.PicklingError("a tensor in shared memory would become a copy")
+        if self._purpose == "process":
+            _refuse_shared(storage)
         if not storage.nbytes():
             return None
         return self._storages.setdefault(storage.data_ptr(), _StorageBytes(storage))
+
+
+class _ChildPickler(reduction.ForkingPickler):
+    """Pickles for a child that is being started: as multiprocessing does, and what no child can import by value."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return _by_value(value, self.dispatch_table) if _stays_behind(value) else NotImplemented
+
+
+class ForChild:
+    """Arrives as the object that it holds, in a child that is being started, with its locks and its shared memory.
+
+    The start happens within :func:`holding_descriptors`.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        with duplicates_for_child(_held.get()):
+            return pickle.loads, (_for_child(self._value),)
+
+
+_held: ContextVar[list[int]] = ContextVar("_held")
+
+
+@contextmanager
+def holding_descriptors() -> Iterator[None]:
+    """Hold the descriptors that a child gets until it has started."""
+    held: list[int] = []
+    before = _held.set(held)
+    try:
+        yield
+    finally:
+        _held.reset(before)
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def _for_child(value: Any) -> bytes:
+    file = io.BytesIO()
+    _ChildPickler(file, 5).dump(value)
+    return file.getvalue()
+
+
+def _refuse_shared(value: Any) -> None:
+    storages = torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage
+    if isinstance(value, storages) and value.device.type == "cpu" and value.is_shared():
+        raise pickle.PicklingError("a tensor in shared memory would become a copy")
 
 
 def _compact(view: torch.Tensor) -> torch.Tensor:
@@ -211,7 +278,17 @@ def _has_name(value: Any) -> bool:
     return found is value
 
 
-def _by_value(value: Any) -> Any:
+def _by_value(
+    value: Any,
+    reducers: MutableMapping[type, Callable[[Any], Any]],
+    check: Callable[[Any], None] | None = None,
+) -> Any:
+    """Pickle a class or function by its code.
+
+    Args:
+        reducers: How the pickler around it reduces objects of some types, for what the code refers to.
+        check: Raises for what must not be copied.
+    """
     try:
         cloudpickle = importlib.import_module("cloudpickle")
     except ImportError:
@@ -227,7 +304,11 @@ def _by_value(value: Any) -> Any:
     )
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]  # an optional package's class
+        dispatch_table: ClassVar = ChainMap({}, cloudpickle.Pickler.dispatch_table, reducers)
+
         def reducer_override(self, part: Any) -> Any:
+            if check is not None:
+                check(part)
             # cloudpickle would copy all of the main module, also classes that the worker has, and compares.
             of_main = isinstance(part, (type, FunctionType)) and part.__module__ == "__main__"
             if of_main and not _stays_behind(part):
@@ -297,7 +378,7 @@ def check_picklable(name: str, value: Any) -> None:
 def _failure(value: Any) -> Exception | None:
     try:
         with pickling_for_a_child():
-            reduction.ForkingPickler.dumps(value)
+            _for_child(value)
     except Exception as error:
         return error
     return None

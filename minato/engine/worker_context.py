@@ -18,6 +18,7 @@ from minato._core.ledger import Ledger
 from minato._core.read_only import ReadOnlyMemory
 from minato._core.segment import Segment
 from minato._support.exceptions import not_the_end
+from minato._support.pickling import ForChild
 from minato.batching.arena import Arena
 from minato.batching.sample_error import wrapped
 from minato.batching.serialization import Store, stored_indices
@@ -85,7 +86,7 @@ class WorkerContext:
             arena.release(slot)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "plan": None} if self.written_plan else self.__dict__
+        return {**self.__dict__, "plan": None if self.written_plan else ForChild(self.plan)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

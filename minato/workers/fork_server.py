@@ -35,7 +35,12 @@ from typing import Any
 
 import torch
 
-from minato._compat import importing_main, set_popen_of_spawning, user_preload
+from minato._compat import (
+    hold_server_key,
+    importing_main,
+    set_popen_of_spawning,
+    user_preload,
+)
 from minato._support.main_module import is_guarded
 
 __all__ = ["fork_server_context", "preload", "server_pid", "start_early"]
@@ -225,6 +230,7 @@ def preload() -> None:
     if text is None or not any("multiprocessing.forkserver" in each for each in sys.orig_argv):
         return
     _import(json.loads(text))
+    _flush()  # a child would write what is buffered once more
     gc.freeze()  # the collector of a child would write to every object, and so copy the pages that it shares
     # A Ctrl-C that came meanwhile is dropped; from here on the server ignores it.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -261,7 +267,15 @@ def _import(wanted: dict[str, Any]) -> None:
     kept = {name: value for name, value in preparation.items() if "_main_" not in name}
     own = [name for name in wanted["modules"] if name.startswith("minato.")]
     os.environ[_PRELOAD] = json.dumps({"modules": own, "preparation": kept})
+    _flush()
+    hold_server_key()
     os.execv(sys.executable, sys.orig_argv)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # there is none, or it is closed
+            stream.flush()
 
 
 def _threads() -> set[int]:

@@ -34,6 +34,7 @@ from minato._compat import (
 )
 from minato._core.limits import explaining_limits
 from minato._core.wait import EventCount
+from minato._support.pickling import holding_descriptors
 from minato.observe.trace.tracer import in_profile
 from minato.workers.pool import CpuUsage, process_usage
 from minato.workers.sample_timeout import SampleWatchdog
@@ -180,7 +181,8 @@ class ProcessPool:
                 return
             for left in reversed(range(_STARTS)):
                 try:
-                    process.start()
+                    with holding_descriptors():
+                        process.start()
                 except (EOFError, OSError) as error:
                     raise_kept()  # the signal has ended the fork server, too
                     if not left or not isinstance(error, (EOFError, ConnectionError)):

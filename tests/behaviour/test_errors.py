@@ -19,7 +19,7 @@ import torch.utils.data
 
 import minato
 from minato import DataLoader, ErrorPolicy
-from tests.datasets import ORDERS, Journal, Numbers, Samples, flat, indices, outcomes
+from tests.datasets import ORDERS, Journal, Numbers, Samples, flat, forked, indices, outcomes
 
 TorchLoader = torch.utils.data.DataLoader
 
@@ -126,8 +126,8 @@ def essence(outcome: tuple[Any, ...]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_are_torchs_and_iteration_goes_on(name: str, workers: dict[str, Any]) -> None:
     dataset = Failing(12, {5: ERRORS[name]})
-    plain = {"num_workers": workers["num_workers"]}
-    theirs = [essence(each) for each in outcomes(iter(TorchLoader(dataset, 2, **plain)))]
+    plain = TorchLoader(dataset, 2, **forked(workers["num_workers"]))
+    theirs = [essence(each) for each in outcomes(iter(plain))]
     ours = [essence(each) for each in outcomes(iter(DataLoader(dataset, 2, **workers)))]
     assert ours == theirs
     assert [kind for kind, *_ in ours] == ["batch"] * 2 + ["raised"] + ["batch"] * 3

@@ -18,7 +18,7 @@ import minato
 from minato import DataLoader
 from minato.ray.actor import ActorSpec, SampleServer, unpack
 from minato.transforms.compose import Transforms
-from tests.datasets import ORDERS, TOO_MANY_WORKERS, Numbers
+from tests.datasets import ORDERS, TOO_MANY_WORKERS, Numbers, forked
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
@@ -152,9 +152,9 @@ def test_the_same_with_any_workers(options: dict[str, Any]) -> None:
 def test_in_torchs_place() -> None:
     def found() -> dict[float, tuple[float, ...]]:
         torch.manual_seed(2)
-        return epoch(
-            torch.utils.data.DataLoader(Augmented(), 4, num_workers=2, collate_fn=uncollated)
-        )
+        # Forked: torch's own loader pickles no generator of torch's.
+        loader = torch.utils.data.DataLoader(Augmented(), 4, collate_fn=uncollated, **forked(2))
+        return epoch(loader)
 
     with minato.patch():
         first = found()

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
 
 import minato
+from tests.datasets import forked
 
 TORCH = torch.utils.data.DataLoader
 
@@ -201,8 +202,7 @@ def test_length_warning(workers: int) -> None:
         def __len__(self) -> int:
             return 2
 
-    def warnings_of(loader_class: Any, asks: bool) -> list[str]:
-        loader = loader_class(Liar(8), batch_size=2, num_workers=workers)
+    def warnings_of(loader: Any, asks: bool) -> list[str]:
         if asks:
             len(loader)
         with warnings.catch_warnings(record=True) as caught:
@@ -212,7 +212,9 @@ def test_length_warning(workers: int) -> None:
         return [text.partition("was reported")[2] for text in texts]
 
     for asks in (False, True):
-        assert warnings_of(minato.DataLoader, asks) == warnings_of(TORCH, asks)
+        ours = minato.DataLoader(Liar(8), batch_size=2, num_workers=workers)
+        theirs = TORCH(Liar(8), batch_size=2, **forked(workers))
+        assert warnings_of(ours, asks) == warnings_of(theirs, asks)
 
 
 def test_readiness_order_of_streams() -> None:

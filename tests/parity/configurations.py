@@ -33,6 +33,7 @@ from tests.parity.harness import (
     drain,
     failure,
     generator_states,
+    record_warnings,
     recorded_warnings,
     seed_everything,
     where_they_part,
@@ -208,7 +209,7 @@ def observed(kind: type, configuration: Configuration, **own: Any) -> dict[str, 
     record: dict[str, Any] = {}
     positional, named, generator = configuration.arguments()
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        record_warnings()
         try:
             loader = kind(*positional, **named, **own)
         except Exception as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,15 @@ from torch.utils.data import dataloader as torch_loader
 
 # Failures in the shared helpers show both sides.
 pytest.register_assert_rewrite("tests.parity.harness")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def workers_are_forked() -> Iterator[None]:
+    """From Python 3.14 on they are not, and torch cannot send its workers what many cases are made of."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.fixture

@@ -171,6 +171,13 @@ def generator_states(*others: torch.Generator | None) -> tuple[Any, ...]:
     )
 
 
+def record_warnings() -> None:
+    """Record each warning, except those that depend on versions."""
+    warnings.simplefilter("always")
+    for text in _OF_VERSIONS:
+        warnings.filterwarnings("ignore", text, DeprecationWarning)
+
+
 def recorded_warnings(caught: list[warnings.WarningMessage]) -> list[tuple[str, str]]:
     """Category and text of each warning."""
     return [(each.category.__name__, _ADDRESS.sub("0x…", str(each.message))) for each in caught]
@@ -199,9 +206,7 @@ def recorded(case: Callable[[Any], Any], make: Any) -> dict[str, Any]:
     """What a case does with one class."""
     seed_everything()
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for text in _OF_VERSIONS:
-            warnings.filterwarnings("ignore", text, DeprecationWarning)
+        record_warnings()
         outcome = attempt(lambda: case(make))
     return {
         "outcome": outcome,

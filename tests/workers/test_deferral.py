@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import random
 import signal
@@ -20,6 +19,7 @@ from minato import DataLoader
 from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
 from minato._core.ledger import Ledger
 from minato._core.wait import EventCount
+from minato._support.counters import shared_integers
 from minato.engine.engine import Engine
 from minato.observe.stats.costs import Meters
 from minato.transforms.compose import Transforms
@@ -452,7 +452,7 @@ class Tally:
     """A transform that counts its calls for each sample, over all processes, and changes it in place."""
 
     def __init__(self) -> None:
-        self.counts = np.frombuffer(mmap.mmap(-1, LENGTH), np.uint8)
+        self.counts = shared_integers(LENGTH)
 
     def __call__(self, sample: Any) -> Any:
         self.counts[int(sample[0])] += 1
@@ -530,7 +530,7 @@ class DiesOnce:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.died = np.frombuffer(mmap.mmap(-1, 1), np.uint8)
+        self.died = shared_integers(1)
 
     def __call__(self, sample: Any) -> Any:
         if int(sample[0]) == self.index and not self.died[0]:

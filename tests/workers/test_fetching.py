@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -18,23 +19,20 @@ from minato.workers.concurrent import Hedging, SharedReadLimit
 from minato.workers.reads import Read
 from tests.datasets import Journal, Numbers
 
-FORK = multiprocessing.get_context("fork")
-
 
 class Counted(Numbers):
-    """Counts the reads under way in all forked processes."""
+    """Counts the reads under way in all processes."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self.pause = threading.Event()  # never set
-        self.running = FORK.Value("q", 0)
-        self.most = FORK.Value("q", 0)
+        self.running = multiprocessing.Value("q", 0)
+        self.most = multiprocessing.Value("q", 0)
 
     def __getitem__(self, index: int) -> int:
         with self.running.get_lock():
             self.running.value += 1
             self.most.value = max(self.most.value, self.running.value)
-        self.pause.wait(0.002 + 0.004 * (index % 3))
+        time.sleep(0.002 + 0.004 * (index % 3))
         with self.running.get_lock():
             self.running.value -= 1
         return index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -9,6 +10,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import Dataset
+
+from minato import DataLoader
+from minato.errors import NotPicklableError
+from tests.datasets import Numbers
 
 LIMIT_S = 90.0
 METHODS = pytest.mark.parametrize("method", ["forkserver", "spawn"])
@@ -106,3 +113,66 @@ def test_a_jupyter_kernel(method: str, tmp_path: Path, monkeypatch: pytest.Monke
     nbclient.NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3").execute()
     written = [each.text for each in notebook.cells[1].outputs if each.name == "stdout"]
     assert "".join(written).strip() == GOT
+
+
+class Kept(Dataset[int]):
+    """What only a starting child can be given, beside what it cannot import."""
+
+    def __init__(self, method: str) -> None:
+        self.lock = multiprocessing.get_context(method).Lock()
+        self.generator = torch.Generator().manual_seed(3)
+        self.double = lambda x: 2 * x
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        with self.lock:
+            return self.double(index)
+
+
+@METHODS
+def test_what_the_definitions_refer_to_is_shared(method: str) -> None:
+    met = torch.zeros(8, dtype=torch.int64).share_memory_()
+
+    def halved(value: int) -> int:
+        met[value // 2] += 1
+        return value // 2
+
+    def counted(value: int) -> int:
+        met[value] += 1
+        return value
+
+    loader = DataLoader(
+        Kept(method), 4, num_workers=2, transforms=[halved, counted], multiprocessing_context=method
+    )
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert met.tolist() == [2] * 8
+
+
+@METHODS
+def test_tensors_shared_by_a_definition_alone_are_no_copies(method: str) -> None:
+    met = torch.zeros(8, dtype=torch.int64).share_memory_()
+
+    def counted(value: int) -> int:
+        met[value] += 1
+        return value
+
+    loader = DataLoader(
+        Numbers(8), 4, num_workers=1, transforms=[counted], multiprocessing_context=method
+    )
+    assert len(list(loader)) == 2
+    assert met.tolist() == [1] * 8
+
+
+@METHODS
+def test_the_part_that_cannot_go_is_named(method: str, tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file:
+        dataset = Kept(method)
+        dataset.log = file  # type: ignore[attr-defined]
+        loader = DataLoader(dataset, 4, num_workers=1, multiprocessing_context=method)
+        with (
+            pytest.warns(UserWarning, match="Got pickle error"),
+            pytest.raises(NotPicklableError, match=r"dataset\.log cannot be pickled"),
+        ):
+            next(iter(loader))

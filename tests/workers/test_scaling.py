@@ -107,7 +107,8 @@ def test_workers_that_idle_become_fewer(method):
 
 def test_forked_workers_are_all_there_before_the_first_batch(forced):
     forced(1, 4, 2, 4)
-    iterator = iter(DataLoader(Endless(0.001), 4, num_workers=AutoScale(start=1, max=4)))
+    workers = {"num_workers": AutoScale(start=1, max=4), "multiprocessing_context": "fork"}
+    iterator = iter(DataLoader(Endless(0.001), 4, **workers))
     at_first = [process.pid for process in loader_processes(iterator)]
     assert None not in at_first
     for _ in range(200):
@@ -178,6 +179,7 @@ def test_a_worker_that_dies_is_replaced_whether_it_works_or_stands_by(victim):
         Sleepy(120, 0.005),
         4,
         num_workers=AutoScale(start=2, min=2, max=3),
+        multiprocessing_context="fork",  # so that the one that stands by is there
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)

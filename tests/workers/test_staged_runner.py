@@ -180,7 +180,8 @@ def test_of_rather_expensive_samples_every_eighth_is_measured(
 ) -> None:
     monkeypatch.setattr(runner, "_WORTH_MEASURING_NS", 1 << 60)
     monkeypatch.setattr(runner, "_EXPENSIVE", 1 << 60)  # however long they take on this machine
-    iterator: Any = iter(DataLoader(Numbers(400), 4, transforms=[Pause(0.001)], num_workers=1))
+    workers = {"num_workers": 1, "multiprocessing_context": "fork"}  # with the patched module
+    iterator: Any = iter(DataLoader(Numbers(400), 4, transforms=[Pause(0.001)], **workers))
     engine = iterator._source
     assert len(list(iterator)) == 100
     profile = engine.profile()
