@@ -93,6 +93,7 @@ def test_the_main_module_is_imported_once(tmp_path: Path) -> None:
     assert "fork server" not in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("top", "cause"),
     [
@@ -148,6 +149,7 @@ def test_a_forked_child_of_the_program_starts_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+@pytest.mark.slow
 def test_server_and_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     script = write(tmp_path)
     text = script.read_text().replace(
@@ -242,6 +244,7 @@ def test_ctrl_c_while_the_server_imports_leaves_it(tmp_path: Path) -> None:
     assert not ended.stderr
 
 
+@pytest.mark.slow
 def test_threads_that_end_before_a_fork_leave_the_main_module_to_the_server(tmp_path: Path) -> None:
     pytest.importorskip("scipy.linalg")
     ended = run(write(tmp_path, "import scipy.linalg"))
