@@ -36,8 +36,7 @@ cdef struct Node:
     Py_ssize_t nbytes    # bytes of the item
     Py_ssize_t offset    # bytes from the region to the field
     Py_ssize_t length    # number of children; their nodes follow
-    PyObject *exact      # torch's dtype, or a type, or the keys of a dict; Packer keeps it alive.
-                         # Of an array: another type that is taken, too
+    PyObject *exact      # torch's dtype, or a type, or the keys of a dict; for an array, another type that fits
 
 
 cdef inline void run(mn_nest *nest, char *dst, const char *src, Py_ssize_t nbytes) noexcept:
