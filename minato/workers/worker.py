@@ -26,6 +26,9 @@ _RUN_NS = 1_000_000
 """Expected duration of the samples of one lease: dispatch then costs one per cent, and no worker claims too many."""
 _LONG_RUN_NS = 4_000_000
 """The same in the main process, and where a function collates batches, because samples of one worker need no copy."""
+_LEAST_RUN_NS = 50_000
+"""Expected duration of the samples that a worker may claim although less is left for the others: a lease itself takes
+microseconds."""
 _HANDOVERS = 10
 """A worker runs whole batches if a sample takes less time than storing this number of samples for another worker."""
 _PATIENCE_S, _PATIENCE_NS = 1.0, 1_000_000_000
@@ -117,7 +120,7 @@ class Worker:
         self._idle_since = now_ns()
         self._lacks_room = False
         self._epoch_slot = -1
-        self._bound = False
+        self._whole_size = 0  # of the last batch, if its samples have places of their own
         self.endings: list[Callable[[], None]] = []
         """The functions that ``close`` calls; none refers to the worker."""
         self._tracer = tracer
@@ -206,7 +209,7 @@ class Worker:
             self._sink.publish_collated(batch)
             return True
         _, first, size, bound, epoch, seed, _, _, epoch_slot = self._ledger.describe(batch)
-        self._bound = bool(bound)
+        self._whole_size = size if bound else 0
         if epoch_slot != self._epoch_slot:
             self._epoch_slot = epoch_slot
             self._resume_all()  # deferred samples of the last epoch go before the next epoch
@@ -310,10 +313,19 @@ class Worker:
         if self._whole_batches or self._sink.has_unsendable:
             return _ALL_SAMPLES
         cost_estimate = self._runner.cost_estimate
-        worth_ns = _HANDOVERS * self._sink.handover_ns
-        if self._sink.collates and self._bound and cost_estimate.mean_ns < worth_ns:
+        mean_ns, share = cost_estimate.mean_ns, self._fair_share()
+        is_cheap = mean_ns < _HANDOVERS * self._sink.handover_ns
+        if self._sink.collates and is_cheap and 0 < self._whole_size <= share:
             return _ALL_SAMPLES
-        return 1 if cost_estimate.draws is None else int(self._run_ns / cost_estimate.mean_ns) or 1
+        if cost_estimate.draws is None:
+            return 1
+        return max(min(int(self._run_ns / mean_ns), share), int(_LEAST_RUN_NS / mean_ns), 1)
+
+    def _fair_share(self) -> int:
+        """The most samples that leave as many for each other worker: at the end of an epoch none has to idle."""
+        active_workers = self._active_workers
+        workers = 1 if active_workers is None else active_workers.count
+        return self._ledger.unclaimed() // max(workers, 1)
 
     def _run_retrying(
         self, fetcher: Fetcher, position: int, epoch: int, indices: list[Any]

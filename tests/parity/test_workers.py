@@ -304,7 +304,7 @@ class Together(Numbers):
 def test_barrier_across_all_workers(method: str, number: int, batch_size: Any) -> None:
     """No worker may keep work for itself while another has none."""
     kind = multiprocessing.Barrier if method == "process" else threading.Barrier
-    size = 12 * number
+    size = 60 * number
     for options in ({}, {"prefetch_factor": 1}, {"collate_fn": identity}, {"order": "arrival"}):
         dataset = Together(size, number, kind)
         loader = minato.DataLoader(

@@ -18,6 +18,7 @@ from minato._core.codes import (
 from minato._core.wait import EventCount
 from minato.observe.stats.costs import Meters
 from minato.transforms.compose import Transforms
+from minato.workers.active_workers import ActiveWorkers
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner, RunnerSettings
 from minato.workers.staged_runner import StageRunner
@@ -102,6 +103,7 @@ class Setting:
         order: str = "strict",
         collates: bool = False,
         failure: Exception | None = None,
+        active: int = 1,
     ) -> None:
         self.bench = Bench(order, max_lag=8, fixed=8)
         self.sink = Sink(self.bench, collates)
@@ -126,13 +128,12 @@ class Setting:
             meters=self.meters,
             stage_runner=stage_runner,
         )
+        events = EventCount(self.bench.segment.array, ledger.work_events_offset)
+        active_workers = ActiveWorkers(bytearray(ActiveWorkers.NBYTES), 0, events)
+        active_workers.set_count(active)
         self.worker = Worker(
             WorkerSettings(0),
-            queue=WorkQueue(
-                ledger,
-                EventCount(self.bench.segment.array, ledger.work_events_offset),
-                read_indices,
-            ),
+            queue=WorkQueue(ledger, events, read_indices, active_workers),
             fetcher=fetcher,
             runner=self.runner,
             sink=self.sink,
@@ -195,19 +196,21 @@ def test_free_samples_are_run_though_others_of_their_run_raise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "handover_ns", "whole"),
+    ("order", "handover_ns", "active", "whole"),
     [
-        ("strict", 2e6, True),
-        ("strict", 1e6, False),
-        ("strict", 0.0, False),
-        ("arrival", 2e6, False),
+        ("strict", 2e6, 1, True),
+        ("strict", 2e6, 5, True),
+        ("strict", 2e6, 7, False),  # there is not a batch for each
+        ("strict", 1e6, 1, False),
+        ("strict", 0.0, 1, False),
+        ("arrival", 2e6, 1, False),
     ],
 )
 def test_samples_that_cost_little_more_than_a_handover_are_not_handed_over(
-    order: str, handover_ns: float, whole: bool
+    order: str, handover_ns: float, active: int, whole: bool
 ) -> None:
     batches = [list(range(100 * i, 100 * i + 4)) for i in range(1, 8)]
-    setting = Setting(Bad(), batches, order, collates=True)
+    setting = Setting(Bad(), batches, order, collates=True, active=active)
     setting.sink.handover_ns = handover_ns
     setting.runner.cost_estimate.draws = False
     setting.runner.cost_estimate.mean_ns = (
@@ -221,6 +224,26 @@ def test_samples_that_cost_little_more_than_a_handover_are_not_handed_over(
     setting.worker.step()
     kinds = [entry[0] for entry in setting.sink.journal]
     assert ("collated" in kinds) == whole
+
+
+@pytest.mark.parametrize(
+    ("active", "cost_ns", "runs"),
+    [
+        (1, 1e5, [8, 8, 8, 8]),
+        (2, 1e5, [8, 8, 8, 4, 2, 1, 1]),
+        (4, 1e5, [8, 6, 2, 4, 3, 1, 2, 1, 1, 1, 1, 1, 1]),
+        (4, 1e3, [8, 8, 8, 8]),  # a few microseconds are less than what a lease costs
+        (4, 2e6, [1] * 32),
+    ],
+)
+def test_what_is_left_of_an_epoch_is_divided(active: int, cost_ns: float, runs: list[int]) -> None:
+    setting = Setting(Bad(), [[*range(10 * i, 10 * i + 8)] for i in range(1, 5)], active=active)
+    estimate = setting.runner.cost_estimate
+    estimate.draws, estimate.mean_ns = False, cost_ns
+    while setting.worker.step():
+        estimate.mean_ns = cost_ns
+    written = [entry for entry in setting.sink.journal if entry[0] == "samples"]
+    assert [len(samples) for _, _, samples in written] == runs
 
 
 def test_a_whole_batch_for_a_collate_fn_is_collated_at_once() -> None:
