@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ __all__ = [
     "affinity_cores",
     "available_cores",
     "available_memory_bytes",
+    "cores_by_numa_node",
     "cpu_quota",
     "cpuset_cores",
     "disk_read_bytes",
@@ -23,13 +25,17 @@ __all__ = [
     "machine_usage",
     "memory_kills",
     "memory_limit_bytes",
-    "memory_of_late_bytes",
+    "numa_node_of_pci_device",
+    "recent_available_memory_bytes",
     "text_of",
     "user_threads",
 ]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
+_OWN_STATUS = Path("/proc/self/status")
+_NUMA_NODES = Path("/sys/devices/system/node")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 _MEMORY = (
     ("", "memory.max", "memory.current", "memory.events"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"),
@@ -50,7 +56,7 @@ def available_memory_bytes() -> int:
     return max(min([int(_psutil().virtual_memory().available), *left]), 0)
 
 
-def memory_of_late_bytes() -> int:
+def recent_available_memory_bytes() -> int:
     """Available memory in bytes, measured at most once a second."""
     return _memory_in_second(int(time.monotonic()))
 
@@ -137,9 +143,46 @@ def cpuset_cores() -> int | None:
                 text = text_of(f"{_CGROUP}/{folder}/{group}/{name}").strip()
             except OSError:
                 continue
-            ranges = [part.partition("-") for part in text.split(",") if part]
-            found.append(sum(int(last or first) - int(first) + 1 for first, _, last in ranges))
+            found.append(len(_members(text)))
     return min(filter(None, found), default=None)
+
+
+def _members(text: str) -> set[int]:
+    """The numbers in a list of the kernel, such as ``0-3,8``."""
+    ranges = [part.partition("-") for part in text.split(",") if part]
+    return {
+        number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)
+    }
+
+
+def cores_by_numa_node() -> dict[int, frozenset[int]]:
+    """The cores that this process may run on, by the NUMA node whose memory is theirs.
+
+    Nodes without such cores are left out, as are those whose memory its control groups do not allow. Empty where the
+    kernel has no NUMA nodes.
+    """
+    try:
+        allowed = re.search(r"^Mems_allowed_list:\s*(\S+)", text_of(_OWN_STATUS), re.MULTILINE)
+        memory = _members(text_of(f"{_NUMA_NODES}/has_memory").strip())
+        if allowed is not None:
+            memory &= _members(allowed[1])
+        usable = os.sched_getaffinity(0)
+        nodes = {
+            node: frozenset(_members(text_of(f"{_NUMA_NODES}/node{node}/cpulist").strip()) & usable)
+            for node in sorted(memory)
+        }
+    except (OSError, AttributeError):  # another kernel, or a container that hides them
+        return {}
+    return {node: cores for node, cores in nodes.items() if cores}
+
+
+def numa_node_of_pci_device(address: str) -> int | None:
+    """The NUMA node of a device, by its address on the PCI bus (``0000:3b:00.0``); None if the kernel knows none."""
+    try:
+        node = int(text_of(f"{_PCI_DEVICES}/{address}/numa_node"))
+    except (OSError, ValueError):
+        return None
+    return None if node < 0 else node
 
 
 def cpu_quota() -> float | None:

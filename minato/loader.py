@@ -136,6 +136,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         compat: Literal["torch"] | None = None,
         memory_budget: int | str | None = None,
         workers: Literal["process", "thread"] | RayWorkers = "process",
+        affinity: Literal["auto"] | None = None,
         errors: Literal["raise", "skip", "retry"]
         | Callable[[SampleFailure], Any]
         | ErrorPolicy = "raise",

@@ -183,6 +183,7 @@ def machine() -> list[Finding]:
         _kernel(),
         _cores(),
         _cpu_quota(),
+        _sockets(),
         _open_files(),
         _processes(),
         _address_space(),
@@ -258,6 +259,18 @@ def _cpu_quota() -> Finding:
         f"{quota:g} cores of {usable}",
         f"raise the quota of the container (cpu.max), or use at most num_workers={max(int(quota), 1)}",
         limits=quota < usable,
+    )
+
+
+def _sockets() -> Finding:
+    nodes = len(_system.cores_by_numa_node())
+    if nodes < 2:
+        return Finding("sockets", "ok", "1")
+    return Finding(
+        "sockets",
+        "note",
+        f"{nodes} NUMA nodes",
+        'affinity="auto" divides the workers and the memory of batches among them',
     )
 
 

@@ -11,7 +11,8 @@ import torch
 
 from minato._core.limits import explaining_limits
 from minato._core.seeding import mix
-from minato._system import local_ranks, memory_of_late_bytes
+from minato._support.numa import NumaPlacement
+from minato._system import local_ranks, recent_available_memory_bytes
 from minato.engine.spec import LoaderSpec
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.observe.trace.track import Tracks
@@ -81,6 +82,7 @@ class WorkerPlan:
         fetching: How samples are read concurrently.
         measure: Times are measured for a report.
         tracks: Of the trace, or None.
+        placement: NUMA nodes of the workers and of the batches; None: wherever the kernel puts them.
     """
 
     pipeline: Pipeline
@@ -97,6 +99,7 @@ class WorkerPlan:
     fetching: FetchOptions
     measure: bool
     tracks: Tracks | None
+    placement: NumaPlacement | None
 
     def tracer(self, number: int) -> Tracer:
         """The tracer of worker ``number``."""
@@ -262,6 +265,7 @@ class Plan:
             fetching=options.fetch_concurrency,
             measure=bool(options.stats),
             tracks=tracks,
+            placement=NumaPlacement.of(most_workers, options.target) if options.affinity else None,
         )
         pool = PoolSettings(
             first=num_workers,
@@ -363,4 +367,4 @@ def _default_budget_bytes(options: Options) -> int:
     # A pool that the ranks of a node share loads for all of them.
     ranks = 1 if options.shared_pool else local_ranks()
     with explaining_limits("read how much memory is available"):
-        return max(memory_of_late_bytes() // (_SHARE_OF_MEMORY * ranks), 1)
+        return max(recent_available_memory_bytes() // (_SHARE_OF_MEMORY * ranks), 1)

@@ -257,6 +257,8 @@ def run_worker_process(number: int, context: WorkerContext) -> None:
     parent_lives = parent_watch()
     plan = context.plan
     try:
+        if plan.placement is not None:
+            plan.placement.enter(number)
         enter_worker_process(number, plan.count, plan.base_seed, plan.pipeline.dataset)
         if context.stacks is not None:
             context.stacks.listen()

@@ -320,7 +320,7 @@ def budgets(*iterators: Any) -> list[int]:
 
 
 def test_the_default_budget_is_for_all_ranks_and_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minato.engine.plan.memory_of_late_bytes", lambda: 96 * MEGABYTE)
+    monkeypatch.setattr("minato.engine.plan.recent_available_memory_bytes", lambda: 96 * MEGABYTE)
     gc.collect()
     options: dict[str, Any] = {"num_workers": 1, "workers": "thread"}
     training = DataLoader(Numbers(8), 2, persistent_workers=True, **options)

@@ -39,6 +39,7 @@ DataLoader(
     32,
     num_workers=minato.AutoScale(min=1, max=8, controller=minato.PaperController(alpha=1.0)),
     pin_memory="in_place",
+    affinity="auto",
     order="arrival",
     workers="thread",
     compat=None,
@@ -57,6 +58,7 @@ with DataLoader(Images(), num_workers="auto") as loader:
 DataLoader(Images(), order="sorted")  # type: ignore[arg-type]
 DataLoader(Images(), workers="fiber")  # type: ignore[arg-type]
 DataLoader(Images(), errors="ignore")  # type: ignore[arg-type]
+DataLoader(Images(), affinity="spread")  # type: ignore[arg-type]
 DataLoader(Images(), compat="jax")  # type: ignore[arg-type]
 DataLoader(Images(), num_workers="many")  # type: ignore[arg-type]
 DataLoader(Images(), shared_pool="yes")  # type: ignore[arg-type]

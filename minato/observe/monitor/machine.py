@@ -12,7 +12,7 @@ from minato._system import (
     disk_read_bytes,
     machine_usage,
     memory_limit_bytes,
-    memory_of_late_bytes,
+    recent_available_memory_bytes,
 )
 from minato.observe.stats.snapshot import MachineSnapshot
 
@@ -55,7 +55,7 @@ def measure(gpus: GpuMonitor | None) -> MachineSnapshot:
     if gpus is not None:
         counts.update(gpus.counts())
     names = () if gpus is None else gpus.gpus()
-    return MachineSnapshot(counts, memory_of_late_bytes(), _limit_bytes(), names)
+    return MachineSnapshot(counts, recent_available_memory_bytes(), _limit_bytes(), names)
 
 
 @functools.cache
