@@ -18,6 +18,7 @@ import minato
 from minato.caching import DiskCache, MemoryCache
 from minato.sources.retry import Retry
 from minato.sources.sqlite import SQLite
+from tests.selection import mostly_slow
 
 pytest.importorskip("diskcache", reason="diskcache is not installed: install the extra 'test'")
 
@@ -113,7 +114,7 @@ WORKERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", [Unsteady, UnsteadyLater])
+@pytest.mark.parametrize("kind", mostly_slow([Unsteady, UnsteadyLater]))
 @pytest.mark.parametrize("workers", WORKERS, ids=["in-line", "processes", "persistent"])
 @pytest.mark.parametrize(
     "fetch_concurrency",

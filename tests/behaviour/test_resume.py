@@ -25,6 +25,7 @@ from torch.utils.data import (
 
 from minato import DataLoader
 from tests.datasets import Draws, Numbers, Shuffled, flat, indices
+from tests.selection import mostly_slow
 from tests.subprocesses import run
 
 SIZE, BATCH = 23, 4
@@ -355,7 +356,7 @@ def test_a_stateful_sampler_is_in_the_state_between_epochs() -> None:
     assert [indices(later), indices(later)] == epochs[1:]
 
 
-@pytest.mark.parametrize("order", ["strict", "arrival"])
+@pytest.mark.parametrize("order", mostly_slow(["strict", "arrival"]))
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_sampler_whose_state_is_how_far_it_was(num_workers: int, order: str) -> None:
     def loader(epoch: int) -> Any:
@@ -605,7 +606,7 @@ class Both(Cursors):
 STREAMS = [Shared, Drawing, Steps, Cursors, Both]
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("drop_last", mostly_slow([False, True]))
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 @pytest.mark.parametrize("stream", STREAMS)
 def test_iterable_datasets(stream: Any, num_workers: int, drop_last: bool) -> None:
@@ -778,12 +779,15 @@ class Around(Shared):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"num_workers": 1, "persistent_workers": True},
-        {"num_workers": 2, "persistent_workers": True},
-        {"num_workers": 2, "persistent_workers": True, "snapshot_every_n_steps": None},
-    ],
+    mostly_slow(
+        [
+            {},
+            {"num_workers": 2, "persistent_workers": True},
+            {"num_workers": 1, "persistent_workers": True},
+            {"num_workers": 2, "persistent_workers": True, "snapshot_every_n_steps": None},
+        ],
+        quick=2,
+    ),
 )
 @pytest.mark.parametrize("stream", [Shared, Steps, Cursors, Anew, Around])
 def test_whole_epochs_follow_a_state_from_any_moment(stream: Any, options: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
 
 import minato
 from tests.datasets import forked
+from tests.selection import mostly_slow
 
 TORCH = torch.utils.data.DataLoader
 
@@ -117,7 +118,9 @@ def name(shape: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name)
-@pytest.mark.parametrize("dataset", [Shared(23), Uneven(), Drawn()], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize(
+    "dataset", mostly_slow([Drawn(), Shared(23), Uneven()]), ids=lambda d: type(d).__name__
+)
 def test_same_as_torch(dataset: Any, shape: dict[str, Any]) -> None:
     """Whole epochs and broken-off ones, with all that is drawn in the workers."""
     own = {} if isinstance(dataset, IterableDataset) else {"compat": "torch"}

@@ -18,6 +18,7 @@ import pytest
 from minato import DataLoader
 from minato.workers.signals import keep_raised, signals_deferred
 from tests.datasets import Numbers, wait_until
+from tests.selection import mostly_slow
 from tests.subprocesses import run
 
 PROGRAMS = ["fork", "spawn", "forkserver", "thread", "inline"]
@@ -256,7 +257,7 @@ class Stuck:
         return index
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", mostly_slow([signal.SIGINT, signal.SIGTERM]))
 @pytest.mark.parametrize(
     "options",
     [{}, {"persistent_workers": True}, {"workers": "thread"}],

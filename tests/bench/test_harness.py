@@ -26,6 +26,7 @@ from bench.harness.loaders import Contender
 from bench.harness.suite import Goal, RowResult, ideal_of, in_turn, measure, run_trial
 from bench.harness.trial import Trial, WrongDeliveryError, check_content, check_labels
 from bench.macro import BALANCED, CONTENDERS, LOGNORMAL, ROWS, STRAGGLERS
+from tests.selection import mostly_slow
 
 TINY = replace(
     STRAGGLERS,
@@ -128,7 +129,7 @@ def test_a_loader_that_loses_a_batch_in_the_second_epoch_fails_the_run():
         run_trial(contender, TINY, TINY.make(TINY.samples), seed=0)
 
 
-@pytest.mark.parametrize("loader", CONTENDERS)
+@pytest.mark.parametrize("loader", mostly_slow(CONTENDERS, quick=3))
 def test_every_loader_runs_and_is_reported(loader):
     names = ("torch", loader) if loader != "torch" else ("torch",)
     said: list[str] = []

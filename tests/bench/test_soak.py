@@ -11,12 +11,13 @@ import pytest
 pytest.importorskip("psutil")
 
 from bench import soak
+from tests.selection import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 OPEN = ("descriptors", "threads", "processes")
 
 
-@pytest.mark.parametrize("order", soak.ORDERS)
+@pytest.mark.parametrize("order", mostly_slow(soak.ORDERS))
 def test_epochs_leave_nothing_open(order: str) -> None:
     readings = soak.many_epochs(order, "fork", 20)
     assert len(readings) == soak.READINGS
@@ -24,7 +25,7 @@ def test_epochs_leave_nothing_open(order: str) -> None:
     assert [last[key] for key in OPEN] == [first[key] for key in OPEN]
 
 
-@pytest.mark.parametrize("order", soak.ORDERS)
+@pytest.mark.parametrize("order", mostly_slow(soak.ORDERS))
 def test_a_long_epoch_opens_no_more(order: str) -> None:
     readings = soak.one_long_epoch(order, "fork", 100_000)
     assert len(readings) == soak.READINGS

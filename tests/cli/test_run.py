@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.selection import mostly_slow
 from tests.subprocesses import TIMEOUT_S
 
 TRAIN = """
@@ -80,13 +81,16 @@ def test_a_module_runs(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "status", "last"),
-    [
-        ("raise SystemExit(7)", 7, ""),
-        ("import sys; sys.exit('no data')", 1, "no data"),
-        ("1 / 0", 1, "ZeroDivisionError: division by zero"),
-        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
-        ("import atexit; atexit.register(print, 'last')", 0, ""),
-    ],
+    mostly_slow(
+        [
+            ("raise SystemExit(7)", 7, ""),
+            ("1 / 0", 1, "ZeroDivisionError: division by zero"),
+            ("import sys; sys.exit('no data')", 1, "no data"),
+            ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
+            ("import atexit; atexit.register(print, 'last')", 0, ""),
+        ],
+        quick=2,
+    ),
 )
 def test_the_exit_status_is_that_of_the_script(
     tmp_path: Path, source: str, status: int, last: str
@@ -107,7 +111,7 @@ def test_a_missing_script_is_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", mostly_slow([0, 1]))
 def test_reports_are_written_for_a_job_that_cannot_be_edited(tmp_path: Path, rank: int) -> None:
     (tmp_path / "train.py").write_text(PLAIN.format(place="minato", names=["a", "b"]))
     file = tmp_path / ("report.rank1.json" if rank else "report.json")

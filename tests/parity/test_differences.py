@@ -22,6 +22,7 @@ from tests.datasets import Numbers, assert_same, wait_until
 from tests.parity.harness import TorchLoader, drain
 from tests.parity.material import Drawing, Slow, Tensors
 from tests.parity.test_workers import refuse
+from tests.selection import mostly_slow
 
 
 def test_readiness_order_mixes_batches() -> None:
@@ -239,7 +240,7 @@ class Stopping(Numbers):
         return next(iter(())) if index == 3 else index
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", mostly_slow([0, 1]))
 def test_stop_iteration_of_a_sample_does_not_end_the_epoch(workers: int) -> None:
     theirs = [*TorchLoader(Stopping(8), 2, num_workers=workers)]
     assert [batch.tolist() for batch in theirs] == [[0, 1]]

@@ -29,6 +29,7 @@ from tests.parity.harness import (
     without_worker,
 )
 from tests.parity.material import Failing, Stream, TwoArguments, Unpicklable, identity
+from tests.selection import mostly_slow
 
 # ---- what is raised -------------------------------------------------------------------------
 
@@ -227,7 +228,7 @@ def test_in_line() -> None:
     same_for_both(lambda make: seen_in_each_place(make, {**ACTIONS, **ENDING}, {}))
 
 
-@pytest.mark.parametrize("names", PARTS, ids=repr)
+@pytest.mark.parametrize("names", mostly_slow([(part,) for part in PARTS]), ids=repr)
 def test_in_a_process(names: tuple[str, ...]) -> None:
     actions = {name: ACTIONS[name] for name in names}
     same_for_both(lambda make: seen_in_each_place(make, actions, {"num_workers": 1}))

@@ -52,7 +52,7 @@ NO_GENERATOR = ("sequential", "random sampler", "more than there are", "distribu
 @pytest.mark.parametrize(
     ("name", "given"),
     [
-        (name, given)
+        pytest.param(name, given, marks=[pytest.mark.slow] if given else [])
         for name in SAMPLING
         for given in (False, True)
         if not (given and name in NO_GENERATOR)

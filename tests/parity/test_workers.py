@@ -30,6 +30,7 @@ from tests.parity.harness import (
     same_for_both,
 )
 from tests.parity.material import Slow, identity
+from tests.selection import mostly_slow
 
 # ---- who am I -------------------------------------------------------------------------------
 
@@ -324,7 +325,7 @@ def test_barrier_with_torchs_own_assignment() -> None:
 
 
 @AS_TORCH_IS_NOW
-@pytest.mark.parametrize("prefetch", [1, 2, 3])
+@pytest.mark.parametrize("prefetch", mostly_slow([2, 1, 3]))
 def test_share_of_a_worker_that_is_busy_in_readiness_order(prefetch: int) -> None:
     """It gets no more batches than its share of all that may be in flight; the others get those."""
 
@@ -391,6 +392,7 @@ def test_timeout() -> None:
     assert "DataLoader timed out after 0.8 seconds" in str(outcome)
 
 
+@pytest.mark.slow
 def test_timeout_counts_anew_for_each_batch() -> None:
     dataset = Slow([0.3] * 5)
     same_for_both(lambda make: [*make(dataset, 1, num_workers=1, timeout=1)])

@@ -185,6 +185,7 @@ needs_extensions = pytest.mark.skipif(
 
 
 @needs_extensions
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_module_imports_alone(part: int) -> None:
     assert run(EACH_ALONE, *modules()[part::PARTS]).splitlines() == []

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.selection import mostly_slow
+
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "minato" / "_core"
 PROGRAM = Path(__file__).with_name("ledger_threads.c")
@@ -54,7 +56,7 @@ def run(program: Path, seed: int) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+@pytest.mark.parametrize("sanitizer", mostly_slow(["thread", "address,undefined"]))
 def test_the_protocol_has_no_finding(sanitizer: str, tmp_path: Path) -> None:
     program = build(sanitizer, CORE, tmp_path)
     for seed in (1, 2):
@@ -62,6 +64,7 @@ def test_the_protocol_has_no_finding(sanitizer: str, tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, ""), f"seed {seed}: {done.stderr}"
 
 
+@pytest.mark.slow
 def test_a_store_that_orders_nothing_is_found(tmp_path: Path) -> None:
     for header in CORE.glob("*.h"):
         shutil.copy(header, tmp_path)

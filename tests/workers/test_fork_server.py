@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from minato import DataLoader, MinatoWarning
 from minato.workers.fork_server import server_pid
+from tests.selection import mostly_slow
 
 LIMIT_S = 60.0
 
@@ -114,6 +115,7 @@ def test_a_main_module_that_cannot_be_imported_there_is_left_to_the_workers(
     assert "parents [" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_refused_as_by_multiprocessing(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -207,20 +209,22 @@ ITERATING = """\
 
 @pytest.mark.parametrize(
     ("building", "early"),
-    [
-        (
-            'if __name__ == "__main__":\n    # A comment.\n    loader = (\n        build()\n)\n',
-            True,
-        ),
-        (
-            'loader = build() if __name__ == "__main__" else None\nif __name__ == "__main__":\n',
-            False,
-        ),
-        (
-            'if __name__ != "__mp_main__":\n    loader = build()\nif __name__ == "__main__":\n',
-            False,
-        ),
-    ],
+    mostly_slow(
+        [
+            (
+                'if __name__ == "__main__":\n    # A comment.\n    loader = (\n        build()\n)\n',
+                True,
+            ),
+            (
+                'loader = build() if __name__ == "__main__" else None\nif __name__ == "__main__":\n',
+                False,
+            ),
+            (
+                'if __name__ != "__mp_main__":\n    loader = build()\nif __name__ == "__main__":\n',
+                False,
+            ),
+        ]
+    ),
     ids=["guarded", "top-level", "other-condition"],
 )
 def test_the_server_starts_with_the_loader_where_an_import_of_the_script_is_safe(
@@ -233,6 +237,7 @@ def test_the_server_starts_with_the_loader_where_an_import_of_the_script_is_safe
     assert ended.stdout.split() == ["server" if early else "none", "complete"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_server_imports_leaves_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     during = "os.kill(early, signal.SIGINT)"

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from minato import DataLoader
 from minato.errors import NotPicklableError
 from tests.datasets import Numbers
+from tests.selection import mostly_slow
 
 LIMIT_S = 90.0
 METHODS = pytest.mark.parametrize("method", ["forkserver", "spawn"])
@@ -74,13 +75,14 @@ def output(*arguments: str) -> str:
     return ended.stdout.strip()
 
 
+@pytest.mark.slow
 @METHODS
 def test_python_c(method: str) -> None:
     assert output("-c", DEFINITIONS + ITERATION.format(method=method)) == GOT
 
 
 @METHODS
-@pytest.mark.parametrize("guarded", ["all", "use"])
+@pytest.mark.parametrize("guarded", mostly_slow(["use", "all"]))
 def test_a_script(tmp_path: Path, method: str, guarded: str) -> None:
     script = tmp_path / "script.py"
     above, under = "", DEFINITIONS + ITERATION.format(method=method)

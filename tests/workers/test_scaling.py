@@ -18,6 +18,7 @@ from minato import AutoScale, DataLoader, PaperController
 from minato.workers import autoscale
 from minato.workers.autoscale import CONTROLLERS, ControllerState
 from tests.datasets import Numbers, Sleepy, flat, indices, worker_number
+from tests.selection import mostly_slow
 
 METHODS = ("process", "thread")
 both_methods = pytest.mark.parametrize("method", METHODS)
@@ -57,7 +58,9 @@ class Endless(Sleepy):
 
 
 @both_methods
-@pytest.mark.parametrize("order", ["strict", "batch", "arrival", "fast_first"])
+@pytest.mark.parametrize(
+    "order", mostly_slow(["strict", "arrival", "batch", "fast_first"], quick=2)
+)
 def test_nothing_is_lost_while_workers_come_and_go(method, order, forced):
     forced(5, 1, 3, 6, 2)
     loader = DataLoader(

@@ -1,0 +1,26 @@
+"""Which parameters of a test run in ``make test``, and which only in ``make test-slow``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+__all__ = ["mostly_slow"]
+
+
+def mostly_slow(values: Iterable[Any], quick: int = 1) -> list[Any]:
+    """Parameters of which only the first are quick, where all of them would take long.
+
+    Args:
+        values: The parameters, those first that find most; a tuple where there are several names.
+        quick: How many run in ``make test``.
+    """
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=[] if number < quick else [pytest.mark.slow],
+        )
+        for number, value in enumerate(values)
+    ]
