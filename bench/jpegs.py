@@ -1,20 +1,28 @@
-"""The most common job: decode JPEGs, crop, flip, normalise, with two worker processes and nothing else to do."""
+"""The most common job: decode JPEGs, crop, flip, normalise, with two workers and nothing else to do."""
 
 from __future__ import annotations
 
+import argparse
 import io
+import math
 import random
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from sklearn.datasets import load_sample_images
 from torch.utils.data import Dataset
 
-from bench.harness import report
+from bench.harness import environments, report
 from bench.harness.datasets import Sample
-from bench.harness.loaders import STANDARD
-from bench.harness.suite import Row, measure
+from bench.harness.environments import PeerMissingError, TrialFailedError
+from bench.harness.loaders import STANDARD, Contender, minato_loader, named
+from bench.harness.suite import Row, RowResult, Spread, measure
 
 SIDES = (224, 640)
 """Width and height of a photograph, in pixels: between these, as downloaded photographs differ in size."""
@@ -22,7 +30,11 @@ QUALITY = 90
 CROP = 224
 SCALES, RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)
 """Area and aspect ratio of the crop, relative to the photograph: those of torchvision's RandomResizedCrop."""
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = np.array((0.485, 0.456, 0.406), np.float32)
+DEVIATION = np.array((0.229, 0.224, 0.225), np.float32)
+FILES = 256
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+"""An image: height, width, three colors."""
 
 
 class Photographs(Dataset[Sample]):
@@ -33,27 +45,88 @@ class Photographs(Dataset[Sample]):
     """
 
     def __init__(self, count: int) -> None:
+        from sklearn.datasets import load_sample_images
+
         self.count = count
         draw = random.Random(0)
         photographs = [Image.fromarray(each) for each in load_sample_images().images]
-        self.files = [_cut_out(draw.choice(photographs), draw) for _ in range(min(count, 256))]
+        self.files = [_cut_out(draw.choice(photographs), draw) for _ in range(min(count, FILES))]
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> Sample:
         draw = random.Random(index)
-        image = Image.open(io.BytesIO(self.files[index % len(self.files)])).convert("RGB")
-        image = image.resize((CROP, CROP), Image.Resampling.BILINEAR, _crop(image.size, draw))
-        if draw.random() < 0.5:
+        pixels = self.cropped(self.files[index % len(self.files)], draw)
+        return self.tensor(pixels, draw.random() < 0.5), index
+
+    def cropped(self, file: bytes, draw: random.Random) -> Any:
+        """A random part of the photograph, resized."""
+        image = Image.open(io.BytesIO(file)).convert("RGB")
+        return image.resize((CROP, CROP), Image.Resampling.BILINEAR, _crop(image.size, draw))
+
+    def tensor(self, image: Any, flipped: bool) -> torch.Tensor:
+        """The sample: float32, (3, 224, 224)."""
+        if flipped:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        pixels = np.asarray(image, np.float32) / 255
-        pixels = (pixels - np.float32(MEAN)) / np.float32(DEVIATION)
-        return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))), index
+        pixels = (np.asarray(image, np.float32) / 255 - MEAN) / DEVIATION
+        return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
     def content(self, index: int) -> Sample:
         """The same: all of it is work."""
         return self[index]
+
+
+class Draft(Photographs):
+    """PIL decodes no more pixels than the crop needs: at half, a quarter or an eighth of the size."""
+
+    def cropped(self, file: bytes, draw: random.Random) -> Any:
+        image = Image.open(io.BytesIO(file))
+        width, height = image.size
+        box = _crop(image.size, draw)
+        image.draft("RGB", _needed(width, height, box))
+        scale = image.size[0] / width
+        part = tuple(scale * side for side in box)
+        return image.convert("RGB").resize((CROP, CROP), Image.Resampling.BILINEAR, part)
+
+
+class Simplejpeg(Photographs):
+    """simplejpeg (libjpeg-turbo) decodes at the scale that the crop needs, OpenCV resizes and flips."""
+
+    def cropped(self, file: bytes, draw: random.Random) -> Any:
+        import cv2
+        import simplejpeg
+
+        height, width, _, _ = simplejpeg.decode_jpeg_header(file)
+        box = _crop((width, height), draw)
+        least_width, least_height = _needed(width, height, box)
+        pixels = simplejpeg.decode_jpeg(file, min_width=least_width, min_height=least_height)
+        scale = pixels.shape[1] / width
+        left, top = (int(scale * side) for side in box[:2])
+        right, bottom = (math.ceil(scale * side) for side in box[2:])
+        return cv2.resize(pixels[top:bottom, left:right], (CROP, CROP))
+
+    def tensor(self, image: Any, flipped: bool) -> torch.Tensor:
+        import cv2
+
+        if flipped:
+            image = cv2.flip(image, 1)
+        sample = np.empty((3, CROP, CROP), np.float32)
+        for plane, color, mean, deviation in zip(
+            sample, cv2.split(image), MEAN, DEVIATION, strict=True
+        ):
+            np.multiply(color, 1 / (255 * deviation), out=plane)
+            plane -= mean / deviation
+        return torch.from_numpy(sample)
+
+
+class Bytes(Simplejpeg):
+    """The same, left as bytes with the colors last; the training step normalises on its device."""
+
+    def tensor(self, image: Any, flipped: bool) -> torch.Tensor:
+        import cv2
+
+        return torch.from_numpy(cv2.flip(image, 1) if flipped else image)
 
 
 def _cut_out(photograph: Image.Image, draw: random.Random) -> bytes:
@@ -73,36 +146,151 @@ def _crop(size: tuple[int, int], draw: random.Random) -> tuple[int, int, int, in
     return left, top, left + width, top + height
 
 
-ROW = Row(
-    name="jpegs",
-    title="JPEGs decoded, cropped, flipped and normalised, batch 32, 2 workers",
-    make=Photographs,
-    samples=2048,
-    short_samples=64,
-    batch_size=32,
-    workers=2,
-    epochs=2,
+def _needed(width: int, height: int, box: tuple[int, int, int, int]) -> tuple[int, int]:
+    """The smallest width and height at which the crop still has 224 pixels; no more than the photograph has."""
+    left, top, right, bottom = box
+    return (
+        min(width, math.ceil(width * CROP / (right - left))),
+        min(height, math.ceil(height * CROP / (bottom - top))),
+    )
+
+
+def _row(name: str, title: str, make: type[Photographs], *more: Contender) -> Row:
+    return Row(
+        name=name,
+        title=f"{title}; batch 32, 2 workers",
+        make=make,
+        samples=2048,
+        short_samples=64,
+        batch_size=32,
+        workers=2,
+        epochs=2,
+        loaders=(*STANDARD, *(each.name for each in more)),
+        unit="samples/s",
+    )
+
+
+THREADS = Contender(
+    "minato-threads", "minato, workers='thread'", minato_loader(workers="thread"), keeps_order=True
 )
+CONTENDERS = {**STANDARD, **named(THREADS)}
+ROWS = {
+    row.name: row
+    for row in (
+        _row("pil", "PIL decodes and resizes, float32", Photographs),
+        _row("draft", "the same with Image.draft before decoding", Draft),
+        _row("simplejpeg", "simplejpeg decodes, OpenCV resizes, float32", Simplejpeg, THREADS),
+        _row("uint8", "the same as uint8, colors last", Bytes, THREADS),
+    )
+}
+TURBO = "turboloader==2.39.0"
+NATIVE_EPOCHS, TURBO_LIMIT_S = 3, 300.0
 HEAD = """\
 # JPEGs: the most common job
 
-Written by `python -m bench.jpegs`: JPEGs are decoded, cropped, flipped and normalised, with two worker processes and
-nothing else to do. All loaders get the same dataset object; everything else stays at its default. Loaders take turns;
-every sample is checked. Figures are medians of {repeats} repeats, with the minimum and maximum in brackets. *Ideal*:
-the calls of `dataset[i]` alone, divided by the workers.
-
-## Result
+Written by `python -m bench.jpegs`: JPEGs are decoded, cropped, flipped and normalised, with two workers and nothing
+else to do. The JPEGs are cut-outs of two real photographs, 224 to 640 pixels on a side, in memory; a random crop is
+resized to 224 × 224. Each table decodes in another way; [Photographs](../how-to/photos.md) shows the code. All loaders
+get the same dataset object; everything else stays at its default. Loaders take turns; every sample is checked. Figures
+are medians of {repeats} repeats, with the minimum and maximum in brackets. *Ideal*: the calls of `dataset[i]` alone,
+divided by the workers.
 """
+NATIVE = """\
+## A native pipeline
+
+[TurboLoader](https://github.com/ALJainProjects/TurboLoader) reads the same files from a TAR archive. It decodes,
+crops, flips and normalises in threads of its own, with its own random numbers; samples are counted, not compared.
+Images per second of the epochs after the first; one run after each table above.
+"""
+
+
+def overview(results: Sequence[RowResult]) -> str:
+    """Images per second of each way to decode, with each loader."""
+    lines = []
+    for result in results:
+        found = {name: result.figures(name).speed.median for name in result.trials}
+        cells = [f"{found[name]:.0f}" if name in found else "" for name in CONTENDERS]
+        title = result.row.title.partition(";")[0]
+        lines.append([title, f"{result.ideal_speed.median:.0f}", *cells])
+    return report.table(
+        ["images/s", "*ideal*", *(each.label for each in CONTENDERS.values())], lines
+    )
+
+
+def archive(folder: Path, count: int) -> Path:
+    """The photographs as a TAR archive."""
+    path = folder / "photographs.tar"
+    files = Photographs(count).files
+    with tarfile.open(path, "w") as tar:
+        for number in range(count):
+            member = tarfile.TarInfo(f"{number:06}.jpg")
+            member.size = len(files[number % len(files)])
+            tar.addfile(member, io.BytesIO(files[number % len(files)]))
+    return path
+
+
+def native(path: Path, count: int) -> list[float]:
+    """Images per second of TurboLoader's epochs after the first."""
+    python = environments.interpreter("turboloader", ["pillow", TURBO])
+    found = environments.run_in(
+        python, "bench.jpegs", ["--trial", str(path), str(count)], TURBO_LIMIT_S
+    )
+    return [reading["images/s"] for reading in found]
+
+
+def trial(path: str, count: int) -> None:
+    """In TurboLoader's environment: read the archive in some epochs."""
+    import turboloader
+
+    loader = turboloader.DataLoader(
+        path,
+        32,
+        num_workers=2,
+        image_size=CROP,
+        output_format="pytorch",
+        shuffle=True,
+        train_aug=True,
+        transform=turboloader.ImageNetNormalize(),
+    )
+    for epoch in range(NATIVE_EPOCHS):
+        loader.set_epoch(epoch)
+        begun_s = time.perf_counter()
+        seen = sum(len(batch) for batch in loader)
+        taken_s = time.perf_counter() - begun_s
+        if seen != count:
+            raise AssertionError(f"{seen} of {count} images")
+        if epoch:
+            environments.tell({"images/s": count / taken_s})
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    options = report.parser("bench.jpegs", __doc__ or "", 5).parse_args(arguments)
+    parser = report.parser("bench.jpegs", __doc__ or "", 5, ROWS)
+    parser.add_argument("--trial", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.trial:
+        trial(options.trial[0], int(options.trial[1]))
+        return 0
     repeats = report.repeats_of(options)
     page = report.Page("jpegs", options.out)
     page.add(HEAD.format(repeats=repeats))
-    row = ROW.short() if options.short else ROW
-    page.add(report.details(measure([row], STANDARD, repeats, page.say)[0], STANDARD))
+    results: list[RowResult] = []
+    speeds: list[float] = []
+    note = "TurboLoader is left out of a smoke run."
+    with tempfile.TemporaryDirectory() as folder:
+        path = archive(Path(folder), ROWS["pil"].samples)
+        for row in [ROWS[name] for name in options.rows]:
+            sized = row.short() if options.short else row
+            results += measure([sized], CONTENDERS, repeats, page.say)
+            if options.short:
+                continue
+            try:
+                speeds += native(path, row.samples)
+            except (PeerMissingError, TrialFailedError) as error:
+                note = f"TurboLoader did not run: {error}."
+    page.add("## Images per second\n", overview(results))
+    page.add(NATIVE, f"{report.spread_text(Spread.of(speeds), 0)} images/s.\n" if speeds else note)
+    page.add("## All figures\n", *(report.details(result, CONTENDERS) for result in results))
     page.finish()
     return 0
 
