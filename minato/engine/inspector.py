@@ -82,6 +82,7 @@ class Inspector:
 
     def _setup(self) -> Setup:
         """What a report says about the loader itself."""
+        from minato.observe.report.decoding import uses_pil
         from minato.observe.report.figures import Setup
 
         spec = self._spec if self._session is None else self._session.pooled(self._spec)
@@ -103,6 +104,7 @@ class Inspector:
             pin_memory=spec.pin_memory,
             cores=available_cores(whole_node=options.shared_pool is not None),
             name=options.name,
+            uses_pil=uses_pil([spec.dataset, *spec.transforms.steps]),
         )
 
     def live(self) -> Live:

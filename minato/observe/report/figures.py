@@ -301,6 +301,7 @@ class Setup:
     pin_memory: bool = _figure("yes or no", "whether batches are copied to pinned memory")
     cores: float = _figure("cores", "available to this process")
     name: str = _figure("name", "of the loader")
+    uses_pil: bool = _figure("yes or no", "whether the dataset or a transform decodes with PIL")
 
 
 @dataclass(frozen=True)

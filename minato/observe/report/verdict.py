@@ -222,15 +222,14 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdic
     speedup = costs.speedup(now, costs.work - saved)
     if setup.num_workers == 0:
         speedup = costs.whole / max(costs.whole - saved, 1e-9)
-    return Verdict(
-        largest.kind,
-        stage,
-        summary,
-        tuple(evidence),
-        f"Optimize {stage}, or precompute it; the estimate assumes half of its cost.",
-        None,
-        speedup,
-    )
+    advice = f"Optimize {stage}, or precompute it; the estimate assumes half of its cost."
+    if setup.uses_pil and largest.kind != "collate":
+        advice = (
+            "Photographs: have PIL decode fewer pixels (Image.draft), or decode with libjpeg-turbo, resize with OpenCV "
+            "and return uint8; the page Photographs of the documentation has the code. The estimate assumes half of "
+            "the cost."
+        )
+    return Verdict(largest.kind, stage, summary, tuple(evidence), advice, None, speedup)
 
 
 def _workers_idle(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:

@@ -26,7 +26,7 @@ from minato.observe.report.figures import (
 from minato.observe.report.verdict import judge
 from tests.datasets import Filled, Numbers, Sleepy
 
-SETUP = Setup(2, "process", "strict", True, 8, 1, True, None, False, False, 8.0, "numbers")
+SETUP = Setup(2, "process", "strict", True, 8, 1, True, None, False, False, 8.0, "numbers", False)
 
 
 def stages(**shares: float) -> tuple[Stage, ...]:
@@ -135,6 +135,14 @@ def test_the_dearest_stage_where_all_cores_are_in_use(
     share = max(each.share for each in parts)
     assert found.speedup == pytest.approx(1 / (1 - share / 2))
     assert stage in found.advice
+
+
+@pytest.mark.parametrize("largest", ["dataset", "Crop", "collate"])
+def test_photographs_that_pil_decodes(largest: str) -> None:
+    parts = stages(**{"dataset": 0.1, "Crop": 0.1, "collate": 0.1, largest: 0.8})
+    found = verdict({"uses_pil": True}, on_core=0.9, cores=1.0, parts=parts)
+    assert found.stage == largest
+    assert ("libjpeg-turbo" in found.advice) == (largest != "collate")
 
 
 def test_a_source_that_is_waited_for() -> None:
