@@ -278,7 +278,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """End all workers and free their memory, as the end of a ``with`` block does; a second call does nothing.
 
         ``next()`` of an iterator whose epoch is not over raises RuntimeError afterwards. The loader itself can be used
-        again: ``iter()`` starts new workers. Reports stay available, and batches in use stay valid.
+        again: ``iter()`` starts new workers. Reports stay available, and batches in use stay valid. The port of
+        ``metrics_address`` is free until then.
         """
         _log.debug("%r is closed", self)
         for each in self._open_iterators:
@@ -286,6 +287,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             end = getattr(iterator, "close", None) or getattr(iterator, "_shutdown_workers", None)
             if end is not None:  # torch's own iterator of a data pipe without workers has neither
                 end()
+        self._inspector().close_views()
         self._open_iterators = []
         self._iterator = None
         self._engines = self._engines.fresh()

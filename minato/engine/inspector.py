@@ -161,6 +161,16 @@ class Inspector:
         if address is not None or self._spec.options.stats == "gpu":
             self.watch_gpus()
 
+    def close_views(self) -> None:
+        """Close the metrics endpoint, unless other loaders use it; the next ``open_views`` opens it again."""
+        epoch_log = self._history.epoch_log
+        if epoch_log is None or not epoch_log.observers:
+            return
+        from minato.observe.monitor.prometheus import LoaderMetrics
+
+        for each in [each for each in epoch_log.observers if isinstance(each, LoaderMetrics)]:
+            epoch_log.observers.remove(each)  # the endpoint ends with the last of them
+
     def _keep_for_exit(self, epoch_log: EpochLog) -> None:
         """Have a report printed or written when the process ends, if ``minato run`` or the environment asks for it."""
         path = environment("MINATO_REPORT")

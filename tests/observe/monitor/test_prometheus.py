@@ -55,6 +55,35 @@ def assert_nothing_listens(url: str) -> None:
     assert not [each for each in threading.enumerate() if each.name == "minato-metrics"]
 
 
+def test_a_closed_loader_frees_the_address_until_it_is_used_again() -> None:
+    with loader_of(metrics_address=0) as loader:
+        list(loader)
+        url = loader.metrics_url
+        assert url is not None
+        fetched(url)
+    assert loader.metrics_url is None
+    assert_nothing_listens(url)
+    loader.close()
+    list(loader)
+    assert of(fetched(loader.metrics_url), "minato_batches_total") == 12  # of both epochs
+    loader.close()
+
+
+def test_a_closed_loader_leaves_the_address_to_others() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    first, second = (loader_of(metrics_address=port) for _ in range(2))
+    list(first)
+    list(second)
+    url = second.metrics_url
+    assert url is not None
+    assert first.metrics_url == url
+    first.close()
+    assert of(fetched(url), "minato_batches_total") == 6
+    second.close()
+    assert_nothing_listens(url)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_figures_while_it_runs_and_afterwards(num_workers: int) -> None:
     loader = loader_of(num_workers=num_workers, metrics_address=0)
