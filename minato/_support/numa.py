@@ -121,10 +121,9 @@ def place_pages(memory: np.ndarray[Any, Any], nodes: tuple[int, ...]) -> bool:
 def _node_of_gpu(device: torch.device) -> int | None:
     """The NUMA node of a CUDA device; None if NVML or the kernel does not know it."""
     index: int | None = device.index
+    # Only then: the call would initialize CUDA before workers are forked.
     if index is None and torch.cuda.is_initialized():
-        index = (
-            torch.cuda.current_device()
-        )  # only then, as it would initialize CUDA before workers are forked
+        index = torch.cuda.current_device()
     if device.type != "cuda" or index is None:
         return None
     import pynvml
