@@ -22,7 +22,7 @@ from bench.harness import environments, report
 from bench.harness.datasets import Sample
 from bench.harness.environments import PeerMissingError, TrialFailedError
 from bench.harness.loaders import STANDARD, Contender, minato_loader, named
-from bench.harness.suite import Row, RowResult, Spread, measure
+from bench.harness.suite import Row, RowResult, measure
 
 SIDES = (224, 640)
 """Width and height of a photograph, in pixels: between these, as downloaded photographs differ in size."""
