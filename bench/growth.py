@@ -242,11 +242,14 @@ def _private(pid: int, files: bool) -> int:
     return 1024 * sum(int(fields[name].split()[0]) for name in names)
 
 
+ROWS = ("curves", "first_batch", "memory")
 FRESH: dict[str, Callable[..., float]] = {"first_batch": first_batch, "memory": memory}
 """What is measured in a process of its own, because what ran before would change it."""
 
 
-def fresh(what: str, cases: Sequence[tuple[str, ...]], repeats: int) -> dict[tuple[str, ...], str]:
+def fresh(
+    what: str, cases: Sequence[tuple[str, ...]], repeats: int, say: Callable[[str], None]
+) -> dict[tuple[str, ...], str]:
     """Run one of ``FRESH`` for each case and loader, loaders in turn; returns median and range as text."""
     found: dict[tuple[str, ...], list[float]] = {}
     for case in cases:
@@ -259,14 +262,19 @@ def fresh(what: str, cases: Sequence[tuple[str, ...]], repeats: int) -> dict[tup
                 raise RuntimeError(f"{what} of {loader} failed:\n{ended.stderr}")
             value = float(json.loads(ended.stdout.splitlines()[-1]))
             found.setdefault((*case, loader), []).append(value)
+            say(f"{what} {' '.join(case)} {loader}: {value:.0f}")
     return {key: report.spread_text(values, 0) for key, values in found.items()}
 
 
 def fresh_table(
-    what: str, columns: list[str], cases: Sequence[tuple[str, ...]], repeats: int
+    what: str,
+    columns: list[str],
+    cases: Sequence[tuple[str, ...]],
+    repeats: int,
+    say: Callable[[str], None],
 ) -> str:
     """The same as a table with a column per loader."""
-    found = fresh(what, cases, repeats)
+    found = fresh(what, cases, repeats, say)
     lines = [[*case, *(found[(*case, name)] for name in CONTENDERS)] for case in cases]
     return report.table([*columns, *(one.label for one in CONTENDERS.values())], lines)
 
@@ -289,7 +297,7 @@ def draw(found: dict[str, dict[str, Points]], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    parser = report.parser("bench.growth", __doc__ or "", 3)
+    parser = report.parser("bench.growth", __doc__ or "", 3, ROWS)
     parser.add_argument("--fresh", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.fresh:
@@ -298,26 +306,29 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(FRESH[what](*values)))
         return 0
     repeats = report.repeats_of(options)
-    page = report.Page("growth", options.out or (None if options.short else record.PAGES))
+    whole = options.rows == [*ROWS] and not options.short
+    page = report.Page("growth", options.out or (record.PAGES if whole else None))
     page.add(HEAD.format(repeats=repeats))
     found = {}
-    for curve in CURVES:
+    for curve in CURVES if "curves" in options.rows else ():
         sizes = curve.sizes[:2] if options.short else curve.sizes
         found[curve.name] = points_of(curve, sizes, repeats, page.say)
         page.add(curve_table(curve, found[curve.name]))
     few = 1 if options.short else None
     starts = [(str(workers), method) for method in METHODS[:few] for workers in WORKERS[:few]]
-    page.add(
-        "## Cold first batch\n",
-        "Milliseconds from building the loader, in a fresh process, to its first batch of 8 samples.\n",
-        fresh_table("first_batch", ["workers", "start method"], starts, repeats),
-    )
-    sizes_of = [("4", str(nbytes)) for nbytes in SAMPLE_BYTES[:few]]
-    page.add(
-        f"## Memory\n\n{MEMORY}",
-        fresh_table("memory", ["workers", "bytes of a sample"], sizes_of, repeats),
-    )
-    page.finish(lambda path: draw(found, path))
+    if "first_batch" in options.rows:
+        page.add(
+            "## Cold first batch\n",
+            "Milliseconds from building the loader, in a fresh process, to its first batch of 8 samples.\n",
+            fresh_table("first_batch", ["workers", "start method"], starts, repeats, page.say),
+        )
+    if "memory" in options.rows:
+        sizes_of = [("4", str(nbytes)) for nbytes in SAMPLE_BYTES[:few]]
+        page.add(
+            f"## Memory\n\n{MEMORY}",
+            fresh_table("memory", ["workers", "bytes of a sample"], sizes_of, repeats, page.say),
+        )
+    page.finish((lambda path: draw(found, path)) if found else None)
     return 0
 
 
