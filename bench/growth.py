@@ -321,8 +321,8 @@ def main(arguments: list[str] | None = None) -> int:
     if "first_batch" in options.rows:
         page.add(
             "## Cold first batch\n",
-            "Milliseconds from building the loader to its first batch of 8 samples, in a fresh process that has imported "
-            "torch and minato.\n",
+            "Milliseconds from building the loader to its first batch of 8 samples, in a fresh process that has "
+            "imported torch and minato.\n",
             fresh_table("first_batch", ["workers", "start method"], starts, repeats, page.say),
         )
     if "memory" in options.rows:

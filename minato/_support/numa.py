@@ -52,6 +52,10 @@ class NumaPlacement:
         gpu_node = None if device is None else _node_of_gpu(device)
         return cls(spread(num_workers, nodes), tuple(nodes) if gpu_node is None else (gpu_node,))
 
+    def place_pages(self, memory: np.ndarray[Any, Any]) -> None:
+        """Have the pages of the batches' memory come from ``memory_nodes``, in whatever process writes them first."""
+        place_pages(memory, self.memory_nodes)
+
     def enter(self, number: int) -> None:
         """Let this process, worker ``number``, run on its cores only; its own memory then lies on their node."""
         with contextlib.suppress(

@@ -11,7 +11,6 @@ from minato._core.clock import now_ns
 from minato._core.codes import FAILED, STATES
 from minato._support import pickling
 from minato._support.exceptions import Postponed, not_the_end
-from minato._support.numa import place_pages
 from minato.batching.arena import Arena
 from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.reader import BatchReader
@@ -106,7 +105,7 @@ class Engine:
         self.arena = arena
         self._history = history
         if worker.placement is not None:
-            place_pages(arena.segment.array, worker.placement.memory_nodes)
+            worker.placement.place_pages(arena.segment.array)
         self._cost_history = _cost_history(plan, history)
         state = _shared_state(plan)
         state.active.set_count(worker.count)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from minato._core.limits import explaining_limits
 from minato._core.seeding import mix
-from minato._support.numa import NumaPlacement
 from minato._system import local_ranks, recent_available_memory_bytes
 from minato.engine.spec import LoaderSpec
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
@@ -24,6 +23,9 @@ from minato.scheduling.orders import Order, make_order
 from minato.scheduling.slow_threshold import SlowThresholdSettings
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureHandler, FailureLog
+
+if TYPE_CHECKING:
+    from minato._support.numa import NumaPlacement
 
 __all__ = ["Pipeline", "Plan", "WorkerPlan"]
 
@@ -265,7 +267,7 @@ class Plan:
             fetching=options.fetch_concurrency,
             measure=bool(options.stats),
             tracks=tracks,
-            placement=NumaPlacement.of(most_workers, options.target) if options.affinity else None,
+            placement=_placement(options, most_workers),
         )
         pool = PoolSettings(
             first=num_workers,
@@ -337,6 +339,14 @@ class Plan:
             and not worker.round_robin
             and worker.dataset_states is None
         )
+
+
+def _placement(options: Options, num_workers: int) -> NumaPlacement | None:
+    if options.affinity is None:
+        return None
+    from minato._support.numa import NumaPlacement
+
+    return NumaPlacement.of(num_workers, options.target)
 
 
 def _order(options: Options) -> Order:
