@@ -66,6 +66,9 @@ LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/behaviour/
 # Ray changes the process that it runs in: signal handlers, threads.
 RAY := tests/ray
 
+# Tests start hundreds of interpreters: each would compile again what it imports, if bytecode were not kept.
+test test-slow test-pure: export PYTHONDONTWRITEBYTECODE :=
+
 # Each process takes a contiguous share of the tests, so that most fixtures of a module are made once.
 PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist worksteal
 

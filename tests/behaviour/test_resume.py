@@ -607,7 +607,7 @@ STREAMS = [Shared, Drawing, Steps, Cursors, Both]
 
 
 @pytest.mark.parametrize("drop_last", mostly_slow([False, True]))
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("num_workers", mostly_slow([3, 0, 1]))
 @pytest.mark.parametrize("stream", STREAMS)
 def test_iterable_datasets(stream: Any, num_workers: int, drop_last: bool) -> None:
     if stream is Drawing and num_workers == 0:
@@ -721,7 +721,7 @@ def test_a_state_is_asked_for_as_often_as_it_may_be_wanted(
     assert times <= asked <= times + (1 if num_workers else 0)
 
 
-@pytest.mark.parametrize("every", [2, 3, None])
+@pytest.mark.parametrize("every", mostly_slow([3, 2, None]))
 @pytest.mark.parametrize("stream", [Steps, Cursors, Both])
 def test_rarer_snapshots_resume_at_the_same_batch(stream: Any, every: int | None) -> None:
     def loader() -> Any:
@@ -786,7 +786,6 @@ class Around(Shared):
             {"num_workers": 1, "persistent_workers": True},
             {"num_workers": 2, "persistent_workers": True, "snapshot_every_n_steps": None},
         ],
-        quick=2,
     ),
 )
 @pytest.mark.parametrize("stream", [Shared, Steps, Cursors, Anew, Around])

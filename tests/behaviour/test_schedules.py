@@ -117,7 +117,7 @@ def name(shape: dict[str, Any]) -> str:
     return "-".join(str(value) for value in shape.values())
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=name)
+@pytest.mark.parametrize("shape", mostly_slow(SHAPES, quick=3), ids=name)
 @pytest.mark.parametrize(
     "dataset", mostly_slow([Drawn(), Shared(23), Uneven()]), ids=lambda d: type(d).__name__
 )

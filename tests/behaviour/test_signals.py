@@ -260,7 +260,7 @@ class Stuck:
 @pytest.mark.parametrize("number", mostly_slow([signal.SIGINT, signal.SIGTERM]))
 @pytest.mark.parametrize(
     "options",
-    [{}, {"persistent_workers": True}, {"workers": "thread"}],
+    mostly_slow([{}, {"persistent_workers": True}, {"workers": "thread"}]),
     ids=["processes", "persistent", "threads"],
 )
 def test_a_signal_while_a_dropped_iterator_ends_its_workers(

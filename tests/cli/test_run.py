@@ -89,7 +89,6 @@ def test_a_module_runs(folder: Path) -> None:
             ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
             ("import atexit; atexit.register(print, 'last')", 0, ""),
         ],
-        quick=2,
     ),
 )
 def test_the_exit_status_is_that_of_the_script(
@@ -122,6 +121,7 @@ def test_reports_are_written_for_a_job_that_cannot_be_edited(tmp_path: Path, ran
         assert [each["run"]["throughput"]["samples"] for each in reports] == [8, 8]
 
 
+@pytest.mark.slow
 def test_a_report_in_text_names_loaders_that_are_not_shown(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN.format(place="minato", names="range(34)"))
     done = run(tmp_path, "train.py", MINATO_REPORT="report.txt")
@@ -130,6 +130,7 @@ def test_a_report_in_text_names_loaders_that_are_not_shown(tmp_path: Path) -> No
     assert text.endswith("minato: 2 earlier loaders are not shown\n")
 
 
+@pytest.mark.slow
 def test_other_files_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN.format(place="minato", names=[1, 2]))
     (tmp_path / "data.json").write_text('{"mine": 1}')
@@ -140,6 +141,7 @@ def test_other_files_are_not_overwritten(tmp_path: Path) -> None:
     assert "MinatoWarning: a loader is not traced: MINATO_TRACE='data.json'" in done.stderr
 
 
+@pytest.mark.slow
 def test_each_loader_is_traced_in_a_file_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN.format(place="torch.utils.data", names=[1, 2]))
     done = run(tmp_path, "-m", "minato", "run", "train.py", MINATO_TRACE="run.json")
@@ -149,6 +151,7 @@ def test_each_loader_is_traced_in_a_file_of_its_own(tmp_path: Path) -> None:
         assert '"training loop"' in path.read_text()
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_without_the_variables(tmp_path: Path) -> None:
     script = PLAIN.format(place="minato", names=[1]) + (
         "import sys\nprint('minato.observe.report' in sys.modules)"

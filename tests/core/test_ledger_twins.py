@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 
 from minato._core import codes
 from tests.core.ledger_tools import LAYOUT, SLOT, Desk
+from tests.selection import mostly_slow
 
 TWIN = "ledger"
 
@@ -328,7 +329,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", mostly_slow(range(6), quick=2))
 def test_a_long_random_walk(twins: tuple[ModuleType, ModuleType], seed: int) -> None:
     """The same operations, as often as a loader performs them: thousands, with few kills and cancels between."""
     draw = random.Random(seed)

@@ -104,6 +104,7 @@ def test_no_wake_up_is_lost_between_two_processes(
     reap(pid, children)
 
 
+@pytest.mark.slow
 def test_no_wake_up_is_lost_between_many_notifiers_and_sleepers(
     twin: ModuleType, memory: mmap.mmap, children: list[int]
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.model.explore import Memory, Process, Report, add, explore, load, peek, start, store
 from tests.model.ledger import Ledger, Setting
 from tests.model.mutations import LARGE_MUTATIONS, MUTATIONS
+from tests.selection import mostly_slow
 
 SETTINGS = {
     "the gate, a kill, delayed stores": Setting(((1,),), whole_gate=False, buffered=True),
@@ -83,7 +84,9 @@ def test_every_interleaving_of_a_larger_setting(setting: Setting) -> None:
     test_every_interleaving_delivers_everything_once(setting)
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+@pytest.mark.parametrize(
+    "mutation", mostly_slow(MUTATIONS, quick=3), ids=lambda mutation: mutation.__name__
+)
 def test_mistakes_are_found(mutation: type[Ledger]) -> None:
     report = play(mutation(MUTATIONS[mutation]))
     assert report.fault is not None

@@ -34,6 +34,7 @@ from tests.parity.harness import (
     without_worker,
 )
 from tests.parity.material import identity
+from tests.selection import mostly_slow
 
 # ---- types of the user ----------------------------------------------------------------------
 
@@ -444,7 +445,7 @@ def made_of(collate_fn: Any, names: list[str], make: Any, workers: int = 0) -> A
     return {name: attempt(lambda: next(iterator)) for name in names}
 
 
-@pytest.mark.parametrize("how", CONVERSIONS)
+@pytest.mark.parametrize("how", mostly_slow(CONVERSIONS, quick=2))
 def test_collate_fn_may_return_anything(how: str) -> None:
     collate_fn = CONVERSIONS[how]
     quietly(lambda: made_of(collate_fn, ARRIVES, TorchLoader))

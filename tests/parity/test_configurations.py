@@ -78,6 +78,7 @@ def test_threads(share: float, sizes: tuple[int, ...]) -> None:
     check(configurations.compare_in_threads, (1, 2), sizes, 20 * share)
 
 
+@pytest.mark.slow
 def test_processes_that_are_not_forked(share: float) -> None:
     def compare(configuration: Configuration) -> None:
         if configuration.multiprocessing_context is None:

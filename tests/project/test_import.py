@@ -219,6 +219,7 @@ def test_pure_core_on_demand() -> None:
     assert [name for name in ours if name.endswith("_c")] == []
 
 
+@pytest.mark.slow
 @needs_extensions
 def test_no_more_is_imported_than_is_used(tmp_path: Path) -> None:
     program = tmp_path / "program.py"

@@ -263,6 +263,7 @@ def test_twins_agree(name: str) -> None:
     assert differences == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)  # all of the core is translated, on however many cores are free
 def test_cython_has_no_performance_hint(tmp_path: Path) -> None:
     script = "import sys, setup; setup.extensions(build_dir=sys.argv[1], force=True)"

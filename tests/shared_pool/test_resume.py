@@ -17,6 +17,7 @@ from minato.sampling.coverage import Progress, remaining_batches
 from minato.shared_pool import session
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Filled, Numbers, flat, indices
 from tests.delivery.recorder import Recorder
+from tests.selection import mostly_slow
 from tests.shared_pool.jobs import Failure, Job, run
 
 pytestmark = [
@@ -68,7 +69,9 @@ def expected(rank: int, epoch: int) -> list[list[int]]:
     return list(BatchSampler(sampler, 4, drop_last=False))
 
 
-@pytest.mark.parametrize(("order", "persistent"), [*zip(ORDERS, [True, False] * 2, strict=True)])
+@pytest.mark.parametrize(
+    ("order", "persistent"), mostly_slow(zip(ORDERS, [True, False] * 2, strict=True), quick=2)
+)
 def test_what_is_left_is_the_rest_of_the_epoch(order: str, persistent: bool) -> None:
     arguments = {"order": order, "persistent_workers": persistent}
     got: list[list[Any]] = [[], []]

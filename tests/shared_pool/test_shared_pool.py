@@ -30,6 +30,7 @@ from tests.datasets import (
     flat,
     indices,
 )
+from tests.selection import mostly_slow
 from tests.shared_pool.jobs import Failure, Job, run, until
 
 pytestmark = [
@@ -88,7 +89,7 @@ def test_ranks_of_other_nodes_have_their_own_part() -> None:
     assert run(program, 4, local=2) == [epochs[0] for epochs in expected(24, 3, 4, 1)[:2]]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", mostly_slow(ORDERS, quick=2))
 def test_together_they_get_each_index_once_and_as_many_batches(order: str) -> None:
     slow = {5: 0.05, 6: 0.05, 21: 0.08}
 

@@ -142,6 +142,7 @@ def test_a_killed_server_is_started_again() -> None:
     assert server_pid() not in (None, killed)
 
 
+@pytest.mark.slow
 def test_a_forked_child_of_the_program_starts_its_own() -> None:
     load()
     pid = os.fork()

@@ -81,7 +81,7 @@ def test_python_c(method: str) -> None:
     assert output("-c", DEFINITIONS + ITERATION.format(method=method)) == GOT
 
 
-@METHODS
+@pytest.mark.parametrize("method", mostly_slow(["forkserver", "spawn"]))
 @pytest.mark.parametrize("guarded", mostly_slow(["use", "all"]))
 def test_a_script(tmp_path: Path, method: str, guarded: str) -> None:
     script = tmp_path / "script.py"

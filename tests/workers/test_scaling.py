@@ -58,9 +58,7 @@ class Endless(Sleepy):
 
 
 @both_methods
-@pytest.mark.parametrize(
-    "order", mostly_slow(["strict", "arrival", "batch", "fast_first"], quick=2)
-)
+@pytest.mark.parametrize("order", mostly_slow(["strict", "arrival", "batch", "fast_first"]))
 def test_nothing_is_lost_while_workers_come_and_go(method, order, forced):
     forced(5, 1, 3, 6, 2)
     loader = DataLoader(
