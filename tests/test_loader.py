@@ -32,6 +32,7 @@ from tests.datasets import (
     wait_until,
     worker_number,
 )
+from tests.selection import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
@@ -64,7 +65,7 @@ THOROUGHLY = [
 
 
 @each(WORKERS)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", mostly_slow(ORDERS, quick=2))
 def test_every_sample_once_per_epoch(order: str, workers: dict[str, Any]) -> None:
     processes = workers["num_workers"] if "workers" not in workers else 0
     for size, drop_last, persistent in ROUGHLY if processes == 7 else THOROUGHLY:

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 import minato
 from minato.engine.worker_context import WorkerContext
 from minato.workers.worker import Worker
+from tests.selection import mostly_slow
 from tests.stress.kill_points import (
     CHANGING,
     LENGTH,
@@ -88,7 +89,7 @@ def epoch(loader: Any, at: int, after: bool) -> tuple[Counter[int], bool]:
     return got, was_interrupted
 
 
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", mostly_slow([True, False]))
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [

@@ -27,6 +27,7 @@ from tests.datasets import (
     tally,
     wait_until,
 )
+from tests.selection import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
@@ -75,7 +76,7 @@ def run(kind: Any, own_generator: bool, epochs: int, **options: Any) -> tuple[An
 
 
 @pytest.mark.parametrize("own_generator", [False, True], ids=["global", "own"])
-@pytest.mark.parametrize("options", STRICT.values(), ids=STRICT.keys())
+@pytest.mark.parametrize("options", mostly_slow(STRICT.values(), quick=2), ids=STRICT.keys())
 @each
 def test_strict_is_torchs_order_and_draws_what_torch_draws(
     workers: dict[str, Any], options: dict[str, Any], own_generator: bool

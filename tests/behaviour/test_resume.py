@@ -148,8 +148,8 @@ SAMPLERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("num_workers", mostly_slow([2, 0]))
+@pytest.mark.parametrize("sampler", mostly_slow(SAMPLERS, quick=7))
 def test_strict_gives_the_rest_of_the_same_batches(sampler: str, num_workers: int) -> None:
     def loader() -> Any:
         options = SAMPLERS[sampler]()

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, Sampler
 from minato import DataLoader, ErrorPolicy
 from minato.errors import SampleTimeoutError
 from tests.datasets import ORDERS, Numbers, flat
+from tests.selection import mostly_slow
 
 WORKERS = {
     "inline": {"num_workers": 0},
@@ -547,7 +548,7 @@ def deadly(samples: list[int]) -> torch.Tensor:
     return torch.tensor(samples)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", mostly_slow(ORDERS))
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_a_collate_fn_that_ends_its_process_is_named(order: str, on_error: str) -> None:
     loader = DataLoader(
@@ -577,7 +578,7 @@ def stuck_once(number: int) -> None:
         time.sleep(60)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", mostly_slow(["fork", "spawn"]))
 def test_a_worker_init_fn_that_hangs_is_ended(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

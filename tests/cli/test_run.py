@@ -110,6 +110,7 @@ def test_a_missing_script_is_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", mostly_slow([0, 1]))
 def test_reports_are_written_for_a_job_that_cannot_be_edited(tmp_path: Path, rank: int) -> None:
     (tmp_path / "train.py").write_text(PLAIN.format(place="minato", names=["a", "b"]))

@@ -23,6 +23,7 @@ import minato
 from tests.datasets import Numbers, three_draws
 from tests.parity.harness import each, generator_states, same_for_both, seed_everything
 from tests.parity.material import Drawing, DrawingStream, Stream, identity
+from tests.selection import mostly_slow
 
 # ---- the main process -----------------------------------------------------------------------
 
@@ -217,7 +218,7 @@ AUGMENTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dataset", [Drawing(13), DrawingStream(5)], ids=["map", "stream"])
-@pytest.mark.parametrize("name", AUGMENTED)
+@pytest.mark.parametrize("name", mostly_slow(AUGMENTED, quick=5))
 def test_augmentations_are_torchs_bit_for_bit(name: str, dataset: Any) -> None:
     options = {"batch_size": 2, **AUGMENTED[name]}
     stream = isinstance(dataset, DrawingStream)

@@ -383,6 +383,7 @@ def test_worker_that_is_stopped_again_and_again(how: str) -> None:
         next(iterator)
 
 
+@pytest.mark.slow
 def test_timeout() -> None:
     def case(make: Any) -> Any:
         iterator = iter(make(Slow([0.0, 0.0, 2.0, 0.0]), 1, num_workers=1, timeout=0.8))

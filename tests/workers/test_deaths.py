@@ -23,6 +23,7 @@ from minato.workers import supervision
 from minato.workers.current_sample import CurrentSample
 from minato.workers.supervision import UNREADABLE, RestartPolicy
 from tests.datasets import wait_until
+from tests.selection import mostly_slow
 
 
 class Drawing:
@@ -118,7 +119,7 @@ def killer() -> Iterator[Killer]:
     thread.join()
 
 
-@pytest.mark.parametrize("order", ["strict", "arrival"])
+@pytest.mark.parametrize("order", mostly_slow(["strict", "arrival"]))
 def test_random_kills_lose_nothing(order: str, killer: Killer) -> None:
     """Two epochs under fire deliver every sample once, with the content of a quiet run."""
     arguments: dict[str, Any] = {"batch_size": 8, "seed": 1, "order": order}
