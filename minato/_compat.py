@@ -18,12 +18,11 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import thread as executor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import context, forkserver, spawn
 from multiprocessing import process as process_module
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -415,8 +414,7 @@ def active_progress_bars(tqdm: Any) -> Any:
 # --- the table ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PrivateName:
+class PrivateName(NamedTuple):
     """A private name that minato uses.
 
     Attributes:

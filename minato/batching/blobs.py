@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from minato._compat import ExceptionWrapper
 from minato._core.codes import END_BLOB, ERROR_BLOB, SAMPLE_BLOB, STATE_BLOB
@@ -21,8 +20,7 @@ GetState = Callable[[], Any]
 """Returns the state of the worker's dataset."""
 
 
-@dataclass(frozen=True)
-class WriterSettings:
+class WriterSettings(NamedTuple):
     """Settings of one worker's writer.
 
     Attributes:

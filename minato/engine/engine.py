@@ -108,9 +108,9 @@ class Engine:
             worker.placement.place_pages(arena.segment.array)
         self._cost_history = _cost_history(plan, history)
         state = _shared_state(plan)
-        state.active.set_count(worker.count)
+        state.active.set_count(worker.most_workers)
         self.ledger = state.ledger
-        self.meters = [state.meters(number) for number in range(worker.count)]
+        self.meters = [state.meters(number) for number in range(worker.most_workers)]
         store = SharedStore(arena.segment) if worker.in_processes else LocalStore()
         context = WorkerContext(
             worker,
@@ -468,7 +468,7 @@ def _dispatcher_settings(plan: Plan) -> DispatcherSettings:
 def _shared_state(plan: Plan) -> SharedState:
     worker = plan.worker
     return SharedState.create(
-        num_workers=worker.count,
+        num_workers=worker.most_workers,
         records=_BATCH_RECORDS_IN_MAIN_PROCESS if worker.in_main_process else _BATCH_RECORDS,
         positions=max(_POSITIONS, 1 << (4 * plan.prefetch.largest_batch - 1).bit_length()),
         num_steps=len(worker.pipeline.transforms),
@@ -481,7 +481,7 @@ def _assignment(plan: Plan, state_of: Callable[[int], tuple[int, Any] | None]) -
     if not worker.round_robin:
         return AnyWorker()
     return RoundRobin(
-        worker.count,
+        worker.most_workers,
         in_order=worker.order.in_order,
         capacity=cast(int, plan.prefetch.batches),
         dataset_states=worker.dataset_states,

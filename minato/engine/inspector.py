@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
@@ -260,8 +259,7 @@ class Inspector:
             return sample
 
 
-@dataclass(frozen=True)
-class RunningSample:
+class RunningSample(NamedTuple):
     """A slow sample that a worker is still loading.
 
     Attributes:
@@ -277,8 +275,7 @@ class RunningSample:
     transform: str | None
 
 
-@dataclass(frozen=True)
-class SlowSamples:
+class SlowSamples(NamedTuple):
     """Which samples are slow, and where they are in the batches of one epoch.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -33,8 +33,7 @@ _SHARE_OF_MEMORY = 4
 """The default budget of all loaders of a node is available memory divided by this."""
 
 
-@dataclass(frozen=True)
-class Pipeline:
+class Pipeline(NamedTuple):
     """The steps from an index to a batch.
 
     Attributes:
@@ -68,14 +67,13 @@ class Pipeline:
         )
 
 
-@dataclass(frozen=True)
-class WorkerPlan:
+class WorkerPlan(NamedTuple):
     """The plan of a worker; travels to worker processes.
 
     Attributes:
         method: ``process``, ``thread`` or ``ray``.
         in_main_process: The only worker runs in the training process.
-        count: Largest number of workers.
+        most_workers: Largest number of workers.
         base_seed: torch's draw for the workers, or a seed that follows from ``seed=``.
         seeds_samples: Randomness is bound to each sample rather than to the worker.
         round_robin: Batch k is for worker k mod n, as in torch.
@@ -90,7 +88,7 @@ class WorkerPlan:
     pipeline: Pipeline
     method: str
     in_main_process: bool
-    count: int
+    most_workers: int
     init_fn: Callable[[int], None] | None
     base_seed: int
     seeds_samples: bool
@@ -145,8 +143,7 @@ class WorkerPlan:
         )
 
 
-@dataclass(frozen=True)
-class PoolSettings:
+class PoolSettings(NamedTuple):
     """Number and start of the workers, and what happens when one dies.
 
     Attributes:
@@ -164,8 +161,7 @@ class PoolSettings:
     ray_options: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class PrefetchSettings:
+class PrefetchSettings(NamedTuple):
     """Bounds of the batches in flight.
 
     Attributes:
@@ -185,8 +181,7 @@ class PrefetchSettings:
     to_device: int
 
 
-@dataclass(frozen=True)
-class FailureSettings:
+class FailureSettings(NamedTuple):
     """What happens to samples that raise or exceed the sample timeout.
 
     Attributes:
@@ -256,7 +251,7 @@ class Plan:
             pipeline=Pipeline.of(spec),
             method=options.worker_kind,
             in_main_process=spec.workers.count == 0,
-            count=max(most_workers, 1),
+            most_workers=max(most_workers, 1),
             init_fn=spec.workers.init_fn,
             base_seed=base_seed,
             seeds_samples=options.seeds_samples and not streams,
@@ -335,7 +330,7 @@ class Plan:
         """Whether workers may start one by one: their number is fixed, and no batch is for a particular one."""
         worker = self.worker
         return (
-            self.pool.first == worker.count
+            self.pool.first == worker.most_workers
             and not worker.round_robin
             and worker.dataset_states is None
         )

@@ -65,14 +65,14 @@ def make_pool(
         def in_thread(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
             if not activated(number, consumer_lives):
                 return None
-            with announced(number, work.count, work.base_seed, work.pipeline.dataset):
+            with announced(number, work.most_workers, work.base_seed, work.pipeline.dataset):
                 failure = initialise(work, number)
             return context.worker(
                 number, state, wrapped(f"worker thread {number}"), failure, BaseException
             )
 
         return ThreadPool(
-            work.count, make_worker=in_thread, ready=ready, stop=stop, may_leave=may_leave
+            work.most_workers, make_worker=in_thread, ready=ready, stop=stop, may_leave=may_leave
         )
     watchdog: SampleWatchdog | None = None
     if plan.failures.sample_timeout_s is not None:
@@ -84,7 +84,7 @@ def make_pool(
 
     def progress() -> int:
         # A worker that is killed before it has counted its samples has still delivered them in batches.
-        return wait_stats.delivered + sum(ledger.activity(i)[0] for i in range(work.count))
+        return wait_stats.delivered + sum(ledger.activity(i)[0] for i in range(work.most_workers))
 
     recover = WorkerRecovery(
         ledger=ledger,
@@ -109,7 +109,7 @@ def make_pool(
         spec = ActorSpec(
             work.pipeline.dataset,
             work.pipeline.transforms,
-            work.count,
+            work.most_workers,
             work.base_seed,
             work.init_fn,
         )
@@ -125,7 +125,7 @@ def make_pool(
         return ActorPool(
             group,
             recover,
-            work.count,
+            work.most_workers,
             make_worker=with_actor,
             ready=ready,
             stop=stop,
@@ -144,10 +144,10 @@ def make_pool(
     is_forked = processes is not plan.pool.context or processes.get_start_method() == "fork"
     settings = ProcessSettings(
         context=processes,
-        num_workers=work.count,
+        num_workers=work.most_workers,
         first=plan.pool.first,
         # A fork is fast. Other processes first import torch, which occupies a core.
-        max_starting=work.count if is_forked else max(int(available_cores()), 1),
+        max_starting=work.most_workers if is_forked else max(int(available_cores()), 1),
         target=run_worker_process,
         args=(context,),
     )

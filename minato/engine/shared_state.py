@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from minato._core.ledger import Ledger
 from minato._core.segment import Segment
@@ -17,8 +17,7 @@ _LINE = 64
 """Bytes of a cache line, to which the parts are aligned."""
 
 
-@dataclass(frozen=True)
-class SharedLayout:
+class SharedLayout(NamedTuple):
     """A segment and the offsets of its parts; travels to worker processes.
 
     Attributes:

@@ -259,7 +259,7 @@ def run_worker_process(number: int, context: WorkerContext) -> None:
     try:
         if plan.placement is not None:
             plan.placement.enter(number)
-        enter_worker_process(number, plan.count, plan.base_seed, plan.pipeline.dataset)
+        enter_worker_process(number, plan.most_workers, plan.base_seed, plan.pipeline.dataset)
         if context.stacks is not None:
             context.stacks.listen()
         state = SharedState.attach(context.layout)

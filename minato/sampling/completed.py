@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = ["NOTHING", "BatchPart", "Completed", "RankProgress", "Tally", "merged", "merged_ranks"]
@@ -48,8 +47,7 @@ class BatchPart(NamedTuple):
     hashes: int
 
 
-@dataclass(frozen=True)
-class Completed:
+class Completed(NamedTuple):
     """The part of an epoch that was complete when a state was taken.
 
     Attributes:

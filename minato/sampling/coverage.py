@@ -7,9 +7,8 @@ import itertools
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import index as as_integer
-from typing import Any
+from typing import Any, NamedTuple
 
 from minato._core.arrivals import Arrivals, sum_of_hashes
 from minato.errors import CoverageError
@@ -21,8 +20,7 @@ from minato.sampling.replay import OrderRecord
 __all__ = ["Coverage", "Progress", "index_hash", "remaining_batches"]
 
 
-@dataclass(frozen=True)
-class Coverage:
+class Coverage(NamedTuple):
     """Tallies of the indices that the sampler yielded in one epoch; of batches for an iterable dataset.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from minato._core.ledger import Ledger
 from minato.sampling.coverage import Progress
@@ -41,8 +41,7 @@ class IndexStore(Protocol):
         """Forget the indices at an offset."""
 
 
-@dataclass(frozen=True)
-class BatchStorage:
+class BatchStorage(NamedTuple):
     """The memory of open batches.
 
     Attributes:

@@ -6,8 +6,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
 from minato._core.ledger import Ledger
@@ -40,8 +39,7 @@ _SETTLING_S = 0.01
 _ALL_WORKERS = (1 << 31) - 1
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """The policies of a dispatcher.
 
     Attributes:
@@ -57,8 +55,7 @@ class Schedule:
     early_start: EarlyStart | None = None
 
 
-@dataclass(frozen=True)
-class DispatcherSettings:
+class DispatcherSettings(NamedTuple):
     """Options of a loader that a dispatcher needs.
 
     Attributes:

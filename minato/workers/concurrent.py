@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from minato._core.clock import now_ns
 from minato._core.histogram import Histogram
@@ -147,15 +147,13 @@ class _Lease:
     missing: int
 
 
-@dataclass(frozen=True)
-class _Raised:
+class _Raised(NamedTuple):
     """Stands for a held sample that raised."""
 
     error: BaseException
 
 
-@dataclass(frozen=True)
-class ConcurrentFetch:
+class ConcurrentFetch(NamedTuple):
     """How a worker reads several samples at once.
 
     Attributes:

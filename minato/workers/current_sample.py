@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from minato._core.codes import FIRST_COLLATED
 from minato._core.ledger import Ledger
@@ -23,8 +22,7 @@ _MOST_LISTED = 8
 """Number of indices of a batch that a message lists."""
 
 
-@dataclass(frozen=True)
-class CurrentSample:
+class CurrentSample(NamedTuple):
     """A sample that a worker runs.
 
     Attributes:
@@ -43,8 +41,7 @@ class CurrentSample:
     occurrence: int = 0
 
 
-@dataclass(frozen=True)
-class Collation:
+class Collation(NamedTuple):
     """A batch that a worker collates.
 
     Attributes:

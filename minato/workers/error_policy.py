@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from multiprocessing import reduction
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from minato._support.counters import Counters
 from minato._support.files import anonymous_log, open_lines
@@ -210,8 +210,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if all(isinstance(text, str) for text in strings) else None
 
 
-@dataclass(frozen=True)
-class FailureHandler:
+class FailureHandler(NamedTuple):
     """What to do about samples that raise.
 
     Attributes:

@@ -13,11 +13,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.random  # numpy imports it at first use: once here, not once in each worker
@@ -61,8 +60,7 @@ _LOOK_S = 0.02
 """Interval between two checks whether a starting worker has begun."""
 
 
-@dataclass(frozen=True)
-class ProcessSettings:
+class ProcessSettings(NamedTuple):
     """The processes of a pool.
 
     Attributes:

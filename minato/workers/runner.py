@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import thread_time_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 from minato._core.run import run_samples
 from minato.observe.stats.costs import Meters
@@ -57,8 +57,7 @@ class CostEstimate:
     watched: int = 0
 
 
-@dataclass(frozen=True)
-class RunnerSettings:
+class RunnerSettings(NamedTuple):
     """How samples are run.
 
     Attributes:

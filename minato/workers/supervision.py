@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from minato._core.codes import STARTING
 from minato._core.ledger import Ledger
@@ -337,8 +337,7 @@ class WorkerRecovery:
 # ---- 3. replace the worker, or raise ----
 
 
-@dataclass(frozen=True)
-class WorkerLoss:
+class WorkerLoss(NamedTuple):
     """In place of an exit code: a remote worker no longer answers.
 
     Attributes:

@@ -6,8 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from minato._core.clock import now_ns
 from minato._core.ledger import Ledger
@@ -38,8 +37,7 @@ _WORTH_NOTING_NS = 100_000
 """The costs of samples that cost more are recorded for the next epoch."""
 
 
-@dataclass(frozen=True)
-class WorkerSettings:
+class WorkerSettings(NamedTuple):
     """What distinguishes one worker from others.
 
     Attributes:
@@ -53,8 +51,7 @@ class WorkerSettings:
     whole_batches: bool = False
 
 
-@dataclass(frozen=True)
-class WorkQueue:
+class WorkQueue(NamedTuple):
     """Where workers claim samples, and sleep while there are none.
 
     Attributes:

@@ -10,8 +10,7 @@ import json
 import os
 import warnings
 import weakref
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from minato._core.clock import now_ns
 from minato._support.files import open_lines, open_regular, write_all
@@ -100,8 +99,7 @@ def trace_of_environment(name: str) -> Trace | None:
         return None
 
 
-@dataclass(frozen=True)
-class Tracks:
+class Tracks(NamedTuple):
     """The tracks of one engine; travels to its workers.
 
     Attributes:
