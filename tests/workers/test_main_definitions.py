@@ -93,6 +93,7 @@ def test_a_script(tmp_path: Path, method: str, guarded: str) -> None:
     assert output(str(script)) == GOT
 
 
+@pytest.mark.slow
 @METHODS
 def test_ipython(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("IPython")
@@ -101,6 +102,7 @@ def test_ipython(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert output("-m", "IPython", "--colors=NoColor", "-c", code) == GOT
 
 
+@pytest.mark.slow
 @METHODS
 def test_a_jupyter_kernel(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient")
